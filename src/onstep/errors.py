@@ -1,0 +1,25 @@
+"""The errors that Onstep raises on purpose: each message names the value, the rule and the remedy."""
+
+
+class OnstepError(Exception):
+    """Base of every error that Onstep raises on purpose."""
+
+
+class ConfigError(OnstepError, ValueError):
+    """A configuration value, key or combination that cannot work; raised before any work starts."""
+
+
+class DataError(OnstepError, ValueError):
+    """A corpus, tokenizer or dataset that cannot be trained on."""
+
+
+class RunExistsError(OnstepError):
+    """The output folder holds another run; nothing in it was touched."""
+
+
+class NonFiniteError(OnstepError, ArithmeticError):
+    """A loss or gradient norm was NaN or infinite; the update was not applied."""
+
+
+class MissingExtraError(OnstepError, ImportError):
+    """An optional dependency is needed; the message gives the install line."""

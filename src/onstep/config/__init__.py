@@ -1,0 +1,1 @@
+"""The configuration of a run: dataclasses, YAML, `a.b=c` overrides and `TrainingArguments`."""

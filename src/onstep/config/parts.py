@@ -1,0 +1,234 @@
+"""The parts of a run's configuration. Names and defaults are Megatron Bridge's where it has them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from onstep.config.part import ConfigPart
+
+
+@dataclass
+class RunConfig(ConfigPart):
+    """What a run is called and where it is kept."""
+
+    name: str | None = None
+    """Folder of the run below `output_dir`. None keeps no folder; `onstep train` puts the recipe's name here."""
+    output_dir: str = "runs"
+    recipe: str | None = None
+    """Name of the recipe that this configuration started from."""
+    fresh: bool = False
+    """Start a new run `<name>-2` where a run of this name exists."""
+    default_callbacks: bool = True
+    """Put DefaultMetrics, ProgressCallback and InfoCallback first (`Trainer` and `onstep train`)."""
+    save_weights: bool = True
+    """Write the final weights to `<run>/model` as safetensors."""
+
+
+@dataclass
+class TrainingConfig(ConfigPart):
+    """How long and in what batches to train."""
+
+    micro_batch_size: int | None = None
+    """Samples of one forward pass on one rank."""
+    global_batch_size: int | None = None
+    """Samples of one optimizer step over all ranks; None is one micro-batch on every rank."""
+    train_iters: int | None = None
+    """Optimizer steps. Exactly one of `train_iters`, `train_samples`, `num_epochs` is set."""
+    train_samples: int | None = None
+    num_epochs: float | None = None
+    drop_last: bool = True
+    """Drop the tail of an epoch that is shorter than one global batch; False trains on it as a smaller step."""
+    loss_weighting: str = "auto"
+    """How the mean losses of micro-batches are weighted: tokens | samples | microbatches | auto (tokens where labels are
+    known, else samples). Losses that come as (sum, count) or take `num_items_in_batch` are exact by themselves."""
+    on_nonfinite: str = "raise"
+    """What a NaN or infinite loss or gradient norm does: raise."""
+    manual_gc: bool = False
+    manual_gc_interval: int = 0
+    manual_gc_eval: bool = True
+
+
+@dataclass
+class ValidationConfig(ConfigPart):
+    """When and on how much to evaluate."""
+
+    eval_iters: int | None = 100
+    """Global batches of one evaluation; None is the whole split, 0 no evaluation."""
+    eval_interval: int | None = None
+    """Steps between evaluations; None evaluates after training only."""
+    start_eval_at_iter: int | None = None
+    eval_global_batch_size: int | None = None
+    eval_micro_batch_size: int | None = None
+    skip_train: bool = False
+    """Evaluate only."""
+    eval_on_start: bool = False
+    eval_each_epoch: bool = False
+    """Evaluate at the end of each epoch."""
+
+
+@dataclass
+class OptimizerConfig(ConfigPart):
+    """The optimizer: AdamW (`adam`) or `sgd`."""
+
+    optimizer: str = "adam"
+    lr: float | None = None
+    min_lr: float | None = None
+    """Where the schedule ends; None is 0."""
+    weight_decay: float = 0.01
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+    sgd_momentum: float = 0.9
+    clip_grad: float | None = 1.0
+    """Largest global gradient norm; None or 0 does not clip. The norm is computed either way."""
+
+
+@dataclass
+class SchedulerConfig(ConfigPart):
+    """Learning rate and weight decay as a function of progress."""
+
+    lr_decay_style: str = "linear"
+    """constant | linear | cosine | inverse-square-root | WSD"""
+    lr_wsd_decay_style: str = "exponential"
+    """linear | cosine | exponential | minus_sqrt"""
+    lr_decay_iters: int | None = None
+    lr_decay_samples: int | None = None
+    lr_wsd_decay_iters: int | None = None
+    lr_wsd_decay_samples: int | None = None
+    lr_warmup_fraction: float | None = None
+    lr_warmup_iters: int = 0
+    lr_warmup_samples: int = 0
+    lr_warmup_init: float = 0.0
+    start_weight_decay: float | None = None
+    end_weight_decay: float | None = None
+    weight_decay_incr_style: str = "constant"
+    """constant | linear | cosine"""
+    max_steps: int | None = None
+    """Build the schedule for a run of this many steps (at least `train_iters`)."""
+
+
+@dataclass
+class ModelConfig(ConfigPart):
+    """A decoder-only transformer of the Llama/Qwen2 family. Sizes are in elements."""
+
+    num_layers: int = 4
+    hidden_size: int = 128
+    ffn_hidden_size: int | None = None
+    """Width of the SwiGLU; None is 8/3 of `hidden_size`, rounded up to a multiple of 64."""
+    num_attention_heads: int = 4
+    num_query_groups: int | None = None
+    """Key/value heads; None is one for each attention head."""
+    kv_channels: int | None = None
+    """Width of a head; None is `hidden_size / num_attention_heads`."""
+    vocab_size: int | None = None
+    """None takes the tokenizer's, rounded up to a multiple of `make_vocab_size_divisible_by`."""
+    make_vocab_size_divisible_by: int = 1
+    seq_length: int = 256
+    """Tokens of a training sequence; the same as `dataset.seq_length`."""
+    rotary_base: float = 10000.0
+    layernorm_epsilon: float = 1e-5
+    add_qkv_bias: bool = False
+    share_embeddings_and_output_weights: bool = False
+    init_method_std: float = 0.02
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+
+
+@dataclass
+class DatasetConfig(ConfigPart):
+    """The corpus and how its samples are read."""
+
+    paths: list[str] = field(default_factory=list)
+    """Text files, folders, globs or JSONL files; empty is the source of Python's own standard library."""
+    text_key: str = "text"
+    """The key of a JSONL record that holds the text."""
+    split: str = "90,5,5"
+    """Shares of train, validation and test."""
+    seq_length: int = 256
+    cache_dir: str | None = None
+    """Where token files are kept; None is `$ONSTEP_CACHE` or the user's cache folder."""
+    shuffle: bool = True
+    num_workers: int = 2
+    pin_memory: bool = True
+    persistent_workers: bool = True
+
+
+@dataclass
+class TokenizerConfig(ConfigPart):
+    """How text becomes tokens."""
+
+    tokenizer_type: str = "bytes"
+    """bytes | tokenizers (a `tokenizer.json`) | huggingface (a local `transformers` tokenizer folder)"""
+    tokenizer_model: str | None = None
+    """Path of the tokenizer's file or folder."""
+
+
+@dataclass
+class LoggerConfig(ConfigPart):
+    """What is reported, and how often."""
+
+    log_interval: int = 100
+    """Steps between logged steps; 0 logs nothing."""
+    log_first_step: bool = False
+    log_on_each_epoch: bool = False
+    log_timers: bool = False
+    logging_level: int | None = None
+    logging_dir: str | None = None
+    """Where the journal and trackers write; None is the run's folder."""
+
+
+@dataclass
+class DistributedDataParallelConfig(ConfigPart):
+    """Plain data parallelism (torch's DistributedDataParallel)."""
+
+    bucket_cap_mb: float = 25.0
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool = False
+    gradient_as_bucket_view: bool = True
+
+
+@dataclass
+class DistributedInitConfig(ConfigPart):
+    """The process group."""
+
+    distributed_backend: str | None = None
+    """gloo | nccl; None is nccl where every rank has a GPU, else gloo."""
+    distributed_timeout_minutes: float = 10.0
+    device: str | None = None
+    """cpu | cuda | cuda:<n>; None is CUDA where there is one."""
+
+
+@dataclass
+class RNGConfig(ConfigPart):
+    """Where randomness starts."""
+
+    seed: int = 1234
+    data_seed: int | None = None
+    """Order of the samples; None is `seed`."""
+
+
+@dataclass
+class ConfigContainer(ConfigPart):
+    """Everything that makes a run. The user may change it until training starts, which validates a deep copy."""
+
+    train: TrainingConfig = field(default_factory=TrainingConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    ddp: DistributedDataParallelConfig = field(default_factory=DistributedDataParallelConfig)
+    dist: DistributedInitConfig = field(default_factory=DistributedInitConfig)
+    rng: RNGConfig = field(default_factory=RNGConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    mixed_precision: str | None = None
+    """None (float32) or bf16_mixed (autocast over float32 weights)."""
+    env_vars: dict[str, str] = field(default_factory=dict)
+    """Environment variables set before anything starts, unless they are set already."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dictionaries, as they go to YAML."""
+        return asdict(self)

@@ -28,6 +28,9 @@ class TrainState:
     consumed_tokens: int = 0
     """Tokens with a label trained on, over all ranks; brought up to date at every logged step."""
     floating_point_operations_so_far: float = 0.0
+    best_metric: float | None = None
+    """Best value of `validation.metric_for_best_model` so far, and the step where it was met."""
+    best_step: int | None = None
     do_train: bool = False
     do_valid: bool = False
     do_test: bool = False

@@ -1,0 +1,99 @@
+"""What a callback is told: a fresh context for each telling, with everything that has a meaning there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from onstep.events.control import Control
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "OptimizedModule"})
+
+
+def unwrap(model: Any) -> Any:
+    """The user's module inside data-parallel and compile wrappers."""
+    while type(model).__name__ in _WRAPPERS:
+        model = getattr(model, "_orig_mod", None) or model.module
+    return model
+
+
+@dataclass
+class CallbackContext:
+    """State of the run at one moment; a field without meaning there is None.
+
+    Losses and norms are 0-d tensors on the device: who wants a float pays for the read. Changing the objects that the
+    context refers to changes the run, at your own risk; changing the context itself changes nothing.
+    """
+
+    state: Any
+    """`GlobalState`: `cfg`, `train_state`, `timers`, `world`."""
+    model: Any
+    """List of model chunks."""
+    user_state: dict[str, Any] = field(default_factory=dict)
+    """Shared by all callbacks of one manager, for the life of the manager."""
+    optimizer: Any = None
+    scheduler: Any = None
+    loss_dict: dict[str, Tensor] | None = None
+    """Reduced losses of the step."""
+    grad_norm: Any = None
+    """Global L2 norm before clipping."""
+    skipped_iter: bool | None = None
+    total_loss_dict: dict[str, Tensor] | None = None
+    """Averages of an evaluation or test."""
+    event: str = ""
+    """Name of the moment, context convention."""
+    control: Control = field(default_factory=Control)
+    """Where to ask for a stop, save, evaluation or log."""
+    rank: int = 0
+    logs: dict[str, Any] | None = None
+    metrics: dict[str, Any] | None = None
+    loss: Tensor | None = None
+    """This rank's mean loss of the step, or of the micro-batch; not reduced."""
+    tokens: Any = None
+    """This rank's number of labels trained on in the step."""
+    micro_batch: Any = None
+    micro_batches: Any = None
+    sample_ids: list[list[int]] | None = None
+    """Dataset indices of this rank's samples, a list for each micro-batch."""
+    train_dataloader: Any = None
+    eval_dataloader: Any = None
+    processing_class: Any = None
+    trainer: Any = None
+    exception: BaseException | None = None
+    reason: str | None = None
+    checkpoint_step: int | None = None
+    checkpoint_path: str | None = None
+
+    @property
+    def args(self) -> Any:
+        """Hugging Face's `TrainingArguments` view of the configuration."""
+        return getattr(self.state, "args", None)
+
+    @property
+    def trainer_state(self) -> Any:
+        """Hugging Face's `TrainerState` view of the progress."""
+        return getattr(self.state, "trainer_state", None)
+
+    @property
+    def unwrapped_model(self) -> Any:
+        """The user's module; the list of chunks where there are several."""
+        chunks = self.model if isinstance(self.model, list) else [self.model]
+        return unwrap(chunks[0]) if len(chunks) == 1 else [unwrap(chunk) for chunk in chunks]
+
+    def hf_keywords(self) -> dict[str, Any]:
+        """What every Hugging Face-style handler is called with; event-specific keywords come on top."""
+        return {
+            "args": self.args,
+            "state": self.trainer_state,
+            "control": self.control,
+            "model": self.unwrapped_model,
+            "processing_class": self.processing_class,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.scheduler,
+            "train_dataloader": self.train_dataloader,
+            "eval_dataloader": self.eval_dataloader,
+            "trainer": self.trainer,
+        }

@@ -1,0 +1,149 @@
+"""Callbacks ask, the loop decides: what was asked for, by whom, and what is due."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+FLAGS: tuple[str, ...] = (
+    "should_log",
+    "should_evaluate",
+    "should_save",
+    "should_epoch_stop",
+    "should_training_stop",
+    "should_abort_without_save",
+)
+"""The decisions that ranks agree on, in the order of the agreed vector."""
+
+STICKY: tuple[str, ...] = ("should_training_stop", "should_abort_without_save")
+"""Stop flags: a control that a callback returns cannot take back what was set on the old one."""
+
+
+@dataclass
+class TrainerControl:
+    """The flags as Hugging Face callbacks know them; a callback may return one."""
+
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
+    should_abort_without_save: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """Something a callback asked for."""
+
+    flag: str
+    author: str
+    event: str
+    reason: str = ""
+    rank: int = 0
+
+    def __str__(self) -> str:
+        what = {
+            "should_training_stop": "stop",
+            "should_abort_without_save": "abort",
+            "should_epoch_stop": "end the epoch",
+        }
+        verb = what.get(self.flag, self.flag.removeprefix("should_"))
+        where = f" during '{self.event}'" if self.event else ""
+        why = f": {self.reason}" if self.reason else ""
+        return f"asked to {verb} by '{self.author}'{where} on rank {self.rank}{why}"
+
+
+@dataclass
+class Control(TrainerControl):
+    """The run's one control: Hugging Face's flags, and who set them.
+
+    A context-style callback calls `stop`, `save`, `evaluate`, `log`, `end_epoch` or `abort`; a Hugging Face-style one
+    sets the flags. Both become requests with author and event, on whichever rank; over ranks, set wins.
+    """
+
+    rank: int = 0
+    requests: list[Request] = field(default_factory=list)
+    """What this rank asked for since the last agreement."""
+    author: str = "the loop"
+    """Who is being told right now; the manager keeps it."""
+    event: str = ""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in FLAGS and value and not self.__dict__.get(name, False) and "requests" in self.__dict__:
+            self.requests.append(Request(name, self.author, self.event, "", self.rank))
+        object.__setattr__(self, name, value)
+
+    def stop(self, reason: str = "") -> None:
+        """Ask for the end of training after this step."""
+        self._ask("should_training_stop", reason)
+
+    def abort(self, reason: str = "") -> None:
+        """Ask for the end of training after this step, without a final save, log or evaluation."""
+        self._ask("should_abort_without_save", reason)
+        self.__dict__["should_training_stop"] = True
+
+    def end_epoch(self, reason: str = "") -> None:
+        """Ask for the end of this epoch after this step."""
+        self._ask("should_epoch_stop", reason)
+
+    def save(self, reason: str = "") -> None:
+        """Ask for a checkpoint at this step."""
+        self._ask("should_save", reason)
+
+    def evaluate(self, reason: str = "") -> None:
+        """Ask for an evaluation at this step."""
+        self._ask("should_evaluate", reason)
+
+    def log(self, reason: str = "") -> None:
+        """Ask for this step to be logged."""
+        self._ask("should_log", reason)
+
+    def _ask(self, flag: str, reason: str) -> None:
+        if not self.__dict__[flag]:
+            self.requests.append(Request(flag, self.author, self.event, reason, self.rank))
+            self.__dict__[flag] = True
+
+    def take(self, returned: object) -> None:
+        """Adopt the flags of a control that a callback returned; its stop flags can only be added to."""
+        if returned is None or returned is self:
+            return
+        for flag in FLAGS:
+            value = bool(getattr(returned, flag, False))
+            setattr(self, flag, (value or self.__dict__[flag]) if flag in STICKY else value)
+
+    def fill(self, *, log: bool, evaluate: bool, save: bool) -> None:
+        """Put what is due at this step, before `on_step_end` lets callbacks change it.
+
+        What callbacks asked for earlier in the step stays asked for.
+        """
+        flags = self.__dict__
+        flags["should_log"] = log or flags["should_log"]
+        flags["should_evaluate"] = evaluate or flags["should_evaluate"]
+        flags["should_save"] = save or flags["should_save"]
+
+    def honoured(self, flag: str) -> None:
+        """Clear a flag that the loop has acted on."""
+        self.__dict__[flag] = False
+
+    def clear_stops(self) -> None:
+        """Forget the stop flags of an earlier run; called when `train()` starts."""
+        for flag in FLAGS:
+            self.__dict__[flag] = False
+        self.requests.clear()
+
+    def vector(self) -> list[int]:
+        """The flags of this rank and whether anything was asked, for one MAX over the ranks."""
+        flags = self.__dict__
+        return [*(int(flags[flag]) for flag in FLAGS), int(bool(self.requests))]
+
+    def adopt(self, vector: Iterable[int]) -> bool:
+        """Take the agreed vector; True when any rank asked for something."""
+        *flags, asked = vector
+        self.__dict__.update(zip(FLAGS, map(bool, flags), strict=True))
+        return bool(asked)
+
+    def drain(self) -> list[Request]:
+        """The requests since the last agreement; they are handed over once."""
+        requests, self.requests = self.requests, []
+        return requests

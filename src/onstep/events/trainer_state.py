@@ -1,0 +1,112 @@
+"""Hugging Face's `TrainerState`, as a read-only view of the run's progress."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from onstep.progress import TrainState
+
+
+@dataclass
+class RunFacts:
+    """What the view shows besides progress; set by the loop when a run starts."""
+
+    max_steps: int = 0
+    num_train_epochs: float = 0
+    steps_per_epoch: int | None = None
+    logging_steps: int = 0
+    eval_steps: int = 0
+    save_steps: int = 0
+    train_batch_size: int = 0
+    """Samples of one micro-batch on one rank."""
+    max_eval_steps: int = -1
+    num_processes: int = 1
+    rank: int = 0
+    local_rank: int = 0
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+
+
+class TrainerState:
+    """Names and meanings of `transformers.TrainerState` and Forgather's additions; all of them are read-only."""
+
+    is_hyper_param_search = False
+    trial_name = None
+    trial_params = None
+    stateful_callbacks: tuple[Any, ...] = ()
+    best_model_checkpoint = None
+
+    def __init__(self, progress: TrainState, facts: RunFacts) -> None:
+        self._progress = progress
+        self._facts = facts
+
+    def __getattr__(self, name: str) -> Any:
+        facts = self.__dict__.get("_facts")
+        if facts is not None and not name.startswith("_") and hasattr(facts, name):
+            return getattr(facts, name)
+        raise AttributeError(f"TrainerState has no field {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+            return
+        raise AttributeError(
+            f"state.{name} is a view of the run's progress and cannot be set; ask through `control`, or change the "
+            f"configuration before training."
+        )
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps completed."""
+        return self._progress.step
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the training data, with the fraction of the current one where its length is known."""
+        steps = self._facts.steps_per_epoch
+        return self._progress.epoch + (self._progress.steps_in_epoch / steps if steps else 0.0)
+
+    @property
+    def raw_epoch(self) -> int:
+        """Whole passes completed."""
+        return self._progress.epoch
+
+    @property
+    def epoch_start_step(self) -> int:
+        """The step at which the current epoch began."""
+        return self._progress.step - self._progress.steps_in_epoch
+
+    @property
+    def epoch_train_steps(self) -> int | None:
+        """Optimizer steps of an epoch; None where the data has no length."""
+        return self._facts.steps_per_epoch
+
+    @property
+    def best_metric(self) -> float | None:
+        """Best value of `metric_for_best_model` so far."""
+        return self._progress.best_metric
+
+    @property
+    def best_global_step(self) -> int | None:
+        """Step of the best value."""
+        return self._progress.best_step
+
+    @property
+    def num_input_tokens_seen(self) -> int:
+        """Labels trained on, over all ranks; current at logged steps."""
+        return self._progress.consumed_tokens
+
+    @property
+    def total_flos(self) -> float:
+        """Floating-point operations so far; current at logged steps."""
+        return self._progress.floating_point_operations_so_far
+
+    @property
+    def is_world_process_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self._facts.rank == 0
+
+    @property
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return self._facts.local_rank == 0

@@ -1,1 +1,63 @@
-"""Onstep: one training loop for PyTorch models, open at every moment to your own callbacks."""
+"""Onstep: one training loop for PyTorch models, open at every moment to your own callbacks.
+
+Importing this package does not import torch; names are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onstep.callbacks import DefaultMetrics, InfoCallback, JsonLogger, ProgressCallback
+    from onstep.config import ConfigContainer, TrainingArguments
+    from onstep.errors import OnstepError
+    from onstep.events import Callback, CallbackContext, CallbackManager, TrainerCallback, TrainerControl, TrainerState
+    from onstep.trainer import Trainer
+    from onstep.training import pretrain
+
+_HOMES = {
+    "Callback": "onstep.events",
+    "CallbackContext": "onstep.events",
+    "CallbackManager": "onstep.events",
+    "ConfigContainer": "onstep.config",
+    "DefaultMetrics": "onstep.callbacks",
+    "InfoCallback": "onstep.callbacks",
+    "JsonLogger": "onstep.callbacks",
+    "OnstepError": "onstep.errors",
+    "ProgressCallback": "onstep.callbacks",
+    "Trainer": "onstep.trainer",
+    "TrainerCallback": "onstep.events",
+    "TrainerControl": "onstep.events",
+    "TrainerState": "onstep.events",
+    "TrainingArguments": "onstep.config",
+    "pretrain": "onstep.training",
+}
+
+__all__ = [
+    "Callback",
+    "CallbackContext",
+    "CallbackManager",
+    "ConfigContainer",
+    "DefaultMetrics",
+    "InfoCallback",
+    "JsonLogger",
+    "OnstepError",
+    "ProgressCallback",
+    "Trainer",
+    "TrainerCallback",
+    "TrainerControl",
+    "TrainerState",
+    "TrainingArguments",
+    "pretrain",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'onstep' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

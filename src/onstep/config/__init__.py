@@ -1,1 +1,62 @@
 """The configuration of a run: dataclasses, YAML, `a.b=c` overrides and `TrainingArguments`."""
+
+from onstep.config.conversion import args_to_config, config_to_args
+from onstep.config.keys import diff, nearest_key, to_flat
+from onstep.config.lengths import steps_of_epochs, steps_per_epoch, train_iters
+from onstep.config.load import apply_overrides, dump_yaml, from_dict, load_yaml, merge, parse_yaml, save_yaml
+from onstep.config.part import ConfigPart
+from onstep.config.parts import (
+    ConfigContainer,
+    DatasetConfig,
+    DistributedDataParallelConfig,
+    DistributedInitConfig,
+    LoggerConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RNGConfig,
+    RunConfig,
+    SchedulerConfig,
+    TokenizerConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
+from onstep.config.rules import parse_split
+from onstep.config.training_arguments import TrainingArguments, UnknownArgumentError
+from onstep.config.validate import resolve, validate
+
+__all__ = [
+    "ConfigContainer",
+    "ConfigPart",
+    "DatasetConfig",
+    "DistributedDataParallelConfig",
+    "DistributedInitConfig",
+    "LoggerConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RNGConfig",
+    "RunConfig",
+    "SchedulerConfig",
+    "TokenizerConfig",
+    "TrainingArguments",
+    "TrainingConfig",
+    "UnknownArgumentError",
+    "ValidationConfig",
+    "apply_overrides",
+    "args_to_config",
+    "config_to_args",
+    "diff",
+    "dump_yaml",
+    "from_dict",
+    "load_yaml",
+    "merge",
+    "nearest_key",
+    "parse_split",
+    "parse_yaml",
+    "resolve",
+    "save_yaml",
+    "steps_of_epochs",
+    "steps_per_epoch",
+    "to_flat",
+    "train_iters",
+    "validate",
+]

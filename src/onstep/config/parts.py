@@ -40,8 +40,8 @@ class TrainingConfig(ConfigPart):
     drop_last: bool = True
     """Drop the tail of an epoch that is shorter than one global batch; False trains on it as a smaller step."""
     loss_weighting: str = "auto"
-    """How the mean losses of micro-batches are weighted: tokens | samples | microbatches | auto (tokens where labels are
-    known, else samples). Losses that come as (sum, count) or take `num_items_in_batch` are exact by themselves."""
+    """How the mean losses of micro-batches are weighted: tokens | samples | microbatches | auto (tokens where labels
+    are known, else samples). Losses that come as (sum, count) or take `num_items_in_batch` are exact by themselves."""
     on_nonfinite: str = "raise"
     """What a NaN or infinite loss or gradient norm does: raise."""
     manual_gc: bool = False
@@ -65,6 +65,15 @@ class ValidationConfig(ConfigPart):
     eval_on_start: bool = False
     eval_each_epoch: bool = False
     """Evaluate at the end of each epoch."""
+    metric_for_best_model: str | None = None
+    """The metric that `best_metric` follows and early stopping watches, with or without its `eval_` prefix."""
+    greater_is_better: bool | None = None
+    """None is False for names that end in `loss` or `perplexity`, else True."""
+    start_eval_at_epoch: float | None = None
+    """`eval_each_epoch` starts when this many epochs are done."""
+    eval_after_training: bool = True
+    """Evaluate after the last step (where it was not evaluated anyway). False with neither `eval_interval` nor
+    `eval_each_epoch` is a run without evaluation."""
 
 
 @dataclass
@@ -228,6 +237,9 @@ class ConfigContainer(ConfigPart):
     """None (float32) or bf16_mixed (autocast over float32 weights)."""
     env_vars: dict[str, str] = field(default_factory=dict)
     """Environment variables set before anything starts, unless they are set already."""
+    trainer: dict[str, Any] = field(default_factory=dict)
+    """Fields of `TrainingArguments` that no part above names (`label_names`, `disable_tqdm`, ...), where they differ
+    from their default. Only `Trainer` reads them."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dictionaries, as they go to YAML."""

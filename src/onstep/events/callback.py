@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from onstep.events.moments import MOMENTS
+from onstep.events.moments import HF_EVENTS, MOMENTS, moments_named
 
 
 class Callback:
@@ -26,9 +26,9 @@ class Callback:
 class TrainerCallback:
     """Base of Hugging Face-style callbacks: `on_step_end(self, args, state, control, **kwargs)` and its siblings.
 
-    Handlers are called with keywords only and may declare any subset as long as they take `**kwargs`; they return None
-    or a `TrainerControl`. Every moment of the table can be handled, by its Hugging Face name or by its context name. Class
-    attributes as in `Callback`.
+    Handlers are called with keywords and may declare any subset as long as they take `**kwargs`; who calls the first
+    three something else, or takes `*args`, gets those by position. They return None or a `TrainerControl`. Every moment
+    of the table can be handled, by its Hugging Face name or by its context name. Class attributes as in `Callback`.
     """
 
     ranks: Literal["all", "main"] = "all"
@@ -61,4 +61,6 @@ def _hf_method(name: str, when: str) -> Callable[..., None]:
 
 for _moment in MOMENTS:
     setattr(Callback, _moment.name, _context_method(_moment.name, _moment.when))
-    setattr(TrainerCallback, _moment.hf_name, _hf_method(_moment.hf_name, _moment.when))
+
+for _name in HF_EVENTS:
+    setattr(TrainerCallback, _name, _hf_method(_name, "; ".join(moment.when for moment in moments_named(_name))))

@@ -20,7 +20,7 @@ def unwrap(model: Any) -> Any:
     return model
 
 
-@dataclass
+@dataclass(eq=False)
 class CallbackContext:
     """State of the run at one moment; a field without meaning there is None.
 
@@ -66,6 +66,8 @@ class CallbackContext:
     reason: str | None = None
     checkpoint_step: int | None = None
     checkpoint_path: str | None = None
+    hf_objects: dict[str, Any] = field(default_factory=dict, repr=False)
+    """Optimizer, scheduler and loaders for Hugging Face-style handlers, which get them at every moment."""
 
     @property
     def args(self) -> Any:
@@ -96,4 +98,5 @@ class CallbackContext:
             "train_dataloader": self.train_dataloader,
             "eval_dataloader": self.eval_dataloader,
             "trainer": self.trainer,
+            **self.hf_objects,
         }

@@ -70,9 +70,19 @@ class Control(TrainerControl):
     event: str = ""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in FLAGS and value and not self.__dict__.get(name, False) and "requests" in self.__dict__:
-            self.requests.append(Request(name, self.author, self.event, "", self.rank))
+        if name in FLAGS:
+            value = bool(value)
+            if "requests" in self.__dict__ and value != self.__dict__[name]:
+                self._note_change(name, value)
+        elif name.startswith("should_"):
+            raise AttributeError(
+                f"control has no flag {name!r} and nobody would read it; its flags: {', '.join(FLAGS)}."
+            )
         object.__setattr__(self, name, value)
+
+    def __copy__(self) -> Control:
+        """The flags alone: what a callback asks on a copy becomes a request when it returns the copy."""
+        return Control(**{flag: self.__dict__[flag] for flag in FLAGS}, rank=self.rank)
 
     def stop(self, reason: str = "") -> None:
         """Ask for the end of training after this step."""
@@ -104,13 +114,23 @@ class Control(TrainerControl):
             self.requests.append(Request(flag, self.author, self.event, reason, self.rank))
             self.__dict__[flag] = True
 
+    def _note_change(self, flag: str, asked: bool) -> None:
+        if asked:
+            self.requests.append(Request(flag, self.author, self.event, "", self.rank))
+        else:  # withdrawn by a later callback before anybody acted on it
+            self.requests = [request for request in self.requests if request.flag != flag]
+
     def take(self, returned: object) -> None:
-        """Adopt the flags of a control that a callback returned; its stop flags can only be added to."""
-        if returned is None or returned is self:
+        """Adopt the flags of a control that a callback returned; its stop flags can only be added to.
+
+        Whatever else a callback returns means nothing.
+        """
+        if returned is self or not _is_control(returned):
             return
         for flag in FLAGS:
-            value = bool(getattr(returned, flag, False))
-            setattr(self, flag, (value or self.__dict__[flag]) if flag in STICKY else value)
+            before = self.__dict__[flag]
+            value = bool(getattr(returned, flag, before))
+            setattr(self, flag, (value or before) if flag in STICKY else value)
 
     def fill(self, *, log: bool, evaluate: bool, save: bool) -> None:
         """Put what is due at this step, before `on_step_end` lets callbacks change it.
@@ -147,3 +167,9 @@ class Control(TrainerControl):
         """The requests since the last agreement; they are handed over once."""
         requests, self.requests = self.requests, []
         return requests
+
+
+def _is_control(returned: object) -> bool:
+    """Whether an object really has one of the flags; a mock claims to have everything."""
+    own = getattr(returned, "__dict__", {})
+    return any(flag in own or hasattr(type(returned), flag) for flag in FLAGS)

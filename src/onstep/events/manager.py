@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from inspect import ismethod
 from typing import Any
 
 from onstep.events.context import CallbackContext
-from onstep.events.moments import BY_NAME, MOMENTS, VALID_EVENTS, unknown_event
+from onstep.events.moments import BY_NAME, MOMENTS, VALID_EVENTS, Moment, moment_of
 from onstep.events.registration import (
     Listener,
     Registration,
@@ -34,6 +35,8 @@ class Listeners:
 class CallbackManager:
     """Holds the callbacks of a run and a `user_state` dictionary that they share.
 
+    A callback may add and remove callbacks while it is told; that counts from the next telling on.
+
     >>> manager = CallbackManager()
     >>> manager.register("on_eval_end", lambda context: print("Evaluation complete!"))
     """
@@ -41,7 +44,8 @@ class CallbackManager:
     def __init__(self) -> None:
         self._user_state: dict[str, Any] = {}
         self._registrations: list[Registration] = []
-        self._disabled: set[int] = set()
+        self._disabled: dict[int, Any] = {}
+        """By id; the objects are kept, so that no id is given out again."""
         self.listeners = Listeners()
 
     @property
@@ -62,19 +66,19 @@ class CallbackManager:
     def add(self, callback: Any, *, before: Any = None, after: Any = None) -> None:
         """Register a callback, a callback class (made without arguments), or a list or tuple of them.
 
-        `before` and `after` name a registered callback, by instance, class or name; the default is the end.
+        `before` and `after` name a registered callback, by instance, class or name; the default is the end. Of a list,
+        all or, after an error, none are registered.
 
         Raises:
             TypeError: when an object is no callback, or a method's signature fits no convention.
-            ValueError: when `before` or `after` is not registered.
+            ValueError: when `before` or `after` is not registered, or both leave no place.
         """
-        if isinstance(callback, (list, tuple)):
-            for one in callback:
-                self.add(one, before=before, after=after)
-                after = one if after is not None else None
-            return
-        instance = callback() if isinstance(callback, type) else callback
-        self._insert(registration_of(instance), before, after)
+        registrations = []
+        for instance in _instances(callback):
+            registrations.append(registration_of(instance))
+        position = self._position(before, after)
+        self._registrations[position:position] = registrations
+        self._rebuild()
 
     def register(self, event_name: str, fn: Callable[..., Any], every: int = 1) -> None:
         """Register `fn(context)`, `fn()` or `fn(args, state, control, **kwargs)` for one event.
@@ -85,11 +89,10 @@ class CallbackManager:
             ValueError: for an unknown event, with the nearest name, or `every` < 1.
             TypeError: when `fn` is not callable or its signature fits no convention.
         """
-        if event_name not in BY_NAME:
-            raise unknown_event(event_name)
-        if every < 1:
-            raise ValueError(f"every must be >= 1, got {every}; pass 1 to be told each time.")
-        self._insert(function_registration(event_name, fn, every), None, None)
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be a whole number >= 1, got {every!r}; pass 1 to be told each time.")
+        self._registrations.append(function_registration(event_name, fn, every))
+        self._rebuild()
 
     def remove(self, callback: Any) -> Any:
         """Take back the first registration of an instance, function or exact class; returns what was removed.
@@ -98,9 +101,11 @@ class CallbackManager:
             ValueError: when nothing matches.
         """
         index = self._index_of(callback)
-        registration = self._registrations.pop(index)
+        owner = self._registrations.pop(index).owner
+        if all(registration.owner is not owner for registration in self._registrations):
+            self._disabled.pop(id(owner), None)
         self._rebuild()
-        return registration.owner
+        return owner
 
     def list_callbacks(self, event_name: str) -> list[Callable[..., Any]]:
         """The callables registered for an event, as they were given, in the order in which they are told.
@@ -108,13 +113,11 @@ class CallbackManager:
         Raises:
             ValueError: for an unknown event.
         """
-        if event_name not in BY_NAME:
-            raise unknown_event(event_name)
-        return [listener.original for listener in getattr(self.listeners, event_name)]
+        return [listener.original for listener in self._listeners_of(moment_of(event_name))]
 
     def has_callbacks(self, event_name: str) -> bool:
         """Whether anybody listens to an event; False for an unknown one."""
-        return bool(getattr(self.listeners, event_name, ()))
+        return event_name in BY_NAME and bool(getattr(self.listeners, event_name))
 
     def explain(self, event_name: str) -> str:
         """The order in which an event's callbacks are told, one a line.
@@ -122,60 +125,64 @@ class CallbackManager:
         Raises:
             ValueError: for an unknown event.
         """
-        if event_name not in BY_NAME:
-            raise unknown_event(event_name)
-        moment = BY_NAME[event_name]
-        also = "" if moment.hf_name == event_name else f" ({moment.hf_name})"
-        lines = [f"{event_name}{also}: {moment.when}."]
-        for number, listener in enumerate(getattr(self.listeners, event_name), start=1):
-            where = " [rank 0 only]" if listener.main_only else ""
-            method = getattr(listener.original, "__name__", type(listener.original).__name__)
-            lines.append(f"  {number}. {listener.author}.{method}{where}")
-        if len(lines) == 1:
-            lines.append("  nobody listens")
-        return "\n".join(lines)
+        moment = moment_of(event_name)
+        also = "" if moment.hf_name == moment.name else f" ({moment.hf_name})"
+        listeners = self._listeners_of(moment)
+        lines = [f"  {number}. {self._entry(listener)}" for number, listener in enumerate(listeners, start=1)]
+        return "\n".join([f"{moment.name}{also}: {moment.when}.", *(lines or ["  nobody listens"])])
 
     def fire(self, event_name: str, context: CallbackContext) -> None:
         """Tell every listener of an event, in order.
 
         An exception propagates at once, with a note that names callback and event, unless the callback's `on_error`
-        says otherwise. `on_exception`, `on_train_end` and `on_run_end` reach every callback: the first error is raised after
-        all were told, the others are attached as notes.
+        says otherwise. `on_exception`, `on_train_end` and `on_run_end` reach every callback: the first error is raised
+        after all were told, the others are attached as notes.
 
         Raises:
             ValueError: for an unknown event.
         """
-        if event_name not in BY_NAME:
-            raise unknown_event(event_name)
-        listeners = getattr(self.listeners, event_name)
-        context.event = event_name
-        if BY_NAME[event_name].reaches_all:
+        moment = moment_of(event_name)
+        listeners = self._listeners_of(moment)
+        context.event = moment.name
+        if moment.reaches_all:
             self._tell_all(listeners, context)
             return
         for listener in listeners:
             self._tell(listener, context)
+
+    def _listeners_of(self, moment: Moment) -> tuple[Listener, ...]:
+        listeners: tuple[Listener, ...] = getattr(self.listeners, moment.name)
+        return listeners
+
+    def _entry(self, listener: Listener) -> str:
+        entry = listener.author
+        if listener.owner is not listener.original:
+            entry += "." + getattr(listener.original, "__name__", type(listener.original).__name__)
+        ranks = " [rank 0 only]" if listener.main_only else ""
+        return entry + ranks + (" [disabled]" if id(listener.owner) in self._disabled else "")
 
     def _tell(self, listener: Listener, context: CallbackContext) -> None:
         if listener.main_only and context.rank != 0:
             return
         if self._disabled and id(listener.owner) in self._disabled:
             return
-        control = context.control
-        control.author, control.event = listener.author, context.event
+        control, event = context.control, context.event
+        outer = control.author, control.event  # a callback may itself make somebody fire
+        control.author, control.event = listener.author, event
         try:
             listener.handle(context)
-        except Exception as error:
-            error.add_note(f"raised by callback '{listener.author}' during '{context.event}'")
-            if listener.on_error == "raise":
+        except BaseException as error:
+            error.add_note(f"raised by callback '{listener.author}' during '{event}'")
+            if listener.on_error == "raise" or not isinstance(error, Exception):
                 raise
-            self._tolerate(listener, context.event, error)
+            self._tolerate(listener, event, error)
         finally:
-            control.author, control.event = "the loop", ""
+            control.author, control.event = outer
 
     def _tolerate(self, listener: Listener, event: str, error: Exception) -> None:
         consequence = "training goes on"
         if listener.on_error == "disable":
-            self._disabled.add(id(listener.owner))
+            self._disabled[id(listener.owner)] = listener.owner
             consequence = "it is told nothing more"
         warnings.warn(
             f"callback '{listener.author}' raised {type(error).__name__}: {error} during '{event}'; {consequence}",
@@ -196,19 +203,23 @@ class CallbackManager:
         if first is not None:
             raise first
 
-    def _insert(self, registration: Registration, before: Any, after: Any) -> None:
-        position = len(self._registrations)
-        if before is not None:
-            position = self._index_of(before)
-        elif after is not None:
-            position = self._index_of(after) + 1
-        self._registrations.insert(position, registration)
-        self._rebuild()
+    def _position(self, before: Any, after: Any) -> int:
+        position = len(self._registrations) if before is None else self._index_of(before)
+        if after is None:
+            return position
+        earliest = self._index_of(after) + 1
+        if before is not None and position < earliest:
+            raise ValueError(
+                f"There is no place before {before!r} and after {after!r}: they are told the other way round."
+            )
+        return earliest
 
     def _index_of(self, wanted: Any) -> int:
         for index, registration in enumerate(self._registrations):
             owner = registration.owner
             if owner is wanted or type(owner) is wanted or (isinstance(wanted, str) and author_of(owner) == wanted):
+                return index
+            if ismethod(owner) and owner == wanted:  # each look at `obj.method` makes a new object
                 return index
         known = ", ".join(author_of(owner) for owner in self.callbacks) or "none"
         raise ValueError(f"{wanted!r} is not registered; registered callbacks: {known}.")
@@ -217,6 +228,14 @@ class CallbackManager:
         for event in VALID_EVENTS:
             told = (one for registration in self._registrations for one in registration.listeners.get(event, ()))
             setattr(self.listeners, event, tuple(told))
+
+
+def _instances(callback: Any) -> Iterator[Any]:
+    if isinstance(callback, (list, tuple)):
+        for one in callback:
+            yield from _instances(one)
+    else:
+        yield callback() if isinstance(callback, type) else callback
 
 
 def normalize_callbacks(callbacks: Any) -> CallbackManager | None:

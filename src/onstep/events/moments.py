@@ -178,9 +178,21 @@ def moments_named(name: str) -> tuple[Moment, ...]:
     return tuple(moment for moment in MOMENTS if name in (moment.name, moment.hf_name))
 
 
-def unknown_event(name: str) -> ValueError:
-    """The error for an event that does not exist, with the nearest name."""
-    known = sorted(VALID_EVENTS | HF_EVENTS)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+def unknown_event(name: object) -> ValueError:
+    """The error for an event that does not exist, with the nearest name in the context convention."""
+    near = difflib.get_close_matches(str(name), sorted(VALID_EVENTS | HF_EVENTS), n=1, cutoff=0.4)
+    meant = " or ".join(repr(moment.name) for moment in moments_named(near[0])) if near else ""
+    hint = f" Did you mean {meant}?" if meant else ""
     return ValueError(f"Unknown event '{name}'. Valid events: {', '.join(sorted(VALID_EVENTS))}.{hint}")
+
+
+def moment_of(event_name: object) -> Moment:
+    """The moment with this name in the context convention.
+
+    Raises:
+        ValueError: for any other name, with the nearest one.
+    """
+    moment = BY_NAME.get(event_name) if isinstance(event_name, str) else None
+    if moment is None:
+        raise unknown_event(event_name)
+    return moment

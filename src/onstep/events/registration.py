@@ -6,12 +6,13 @@ import difflib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from onstep.events.callback import Callback, TrainerCallback
 from onstep.events.context import CallbackContext
-from onstep.events.moments import BY_NAME, HF_EVENTS, VALID_EVENTS, Moment, moments_named
+from onstep.events.moments import HF_EVENTS, VALID_EVENTS, Moment, moment_of, moments_named
 from onstep.events.signatures import ACCEPTED, Handler, Style, as_handler
 
 _EVENT_NAMES = sorted(VALID_EVENTS | HF_EVENTS)
@@ -49,45 +50,55 @@ def registration_of(callback: Any) -> Registration:
     style = _style_of(callback)
     for name, method in _event_methods(callback):
         for moment in moments_named(name):
-            listeners.setdefault(moment.name, []).append(_listener(method, moment, style, callback))
-    _warn_of_near_misses(callback)
+            told = listeners.setdefault(moment.name, [])
+            if all(method != listener.original for listener in told):  # one method under both names is told once
+                told.append(_listener(method, moment, style or _style_of_name(name), callback))
+    misses = _near_misses(callback)
     if not listeners and style is None:
         raise TypeError(
             f"{callback!r} is not a callback: it has no method named after an event, such as on_train_step_end(self, "
             f"context) or on_step_end(self, args, state, control, **kwargs). To register a function, use "
-            f"manager.register(event_name, fn) with {ACCEPTED}."
+            f"manager.register(event_name, fn) with {ACCEPTED}. {' '.join(misses)}".rstrip()
         )
+    for miss in misses:
+        warnings.warn(miss, UserWarning, stacklevel=3)
     return Registration(callback, listeners)
 
 
 def function_registration(event_name: str, fn: Callable[..., Any], every: int) -> Registration:
     """A function registered for one event, told at every `every`-th step (or telling, outside of steps)."""
-    moment = BY_NAME[event_name]
+    moment = moment_of(event_name)
     listener = _listener(fn, moment, None, fn)
     if every != 1:
-        handle = _every(listener.handle, moment, every)
-        listener = Listener(handle, fn, fn, listener.author, listener.main_only, listener.on_error)
-    return Registration(fn, {event_name: [listener]})
+        listener = replace(listener, handle=_every(listener.handle, moment, every))
+    return Registration(fn, {moment.name: [listener]})
 
 
 def author_of(owner: Any) -> str:
     """What messages call a callback or function."""
+    if isinstance(owner, partial):
+        return author_of(owner.func)
     name = getattr(owner, "name", None)
-    if isinstance(name, str) and not inspect.isfunction(owner):
+    if isinstance(name, str) and name and not inspect.isroutine(owner):
         return name
     return getattr(owner, "__qualname__", None) or type(owner).__name__
 
 
 def _listener(fn: Callable[..., Any], moment: Moment, style: Style | None, owner: Any) -> Listener:
-    ranks = getattr(owner, "ranks", "all")
-    if ranks not in ("all", "main"):
-        raise TypeError(f"ranks of {author_of(owner)} must be 'all' or 'main', got {ranks!r}.")
-    on_error = getattr(owner, "on_error", "raise")
-    if callable(on_error) or on_error is None:
-        on_error = "raise"  # somebody else's method of that name
-    if on_error not in ("raise", "warn", "disable"):
-        raise TypeError(f"on_error of {author_of(owner)} must be 'raise', 'warn' or 'disable', got {on_error!r}.")
-    return Listener(as_handler(fn, moment, style), fn, owner, author_of(owner), ranks == "main", on_error)
+    main_only = _option(owner, "ranks", ("all", "main")) == "main"
+    on_error = _option(owner, "on_error", ("raise", "warn", "disable"))
+    return Listener(as_handler(fn, moment, style), fn, owner, author_of(owner), main_only, on_error)
+
+
+def _option(owner: Any, name: str, allowed: tuple[str, ...]) -> str:
+    """A class attribute that steers the dispatch; the first of `allowed` where it is missing."""
+    holder = owner.__self__ if inspect.ismethod(owner) else owner
+    value = getattr(holder, name, allowed[0])
+    if callable(value) or not (isinstance(value, str) or isinstance(holder, (Callback, TrainerCallback))):
+        return allowed[0]  # somebody else's attribute of that name
+    if value not in allowed:
+        raise TypeError(f"{name} of {author_of(owner)} must be {' or '.join(map(repr, allowed))}, got {value!r}.")
+    return str(value)
 
 
 def _every(handle: Handler, moment: Moment, every: int) -> Handler:
@@ -128,21 +139,26 @@ def _style_of(callback: Any) -> Style | None:
     return None
 
 
+def _style_of_name(name: str) -> Style | None:
+    return "hf" if name not in VALID_EVENTS else None
+
+
 def _event_methods(callback: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
     for name in _EVENT_NAMES:
         method = getattr(callback, name, None)
-        if callable(method) and not _left_empty(callback, name):
+        if callable(method) and not _left_empty(callback, name, method):
             yield name, method
 
 
-def _left_empty(callback: Any, name: str) -> bool:
+def _left_empty(callback: Any, name: str, method: Any) -> bool:
     """Whether `name` is a method that some base class merely declares: nobody would notice if it were told."""
     if name in getattr(callback, "__dict__", {}):
         return False
     for cls in type(callback).__mro__:
         if name in vars(cls):
             return _is_marker(cls) or (cls is not type(callback) and _is_empty(vars(cls)[name]))
-    return False
+    inner = getattr(method, "__self__", None)  # the callback hands its attributes on to another object
+    return inner is not None and inner is not callback and _left_empty(inner, name, method)
 
 
 def _is_empty(attribute: Any) -> bool:
@@ -167,14 +183,16 @@ def _documented() -> None:
 _EMPTY_BODIES = {_bare.__code__.co_code, _documented.__code__.co_code}
 
 
-def _warn_of_near_misses(callback: Any) -> None:
-    for name in dir(type(callback)):
-        if not name.startswith("on_") or name in HF_EVENTS or name in VALID_EVENTS:
+def _near_misses(callback: Any) -> list[str]:
+    """What to say about methods that look as if they were meant for an event."""
+    markers = [cls for cls in type(callback).__mro__ if _is_marker(cls)]
+    known = HF_EVENTS.union(VALID_EVENTS, *map(vars, markers))  # a base class may have events that never happen here
+    found = []
+    for name in dir(callback):
+        if not name.startswith("on_") or name in known:
             continue
         near = difflib.get_close_matches(name, _EVENT_NAMES, n=1, cutoff=0.8)
-        if near and callable(getattr(callback, name, None)):
-            warnings.warn(
-                f"{author_of(callback)}.{name} is no event and will never be told; did you mean {near[0]!r}?",
-                UserWarning,
-                stacklevel=4,
-            )
+        method = getattr(callback, name, None) if near else None
+        if callable(method) and not _left_empty(callback, name, method):
+            found.append(f"{author_of(callback)}.{name} is no event and is never told; did you mean {near[0]!r}?")
+    return found

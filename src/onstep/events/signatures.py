@@ -29,6 +29,13 @@ HF_KEYWORDS: frozenset[str] = frozenset(
 _BASE_KEYWORDS = frozenset({*ALWAYS, "optimizer", "scheduler", "train_dataloader", "eval_dataloader"})
 
 
+_LEADING = ("args", "state", "control")
+"""What `transformers` hands over by position; a handler may call these three whatever it likes."""
+
+_CONTEXT_NAMES = frozenset({"context", "ctx"})
+"""Parameters that say the context convention by their name."""
+
+
 class _Shape:
     """What a callable's parameters look like, `self` already bound."""
 
@@ -47,24 +54,41 @@ class _Shape:
     def fits_context(self) -> bool:
         return len(self.required) <= 1 and bool(self.positional or self.takes_args) and not self.required_keywords
 
-    def fits_hf(self) -> bool:
+    def fits_hf_by_keyword(self) -> bool:
         required = {*self.required, *self.required_keywords}
-        return required <= HF_KEYWORDS and (self.takes_kwargs or bool(required)) and not self._positional_only()
+        if not required <= HF_KEYWORDS or self._positional_only(self.positional) or self._renames_leading():
+            return False
+        return self.takes_kwargs or bool(required)
 
     def fits_hf_by_position(self) -> bool:
-        return len(self.required) == 3 and not self.required_keywords
+        if not (self.takes_args or len(self.positional) >= len(_LEADING)) or not self._keeps_leading():
+            return False
+        required = {*self.required[len(_LEADING) :], *self.required_keywords}
+        return required <= HF_KEYWORDS and not self._positional_only(self.positional[len(_LEADING) :])
 
     def looks_like_hf(self) -> bool:
-        """Whether the names alone say Hugging Face, with no base class to tell."""
-        if not self.fits_hf() or self.takes_args:
+        """Whether the signature alone says Hugging Face, with no base class to tell."""
+        if self.takes_args or self.names() & _CONTEXT_NAMES:
             return False
-        return self.takes_kwargs or bool(self.required_keywords) or len(self.required) >= 2
+        if self.fits_hf_by_keyword():
+            return self.takes_kwargs or bool(self.required_keywords) or len(self.required) >= 2
+        return self.takes_kwargs and len(self.required) >= len(_LEADING) and self.fits_hf_by_position()
 
     def names(self) -> set[str]:
         return {p.name for p in (*self.positional, *self.keyword_only)}
 
-    def _positional_only(self) -> bool:
-        return any(p.kind is inspect.Parameter.POSITIONAL_ONLY for p in self.positional)
+    def _renames_leading(self) -> bool:
+        leading = self.positional[: len(_LEADING)]
+        return len(leading) == len(_LEADING) and not any(p.name in HF_KEYWORDS for p in leading)
+
+    def _keeps_leading(self) -> bool:
+        further = {p.name for p in (*self.positional[len(_LEADING) :], *self.keyword_only)}
+        in_place = zip(self.positional, _LEADING, strict=False)
+        return further.isdisjoint(_LEADING) and all(p.name == lead or p.name not in HF_KEYWORDS for p, lead in in_place)
+
+    @staticmethod
+    def _positional_only(parameters: list[inspect.Parameter]) -> bool:
+        return any(p.kind is inspect.Parameter.POSITIONAL_ONLY for p in parameters)
 
 
 def as_handler(fn: Callable[..., Any], moment: Moment, style: Style | None = None) -> Handler:
@@ -77,8 +101,7 @@ def as_handler(fn: Callable[..., Any], moment: Moment, style: Style | None = Non
     """
     if not callable(fn):
         raise TypeError(f"The handler of '{moment.name}' must be callable, got {fn!r}. Accepted: {ACCEPTED}.")
-    if inspect.iscoroutinefunction(fn):
-        raise TypeError(f"{_describe(fn)} for '{moment.name}' is async and would never run; make it a plain function.")
+    _refuse_what_never_runs(fn, moment)
     shape = _shape_of(fn)
     if shape is None:
         return fn
@@ -95,38 +118,63 @@ def as_handler(fn: Callable[..., Any], moment: Moment, style: Style | None = Non
     )
 
 
+def _refuse_what_never_runs(fn: Callable[..., Any], moment: Moment) -> None:
+    for code in (fn, type(fn).__call__):
+        if inspect.iscoroutinefunction(code) or inspect.isasyncgenfunction(code):
+            kind = "async"
+        elif inspect.isgeneratorfunction(code):
+            kind = "a generator"
+        else:
+            continue
+        raise TypeError(f"{_describe(fn)} for '{moment.name}' is {kind} and would never run; make it a plain function.")
+
+
 def _shape_of(fn: Callable[..., Any]) -> _Shape | None:
     try:
-        return _Shape(list(inspect.signature(fn).parameters.values()))
+        shape = _Shape(list(inspect.signature(fn, follow_wrapped=False).parameters.values()))
     except ValueError:  # some builtins have no signature: they can only be called with the context
         return None
+    if shape.takes_args and shape.takes_kwargs and not shape.names():  # a decorator that passes everything on
+        return _Shape(list(inspect.signature(fn).parameters.values()))
+    return shape
 
 
 def _hf_handler(fn: Callable[..., Any], moment: Moment, shape: _Shape) -> Handler | None:
+    by_position = shape.fits_hf_by_position()
+    keywords_of = _keywords(moment, shape)
+
+    def told_by_keyword(context: CallbackContext) -> None:
+        context.control.take(fn(**keywords_of(context)))
+
+    def told_by_position(context: CallbackContext) -> None:
+        keywords = keywords_of(context)
+        for name in _LEADING:
+            keywords.pop(name, None)
+        context.control.take(fn(context.args, context.trainer_state, context.control, **keywords))
+
+    if shape.fits_hf_by_keyword() and not (shape.takes_args and by_position):
+        return told_by_keyword
+    return told_by_position if by_position else None
+
+
+def _keywords(moment: Moment, shape: _Shape) -> Callable[[CallbackContext], dict[str, Any]]:
+    """What a handler is called with: all that the moment has, and None for what it demands and the moment lacks."""
     specific = tuple(name for name in moment.fields if name not in _BASE_KEYWORDS)
-    if shape.fits_hf():
-        wanted = None if shape.takes_kwargs else shape.names()
+    demanded = [name for name in (*shape.required, *shape.required_keywords) if name in HF_KEYWORDS]
+    wanted = None if shape.takes_kwargs else shape.names()
+    by_old_name = "tokenizer" in shape.names()
 
-        def by_keyword(context: CallbackContext) -> None:
-            keywords = context.hf_keywords()
-            for name in specific:
-                keywords[name] = getattr(context, name)
-            if wanted is not None:
-                keywords = {name: keywords.get(name) for name in wanted}
-            context.control.take(fn(**keywords))
+    def keywords_of(context: CallbackContext) -> dict[str, Any]:
+        keywords = context.hf_keywords()
+        for name in specific:
+            keywords[name] = getattr(context, name)
+        if by_old_name:
+            keywords["tokenizer"] = context.processing_class
+        for name in demanded:
+            keywords.setdefault(name, None)
+        return keywords if wanted is None else {name: keywords[name] for name in keywords.keys() & wanted}
 
-        return by_keyword
-    if shape.fits_hf_by_position():
-
-        def by_position(context: CallbackContext) -> None:
-            keywords = context.hf_keywords()
-            leading = [keywords.pop(name) for name in ("args", "state", "control")]
-            for name in specific:
-                keywords[name] = getattr(context, name)
-            context.control.take(fn(*leading, **(keywords if shape.takes_kwargs else {})))
-
-        return by_position
-    return None
+    return keywords_of
 
 
 def _describe(fn: Callable[..., Any]) -> str:

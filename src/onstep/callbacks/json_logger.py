@@ -1,0 +1,164 @@
+"""Records every logged step, evaluation and test of a run in `trainer_logs.json`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from onstep.events import TrainerCallback
+from onstep.journal import Journal, JournalHeldError, align, encode, numbered_name, read_records, set_aside
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+FILE_NAME = "trainer_logs.json"
+_INFO_KEY = "experiment_info"
+
+
+class JsonLogger(TrainerCallback):
+    """Appends a record to ``<args.logging_dir>/trainer_logs.json`` at every `on_log`, `on_evaluate` and `on_predict`.
+
+    A record is ``{"timestamp": <unix seconds>, "global_step": ..., "epoch": ...}`` and the reported metrics, which win
+    over those three. The file is valid JSON after every record, whatever happens to the process. The first record of a
+    journal has the constructor's keyword arguments under ``"experiment_info"``; it has no `loss`.
+
+    A run that continues (with this callback's state from a checkpoint, or at a step > 0) continues its journal; what
+    was recorded after that step is kept aside in ``trainer_logs.branch-<n>.json``. A run that begins where a journal
+    exists moves that one to ``trainer_logs.<n>.json``. An evaluation without training adds to the journal there is. A
+    file that is no journal is renamed, never overwritten. Where another live run writes the file, this one takes the
+    next ``trainer_logs.<n>.json``. Without `args.logging_dir` nothing is recorded.
+
+    Args:
+        **kwargs: Anything to record about the experiment when training starts.
+    """
+
+    ranks = "main"
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.experiment_info = kwargs
+        self._journal: Journal | None = None
+        self._path: Path | None = None
+        """The journal of this run, also while it is closed."""
+        self._last_step = -1
+        """Step of the last record; -1 before the first."""
+        self._resume_step: int | None = None
+        """Step of the last record when the checkpoint was saved that training is about to continue from."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Open the journal, cut to the step that training continues from."""
+        target = _target(args)
+        if not state.is_world_process_zero or target is None:
+            return
+        self._close()
+        path = self._path_to_train(target)
+        try:
+            self._make_ready(path, state.global_step)
+            self._open(path)
+        except JournalHeldError as error:
+            self._open_own(path, error)
+        self._resume_step = None
+        self._record_experiment_info(state)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any) -> None:
+        """Record a logged step, or the final metrics."""
+        self._record(args, state, logs)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **kwargs: Any) -> None:
+        """Record an evaluation."""
+        self._record(args, state, metrics)
+
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **kwargs: Any) -> None:
+        """Record a test."""
+        self._record(args, state, metrics)
+
+    def on_run_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Close the journal; a later evaluation opens it again."""
+        self._close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the journal's path, and the step of its last record (-1 before the first)."""
+        return {"log_path": None if self._path is None else str(self._path), "last_step": self._last_step}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue a checkpoint's journal when training begins; while training, go back to the checkpoint at once."""
+        goes_back = self._journal is not None
+        self._close()
+        log_path = state_dict["log_path"]
+        self._path = None if log_path is None else Path(log_path)
+        self._last_step = state_dict["last_step"]
+        if self._path is None:
+            return
+        if goes_back:
+            self._make_ready(self._path, self._last_step)
+        else:
+            self._resume_step = self._last_step
+
+    def _path_to_train(self, target: Path) -> Path:
+        if self._resume_step is None or self._path is None:
+            return target
+        if not self._path.exists():
+            logger.warning("%s, the journal to continue, is gone; recording in %s", self._path, target)
+            return target
+        return self._path
+
+    def _make_ready(self, path: Path, step: int) -> None:
+        """Leave at `path` what a run at `step` continues, or nothing."""
+        if not path.exists():
+            return
+        if step > 0 or self._resume_step is not None or self._is_own_beginning(path):
+            aside = align(path, max(step, self._resume_step or 0))
+        else:
+            aside = set_aside(path)
+        if aside is not None:
+            logger.warning("%s: what this run does not continue is kept in %s", path, aside)
+
+    def _is_own_beginning(self, path: Path) -> bool:
+        """Whether the journal holds no more than an evaluation by this callback before training."""
+        return path == self._path and self._last_step <= 0
+
+    def _open(self, path: Path) -> None:
+        self._journal = Journal.open(path)
+        self._path = path
+
+    def _open_own(self, path: Path, error: JournalHeldError) -> None:
+        own = numbered_name(path)
+        logger.warning("%s Recording in %s.", error, own)
+        self._open(own)
+
+    def _record_experiment_info(self, state: Any) -> None:
+        """Once a journal, and again where a continued run has other arguments."""
+        assert self._path is not None
+        recorded = [record[_INFO_KEY] for record in read_records(self._path) if _INFO_KEY in record]
+        if self.experiment_info and [encode(self.experiment_info)] != [encode(info) for info in recorded[-1:]]:
+            self._append(state, {_INFO_KEY: self.experiment_info})
+
+    def _record(self, args: Any, state: Any, metrics: Mapping[str, Any]) -> None:
+        target = _target(args)
+        if not state.is_world_process_zero or target is None:
+            return
+        if self._journal is None:
+            path = self._path if self._path is not None and self._path.exists() else target
+            try:
+                self._open(path)
+            except JournalHeldError as error:
+                self._open_own(path, error)
+        self._append(state, metrics)
+
+    def _append(self, state: Any, metrics: Mapping[str, Any]) -> None:
+        assert self._journal is not None
+        head = {"timestamp": time.time(), "global_step": state.global_step, "epoch": state.epoch}
+        self._journal.append({**head, **metrics})
+        self._last_step = state.global_step
+
+    def _close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+
+def _target(args: Any) -> Path | None:
+    """Where a run's journal goes; arguments that know no `logging_dir` (transformers 5) have an `output_dir`."""
+    folder = getattr(args, "logging_dir", getattr(args, "output_dir", None))
+    return None if folder is None else Path(folder) / FILE_NAME

@@ -1,0 +1,73 @@
+"""`onstep COMMAND ...`: finds the command and runs it; what a command needs is imported when it runs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.metadata import version
+
+from onstep.cli.exit_codes import ERROR, OK
+from onstep.errors import OnstepError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("onstep.cli.train", "Train a model: onstep train [config.yaml] [key=value ...]"),
+    "generate": ("onstep.cli.generate", 'Continue a text with a trained run: onstep generate runs/NAME "def "'),
+    "config": ("onstep.cli.config", "Show a configuration: onstep config show|defaults"),
+}
+"""Command name: module with its `app`, and one line of help."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(overview())
+        return OK
+    if arguments[0] == "--version":
+        print(f"onstep {version('onstep')}")
+        return OK
+    name, rest = arguments[0], arguments[1:]
+    if name not in COMMANDS:
+        print(f"error: there is no command {name!r}.{_nearest(name)}\n\n{overview()}", file=sys.stderr)
+        return ERROR
+    return _run(name, rest)
+
+
+def overview() -> str:
+    """What `onstep --help` prints."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "Onstep trains PyTorch models, and lets you hook into every moment of it.",
+            "",
+            "Usage: onstep COMMAND [ARGUMENTS]",
+            "",
+            *lines,
+            "",
+            "`onstep COMMAND --help` tells more. Several ranks: torchrun --nproc-per-node 2 -m onstep train ...",
+        ]
+    )
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    app = importlib.import_module(COMMANDS[name][0]).app
+    try:
+        result = app(args=arguments, prog_name=f"onstep {name}", standalone_mode=True)
+    except OnstepError as error:
+        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
+        print(f"error: {error}{notes}", file=sys.stderr)
+        return ERROR
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else ERROR if exit_.code else OK
+    return result if isinstance(result, int) else OK
+
+
+def _nearest(name: str) -> str:
+    from onstep.config.part import nearest
+
+    return nearest(name, list(COMMANDS))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

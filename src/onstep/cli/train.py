@@ -1,0 +1,72 @@
+"""`onstep train`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from onstep.cli.configuration import configuration, import_file, load_callback
+
+if TYPE_CHECKING:
+    from onstep.training import GlobalState
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command()
+def train(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [KEY=VALUE ...]", help="A file and single values.")
+    ] = None,
+    recipe: Annotated[str | None, typer.Option(help="Named configuration to start from; default tiny_gpt.")] = None,
+    imports: Annotated[
+        list[str] | None, typer.Option("--import", help="Python file with your code; may be given again.")
+    ] = None,
+) -> None:
+    """Train a model. Without arguments: a tiny GPT on the source of Python's own standard library.
+
+    The run is kept in runs/NAME. Your own callbacks: --import my.py callbacks='[my:MyCallback]'
+    """
+    logging.basicConfig(level=logging.INFO if _is_main() else logging.WARNING, format="%(message)s")
+    config, names = configuration(words or [], recipe)
+    if config.run.name is None:
+        config.run.name = config.run.recipe or "run"
+    for path in imports or []:
+        import_file(path)
+    from onstep.training import pretrain
+
+    state = pretrain(config, callbacks=_callbacks(config.run.default_callbacks, names))
+    if _is_main() and state.train_state.step > 0:
+        _say_where(state)
+
+
+def _callbacks(with_defaults: bool, names: list[str]) -> list[Any]:
+    from onstep.callbacks import DefaultMetrics, InfoCallback, JsonLogger, ProgressCallback
+
+    given = [load_callback(name) for name in names]
+    defaults: list[Any] = [DefaultMetrics(), ProgressCallback(), InfoCallback()] if with_defaults else []
+    defaults.append(JsonLogger())
+    return [one for one in defaults if not any(isinstance(mine, type(one)) for mine in given)] + given
+
+
+def _say_where(state: GlobalState) -> None:
+    """Draw the loss and list what the run left."""
+    from onstep.analysis.loss_plot import plot_loss
+
+    folder = state.run_folder
+    files = {"run": folder.run_json, "journal": folder.journal, "weights": folder.model}
+    if folder.journal.exists():
+        files["loss plot"] = plot_loss(folder.journal, folder.plot)
+    print(f"\nStep {state.train_state.step}. What this run left in {folder.path}:")
+    for what, path in files.items():
+        if path.exists():
+            print(f"  {what:<10} {path}")
+    if folder.model.exists():
+        print(f'Try it: onstep generate {folder.path} "def "')
+
+
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"

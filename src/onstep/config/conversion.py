@@ -1,0 +1,258 @@
+"""`TrainingArguments` to `ConfigContainer` and back; nothing is lost in either direction."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import fields, replace
+from typing import Any
+
+from onstep.config.argument_rules import LOG_LEVELS, OPTIMIZERS
+from onstep.config.hf_schedules import schedule_arguments, set_schedule
+from onstep.config.keys import diff
+from onstep.config.lengths import share_of, steps_of_epochs
+from onstep.config.load import merge
+from onstep.config.parts import ConfigContainer, DistributedDataParallelConfig
+from onstep.config.training_arguments import TrainingArguments, is_greater_better
+from onstep.errors import ConfigError
+
+SAME_VALUE = {
+    "per_device_train_batch_size": ("train", "micro_batch_size"),
+    "per_device_eval_batch_size": ("validation", "eval_micro_batch_size"),
+    "dataloader_drop_last": ("train", "drop_last"),
+    "eval_on_start": ("validation", "eval_on_start"),
+    "metric_for_best_model": ("validation", "metric_for_best_model"),
+    "greater_is_better": ("validation", "greater_is_better"),
+    "learning_rate": ("optimizer", "lr"),
+    "weight_decay": ("optimizer", "weight_decay"),
+    "adam_beta1": ("optimizer", "adam_beta1"),
+    "adam_beta2": ("optimizer", "adam_beta2"),
+    "adam_epsilon": ("optimizer", "adam_eps"),
+    "dataloader_num_workers": ("dataset", "num_workers"),
+    "dataloader_pin_memory": ("dataset", "pin_memory"),
+    "dataloader_persistent_workers": ("dataset", "persistent_workers"),
+    "logging_first_step": ("logger", "log_first_step"),
+    "logging_dir": ("logger", "logging_dir"),
+    "ddp_backend": ("dist", "distributed_backend"),
+    "seed": ("rng", "seed"),
+    "data_seed": ("rng", "data_seed"),
+}
+"""Arguments whose value is that of one field of the configuration."""
+
+DDP_FIELDS = {
+    "ddp_find_unused_parameters": "find_unused_parameters",
+    "ddp_broadcast_buffers": "broadcast_buffers",
+    "ddp_bucket_cap_mb": "bucket_cap_mb",
+}
+"""Arguments whose None is the default of a field of `config.ddp`."""
+
+RESOLVED_FIELDS = ("logging_steps", "eval_steps")
+"""Intervals that may be a share of the run; a configuration holds the number of steps that the share meant."""
+
+
+def args_to_config(
+    args: TrainingArguments, *, num_samples_per_epoch: int | None = None, world_size: int = 1
+) -> ConfigContainer:
+    """The configuration that the arguments mean on `world_size` ranks.
+
+    Arguments that no part of the configuration names are in `config.trainer`; `config_overrides` are applied last.
+    `num_samples_per_epoch` is needed only where an interval is a share of a run whose length is given in epochs.
+
+    Raises:
+        ConfigError: an argument that is not supported, or a share of a run of unknown length.
+    """
+    args.check()
+    config = ConfigContainer()
+    for name, (part, key) in SAME_VALUE.items():
+        setattr(getattr(config, part), key, getattr(args, name))
+    _set_run(args, config)
+    _set_length_and_batch(args, config, world_size)
+    _set_evaluation(args, config, num_samples_per_epoch)
+    _set_optimizer(args, config)
+    set_schedule(args, config, _total_steps(args, config, num_samples_per_epoch))
+    _set_logging(args, config, num_samples_per_epoch)
+    _set_distributed(args, config)
+    config.trainer = _without_a_name(args, config, world_size)
+    if args.config_overrides:
+        merge(config, args.config_overrides)
+    return config
+
+
+def config_to_args(config: ConfigContainer, *, world_size: int = 1) -> TrainingArguments:
+    """The arguments that mean this configuration; what they have no name for is in `config_overrides`.
+
+    `args_to_config(config_to_args(config))` equals `config`.
+
+    Raises:
+        ConfigError: a value in `config.trainer` that `TrainingArguments` does not accept.
+    """
+    named = _named_arguments(config, world_size)
+    with warnings.catch_warnings():
+        # Whoever wrote the arguments has seen their warnings; they are not said again by a conversion.
+        warnings.simplefilter("ignore", UserWarning)
+        # Several arguments may mean the same value (optim, bf16): keep the user's where it says no less.
+        as_written = _with_overrides({**named, **config.trainer}, config, world_size)
+        as_configured = _with_overrides({**config.trainer, **named}, config, world_size)
+    return min(as_written, as_configured, key=lambda args: len(args.config_overrides or ()))
+
+
+def _with_overrides(values: dict[str, Any], config: ConfigContainer, world_size: int) -> TrainingArguments:
+    args = TrainingArguments(**values)
+    differing = diff(args_to_config(args, world_size=world_size), config)
+    return replace(args, config_overrides={key: value for key, _, value in differing} or None)
+
+
+def _without_a_name(args: TrainingArguments, config: ConfigContainer, world_size: int) -> dict[str, Any]:
+    """The arguments that the configuration does not give back."""
+    back = TrainingArguments(**_named_arguments(config, world_size))
+    names = [f.name for f in fields(args) if f.init and f.name not in (*RESOLVED_FIELDS, "config_overrides")]
+    return {name: getattr(args, name) for name in names if getattr(args, name) != getattr(back, name)}
+
+
+def _set_run(args: TrainingArguments, config: ConfigContainer) -> None:
+    path = os.path.normpath(args.output_dir or "trainer_output")
+    folder, name = os.path.split(path)
+    if name in ("", ".", ".."):
+        folder, name = os.path.split(os.path.abspath(path))
+    config.run.output_dir, config.run.name = folder or ".", name
+
+
+def _set_length_and_batch(args: TrainingArguments, config: ConfigContainer, world_size: int) -> None:
+    if args.max_steps > 0:
+        config.train.train_iters = args.max_steps
+    else:
+        config.train.num_epochs = args.num_train_epochs
+    config.train.global_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size
+    config.validation.eval_global_batch_size = args.per_device_eval_batch_size * world_size
+    config.dataset.shuffle = args.train_sampling_strategy == "random"
+
+
+def _set_evaluation(args: TrainingArguments, config: ConfigContainer, num_samples: int | None) -> None:
+    validation = config.validation
+    validation.eval_iters = args.max_eval_steps if args.max_eval_steps > 0 else None
+    if args.metric_for_best_model and args.greater_is_better == is_greater_better(args.metric_for_best_model):
+        validation.greater_is_better = None
+    validation.eval_each_epoch = args.eval_strategy == "epoch"
+    validation.eval_after_training = args.eval_strategy == "steps"
+    if args.eval_strategy == "steps":
+        validation.eval_interval = _steps("eval_steps", args, config, num_samples)
+        validation.start_eval_at_iter = share_of(1, args.eval_delay) or None
+    elif args.eval_strategy == "epoch":
+        validation.start_eval_at_epoch = float(args.eval_delay) or None
+
+
+def _set_optimizer(args: TrainingArguments, config: ConfigContainer) -> None:
+    optimizer = config.optimizer
+    optimizer.optimizer = OPTIMIZERS[args.optim]
+    if optimizer.optimizer == "sgd":
+        optimizer.sgd_momentum = 0.0
+    optimizer.clip_grad = args.max_grad_norm or None
+    is_bf16 = args.bf16 or args.mixed_precision == "bf16"
+    config.mixed_precision = "bf16_mixed" if is_bf16 else None
+
+
+def _set_logging(args: TrainingArguments, config: ConfigContainer, num_samples: int | None) -> None:
+    config.logger.log_interval = 0
+    if args.logging_strategy == "steps":
+        config.logger.log_interval = _steps("logging_steps", args, config, num_samples)
+    config.logger.log_on_each_epoch = args.logging_strategy == "epoch"
+    config.logger.logging_level = LOG_LEVELS[args.log_level]
+
+
+def _set_distributed(args: TrainingArguments, config: ConfigContainer) -> None:
+    config.dist.distributed_timeout_minutes = args.ddp_timeout / 60
+    config.dist.device = "cpu" if args.use_cpu else None
+    for name, key in DDP_FIELDS.items():
+        value = getattr(args, name)
+        if value is not None:
+            setattr(config.ddp, key, float(value) if key == "bucket_cap_mb" else value)
+
+
+def _total_steps(args: TrainingArguments, config: ConfigContainer, num_samples: int | None) -> int | None:
+    """Optimizer steps of the run, where they are known."""
+    if args.max_steps > 0:
+        return args.max_steps
+    if num_samples is None:
+        return None
+    batch = config.train.global_batch_size or 1
+    return steps_of_epochs(args.num_train_epochs, num_samples, batch, args.dataloader_drop_last)
+
+
+def _steps(name: str, args: TrainingArguments, config: ConfigContainer, num_samples: int | None) -> int:
+    """An interval in steps; below 1 it is a share of the run."""
+    value = getattr(args, name)
+    if value >= 1:
+        return int(value)
+    total = _total_steps(args, config, num_samples)
+    if total is None:
+        raise ConfigError(
+            f"TrainingArguments.{name}={value} is a share of the run, whose length in steps is not known here; "
+            "give a number of steps, or max_steps."
+        )
+    return share_of(total, value)
+
+
+def _named_arguments(config: ConfigContainer, world_size: int) -> dict[str, Any]:
+    """The configuration in the words that `TrainingArguments` has; the rest is missing or nearly right."""
+    named = {name: getattr(getattr(config, part), key) for name, (part, key) in SAME_VALUE.items()}
+    named |= _named_run(config, world_size)
+    named |= _named_evaluation(config)
+    named |= _named_logging(config)
+    named |= _named_distributed(config)
+    named |= schedule_arguments(config.scheduler, config.optimizer)
+    named["optim"] = "sgd" if config.optimizer.optimizer == "sgd" else "adamw_torch_fused"
+    named["max_grad_norm"] = config.optimizer.clip_grad or 0.0
+    named["bf16"] = config.mixed_precision is not None
+    nullable = ("logging_dir", "ddp_backend", "data_seed", "metric_for_best_model", "greater_is_better")
+    return {name: value for name, value in named.items() if value is not None or name in nullable}
+
+
+def _named_run(config: ConfigContainer, world_size: int) -> dict[str, Any]:
+    train, run = config.train, config.run
+    folder = "" if run.output_dir == "." else run.output_dir
+    named: dict[str, Any] = {"output_dir": os.path.join(folder, run.name) if run.name else run.output_dir}
+    if train.train_iters is not None:
+        named["max_steps"] = train.train_iters
+    elif train.num_epochs is not None:
+        named |= {"max_steps": -1, "num_train_epochs": train.num_epochs}
+    if train.global_batch_size:
+        micro = train.micro_batch_size or max(1, train.global_batch_size // world_size)
+        named["per_device_train_batch_size"] = micro
+        named["gradient_accumulation_steps"] = max(1, train.global_batch_size // (micro * world_size))
+    named["train_sampling_strategy"] = "random" if config.dataset.shuffle else "sequential"
+    return named
+
+
+def _named_evaluation(config: ConfigContainer) -> dict[str, Any]:
+    validation = config.validation
+    named: dict[str, Any] = {"eval_strategy": "no", "max_eval_steps": validation.eval_iters or -1}
+    if validation.eval_interval is not None:
+        named |= {"eval_strategy": "steps", "eval_steps": validation.eval_interval}
+        named["eval_delay"] = validation.start_eval_at_iter or 0
+    elif validation.eval_each_epoch:
+        named |= {"eval_strategy": "epoch", "eval_delay": validation.start_eval_at_epoch or 0}
+    return named
+
+
+def _named_logging(config: ConfigContainer) -> dict[str, Any]:
+    logger = config.logger
+    levels = {level: name for name, level in LOG_LEVELS.items()}
+    named: dict[str, Any] = {"logging_strategy": "no", "log_level": levels.get(logger.logging_level, "passive")}
+    if logger.log_interval > 0:
+        named |= {"logging_strategy": "steps", "logging_steps": logger.log_interval}
+    elif logger.log_on_each_epoch:
+        named["logging_strategy"] = "epoch"
+    return named
+
+
+def _named_distributed(config: ConfigContainer) -> dict[str, Any]:
+    default = DistributedDataParallelConfig()
+    named: dict[str, Any] = {
+        "ddp_timeout": max(1, round(config.dist.distributed_timeout_minutes * 60)),
+        "use_cpu": config.dist.device == "cpu",
+    }
+    for name, key in DDP_FIELDS.items():
+        value = getattr(config.ddp, key)
+        if value != getattr(default, key):
+            named[name] = max(1, round(value)) if key == "bucket_cap_mb" else value
+    return named

@@ -1,0 +1,69 @@
+"""How long a run and its learning-rate schedule are: pure functions of a configuration."""
+
+from __future__ import annotations
+
+import math
+
+from onstep.config.parts import ConfigContainer
+from onstep.errors import ConfigError
+
+
+def steps_per_epoch(num_samples: int, global_batch_size: int, drop_last: bool) -> int:
+    """Optimizer steps of one pass over `num_samples` samples, at least one.
+
+    The tail shorter than a global batch is a step of its own unless `drop_last`.
+    """
+    full, tail = divmod(num_samples, global_batch_size)
+    return max(1, full + (tail > 0 and not drop_last))
+
+
+def steps_of_epochs(num_epochs: float, num_samples: int, global_batch_size: int, drop_last: bool) -> int:
+    """Optimizer steps of `num_epochs` epochs; a part of an epoch is rounded up to a step."""
+    return math.ceil(num_epochs * steps_per_epoch(num_samples, global_batch_size, drop_last))
+
+
+def train_iters(config: ConfigContainer, num_samples_per_epoch: int | None = None) -> int | None:
+    """Optimizer steps of the run: given, or from `train_samples`, or from `num_epochs` and the length of an epoch.
+
+    None where it takes the length of an epoch and that is not known (or where no length is set). The configuration is a
+    resolved one: `global_batch_size` is set.
+    """
+    train = config.train
+    if train.train_iters is not None:
+        return train.train_iters
+    if train.global_batch_size is None:
+        raise ConfigError("train.global_batch_size is not set; resolve the configuration first.")
+    if train.train_samples is not None:
+        return train.train_samples // train.global_batch_size
+    if train.num_epochs is None or num_samples_per_epoch is None:
+        return None
+    return steps_of_epochs(train.num_epochs, num_samples_per_epoch, train.global_batch_size, train.drop_last)
+
+
+def share_of(steps: int, share: float) -> int:
+    """`share` (0 to 1) of `steps`, rounded up as Hugging Face does for warm-up and intervals."""
+    return math.ceil(steps * share)
+
+
+def warmup_and_decay(config: ConfigContainer, iters: int) -> tuple[int, int]:
+    """The warm-up as configured and the decay of a run of `iters` steps: in samples if the run is by
+    `train_samples`, else in iterations. A share of the decay is rounded up.
+
+    Raises:
+        ConfigError: `max_steps` below the length of the run.
+
+    Source: Megatron Bridge's SchedulerConfig.
+    """
+    scheduler, train = config.scheduler, config.train
+    if scheduler.max_steps is not None and scheduler.max_steps < iters:
+        raise ConfigError(f"scheduler.max_steps={scheduler.max_steps} must be at least the run's {iters} steps.")
+    planned = iters if scheduler.max_steps is None else scheduler.max_steps
+    if train.train_samples is None:
+        warmup, decay, default = scheduler.lr_warmup_iters, scheduler.lr_decay_iters, planned
+    else:
+        warmup, decay = scheduler.lr_warmup_samples, scheduler.lr_decay_samples
+        default = planned * (train.global_batch_size or 1)
+    decay = default if decay is None else decay
+    if scheduler.lr_warmup_fraction is not None:
+        warmup = share_of(decay, scheduler.lr_warmup_fraction)
+    return warmup, decay

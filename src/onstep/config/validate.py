@@ -1,0 +1,217 @@
+"""Is this configuration one that can run? Asked before any work starts."""
+
+from __future__ import annotations
+
+import warnings
+
+from onstep.config.derived import cut_warmup, fill
+from onstep.config.keys import to_flat, typed_copy
+from onstep.config.lengths import train_iters, warmup_and_decay
+from onstep.config.part import ConfigPart
+from onstep.config.parts import ConfigContainer, ValidationConfig
+from onstep.config.rules import check_values, parse_split
+from onstep.errors import ConfigError
+
+
+def validate(config: ConfigContainer, world_size: int = 1) -> None:
+    """Check a configuration for a run on `world_size` data-parallel ranks; nothing is written to it.
+
+    Warns (UserWarning) where the warm-up is as long as the learning-rate schedule: it will be cut.
+
+    Raises:
+        ConfigError: the first rule that is broken, with the value and what to change.
+    """
+    config = typed_copy(config)
+    check_values(to_flat(config))
+    for name in config.field_names():
+        part = getattr(config, name)
+        if isinstance(part, ConfigPart):
+            part.validate()
+    _check_length(config)
+    _check_batch(config, world_size)
+    filled = fill(config, world_size)
+    _check_evaluation_batch(filled.validation, world_size)
+    _check_optimizer(config)
+    _check_schedule(config)
+    _check_model(config)
+    _check_data(config)
+    _check_run(config)
+    _check_schedule_lengths(filled)
+
+
+def resolve(config: ConfigContainer, world_size: int = 1) -> ConfigContainer:
+    """A validated deep copy with every value filled in that follows from others; the caller's is never written to.
+
+    Filled in: micro and global batch sizes, also of evaluation; the model's `ffn_hidden_size`, `num_query_groups` and
+    `kv_channels`; `min_lr`, start and end of the weight decay, `data_seed`; the warm-up is cut to the schedule.
+    Left as they are: `train_iters` of runs by samples or epochs (see `train_iters()`), what takes the tokenizer
+    (`vocab_size`), the machine (`device`, backend) or the run's folder.
+
+    Raises:
+        ConfigError: as `validate`.
+    """
+    validate(config, world_size)
+    resolved = fill(config, world_size)
+    iters = train_iters(resolved)
+    if iters is not None:
+        cut_warmup(resolved, iters)
+    return resolved
+
+
+def _check_length(config: ConfigContainer) -> None:
+    train = config.train
+    lengths = {"train_iters": train.train_iters, "train_samples": train.train_samples, "num_epochs": train.num_epochs}
+    given = [f"train.{name}={value}" for name, value in lengths.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} are both lengths of the run; keep one and set the others to null.")
+    if not given and not config.validation.skip_train:
+        raise ConfigError("the run has no length: set one of train.train_iters, train.train_samples, train.num_epochs.")
+
+
+def _check_batch(config: ConfigContainer, world_size: int) -> None:
+    train = config.train
+    if train.micro_batch_size is None and train.global_batch_size is None:
+        raise ConfigError(
+            "the batch has no size: set train.micro_batch_size (samples of one forward pass on one rank)."
+        )
+    if train.global_batch_size is None:
+        return
+    if train.micro_batch_size is None:
+        _check_multiple("train.global_batch_size", train.global_batch_size, "ranks", (world_size,))
+    else:
+        parts = (train.micro_batch_size, world_size)
+        _check_multiple("train.global_batch_size", train.global_batch_size, "micro_batch_size * ranks", parts)
+
+
+def _check_evaluation_batch(validation: ValidationConfig, world_size: int) -> None:
+    micro, total = validation.eval_micro_batch_size, validation.eval_global_batch_size
+    if validation.eval_iters == 0 or micro is None or total is None:
+        return
+    name = "validation.eval_global_batch_size"
+    _check_multiple(name, total, "eval_micro_batch_size * ranks", (micro, world_size))
+
+
+def _check_multiple(name: str, value: int, factors: str, sizes: tuple[int, ...]) -> None:
+    unit = 1
+    for size in sizes:
+        unit *= size
+    if value % unit == 0:
+        return
+    product = " * ".join(map(str, sizes)) + (f" = {unit}" if len(sizes) > 1 else "")
+    lower, upper = value // unit * unit, (value // unit + 1) * unit
+    choices = f"{lower} or {upper}" if lower else str(upper)
+    raise ConfigError(f"{name}={value} must be a multiple of {factors} = {product}; choose {choices}.")
+
+
+def _check_optimizer(config: ConfigContainer) -> None:
+    optimizer = config.optimizer
+    if optimizer.lr is None:
+        if config.validation.skip_train:
+            return
+        raise ConfigError("optimizer.lr is not set; choose a learning rate such as 3e-4.")
+    if optimizer.min_lr is not None and optimizer.min_lr > optimizer.lr:
+        raise ConfigError(f"optimizer.min_lr={optimizer.min_lr} must be at most optimizer.lr={optimizer.lr}.")
+
+
+def _check_schedule(config: ConfigContainer) -> None:
+    scheduler = config.scheduler
+    _check_units(config)
+    if scheduler.lr_warmup_fraction is not None:
+        if scheduler.lr_warmup_fraction > 1:
+            raise ConfigError(f"scheduler.lr_warmup_fraction={scheduler.lr_warmup_fraction} must be between 0 and 1.")
+        if scheduler.lr_warmup_iters or scheduler.lr_warmup_samples:
+            raise ConfigError("the warm-up is given twice: keep scheduler.lr_warmup_fraction or its length, not both.")
+    wsd = (scheduler.lr_wsd_decay_iters, scheduler.lr_wsd_decay_samples)
+    if scheduler.lr_decay_style == "WSD" and wsd == (None, None):
+        raise ConfigError("lr_decay_style=WSD takes the length of its decay: set scheduler.lr_wsd_decay_iters.")
+    _check_weight_decay(config)
+
+
+def _check_units(config: ConfigContainer) -> None:
+    """A run is counted in iterations or in samples, and so is all of its schedule."""
+    by_samples = config.train.train_samples is not None
+    foreign, own = ("iters", "samples") if by_samples else ("samples", "iters")
+    for name in ("lr_decay", "lr_wsd_decay", "lr_warmup"):
+        value = getattr(config.scheduler, f"{name}_{foreign}")
+        if value:
+            length = "train.train_samples" if by_samples else "train.train_iters or num_epochs"
+            raise ConfigError(
+                f"scheduler.{name}_{foreign}={value} does not go with a run by {length}; set scheduler.{name}_{own}."
+            )
+
+
+def _check_weight_decay(config: ConfigContainer) -> None:
+    scheduler = config.scheduler
+    start, end = scheduler.start_weight_decay, scheduler.end_weight_decay
+    style = scheduler.weight_decay_incr_style
+    if style == "constant" and start != end:
+        raise ConfigError(
+            f"weight_decay_incr_style=constant takes start_weight_decay == end_weight_decay, got {start} and {end}; "
+            "choose linear or cosine for a weight decay that rises."
+        )
+    if style != "constant" and (start is None or end is None or end < start):
+        raise ConfigError(
+            f"weight_decay_incr_style={style} takes scheduler.start_weight_decay <= end_weight_decay, "
+            f"got {start} and {end}."
+        )
+
+
+def _check_model(config: ConfigContainer) -> None:
+    model = config.model
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if model.kv_channels is None and model.hidden_size % heads:
+        raise ConfigError(
+            f"model.hidden_size={model.hidden_size} must be a multiple of num_attention_heads={heads}; "
+            "change one of them or set model.kv_channels."
+        )
+    if groups is not None and heads % groups:
+        raise ConfigError(f"model.num_attention_heads={heads} must be a multiple of num_query_groups={groups}.")
+    width = model.kv_channels or model.hidden_size // heads
+    if width % 2:
+        raise ConfigError(f"a head of the model is {width} wide; rotary embeddings take an even width.")
+    if config.dataset.seq_length != model.seq_length:
+        raise ConfigError(
+            f"dataset.seq_length={config.dataset.seq_length} and model.seq_length={model.seq_length} must be the same; "
+            "set both."
+        )
+
+
+def _check_data(config: ConfigContainer) -> None:
+    train_share = parse_split(config.dataset.split)[0]
+    if train_share == 0 and not config.validation.skip_train:
+        raise ConfigError(f"dataset.split={config.dataset.split!r} leaves nothing to train on.")
+    tokenizer = config.tokenizer
+    if tokenizer.tokenizer_type != "bytes" and tokenizer.tokenizer_model is None:
+        raise ConfigError(f"tokenizer_type={tokenizer.tokenizer_type} takes the path tokenizer.tokenizer_model.")
+
+
+def _check_run(config: ConfigContainer) -> None:
+    name = config.run.name
+    if name is not None and (not name or "/" in name or "\\" in name or name in (".", "..")):
+        raise ConfigError(f"run.name={name!r} must be the name of a folder; put its path into run.output_dir.")
+    if config.dist.distributed_backend == "nccl" and config.dist.device == "cpu":
+        raise ConfigError("dist.distributed_backend=nccl takes GPUs, got dist.device=cpu; use gloo.")
+
+
+def _check_schedule_lengths(filled: ConfigContainer) -> None:
+    iters = train_iters(filled)
+    if iters is None:
+        return
+    train, scheduler = filled.train, filled.scheduler
+    if iters == 0:
+        raise ConfigError(
+            f"train.train_samples={train.train_samples} is less than one step of "
+            f"train.global_batch_size={train.global_batch_size} samples; train on at least one batch."
+        )
+    warmup, decay = warmup_and_decay(filled, iters)
+    unit = "iterations" if train.train_samples is None else "samples"
+    wsd = scheduler.lr_wsd_decay_iters or scheduler.lr_wsd_decay_samples
+    if scheduler.lr_decay_style == "WSD" and wsd is not None and wsd > decay:
+        raise ConfigError(f"the WSD decay ({wsd} {unit}) is longer than the schedule ({decay} {unit}).")
+    if warmup >= decay:
+        warnings.warn(
+            f"the warm-up ({warmup} {unit}) is as long as the learning-rate schedule ({decay} {unit}) or longer; "
+            f"it is cut to {decay - 1}.",
+            UserWarning,
+            stacklevel=4,
+        )

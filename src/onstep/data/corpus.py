@@ -1,0 +1,145 @@
+"""A corpus: which files it consists of, and the documents in them."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from onstep.errors import DataError
+
+JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson", ".jsonlines"})
+TEXT_SUFFIXES = JSONL_SUFFIXES | frozenset(
+    ".txt .text .md .rst .tex .org .html .xml .csv .tsv .json .yaml .yml .toml "
+    ".py .pyi .c .h .cc .cpp .hpp .cu .rs .go .java .js .ts .sh .sql .rb .lua .jl".split()
+)
+"""What a folder is searched for. A file that is named, or matched by a glob, is taken whatever its suffix."""
+
+_NOT_CORPUS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"})
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document and where it stands, for the messages of errors."""
+
+    data: bytes
+    path: Path
+    line: int | None = None
+    """Line of a JSONL record, from 1; None for a whole text file."""
+
+    @property
+    def place(self) -> str:
+        """`file` or `file:line`."""
+        return str(self.path) if self.line is None else f"{self.path}:{self.line}"
+
+
+def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
+    """All files that the files, folders and globs in `paths` stand for, sorted and each once.
+
+    Folders are searched recursively for `TEXT_SUFFIXES`, leaving out hidden ones.
+
+    Raises:
+        DataError: where `paths` is a single string or one of them stands for no file.
+    """
+    if isinstance(paths, (str, os.PathLike)):
+        raise DataError(f"paths must be a list of files, folders or globs, got {str(paths)!r}; put it in a list")
+    found: set[Path] = set()
+    for given in paths:
+        found.update(_files_of(os.fspath(given)))
+    if not found:
+        raise DataError("the corpus is empty: paths names no file; give text files, folders, globs or JSONL files")
+    return sorted(found)
+
+
+def default_corpus_files() -> list[Path]:
+    """The sources of the running Python's standard library: real text of about 10 MB that needs no network.
+
+    Tests and installed packages are left out, so that the text depends on the Python release alone.
+
+    Raises:
+        DataError: where this Python comes without its sources.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [f for f in root.rglob("*.py") if _NOT_CORPUS.isdisjoint(f.relative_to(root).parts[:-1]) and f.is_file()]
+    if not files:
+        raise DataError(f"no Python sources below {root} for the default corpus; set dataset.paths to text of your own")
+    return sorted(files, key=lambda f: f.relative_to(root).as_posix())
+
+
+def iter_documents(files: Iterable[Path], text_key: str) -> Iterator[bytes]:
+    """The documents of `files` in order, as `iter_file_documents` gives them, without their places."""
+    for path in files:
+        for document in iter_file_documents(path, text_key):
+            yield document.data
+
+
+def iter_file_documents(path: Path, text_key: str) -> Iterator[Document]:
+    """The documents of one file: the whole of a text file, or one a record of a JSONL file (see `JSONL_SUFFIXES`).
+
+    Raises:
+        DataError: for a file that cannot be read, and for a malformed JSONL record, with `file:line`.
+    """
+    try:
+        if is_jsonl(path):
+            yield from _jsonl_documents(path, text_key)
+        else:
+            yield Document(path.read_bytes(), path)
+    except OSError as error:
+        raise DataError(f"cannot read {path} of the corpus: {error.strerror or error}") from error
+
+
+def is_jsonl(path: Path) -> bool:
+    """Whether each line of the file is a JSON record."""
+    return path.suffix.lower() in JSONL_SUFFIXES
+
+
+def _files_of(given: str) -> list[Path]:
+    path = Path(given).expanduser()
+    if path.exists():
+        files = _text_files_below(path) if path.is_dir() else [path]
+        rule = f"the folder {given!r} of the corpus has no text-like file; name the files or give a glob"
+    elif glob.has_magic(given):
+        matches = map(Path, glob.glob(str(path), recursive=True))
+        files = [f for match in matches for f in (_text_files_below(match) if match.is_dir() else [match])]
+        rule = f"the glob {given!r} of the corpus matches no file; check the pattern and the working folder"
+    else:
+        raise DataError(f"the corpus path {given!r} does not exist (working folder: {Path.cwd()}); check dataset.paths")
+    if not files:
+        raise DataError(rule)
+    return files
+
+
+def _text_files_below(folder: Path) -> list[Path]:
+    return [f for f in folder.rglob("*") if f.suffix.lower() in TEXT_SUFFIXES and _is_visible(f, folder) and f.is_file()]
+
+
+def _is_visible(path: Path, folder: Path) -> bool:
+    return not any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+
+def _jsonl_documents(path: Path, text_key: str) -> Iterator[Document]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield Document(_record_text(line, f"{path}:{number}", text_key), path, number)
+
+
+def _record_text(line: bytes, place: str, text_key: str) -> bytes:
+    try:
+        record = json.loads(line)
+    except ValueError as error:  # malformed JSON or bytes that are not UTF-8
+        raise DataError(f"{place} is not a JSON record: {error}; each line must hold one JSON object") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{place} holds a JSON {type(record).__name__}; each line must hold an object with {text_key!r}")
+    if text_key not in record:
+        keys = ", ".join(map(repr, record)) or "none"
+        raise DataError(f"{place} has no key {text_key!r} (its keys: {keys}); set dataset.text_key")
+    text = record[text_key]
+    if not isinstance(text, str):
+        raise DataError(f"{place}: {text_key!r} must be a string, got {type(text).__name__}; set dataset.text_key")
+    # A lone surrogate is legal JSON but not UTF-8; it stays visible to the tokenizer, which decides.
+    return text.encode("utf-8", "surrogatepass")

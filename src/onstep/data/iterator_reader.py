@@ -1,0 +1,116 @@
+"""A raw iterator of micro-batches, as it is given straight to `train()`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from onstep.data.rows import FetchedRow
+from onstep.data.step_batches import StepBatches, step_of
+from onstep.data.stream import count_samples, is_stateful
+from onstep.errors import DataError
+
+import logging
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class IteratorReader:
+    """Reads the steps of an iterator whose items are this rank's micro-batches. It has one epoch: 0.
+
+    Samples are counted by the first dimension of a batch's first tensor, and taken to be as many on every rank.
+    The position is the state of an iterator with `state_dict` and `load_state_dict`; of a plain one, the number of
+    items taken, which are taken again from the new iterator.
+    """
+
+    def __init__(self, iterator: Iterator[Any], *, world_size: int = 1) -> None:
+        if not hasattr(iterator, "__next__"):
+            raise DataError(f"expected an iterator of micro-batches, got {type(iterator).__name__}; pass iter(...) of it")
+        self._iterator: Any = iterator
+        self._world_size = world_size
+        self._items_taken = 0
+        self._samples_in_epoch = 0
+
+    @property
+    def epoch(self) -> int:
+        """Always 0: an iterator cannot start again."""
+        return 0
+
+    @property
+    def samples_in_epoch(self) -> int:
+        """Samples handed out, over all ranks, as far as the batches tell."""
+        return self._samples_in_epoch
+
+    @property
+    def num_samples(self) -> None:
+        """Unknown."""
+        return None
+
+    def steps_per_epoch(self, num_microbatches: int) -> None:
+        """Unknown."""
+        return None
+
+    def read(self, num_microbatches: int) -> StepBatches | None:
+        """The next step: fewer micro-batches where the iterator ends within it, None where it is at its end."""
+        rows = [self._row(batch) for batch in islice(self._iterator, num_microbatches)]
+        if not rows:
+            return None
+        step = step_of(rows)
+        self._items_taken += len(rows)
+        self._samples_in_epoch += sum(row.num_samples or 0 for row in rows)
+        return step
+
+    def seek(self, epoch: int, samples_in_epoch: int) -> None:
+        """Only the position where it stands: an iterator counts items, not samples; use `load_state_dict`.
+
+        Raises:
+            DataError: for another position.
+        """
+        if (epoch, samples_in_epoch) != (0, self._samples_in_epoch):
+            raise DataError(
+                f"an iterator stands at sample {self._samples_in_epoch} and cannot seek to epoch {epoch}, sample "
+                f"{samples_in_epoch}; load_state_dict continues it, and a dataset in its place can seek"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after what was handed out."""
+        state = {"epoch": 0, "samples_in_epoch": self._samples_in_epoch, "items_taken": self._items_taken}
+        return {**state, "stream": self._iterator.state_dict()} if is_stateful(self._iterator) else state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue a new iterator from a position that `state_dict` gave.
+
+        Raises:
+            DataError: where a plain iterator ends before the position.
+        """
+        if "stream" in state and is_stateful(self._iterator):
+            self._iterator.load_state_dict(state["stream"])
+        else:
+            self._take_again(state["items_taken"] - self._items_taken)
+        self._items_taken = state["items_taken"]
+        self._samples_in_epoch = state["samples_in_epoch"]
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _row(self, batch: Any) -> FetchedRow:
+        local = count_samples(batch)
+        return FetchedRow(batch, None, False, None if local is None else local * self._world_size, local)
+
+    def _take_again(self, num_items: int) -> None:
+        if num_items < 0:
+            raise DataError(f"the iterator stands {-num_items} micro-batches past the position; pass a new iterator")
+        if num_items == 0:
+            return
+        _LOGGER.warning(
+            "taking %d micro-batches from the iterator again to reach the position; "
+            "an iterator with state_dict and load_state_dict continues without",
+            num_items,
+        )
+        num_taken = sum(1 for _ in islice(self._iterator, num_items))
+        if num_taken < num_items:
+            raise DataError(
+                f"the iterator ended after {num_taken} micro-batches while replaying {num_items}; "
+                "continue with the data that the position was saved with"
+            )

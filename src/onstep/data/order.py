@@ -1,0 +1,97 @@
+"""The order in which the samples of an epoch are taken."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+from onstep.errors import DataError
+
+IntArray = npt.NDArray[np.int64]
+_Words = npt.NDArray[np.uint64]
+
+_SORTED_UP_TO = 4096
+"""Orders up to this many samples are sorted by a hash: a Feistel network over so few bits mixes poorly."""
+_NUM_ROUNDS = 8
+
+
+class SampleOrder:
+    """A permutation of ``0 .. num_samples - 1`` that is a pure function of (seed, epoch, position).
+
+    It needs no memory that grows with `num_samples`: any slice is computed on its own, equally fast everywhere.
+    The permutation is a Feistel network over the next power of two, walked until it lands inside. The arithmetic is
+    64-bit integers alone, so that the order is the same on every machine. ``shuffle=False`` is the identity.
+
+    Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002), section 4 (cycle walking).
+
+    Raises:
+        DataError: for a negative `num_samples`.
+    """
+
+    def __init__(self, num_samples: int, seed: int, epoch: int, shuffle: bool = True) -> None:
+        if num_samples < 0:
+            raise DataError(f"num_samples must be >= 0, got {num_samples}")
+        self.num_samples = num_samples
+        self._shuffle = shuffle
+        self._keys = _keys_of(seed, epoch)
+        self._table = self._sorted_by_hash() if shuffle and num_samples <= _SORTED_UP_TO else None
+        num_bits = max(num_samples - 1, 1).bit_length()
+        self._low_bits = np.uint64(num_bits // 2)
+        self._low_mask = np.uint64((1 << (num_bits // 2)) - 1)
+        self._high_mask = np.uint64((1 << (num_bits - num_bits // 2)) - 1)
+
+    def indices(self, start: int, stop: int) -> IntArray:
+        """The dataset indices at the positions ``start <= p < stop``."""
+        return self.at(np.arange(start, stop, dtype=np.int64))
+
+    def at(self, positions: IntArray) -> IntArray:
+        """The dataset indices at `positions`, any shape.
+
+        Raises:
+            DataError: for a position outside the epoch.
+        """
+        if positions.size and not (0 <= positions.min() and positions.max() < self.num_samples):
+            raise DataError(
+                f"positions {positions.min()} to {positions.max()} lie outside an epoch of {self.num_samples} samples"
+            )
+        if not self._shuffle:
+            return positions
+        if self._table is not None:
+            return self._table[positions]
+        return self._walk(positions.astype(np.uint64)).astype(np.int64)
+
+    def _sorted_by_hash(self) -> IntArray:
+        words = _mix(np.arange(self.num_samples, dtype=np.uint64) ^ self._keys[0])
+        return np.argsort(_mix(words ^ self._keys[1]), kind="stable").astype(np.int64)
+
+    def _walk(self, words: _Words) -> _Words:
+        """Applies the network until each word is below `num_samples`: fewer than two rounds on average."""
+        words = self._network(words)
+        outside = np.flatnonzero(words >= self.num_samples)
+        while outside.size:
+            words.flat[outside] = self._network(words.flat[outside])
+            outside = outside[words.flat[outside] >= self.num_samples]
+        return words
+
+    def _network(self, words: _Words) -> _Words:
+        low, high = words & self._low_mask, words >> self._low_bits
+        for number, key in enumerate(self._keys):
+            if number % 2:
+                low ^= _mix(high ^ key) & self._low_mask
+            else:
+                high ^= _mix(low ^ key) & self._high_mask
+        return (high << self._low_bits) | low
+
+
+def _keys_of(seed: int, epoch: int) -> _Words:
+    digest = hashlib.blake2b(f"onstep order {seed} {epoch}".encode(), digest_size=8 * _NUM_ROUNDS).digest()
+    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+
+
+def _mix(words: _Words) -> _Words:
+    """A 64-bit hash of each word. Source: Steele, Lea, Flood (2014), SplitMix64's finalizer (variant 13)."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))

@@ -1,0 +1,113 @@
+"""Fetches rows of a map-style dataset, in this process or ahead of time in workers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from onstep.data.fetch import Collate, as_it_is, fetch_function, pin, should_pin
+from onstep.data.rows import FetchedRow, Row
+from onstep.errors import DataError
+
+
+class RowReader:
+    """Reads the micro-batches of given rows.
+
+    Workers are told row by row which samples to read, so that they start at any position without skipping. Torch's
+    global random state is not drawn from; `seed` is what the workers' own state is seeded from.
+
+    Raises:
+        DataError: for a negative `num_workers`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Collate | None,
+        *,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        persistent_workers: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if num_workers < 0:
+            raise DataError(f"num_workers must be >= 0, got {num_workers}; 0 reads in this process")
+        self._dataset = dataset
+        self._collate_fn = collate_fn
+        self._num_workers = num_workers
+        self._pins_memory = should_pin(pin_memory)
+        self._persistent_workers = persistent_workers
+        self._generator = torch.Generator().manual_seed(seed % 2**63)
+        self._feed = _RowFeed()
+        self._loader: DataLoader[Any] | None = None
+
+    def open(self, rows: Iterator[Row]) -> Iterator[FetchedRow]:
+        """The micro-batches of `rows`, in order. What was open before must not be read any more."""
+        return self._read_in_workers(rows) if self._num_workers else self._read_here(rows)
+
+    def close(self) -> None:
+        """End the workers that are kept over epochs; those of one epoch end with its iterator."""
+        self._loader = None
+
+    def _read_here(self, rows: Iterator[Row]) -> Iterator[FetchedRow]:
+        fetch, pins_memory = fetch_function(self._dataset, self._collate_fn), self._pins_memory
+        for row in rows:
+            batch = fetch(row.ids)
+            yield _fetched(pin(batch) if pins_memory else batch, row)
+
+    def _read_in_workers(self, rows: Iterator[Row]) -> Iterator[FetchedRow]:
+        handed_out = self._feed.start(rows)
+        if self._loader is None:
+            self._loader = self._make_loader()
+        for batch in self._loader:
+            yield _fetched(batch, handed_out.popleft())
+
+    def _make_loader(self) -> DataLoader[Any]:
+        return DataLoader(
+            _FetchedBatches(self._dataset, self._collate_fn),
+            batch_sampler=self._feed,
+            collate_fn=as_it_is,
+            num_workers=self._num_workers,
+            pin_memory=self._pins_memory,
+            persistent_workers=self._persistent_workers,
+            generator=self._generator,
+        )
+
+
+class _RowFeed:
+    """The batch sampler of the workers. Remembers which rows it handed out, because batches come back in that order."""
+
+    def __init__(self) -> None:
+        self._rows: Iterator[Row] = iter(())
+        self._handed_out: deque[Row] = deque()
+
+    def start(self, rows: Iterator[Row]) -> deque[Row]:
+        """Feed `rows` from the next iteration on; gives the queue of the rows handed out."""
+        self._rows, self._handed_out = rows, deque()
+        return self._handed_out
+
+    def __iter__(self) -> Iterator[list[int]]:
+        handed_out = self._handed_out
+        for row in self._rows:
+            handed_out.append(row)
+            yield row.ids
+
+
+class _FetchedBatches(Dataset[Any]):
+    """Gives a worker ready micro-batches, read the same way as in the main process."""
+
+    def __init__(self, dataset: Any, collate_fn: Collate | None) -> None:
+        self._dataset = dataset
+        self._collate_fn = collate_fn
+
+    def __getitems__(self, ids: list[int]) -> Any:
+        return fetch_function(self._dataset, self._collate_fn)(ids)
+
+
+def _fetched(batch: Any, row: Row) -> FetchedRow:
+    ids: list[int] = [] if row.is_filler else row.ids
+    return FetchedRow(batch, ids, row.is_filler, row.num_samples, len(ids))

@@ -1,0 +1,143 @@
+"""The ranks of a run: who am I, on which device, and the few things that ranks must agree on.
+
+A world of one takes the same path as a world of many: it has a process group too (callbacks may ask
+`torch.distributed.get_rank()`), and communication is skipped in this package, nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onstep.config.parts import DistributedInitConfig
+from onstep.errors import ConfigError
+
+
+@dataclass
+class World:
+    """The process group of a run. Methods marked collective must be reached by every rank."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    owns_group: bool = False
+    """Whether `close` destroys the process group; a group that the caller made stays."""
+    control_group: Any = None
+    """A gloo group for decisions, on the CPU; None is the default group."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def agree(self, votes: list[int]) -> list[int]:
+        """The largest vote of all ranks at each place. Collective, on the CPU."""
+        if self.size == 1:
+            return votes
+        tensor = torch.tensor(votes, dtype=torch.int64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control_group)
+        return [int(vote) for vote in tensor.numpy()]
+
+    def gather(self, item: Any) -> list[Any]:
+        """Every rank's item, in rank order, on every rank. Collective; for small Python objects."""
+        if self.size == 1:
+            return [item]
+        items: list[Any] = [None] * self.size
+        dist.all_gather_object(items, item, group=self.control_group)
+        return items
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place. Collective, on the tensor's device."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+        return tensor
+
+    def share(self, item: Any, source: int = 0) -> Any:
+        """The item of rank `source`, on every rank. Collective; for small Python objects."""
+        if self.size == 1:
+            return item
+        items = [item]
+        dist.broadcast_object_list(items, src=source, group=self.control_group)
+        return items[0]
+
+    def barrier(self) -> None:
+        """Wait for all ranks. Collective."""
+        if self.size > 1:
+            dist.barrier(group=self.control_group)
+
+    def close(self) -> None:
+        """Destroy the process group if `open_world` made it; no collective, so also right after an exception."""
+        if self.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self.owns_group = False
+
+
+def open_world(config: DistributedInitConfig) -> World:
+    """Join the process group that `torchrun`'s environment describes, or make one of a single process.
+
+    A group that is initialised already is used as it is and left alone by `World.close`.
+
+    Raises:
+        ConfigError: for a device that this machine does not have, or a broken environment.
+    """
+    size, rank, local_rank = (_from_environment(name, fallback) for name, fallback in _ENVIRONMENT)
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+    device = _device(config.device, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    owns_group = not dist.is_initialized()
+    if owns_group:
+        _init_group(config, size, rank, device)
+    control_group = None
+    if size > 1 and dist.get_backend() != "gloo":
+        control_group = dist.new_group(backend="gloo", timeout=_timeout(config))
+    return World(rank, size, local_rank, device, owns_group, control_group)
+
+
+def world_size_from_environment() -> int:
+    """How many ranks `torchrun` started; 1 without it."""
+    return dist.get_world_size() if dist.is_initialized() else _from_environment("WORLD_SIZE", 1)
+
+
+_ENVIRONMENT = (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
+
+
+def _from_environment(name: str, fallback: int) -> int:
+    value = os.environ.get(name, "")
+    try:
+        return int(value) if value else fallback
+    except ValueError:
+        raise ConfigError(f"${name} must be a whole number as torchrun sets it, got {value!r}; unset it.") from None
+
+
+def _timeout(config: DistributedInitConfig) -> timedelta:
+    return timedelta(minutes=config.distributed_timeout_minutes)
+
+
+def _device(wanted: str | None, local_rank: int) -> torch.device:
+    if wanted is None:
+        return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(wanted)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"dist.device={wanted} needs a CUDA GPU and torch sees none; use dist.device=cpu.")
+        return device if device.index is not None else torch.device("cuda", local_rank)
+    return device
+
+
+def _init_group(config: DistributedInitConfig, size: int, rank: int, device: torch.device) -> None:
+    backend = config.distributed_backend or ("nccl" if device.type == "cuda" and size > 1 else "gloo")
+    if size == 1:  # no port is opened for a store that nobody else reads
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_timeout(config))
+        return
+    if "MASTER_ADDR" not in os.environ:
+        raise ConfigError(f"$WORLD_SIZE is {size} but $MASTER_ADDR is not set; start the ranks with torchrun.")
+    dist.init_process_group(backend, rank=rank, world_size=size, timeout=_timeout(config))

@@ -1,0 +1,361 @@
+"""The journal of a run: a JSON array of records that only grows, one record a line, valid between any two records.
+
+The file reads ``[``, records joined by ``,`` and a line break, and ``]`` on the last line. Appending is one positioned
+write of the separator, the record and a new closing bracket over the old one, so that a process killed at any moment
+leaves either the file as it was or a file whose last record is cut short, which `read_records` leaves out. NaN and the
+infinities are written as Python's ``json`` spells them (``NaN``, ``Infinity``).
+"""
+
+from __future__ import annotations
+
+import codecs
+import fcntl
+import json
+import math
+import os
+import re
+import weakref
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from onstep.errors import OnstepError
+
+Record = dict[str, Any]
+
+_CLOSING = b"\n]"
+_BLANK = " \t\r\n\x00"
+"""White space, and the zeros that some file systems leave at the end of a file after a power cut."""
+_CUT_TOKEN = re.compile(r'(?:"[^\n]*|[-+.\\\w]*)\Z')
+"""What may stand between a decoding error and the end of the text when writing stopped there."""
+
+
+class JournalError(OnstepError):
+    """A file that is no journal, or a journal used in a way that would lose records."""
+
+
+class JournalHeldError(JournalError):
+    """Another live writer has the journal open."""
+
+
+class Journal:
+    """A journal open for appending. The file is locked against a second writer until `close` or the process's end.
+
+    A forked child (a data loader's worker) neither keeps the lock nor can append.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor: int | None = descriptor
+        if os.fstat(descriptor).st_size == 0:
+            os.pwrite(descriptor, b"[" + _CLOSING, 0)
+        text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+        body = text.rstrip()[:-1].rstrip()
+        self._tail = len(body)
+        """Where the next separator goes: over the closing bracket."""
+        self._separator = b"\n" if body.endswith(b"[") else b",\n"
+        self._take_back(descriptor)
+        _close_in_forked_children(self)
+
+    @classmethod
+    def open(cls, path: str | Path, mode: str = "a") -> Journal:
+        """Open the journal at `path`, making its folder if needed.
+
+        Args:
+            path: The file.
+            mode: "a" continues an existing journal (a record cut short by a crash is left out, an unreadable file is
+                set aside) or begins one; "x" begins one and refuses an existing file.
+
+        Raises:
+            JournalError: in mode "x", when the file exists; for an unknown mode.
+            JournalHeldError: when another live writer has the file open.
+        """
+        path = Path(path)
+        if mode not in ("a", "x"):
+            raise JournalError(f"mode must be 'a' (continue) or 'x' (begin), got {mode!r}.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if mode == "a" and path.exists():
+            align(path)
+        try:
+            return cls(path, _locked(path, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            if mode == "x":
+                raise JournalError(f"{path} exists; pass mode 'a' to continue it, or move it aside first.") from None
+        return cls(path, _locked(path))
+
+    def append(self, record: Record) -> None:
+        """Add one record; when this returns, the file is valid JSON with the record in it.
+
+        Numpy and torch values are written as plain numbers and lists, what JSON has no form for as its `str`.
+
+        Raises:
+            JournalError: when the journal is closed.
+            OSError: when the disk is full or gone; the file is left as it was before.
+        """
+        if self._descriptor is None:
+            raise JournalError(f"{self.path} is closed; open it again with Journal.open(path, 'a') to append to it.")
+        self._settle(self._descriptor)
+        line = self._separator + encode(record).encode("ascii")
+        self._write(self._descriptor, line + _CLOSING)
+        self._tail += len(line)
+        self._separator = b",\n"
+
+    def close(self) -> None:
+        """Let go of the file, durably; closing twice is harmless."""
+        if self._descriptor is not None:
+            os.fsync(self._descriptor)
+            self._release()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._release()
+
+    def _settle(self, descriptor: int) -> None:
+        """Take in what an append left that an exception (Ctrl-C) interrupted."""
+        size = os.fstat(descriptor).st_size
+        if size == self._tail + len(_CLOSING):
+            return
+        if os.pread(descriptor, len(_CLOSING), size - len(_CLOSING)) == _CLOSING:
+            self._tail = size - len(_CLOSING)
+            self._separator = b",\n"
+        else:
+            self._take_back(descriptor)
+
+    def _write(self, descriptor: int, data: bytes) -> None:
+        written = 0
+        try:
+            while written < len(data):
+                written += os.pwrite(descriptor, data[written:], self._tail + written)
+        except OSError:
+            self._take_back(descriptor)
+            raise
+
+    def _take_back(self, descriptor: int) -> None:
+        """End the file after the last whole record."""
+        os.pwrite(descriptor, _CLOSING, self._tail)
+        os.ftruncate(descriptor, self._tail + len(_CLOSING))
+
+    def _release(self) -> None:
+        descriptor, self._descriptor = getattr(self, "_descriptor", None), None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def read_records(path: str | Path) -> list[Record]:
+    """The records of a journal, also of one that is being written or whose writer was killed.
+
+    A missing closing bracket, a trailing comma and a last record cut short (left out) are expected. An empty file has
+    no records.
+
+    Raises:
+        FileNotFoundError: when there is no such file.
+        JournalError: when the file is no journal, or is damaged before its last record.
+    """
+    return _decode(Path(path))[0]
+
+
+def align(path: str | Path, last_step: int | None = None) -> Path | None:
+    """Make the journal at `path` end at `last_step`, so that a run which continues from there can append to it.
+
+    Records with a `global_step` beyond `last_step` are kept aside in ``<name>.branch-<n>.json``; a record without
+    `global_step` counts as step 0. A file that is no journal is renamed to ``<name>.unreadable-<n>.json``, after which
+    `path` is free. The journal is replaced in one atomic step, and left untouched where nothing is to be done.
+
+    Args:
+        path: The journal.
+        last_step: The last step to keep; None keeps all and only repairs what a crash left.
+
+    Returns:
+        The file that was set aside, or None.
+
+    Raises:
+        FileNotFoundError: when there is no such file.
+        JournalHeldError: when a live writer has the file open.
+    """
+    path = Path(path)
+    descriptor = _locked(path)
+    try:
+        try:
+            records, is_complete = _decode(path)
+        except JournalError:
+            return _rename_aside(path, "unreadable-")
+        limit = math.inf if last_step is None else last_step
+        cut = [record for record in records if _step_of(record) > limit]
+        if is_complete and not cut:
+            return None
+        branch = _free_name(path, "branch-") if cut else None
+        if branch is not None:
+            _replace(branch, cut)
+        _replace(path, [record for record in records if not _step_of(record) > limit])
+        return branch
+    finally:
+        os.close(descriptor)
+
+
+def set_aside(path: str | Path) -> Path:
+    """Rename the journal at `path` to ``<name>.<n>.json``, the first number that is free, and return that.
+
+    Raises:
+        FileNotFoundError: when there is no such file.
+        JournalHeldError: when a live writer has the file open.
+    """
+    path = Path(path)
+    descriptor = _locked(path)
+    try:
+        return _rename_aside(path, "")
+    finally:
+        os.close(descriptor)
+
+
+def numbered_name(path: str | Path) -> Path:
+    """The first of ``<name>.1.json``, ``<name>.2.json``, ... that does not exist."""
+    path = Path(path)
+    return next(name for name in _names(path, "") if not name.exists())
+
+
+def encode(record: Record) -> str:
+    """One line of JSON; NaN and the infinities as Python's ``json`` spells them."""
+    return json.dumps(record, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has a form for: lists and numbers for arrays and tensors, text for the rest."""
+    to_list = getattr(value, "tolist", None)
+    return to_list() if callable(to_list) else str(value)
+
+
+def _decode(path: Path) -> tuple[list[Record], bool]:
+    """The records, and whether the file is a whole JSON array."""
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(path.read_bytes())  # a character may be cut at the end
+    except UnicodeDecodeError as error:
+        raise JournalError(f"{path} is no journal: it is not text ({error}).") from error
+    if not text.strip(_BLANK):
+        return [], False
+    if not text.lstrip().startswith("["):
+        raise JournalError(f"{path} is no journal: it begins with {text[:20]!r} instead of '['.")
+    try:
+        records, is_complete = json.loads(text), True
+    except json.JSONDecodeError:
+        records, is_complete = _decode_one_by_one(text.strip(_BLANK), path), False
+    if not all(isinstance(record, dict) for record in records):
+        raise JournalError(f"{path} is no journal: its array holds other things than objects.")
+    return records, is_complete
+
+
+def _decode_one_by_one(text: str, path: Path) -> list[Any]:
+    """Records up to the end of `text` or up to a last record that was cut short."""
+    decoder = json.JSONDecoder()
+    records: list[Any] = []
+    position = _skip_blank(text, 1)
+    while position < len(text):
+        if text[position] == "]":
+            _require_end(text, position, path)
+            break
+        try:
+            record, position = decoder.raw_decode(text, position)
+        except json.JSONDecodeError as error:
+            _require_cut_short(text, error, path)
+            break
+        records.append(record)
+        position = _skip_blank(text, position)
+        if position < len(text) and text[position] == ",":
+            position = _skip_blank(text, position + 1)
+        elif position < len(text) and text[position] != "]":
+            raise JournalError(f"{path} is damaged: a ',' is missing at character {position}.")
+    return records
+
+
+def _skip_blank(text: str, position: int) -> int:
+    while position < len(text) and text[position] in _BLANK:
+        position += 1
+    return position
+
+
+def _require_end(text: str, position: int, path: Path) -> None:
+    if text[position + 1 :].strip(_BLANK):
+        raise JournalError(f"{path} is damaged: something follows the closing ']' at character {position}.")
+
+
+def _require_cut_short(text: str, error: json.JSONDecodeError, path: Path) -> None:
+    """A record may be left out only where writing stopped in the middle of it: at the end of the text."""
+    if not _CUT_TOKEN.match(text, error.pos):
+        raise JournalError(f"{path} is damaged at character {error.pos}: {error.msg}.") from error
+
+
+def _step_of(record: Record) -> float:
+    step = record.get("global_step")
+    return step if isinstance(step, (int, float)) else 0
+
+
+def _replace(path: Path, records: list[Record]) -> None:
+    """Write a whole journal in one atomic step."""
+    body = ",".join("\n" + encode(record) for record in records)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        file.write(b"[" + body.encode("ascii") + _CLOSING)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _locked(path: Path, flags: int = 0) -> int:
+    descriptor = os.open(path, os.O_RDWR | flags, 0o666)
+    _lock(descriptor, path)
+    return descriptor
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise JournalHeldError(
+            f"{path} is being written by another live run; give this run a folder of its own, or end the other one."
+        ) from None
+    except OSError:
+        return  # a file system without locks (some network mounts): nothing tells two writers apart there
+
+
+def _rename_aside(path: Path, label: str) -> Path:
+    name = _free_name(path, label)
+    os.replace(path, name)
+    return name
+
+
+def _free_name(path: Path, label: str) -> Path:
+    """A name like ``<name>.<label><n>.json`` that nothing had; an empty file reserves it against other processes."""
+    return next(name for name in _names(path, label) if _reserved(name))
+
+
+def _reserved(name: Path) -> bool:
+    try:
+        name.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _names(path: Path, label: str) -> Iterator[Path]:
+    return (path.with_name(f"{path.stem}.{label}{number}{path.suffix}") for number in count(1))
+
+
+def _close_in_forked_children(journal: Journal) -> None:
+    """A forked child shares the lock, and would hold it after its parent's death."""
+    reference = weakref.ref(journal)
+
+    def close() -> None:
+        inherited = reference()
+        if inherited is not None:
+            inherited._release()
+
+    os.register_at_fork(after_in_child=close)

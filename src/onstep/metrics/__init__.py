@@ -1,0 +1,1 @@
+"""What is measured while training, and how it is shown."""

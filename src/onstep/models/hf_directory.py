@@ -1,0 +1,126 @@
+"""A model as a folder that `transformers`' `from_pretrained` opens: `config.json` and `model.safetensors`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from onstep.errors import OnstepError
+from onstep.models.hf_config import config_from_hf, hf_config_dict
+from onstep.models.hf_weights import from_hf_state_dict, to_hf_state_dict
+from onstep.models.transformer import Transformer
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLE_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def save_hf(
+    model: Transformer,
+    directory: str | Path,
+    *,
+    tokenizer_files: Sequence[str | Path] = (),
+    eos_id: int | None = None,
+) -> None:
+    """Write `model` to `directory`, made if need be, so that `AutoModelForCausalLM.from_pretrained` opens it.
+
+    Each file is replaced whole: a kill leaves the old one or the new one. One process calls this. Tied weights are
+    stored once.
+
+    Args:
+        tokenizer_files: files copied beside the weights (`tokenizer.json`, `tokenizer_config.json`, ...).
+        eos_id: token at which `transformers` ends a generated text.
+
+    Raises:
+        ConfigError: sizes that `transformers` does not take.
+    """
+    folder = Path(directory)
+    dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
+    config = hf_config_dict(model.config, eos_id=eos_id, dtype=dtype)
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in to_hf_state_dict(model).items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    _save_weights(folder / WEIGHTS_FILE, tensors)
+    _save_text(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+    for file in tokenizer_files:
+        shutil.copy(file, folder)
+
+
+def load_hf(directory: str | Path) -> Transformer:
+    """The Llama or Qwen2 model in `directory`, in float32 on the CPU, from one or several safetensors files.
+
+    Raises:
+        ConfigError: an architecture or a feature that `Transformer` does not have.
+        OnstepError: a folder without readable `config.json` and safetensors, or weights that do not fit.
+    """
+    folder = Path(directory)
+    config = config_from_hf(_read_json(folder / CONFIG_FILE))
+    state: dict[str, Tensor] = {}
+    for file in _weight_files(folder):
+        state |= _load_weights(file)
+    return from_hf_state_dict(config, state)
+
+
+def _save_weights(path: Path, tensors: dict[str, Tensor]) -> None:
+    partial = path.with_name(path.name + ".partial")
+    save_file(tensors, partial, metadata={"format": "pt"})
+    os.replace(partial, path)
+
+
+def _save_text(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS_FILE).is_file():
+        return [folder / WEIGHTS_FILE]
+    if (folder / INDEX_FILE).is_file():
+        return _shards(folder)
+    pickles = [name for name in PICKLE_FILES if (folder / name).is_file()]
+    if pickles:
+        raise OnstepError(
+            f"{folder} holds only {pickles[0]}, a pickle, and Onstep unpickles no file; convert it where you trust it: "
+            f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(NEW_FOLDER) writes safetensors."
+        )
+    raise OnstepError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; pass a folder with safetensors weights.")
+
+
+def _shards(folder: Path) -> list[Path]:
+    index = folder / INDEX_FILE
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise OnstepError(f"{index} has no weight_map from weights to files; write the folder anew.")
+    names = sorted({str(name) for name in weight_map.values()})
+    absent = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+    if absent:
+        raise OnstepError(f"{index} names {absent[0]!r}, which is no file of that folder; copy all shards into it.")
+    return [folder / name for name in names]
+
+
+def _load_weights(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise OnstepError(f"{path} is not a whole safetensors file ({error}); write or copy it anew.") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise OnstepError(f"{path} does not exist; pass a folder that save_hf or save_pretrained wrote.")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise OnstepError(f"{path} is not valid JSON ({error}); write or copy it anew.") from error
+    if not isinstance(content, dict):
+        raise OnstepError(f"{path} must hold a JSON object, got {type(content).__name__}; write or copy it anew.")
+    return content

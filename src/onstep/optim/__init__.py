@@ -1,0 +1,27 @@
+"""Optimizers, the finite gate, and the schedules of learning rate and weight decay."""
+
+from onstep.optim.build import build_optimizer, wrap_optimizer
+from onstep.optim.finite_gate import DeviceFiniteGate, FiniteGate, HostFiniteGate, finite_gate
+from onstep.optim.optimizer import TrainingOptimizer
+from onstep.optim.param_scheduler import OptimizerParamScheduler, ParamScheduler
+from onstep.optim.param_schedules import LrSchedule, WdSchedule, learning_rate, weight_decay
+from onstep.optim.scheduler_build import build_scheduler
+from onstep.optim.torch_scheduler import TorchSchedulerAdapter
+
+__all__ = [
+    "DeviceFiniteGate",
+    "FiniteGate",
+    "HostFiniteGate",
+    "LrSchedule",
+    "OptimizerParamScheduler",
+    "ParamScheduler",
+    "TorchSchedulerAdapter",
+    "TrainingOptimizer",
+    "WdSchedule",
+    "build_optimizer",
+    "build_scheduler",
+    "finite_gate",
+    "learning_rate",
+    "weight_decay",
+    "wrap_optimizer",
+]

@@ -1,0 +1,172 @@
+"""The gate before an update: what is not finite closes it, and it stays closed until it is reset."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+COPY_INTERVAL = 5
+"""Updates between two asynchronous copies of a device gate; each is waited for at the latest when the next is due, so
+that the host is at most twice as many steps late."""
+
+
+class FiniteGate(Protocol):
+    """Watches gradient norms and losses; `first_bad_step` is what the host knows so far."""
+
+    step: int
+    first_bad_step: int | None
+
+    def begin_step(self, step: int) -> None:
+        """Say which step the next observations belong to; `step` is >= 0 and never falls between resets."""
+        ...
+
+    def observe_norm(self, norm: Tensor) -> float | None:
+        """Close the gate if `norm`, a 0-d tensor >= 0, is not finite. Returns its value where the host can see it."""
+        ...
+
+    def observe_loss(self, loss: Tensor) -> None:
+        """Close the gate if `loss`, a tensor of one element, is not finite.
+
+        With several ranks, pass only what all of them see alike: a gate that closes on some of them lets them drift
+        apart.
+        """
+        ...
+
+    def poll(self, force: bool = False) -> int | None:
+        """The first bad step, or None while none is known; `force` waits for what the device knows."""
+        ...
+
+    def reset(self) -> None:
+        """Open the gate again."""
+        ...
+
+
+def finite_gate(device: torch.device) -> FiniteGate:
+    """The gate for norms that live on `device`."""
+    return HostFiniteGate() if device.type == "cpu" else DeviceFiniteGate(device)
+
+
+class HostFiniteGate:
+    """The gate where values are in host memory: it closes at once, without a read through PyTorch's dispatcher."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.first_bad_step: int | None = None
+
+    def begin_step(self, step: int) -> None:
+        """Say which step the next observations belong to."""
+        self.step = step
+
+    def observe_norm(self, norm: Tensor) -> float:
+        """Close the gate if `norm` is not finite. Returns its value."""
+        value = _host_value(norm)
+        if not math.isfinite(value) and self.first_bad_step is None:
+            self.first_bad_step = self.step
+        return value
+
+    def observe_loss(self, loss: Tensor) -> None:
+        """Close the gate if `loss` is not finite."""
+        if not math.isfinite(_host_value(loss.detach())) and self.first_bad_step is None:
+            self.first_bad_step = self.step
+
+    def poll(self, force: bool = False) -> int | None:
+        """The first bad step, or None; always up to date."""
+        return self.first_bad_step
+
+    def reset(self) -> None:
+        """Open the gate again."""
+        self.first_bad_step = None
+
+
+def _host_value(tensor: Tensor) -> float:
+    """The value of a CPU tensor of one element, read through the memory that NumPy shares with it."""
+    if tensor.dtype is torch.bfloat16:  # which NumPy does not have
+        tensor = tensor.float()
+    value: float = tensor.numpy().item()
+    return value
+
+
+class DeviceFiniteGate:
+    """The gate where values are on an accelerator: it closes there, and the host learns of it by asynchronous copies.
+
+    `found_inf` (float32, 0-d) is 1 once anything was not finite, in the form that fused optimizers of torch take.
+    Observing costs three small kernels and no wait.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.step = 0
+        self.first_bad_step: int | None = None
+        self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+        # One-based, so that 0 says "none" and `found_inf > bad` holds exactly when a bad step is still unnamed.
+        self._bad_step_plus_one = torch.zeros((), dtype=torch.int64, device=device)
+        is_host = device.type == "cpu"  # the same logic without an accelerator, for tests
+        self._landing = torch.zeros((), dtype=torch.int64, pin_memory=not is_host)
+        self._landed = self._landing.numpy()
+        self._device = device
+        self._copied = None if is_host else torch.Event(device=device)
+        self._is_copying = False
+        self._updates_since_copy = 0
+
+    def begin_step(self, step: int) -> None:
+        """Say which step the next observations belong to."""
+        self.step = step
+
+    def observe_norm(self, norm: Tensor) -> None:
+        """Close the gate if `norm` is not finite, in the order of the current stream."""
+        self._raise_flag(norm)
+        self._updates_since_copy += 1
+
+    def observe_loss(self, loss: Tensor) -> None:
+        """Close the gate if `loss` is not finite, in the order of the current stream."""
+        self._raise_flag(loss.detach())
+
+    def _raise_flag(self, value: Tensor) -> None:
+        # One kernel that sets the flag and never clears it; the scale of 1 leaves the value as it is.
+        torch._amp_foreach_non_finite_check_and_unscale_([value], self.found_inf, self._one)
+        self._bad_step_plus_one.masked_fill_(self.found_inf > self._bad_step_plus_one, self.step + 1)
+
+    def poll(self, force: bool = False) -> int | None:
+        """The first bad step, or None while none is known.
+
+        Call it once a step: it starts a copy every `COPY_INTERVAL` updates, and never waits for a younger one. With
+        `force` it waits for everything queued so far (a host synchronisation).
+        """
+        if self.first_bad_step is None:
+            is_due = self._updates_since_copy >= COPY_INTERVAL
+            if self._is_copying:
+                self._finish_copy(wait=is_due or force)
+            if force or (is_due and self.first_bad_step is None):
+                self._start_copy()
+            if force:
+                self._finish_copy(wait=True)
+        return self.first_bad_step
+
+    def reset(self) -> None:
+        """Open the gate again."""
+        self.found_inf.zero_()
+        self._bad_step_plus_one.zero_()
+        self._is_copying = False
+        self._updates_since_copy = 0
+        self.first_bad_step = None
+
+    def _start_copy(self) -> None:
+        self._landing.copy_(self._bad_step_plus_one, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(torch.accelerator.current_stream(self._device))
+        self._is_copying = True
+        self._updates_since_copy = 0
+
+    def _finish_copy(self, wait: bool) -> None:
+        if self._copied is not None:
+            if wait:
+                self._copied.synchronize()
+            elif not self._copied.query():
+                return
+        self._is_copying = False
+        bad_step_plus_one = int(self._landed)
+        if bad_step_plus_one:
+            self.first_bad_step = bad_step_plus_one - 1

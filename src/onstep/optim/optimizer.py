@@ -1,0 +1,216 @@
+"""A torch optimizer with the global norm, the clipping and the finite gate that a training step needs around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from onstep.errors import ConfigError
+from onstep.optim.finite_gate import DeviceFiniteGate, FiniteGate, finite_gate
+
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+class TrainingOptimizer:
+    """Any `torch.optim.Optimizer`, in two halves: `prepare` the gradients, `apply` the update.
+
+    An update is applied only while every gradient norm (and observed loss) was finite. Torch's fused optimizers take
+    the gate's flag on the device; for any other optimizer on an accelerator, and for the first update of each, the flag
+    is read once before the update, which waits for the device.
+
+    Args:
+        clip_grad: largest global L2 norm of the gradients; None or 0 does not clip.
+        gate: the gate to use; None makes one for the device of the first parameter.
+
+    Raises:
+        ConfigError: `clip_grad` is negative, or the optimizer needs a closure.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, clip_grad: float | None = 1.0, gate: FiniteGate | None = None
+    ) -> None:
+        if clip_grad is not None and not clip_grad >= 0:
+            raise ConfigError(f"clip_grad must be > 0, got {clip_grad}; pass None or 0 for no clipping")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                "LBFGS must be stepped with a closure, which a training step has none of; use AdamW or SGD"
+            )
+        self.optimizer = optimizer
+        self.clip_grad = clip_grad
+        self.gate = finite_gate(self._params()[0].device) if gate is None else gate
+        # torch's own zero_grad spends most of its time on profiling; a subclass may mean something else by it.
+        self._clears_plainly = type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad
+        self._must_read = self._always_reads = False
+        self._survey()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the wrapped optimizer."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        """The state of the wrapped optimizer, by parameter."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The defaults of the wrapped optimizer's groups."""
+        return self.optimizer.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or fill them with zeros."""
+        if not (set_to_none and self._clears_plainly):
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+            return
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the wrapped optimizer."""
+        self.optimizer.add_param_group(param_group)
+        self._survey()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the wrapped optimizer; the gate is not part of it."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state into the wrapped optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+        self._survey()
+
+    def observe_loss(self, loss: Tensor) -> None:
+        """Close the gate if `loss`, a tensor of one element, is not finite; see `FiniteGate.observe_loss`."""
+        self.gate.observe_loss(loss)
+
+    def prepare(self, grad_scale: Tensor | float | None = None) -> Tensor:
+        """Scale the gradients, take their global norm, clip them and tell the gate.
+
+        Without `grad_scale` the gradients afterwards are, bit for bit, those of `torch.nn.utils.clip_grad_norm_`,
+        except that norms of float16 and bfloat16 gradients are accumulated in float32.
+
+        Args:
+            grad_scale: factor > 0 on all gradients, a number or a 0-d tensor; it costs no pass of its own.
+
+        Returns:
+            The L2 norm of the scaled gradients before clipping, 0-d on their device; the host does not wait for it.
+        """
+        grads = [grad for group in self.optimizer.param_groups for p in group["params"] if (grad := p.grad) is not None]
+        with torch.no_grad():
+            norm = self._global_norm(grads)
+            if grad_scale is not None:
+                grad_scale = _like(norm, grad_scale)
+                norm = norm * grad_scale
+            known_norm = self.gate.observe_norm(norm)
+            coefficient = self._coefficient(norm, known_norm, grad_scale)
+            if coefficient is not None and grads:
+                self._multiply(grads, coefficient)
+        return norm
+
+    def apply(self) -> bool:
+        """Update the weights, unless the gate is closed.
+
+        Returns:
+            False if the host knows that nothing was updated. On an accelerator a closed gate of which the host has not
+            heard yet gives True although the device updated nothing; `gate.poll` tells at most 10 steps later.
+        """
+        if self.gate.first_bad_step is not None:
+            return False
+        if self._must_read and self.gate.poll(force=True) is not None:
+            return False
+        self.optimizer.step()
+        self._must_read = self._always_reads
+        return True
+
+    def step(self) -> tuple[bool, Tensor | None, int | None]:
+        """Both halves in one, with Megatron-Core's result: (update_successful, grad_norm, num_zeros).
+
+        The gate counts these calls as steps, until `gate.begin_step` says otherwise. Zeros are not counted: None.
+        """
+        norm = self.prepare()
+        is_applied = self.apply()
+        self.gate.begin_step(self.gate.step + 1)
+        return is_applied, norm, None
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    def _survey(self) -> None:
+        """Note what prepare and apply need to know of the parameters, so that they need not look at every step."""
+        params = self._params()
+        dtypes = {param.dtype for param in params}
+        has_low_precision = not dtypes.isdisjoint(_LOW_PRECISION)
+        wide = torch.float64 if torch.float64 in dtypes else torch.float32
+        self._norm_dtype = wide if has_low_precision else None
+        self._device = params[0].device
+        self._spans_devices = any(param.device != self._device for param in params)
+        self._is_sharded = any(type(param) not in (Tensor, Parameter) for param in params) and _has_dtensor(params)
+        self._hand_over_flag()
+
+    def _hand_over_flag(self) -> None:
+        """Give the gate's flag to the optimizer if it takes one, and note when the flag must be read instead."""
+        if not isinstance(self.gate, DeviceFiniteGate):
+            return
+        self._always_reads = self._spans_devices or not _takes_flag(self.optimizer)
+        if self._always_reads:
+            vars(self.optimizer).pop("found_inf", None)
+        else:
+            vars(self.optimizer)["found_inf"] = self.gate.found_inf
+        # The first update makes the optimizer's state, and fused SGD would leave a skipped momentum uninitialised.
+        self._must_read = True
+
+    def _global_norm(self, grads: list[Tensor]) -> Tensor:
+        """The L2 norm over all `grads`, 0-d."""
+        if not grads:
+            return torch.zeros((), device=self._device)
+        norms = torch._foreach_norm(grads, 2.0, self._norm_dtype)
+        if self._spans_devices:
+            norms = tuple(norm.to(self._device) for norm in norms)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), 2.0)
+        return _whole(norm) if self._is_sharded else norm
+
+    def _coefficient(self, norm: Tensor, known_norm: float | None, grad_scale: Tensor | None) -> Tensor | None:
+        """What the gradients are multiplied by, 0-d; None where that is known to be 1."""
+        clip = self.clip_grad
+        if not clip or (known_norm is not None and known_norm < clip * 0.999 - 1e-6):
+            return grad_scale
+        coefficient = torch.clamp(clip / (norm + 1e-6), max=1.0)
+        return coefficient if grad_scale is None else coefficient * grad_scale
+
+    def _multiply(self, grads: list[Tensor], coefficient: Tensor) -> None:
+        if self._spans_devices:
+            for grad in grads:
+                grad.mul_(coefficient.to(grad.device))
+        else:
+            torch._foreach_mul_(grads, coefficient)
+
+
+def _like(norm: Tensor, factor: Tensor | float) -> Tensor:
+    """`factor` as a 0-d tensor of the norm's type and device; a number gets there without a copy to wait for."""
+    if isinstance(factor, Tensor):
+        return factor.to(norm)
+    return torch.full_like(norm, factor)
+
+
+def _takes_flag(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer` honours a `found_inf` attribute: weights, state and step counts stay as they are."""
+    is_able = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return is_able and all(group.get("fused", True) for group in optimizer.param_groups)
+
+
+def _has_dtensor(tensors: list[Tensor]) -> bool:
+    from torch.distributed.tensor import DTensor  # 0.7 s that only runs with tensor subclasses pay
+
+    return any(isinstance(tensor, DTensor) for tensor in tensors)
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """The value of a norm over shards; every rank of the mesh must call it."""
+    from torch.distributed.tensor import DTensor
+
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,0 +1,24 @@
+"""Writes a model's weights in the form that its kind is read with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_model as save_safetensors
+from torch import nn
+
+from onstep.models import Transformer, save_hf
+
+
+def save_model(model: nn.Module, directory: Path, processing_class: Any = None) -> None:
+    """Write `model` to `directory`: by its own `save_pretrained`, as a Hugging Face directory, or as safetensors."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if isinstance(model, Transformer):
+        save_hf(model, directory)
+    elif hasattr(model, "save_pretrained"):
+        model.save_pretrained(directory)
+    else:
+        save_safetensors(model, str(directory / "model.safetensors"))
+    if hasattr(processing_class, "save_pretrained"):
+        processing_class.save_pretrained(directory)

@@ -1,0 +1,33 @@
+"""The best value so far of the metric that a user cares about."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from onstep.training.state import GlobalState
+
+logger = logging.getLogger(__name__)
+
+
+def note_best_metric(state: GlobalState, metrics: dict[str, Any]) -> None:
+    """Remember the value of `validation.metric_for_best_model` if it is the best so far.
+
+    Called after `on_evaluate`, so that early stopping compares with the best of the evaluations before. A metric whose
+    name ends in `loss` or `perplexity` is better when smaller, unless `validation.greater_is_better` says otherwise.
+    """
+    name = state.cfg.validation.metric_for_best_model
+    if name is None:
+        return
+    key = name if name in metrics else f"eval_{name}"
+    if key not in metrics:
+        known = ", ".join(sorted(metrics))
+        logger.warning("validation.metric_for_best_model=%s is not among the metrics: %s", name, known)
+        return
+    greater = state.cfg.validation.greater_is_better
+    if greater is None:
+        greater = not name.endswith(("loss", "perplexity"))
+    value, progress = float(metrics[key]), state.train_state
+    best = progress.best_metric
+    if best is None or (value > best if greater else value < best):
+        progress.best_metric, progress.best_step = value, progress.step

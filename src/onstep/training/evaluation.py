@@ -1,0 +1,208 @@
+"""Validation and test: the same forward step without gradients, averaged over tokens."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onstep.data import EvalLoader, StepBatches
+from onstep.events import CallbackManager
+from onstep.training.decisions import agree
+from onstep.training.forward_step import prepare_forward_step_func
+from onstep.training.losses import evaluation_sums, read_loss
+from onstep.training.state import GlobalState
+from onstep.training.step import MicroBatches, step_batches
+from onstep.training.telling import Teller
+
+
+def evaluate(
+    state: GlobalState,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: list[nn.Module],
+    process_non_loss_data_func: Callable[..., Any] | None,
+    config: Any,
+    verbose: bool = False,
+    non_loss_data_func: Callable[..., Any] | None = None,
+    callback_manager: CallbackManager | None = None,
+    is_test: bool = False,
+    tell: Teller | None = None,
+    metric_key_prefix: str | None = None,
+    extra_metrics: Callable[[], dict[str, Any]] | None = None,
+) -> tuple[dict[str, Tensor] | None, Any, bool]:
+    """Average the losses over an evaluation set. Collective.
+
+    Args:
+        data_iterator: an `EvalLoader`, read from its start, or an iterator of micro-batches, of which
+            `validation.eval_iters` steps are taken.
+        process_non_loss_data_func: receives what `non_loss_data_func(model)` collected; kept for Megatron Bridge.
+        config: the model's configuration; kept for Megatron Bridge.
+        is_test: tell `on_test_*` instead of `on_eval_*`.
+        metric_key_prefix: what metrics are called; `eval` or `test`.
+        extra_metrics: called after the loop; what it returns joins the metrics.
+
+    Returns:
+        The token-weighted means by name (0-d tensors), the collected non-loss data, and False (no time limit was hit).
+    """
+    tell = tell or Teller(callback_manager, state, model)
+    kind = "test" if is_test else "eval"
+    forward_step_func = prepare_forward_step_func(forward_step_func, state)
+    was_training = [chunk.training for chunk in model]
+    for chunk in model:
+        chunk.eval()
+    try:
+        tell(f"on_{kind}_start")
+        started = time.perf_counter()
+        sums, samples, batches = _sum_batches(state, forward_step_func, data_iterator, model, tell, kind, verbose)
+        losses = {key: top / bottom.clamp(min=1) for key, (top, bottom) in sums.items()}
+        means = total_losses(losses)
+        collected = non_loss_data_func(model) if non_loss_data_func is not None else None
+        prefix = metric_key_prefix or kind
+        metrics = _metrics(prefix, losses, samples, batches, time.perf_counter() - started)
+        metrics |= extra_metrics() if extra_metrics is not None else {}
+        metrics["epoch"] = state.trainer_state.epoch
+        state.last_metrics = metrics
+        state.facts.log_history.append({**metrics, "step": state.train_state.step})
+        tell(f"on_{kind}_end", total_loss_dict=means, metrics=metrics)
+    finally:
+        for chunk, training in zip(model, was_training, strict=True):
+            chunk.train(training)
+    return means, collected, False
+
+
+def _sum_batches(
+    state: GlobalState,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: list[nn.Module],
+    tell: Teller,
+    kind: str,
+    verbose: bool,
+) -> tuple[dict[str, tuple[Tensor, Tensor]], int, int]:
+    sums: dict[str, tuple[Tensor, Tensor]] = {}
+    start_event, end_event = f"on_{kind}_step_start", f"on_{kind}_step_end"
+    samples = batches = 0
+    for number, step in enumerate(eval_batches(state, data_iterator), start=1):
+        if verbose and state.world.is_main:
+            print(f"Evaluating iter {number}/{state.cfg.validation.eval_iters or '?'}")  # noqa: T201 - asked for
+        tell(start_event)
+        with torch.no_grad():
+            _add(sums, _losses_of(state, forward_step_func, step, model))
+        tell(end_event)
+        agree(state)
+        samples += step.num_samples or 0
+        batches += 1
+    state.train_state.consumed_valid_samples += samples
+    return sums, samples, batches
+
+
+def eval_batches(state: GlobalState, data_iterator: Any) -> Iterator[StepBatches]:
+    """The global batches of one evaluation, `validation.eval_iters` at the most."""
+    limit = state.cfg.validation.eval_iters
+    if isinstance(data_iterator, EvalLoader):
+        yield from data_iterator.batches(limit)
+        return
+    for _ in range(limit or 0):
+        try:
+            yield step_batches(data_iterator, state.num_eval_microbatches)
+        except StopIteration:
+            return
+
+
+def _losses_of(
+    state: GlobalState, forward_step_func: Callable[..., Any], step: StepBatches, model: list[nn.Module]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    iterator = MicroBatches(step, state.world.device)
+    weighting = state.cfg.train.loss_weighting
+    micros = []
+    for index in range(len(iterator)):
+        batch = iterator.stage(index)
+        with state.autocast():
+            output, loss_function = forward_step_func(iterator, model[0])
+            micros.append(read_loss(loss_function(output), batch, weighting, step.is_filler[index]))
+    return evaluation_sums(micros, state.world)
+
+
+def total_losses(losses: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the forward step reported, else the loss itself as `lm loss`."""
+    reported = {key: value for key, value in losses.items() if key != "loss"}
+    return reported or ({"lm loss": losses["loss"]} if losses else {})
+
+
+def _add(sums: dict[str, tuple[Tensor, Tensor]], parts: dict[str, tuple[Tensor, Tensor]]) -> None:
+    for key, (top, bottom) in parts.items():
+        if key in sums:
+            sums[key] = (sums[key][0] + top, sums[key][1] + bottom)
+        else:
+            sums[key] = (top, bottom)
+
+
+def _metrics(
+    prefix: str, means: dict[str, Tensor], samples: int, batches: int, seconds: float
+) -> dict[str, Any]:
+    """Plain numbers under Hugging Face's names: `eval_loss`, `eval_perplexity`, rates."""
+    metrics: dict[str, Any] = {}
+    for key, mean in means.items():
+        if key == "lm loss":
+            continue
+        metrics[f"{prefix}_{key}"] = mean.item()
+    loss = metrics.get(f"{prefix}_loss")
+    if loss is not None:
+        metrics[f"{prefix}_perplexity"] = perplexity(loss)
+    metrics[f"{prefix}_runtime"] = round(seconds, 4)
+    metrics[f"{prefix}_samples_per_second"] = round(samples / seconds, 3) if seconds else math.nan
+    metrics[f"{prefix}_steps_per_second"] = round(batches / seconds, 3) if seconds else math.nan
+    return metrics
+
+
+def perplexity(loss: float) -> float:
+    """`exp(loss)`, with the exponent held at 20 so that an untrained model does not overflow it."""
+    return math.exp(min(20.0, loss)) if not math.isnan(loss) else math.nan
+
+
+def evaluate_and_print_results(
+    state: GlobalState,
+    prefix: str,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: list[nn.Module],
+    config: Any,
+    verbose: bool = False,
+    write_to_tensorboard: bool = True,
+    process_non_loss_data_func: Callable[..., Any] | None = None,
+    non_loss_data_func: Callable[..., Any] | None = None,
+    callback_manager: CallbackManager | None = None,
+    is_test: bool = False,
+    tell: Teller | None = None,
+) -> dict[str, Tensor] | None:
+    """Evaluate and, where no callback shows progress, print the losses between two rules on the last rank. Collective."""
+    means, _, _ = evaluate(
+        state,
+        forward_step_func,
+        data_iterator,
+        model,
+        process_non_loss_data_func,
+        config,
+        verbose,
+        non_loss_data_func,
+        callback_manager,
+        is_test,
+        tell,
+    )
+    if means and state.prints_console_line and state.world.rank == state.world.size - 1:
+        print(result_block(prefix, means), flush=True)  # noqa: T201 - this block is what was asked for
+    return means
+
+
+def result_block(prefix: str, means: dict[str, Tensor]) -> str:
+    """Megatron Bridge's block of an evaluation's losses."""
+    line = f" validation loss at {prefix} | "
+    for key, mean in means.items():
+        line += f"{key} value: {mean.item():.6E} | {key} PPL: {perplexity(mean.item()):.6E} | "
+    rule = "-" * (len(line) + 1)
+    return f"{rule}\n{line}\n{rule}"

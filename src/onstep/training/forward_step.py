@@ -1,0 +1,66 @@
+"""Forward steps: what the loop calls for each micro-batch, and how the run's state is handed to those that want it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from onstep.training.losses import IGNORE_INDEX, Weight
+from onstep.training.state import GlobalState
+
+ForwardStep = Callable[..., tuple[Any, Callable[..., Any]]]
+"""`forward_step(data_iterator, model)`, optionally with the state first and `return_schedule_plan=False` last; returns
+`(output, loss_function)`."""
+
+
+def forward_step(data_iterator: Iterator[Any], model: nn.Module, return_schedule_plan: bool = False) -> Any:
+    """Next-token prediction on micro-batches `{"tokens": (batch, seq), "labels": (batch, seq)}`.
+
+    Labels are shifted already; those equal to -100 are not trained on. Returns the sum of the losses and the function
+    that counts them.
+    """
+    batch = next(data_iterator)
+    loss_sum = model(batch["tokens"], batch["labels"], reduction="sum")
+    return loss_sum, partial(next_token_loss, batch)
+
+
+def next_token_loss(batch: dict[str, Any], loss_sum: Tensor) -> tuple[Tensor, Weight, dict[str, Any]]:
+    """`(sum of losses, number of labels, report)` of a micro-batch."""
+    known = batch.get("num_tokens")
+    return loss_sum, known if known is not None else batch["labels"].ne(IGNORE_INDEX).sum(), {}
+
+
+def needs_global_state_injection(forward_step_func: Callable[..., Any]) -> bool:
+    """Whether a forward step wants the run's state as its first argument.
+
+    True when a parameter is annotated with `GlobalState`, or the first one is called `state` or `global_state`. Works for
+    functions, partials, callable objects and bound methods.
+    """
+    parameters = list(inspect.signature(forward_step_func).parameters.values())
+    if any(_means_global_state(parameter.annotation) for parameter in parameters):
+        return True
+    return bool(parameters) and parameters[0].name in ("state", "global_state")
+
+
+def maybe_inject_state(
+    forward_step_func: Callable[..., Any], state: GlobalState, needs_injection: bool | None = None
+) -> Callable[..., Any]:
+    """The forward step with `state` bound as its first argument if it wants it, else as it is."""
+    if needs_injection is None:
+        needs_injection = needs_global_state_injection(forward_step_func)
+    return partial(forward_step_func, state) if needs_injection else forward_step_func
+
+
+def prepare_forward_step_func(forward_step_func: Callable[..., Any], state: GlobalState) -> Callable[..., Any]:
+    """`maybe_inject_state`, decided once for each `train()` or `evaluate()`."""
+    return maybe_inject_state(forward_step_func, state)
+
+
+def _means_global_state(annotation: Any) -> bool:
+    if isinstance(annotation, str):
+        return "GlobalState" in annotation
+    return annotation is GlobalState or getattr(annotation, "__name__", "") == "GlobalState"

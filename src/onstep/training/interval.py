@@ -1,0 +1,121 @@
+"""What happened since the last logged step, kept on the device and read once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onstep.training.losses import StepLoss, Weight, at_least_one
+
+_FOLD_EVERY = 64
+
+
+@dataclass
+class IntervalReport:
+    """Plain numbers of the steps since the last report."""
+
+    num_steps: int
+    num_skipped: int
+    loss: float
+    """Mean of the steps' losses."""
+    grad_norm: float | None
+    """Root mean square of the steps' gradient norms."""
+    max_grad_norm: float | None
+    tokens: int | None
+    """Labels trained on, over all ranks."""
+    others: dict[str, float] = field(default_factory=dict)
+    """Mean of every further loss that the forward step reported."""
+
+
+class IntervalMeter:
+    """Takes up each step's loss and gradient norm without reading the device.
+
+    A step costs two list appends; every 64 steps the lists are folded into running sums on the device. The one read
+    happens in `flush`.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.num_steps = 0
+        self.num_skipped = 0
+        self._losses: list[StepLoss] = []
+        self._norms: list[Tensor] = []
+        self._sums: dict[str, Tensor] = {}
+        self._max_norm: Tensor | None = None
+
+    def add(self, step_loss: StepLoss, grad_norm: Tensor | None, successful: bool) -> None:
+        """Take up one step."""
+        self.num_steps += 1
+        self.num_skipped += not successful
+        self._losses.append(step_loss)
+        if isinstance(grad_norm, Tensor):
+            self._norms.append(grad_norm)
+        if len(self._losses) >= _FOLD_EVERY:
+            self._fold()
+
+    def flush(self) -> IntervalReport | None:
+        """Everything since the last flush, read from the device at once; None when there was no step."""
+        if self.num_steps == 0:
+            return None
+        self._fold()
+        names = list(self._sums)
+        values = [self._sums[name].double() for name in names]
+        if self._max_norm is not None:
+            values.append(self._max_norm.double())
+        numbers = torch.stack(values).tolist()
+        sums = dict(zip(names, numbers, strict=False))
+        report = self._report(sums, numbers[-1] if self._max_norm is not None else None)
+        self.reset()
+        return report
+
+    def _report(self, sums: dict[str, float], max_norm: float | None) -> IntervalReport:
+        steps = self.num_steps
+        others = {name.removeprefix("report/"): total / steps for name, total in sums.items() if name[:7] == "report/"}
+        norms = sums.get("norms")
+        return IntervalReport(
+            num_steps=steps,
+            num_skipped=self.num_skipped,
+            loss=sums["loss"] / steps,
+            grad_norm=(sums["squared_norm"] / norms) ** 0.5 if norms else None,
+            max_grad_norm=max_norm,
+            tokens=round(sums["tokens"]) if "tokens" in sums else None,
+            others=others,
+        )
+
+    def _fold(self) -> None:
+        if not self._losses:
+            return
+        device = self._losses[0].numerator.device
+        top = torch.stack([loss.numerator for loss in self._losses])
+        weights = _stack([at_least_one(loss.weight) for loss in self._losses], device)
+        self._grow("loss", (top / weights.to(top.dtype)).double().sum())
+        tokens = [loss.tokens for loss in self._losses if loss.tokens is not None]
+        if tokens:
+            self._grow("tokens", _stack(tokens, device).sum())
+        for key in self._losses[0].reports:
+            values = [loss.reports[key] for loss in self._losses if key in loss.reports]
+            self._grow(f"report/{key}", _stack(values, device).sum())
+        if self._norms:
+            norms = torch.stack(self._norms).double()
+            self._grow("squared_norm", norms.square().sum())
+            self._grow("norms", torch.tensor(float(len(self._norms)), dtype=torch.float64, device=device))
+            largest = norms.max()
+            self._max_norm = largest if self._max_norm is None else torch.maximum(self._max_norm, largest)
+        self._losses, self._norms = [], []
+
+    def _grow(self, name: str, amount: Tensor) -> None:
+        self._sums[name] = self._sums[name] + amount if name in self._sums else amount
+
+
+def _stack(weights: list[Any], device: torch.device) -> Tensor:
+    """Host and device numbers as one float64 vector on the device."""
+    if all(not isinstance(weight, Tensor) for weight in weights):
+        return torch.tensor(weights, dtype=torch.float64, device=device)
+    parts: list[Weight] = [torch.as_tensor(weight, device=device) for weight in weights]
+    return torch.stack([part.double() for part in parts if isinstance(part, Tensor)])

@@ -1,0 +1,157 @@
+"""A logged step: one read of the device, one mutable `logs` dictionary, told to everybody."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import torch
+
+from onstep.training.interval import IntervalMeter, IntervalReport
+from onstep.training.losses import Weight
+from onstep.training.state import GlobalState
+from onstep.training.telling import Teller
+
+
+def log_step(state: GlobalState, meter: IntervalMeter, optimizer: Any, tell: Teller) -> None:
+    """Report the steps since the last logged one: read the device, tell `on_log_step`, then `on_log`. Collective."""
+    seconds = time.perf_counter() - state.interval_start
+    report = meter.flush()
+    if report is None:
+        return
+    advance_tokens(state, report)
+    logs = build_logs(state, report, optimizer)
+    tell("on_log_step", logs=logs)
+    publish(state, logs, tell)
+    if state.prints_console_line and state.world.rank == state.world.size - 1:
+        print(console_line(state, report, logs, seconds), flush=True)  # noqa: T201 - this line is what was asked for
+    state.interval_start = time.perf_counter()
+
+
+def publish(state: GlobalState, logs: dict[str, Any], tell: Teller) -> None:
+    """Add a record to `log_history` and tell `on_log`."""
+    state.facts.log_history.append(logs)
+    tell("on_log", logs=logs)
+
+
+def advance_tokens(state: GlobalState, report: IntervalReport) -> None:
+    """Bring the counters of tokens, FLOPs and the mean loss up to date."""
+    tokens = report.tokens or 0
+    state.train_state.consumed_tokens += tokens
+    state.loss_sum += report.loss * report.num_steps
+    state.loss_steps += report.num_steps
+    state.train_state.floating_point_operations_so_far += tokens * state.flops_per_token
+
+
+def build_logs(state: GlobalState, report: IntervalReport, optimizer: Any) -> dict[str, Any]:
+    """The record of a logged step, under Hugging Face's names."""
+    progress = state.train_state
+    logs: dict[str, Any] = {"epoch": state.trainer_state.epoch, "loss": report.loss}
+    logs |= {key: value for key, value in report.others.items() if key not in ("loss", "lm loss")}
+    if report.grad_norm is not None:
+        logs |= {"grad_norm": report.grad_norm, "max_grad_norm": report.max_grad_norm}
+    if report.tokens is not None:
+        logs |= {
+            "tokens": report.tokens,
+            "total_tokens": progress.consumed_tokens,
+            "total_flos": progress.floating_point_operations_so_far,
+        }
+    logs["learning_rate"] = learning_rate(optimizer)
+    if state.world.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(state.world.device)
+        torch.cuda.reset_peak_memory_stats(state.world.device)
+        logs["peak_mem_allocated"] = state.world.gather(peak)
+    return logs
+
+
+def learning_rate(optimizer: Any) -> float | None:
+    """The rate that the optimizer will use next, read from its last non-empty parameter group."""
+    for group in reversed(optimizer.param_groups):
+        if group.get("params"):
+            return float(group["lr"])
+    return None
+
+
+def console_line(state: GlobalState, report: IntervalReport, logs: dict[str, Any], seconds: float) -> str:
+    """Megatron Bridge's line for a logged step."""
+    progress, config = state.train_state, state.cfg
+    losses = {"lm loss": report.loss} if not report.others else report.others
+    parts = [
+        f" [{datetime.now():%Y-%m-%d %H:%M:%S}]",
+        f" iteration {progress.step:8d}/{config.train.train_iters or 0:8d} |",
+        f" consumed samples: {progress.consumed_train_samples:12d} |",
+    ]
+    if progress.skipped_train_samples > 0:
+        parts.append(f" skipped samples: {progress.skipped_train_samples:12d} |")
+    parts += [
+        f" elapsed time per iteration (ms): {1000 * seconds / report.num_steps:.1f} |",
+        f" learning rate: {logs['learning_rate'] or 0.0:.6E} |",
+        f" global batch size: {config.train.global_batch_size or 0:5d} |",
+        *(f" {key}: {value:.6E} |" for key, value in losses.items()),
+        " loss scale: 1.0 |",
+    ]
+    if report.grad_norm is not None:
+        parts.append(f" grad norm: {report.grad_norm:.3f} |")
+    nan_steps = int(not math.isfinite(report.loss))
+    parts.append(f" number of skipped iterations: {report.num_skipped:3d} | number of nan iterations: {nan_steps:3d} |")
+    return "".join(parts)
+
+
+@dataclass
+class RunStart:
+    """Where the clock of a run's final metrics starts: after its first step, which may compile."""
+
+    seconds: float
+    step: int
+    tokens: int
+    flops: float
+    first_tokens: Weight = 0
+    """Labels of the first step, when it is left out."""
+    is_first: bool = True
+    """Whether the first step is still to come."""
+
+    @classmethod
+    def now(cls, state: GlobalState) -> RunStart:
+        """This instant."""
+        progress = state.train_state
+        return cls(
+            time.perf_counter(),
+            progress.step,
+            progress.consumed_tokens,
+            progress.floating_point_operations_so_far,
+        )
+
+    def after_first_step(self, tokens: Weight | None) -> None:
+        """Leave the step that just ended, and its tokens, out of the rates."""
+        self.seconds = time.perf_counter()
+        self.step += 1
+        self.is_first = False
+        self.first_tokens = tokens if tokens is not None else 0
+
+
+def final_metrics(state: GlobalState, start: RunStart) -> dict[str, Any]:
+    """What this `train()` did; the rates count its own steps and tokens only, also after a resume."""
+    progress = state.train_state
+    steps = progress.step - start.step
+    runtime = time.perf_counter() - start.seconds
+    batch_size = state.cfg.train.global_batch_size or 0
+    left_out = float(start.first_tokens)
+    tokens = progress.consumed_tokens - start.tokens - left_out
+    flops = progress.floating_point_operations_so_far - start.flops - left_out * state.flops_per_token
+    per_second = 1 / runtime if steps > 0 and runtime > 0 else math.nan
+    return {
+        "train_runtime": runtime,
+        "train_samples": steps * batch_size,
+        "step": steps,
+        "train_samples_per_second": round(steps * batch_size * per_second, 3),
+        "train_steps_per_second": round(steps * per_second, 3),
+        "epoch": state.trainer_state.epoch,
+        "effective_batch_size": batch_size,
+        "total_tokens": progress.consumed_tokens,
+        "tokens_per_second": round(tokens * per_second, 2),
+        "total_flops": progress.floating_point_operations_so_far,
+        "flops_per_second": flops * per_second,
+    }

@@ -1,0 +1,270 @@
+"""One loss for any split of a step into micro-batches and ranks.
+
+A forward step's loss function may return, as in Megatron Bridge,
+
+- `(loss_sum, num_tokens, report)`: exact for every split;
+- `(loss, report)` or a bare loss: the mean over the micro-batch. It is weighted by the micro-batch's labels where they are
+  known, else by its samples, or as `train.loss_weighting` says;
+- `LossShare(loss, num_items, report)`: the micro-batch's share of the step's loss, already divided by the `num_items` of
+  the whole step (Hugging Face's `num_items_in_batch`).
+
+Every backward pass starts from `loss * weight / nominal`, with one `nominal` for all micro-batches and ranks; when the
+step's true weight is known, gradients are scaled once by `nominal / weight`, folded into clipping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onstep.distributed import World
+
+Weight = Tensor | float
+Kind = Literal["sum", "mean", "share"]
+IGNORE_INDEX = -100
+"""Labels with this value are not trained on."""
+
+
+class LossShare(NamedTuple):
+    """A micro-batch's share of the step's loss."""
+
+    loss: Tensor
+    num_items: Weight
+    """Items of this micro-batch on this rank."""
+    report: Mapping[str, Any]
+
+
+class MeanLoss(NamedTuple):
+    """The mean loss of a micro-batch, with the weight that the forward step knows better than the loop."""
+
+    loss: Tensor
+    weight: Weight
+    tokens: Weight | None
+    report: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class MicroLoss:
+    """The loss of one micro-batch."""
+
+    loss: Tensor
+    weight: Weight
+    """Tokens or samples that it stands for; 0 for a filler."""
+    kind: Kind
+    report: Mapping[str, Any]
+    tokens: Weight | None
+    """Labels trained on, where known."""
+
+    def backward(self, start: Weight | None) -> None:
+        """Backward from `loss * start`; None is 1."""
+        if start is None:
+            self.loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            gradient = torch.as_tensor(start, dtype=self.loss.dtype, device=self.loss.device)
+            self.loss.backward(gradient.reshape(self.loss.shape))  # type: ignore[no-untyped-call]
+
+
+@dataclass(slots=True)
+class StepLoss:
+    """The loss of one step over all its micro-batches and ranks; the value is `numerator / weight`."""
+
+    numerator: Tensor
+    weight: Weight
+    tokens: Weight | None
+    reports: dict[str, Tensor] = field(default_factory=dict)
+
+    def value(self) -> Tensor:
+        """0-d tensor on the device."""
+        return self.numerator if _is_one(self.weight) else self.numerator / at_least_one(self.weight)
+
+
+def read_loss(result: Any, batch: Any, weighting: str, is_filler: bool) -> MicroLoss:
+    """Make sense of what a loss function returned.
+
+    Raises:
+        TypeError: when it is none of the documented forms.
+    """
+    if isinstance(result, LossShare):
+        return MicroLoss(result.loss, 0 if is_filler else result.num_items, "share", result.report, result.num_items)
+    if isinstance(result, MeanLoss):
+        loss, weight, tokens, report = result
+        return MicroLoss(loss, 0 if is_filler else weight, "mean", report, 0 if is_filler else tokens)
+    if isinstance(result, tuple) and len(result) == 3:
+        loss, num_tokens, report = result
+        weight = 0 if is_filler else num_tokens
+        return MicroLoss(loss, weight, "sum", report, weight)
+    if isinstance(result, Tensor):
+        result = (result, {})
+    if isinstance(result, tuple) and len(result) == 2:
+        loss, report = result
+        tokens = 0 if is_filler else count_labels(batch)
+        weight = 0 if is_filler else mean_weight(batch, tokens, weighting)
+        return MicroLoss(loss, weight, "mean", report, tokens)
+    raise TypeError(
+        f"The loss function returned {type(result).__name__}; it must return (loss_sum, num_tokens, report), "
+        f"(mean_loss, report) or a mean loss."
+    )
+
+
+def mean_weight(batch: Any, labels: Weight | None, weighting: str) -> Weight:
+    """How much a mean loss over `batch` counts: its labels, its samples, or 1.
+
+    Raises:
+        ValueError: where tokens are asked for and the micro-batch has no labels to count.
+    """
+    if weighting == "microbatches":
+        return 1.0
+    if weighting == "samples" or (weighting == "auto" and labels is None):
+        return float(count_samples(batch))
+    if labels is None:
+        raise ValueError("train.loss_weighting=tokens needs micro-batches with `labels`; use samples instead.")
+    return labels
+
+
+def count_labels(batch: Any, *, causal: bool = False) -> Weight | None:
+    """Labels of a micro-batch that are trained on, as a 0-d tensor; None where it has no sequence labels.
+
+    `causal` leaves out the first position of each row, which a model that shifts its labels never predicts.
+    """
+    if not isinstance(batch, Mapping):
+        return None
+    known = batch.get("num_tokens")
+    if isinstance(known, int):
+        return known
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim < 2:
+        return None
+    return (labels[:, 1:] if causal else labels).ne(IGNORE_INDEX).sum()
+
+
+def count_samples(batch: Any) -> int:
+    """Rows of the first tensor in a micro-batch; 1 where there is none."""
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
+    for value in values:
+        if isinstance(value, Tensor) and value.ndim > 0:
+            return int(value.shape[0])
+        if isinstance(value, (list, tuple, Mapping)):
+            return count_samples(value)
+    return 1
+
+
+def backward_start(micro: MicroLoss, alone: bool, nominal: float, world_size: int) -> Weight | None:
+    """What a micro-batch's backward pass starts from.
+
+    `alone` is a step of one micro-batch on one rank, whose weight is known at once. Data parallelism divides the summed
+    gradients by the number of ranks; a share must not be divided.
+    """
+    if micro.kind == "share":
+        if isinstance(micro.weight, int) and micro.weight == 0:
+            return 0.0
+        return None if world_size == 1 else float(world_size)
+    if alone:
+        return None if micro.kind == "mean" else 1.0 / at_least_one(micro.weight)
+    if micro.kind == "mean":
+        return micro.weight / nominal
+    return 1.0 / nominal if not (isinstance(micro.weight, int) and micro.weight == 0) else 0.0
+
+
+def reduce_step(micros: list[MicroLoss], world: World) -> StepLoss:
+    """Add up micro-batches and ranks. Collective where there are several ranks: one SUM of a small vector."""
+    first = micros[0]
+    share = first.kind == "share"
+    if len(micros) == 1 and world.size == 1 and not first.report:
+        numerator = first.loss.detach()
+        return StepLoss(numerator, 1.0 if first.kind != "sum" else first.weight, first.tokens)
+    numerator, weight, tokens = _local_sums(micros)
+    keys = sorted({key for micro in micros for key in micro.report})
+    reports = [_local_report(micros, key) for key in keys]
+    if world.size > 1:
+        numerator, weight, tokens, reports = _over_ranks(world, numerator, weight, tokens, reports)
+    values = {key: top / at_least_one(bottom) for key, (top, bottom) in zip(keys, reports, strict=True)}
+    return StepLoss(numerator, 1.0 if share else weight, tokens, values)
+
+
+def evaluation_sums(micros: list[MicroLoss], world: World) -> dict[str, tuple[Tensor, Tensor]]:
+    """(numerator, weight) of the loss, under the key `loss`, and of everything reported, in float64. Collective."""
+    numerator, weight, tokens = _local_sums(micros)
+    keys = sorted({key for micro in micros for key in micro.report} - {"loss"})
+    reports = [_local_report(micros, key) for key in keys]
+    if world.size > 1:
+        numerator, weight, tokens, reports = _over_ranks(world, numerator, weight, tokens, reports)
+    if micros[0].kind == "share":
+        numerator = numerator.double() * weight
+    pairs = {"loss": (numerator, weight), **dict(zip(keys, reports, strict=True))}
+    device = numerator.device
+    return {
+        key: (top.double(), torch.as_tensor(bottom, dtype=torch.float64, device=device))
+        for key, (top, bottom) in pairs.items()
+    }
+
+
+def gradient_factor(step: StepLoss, micros: list[MicroLoss], nominal: float, world_size: int) -> Weight | None:
+    """What gradients are multiplied with, once the step's weight is known; None is 1."""
+    if micros[0].kind == "share" or (len(micros) == 1 and world_size == 1):
+        return None
+    factor = nominal * world_size / at_least_one(step.weight)
+    return None if _is_one(factor) else factor
+
+
+def at_least_one(weight: Weight) -> Weight:
+    """A weight to divide by: a step without a single label has a zero loss, not a NaN."""
+    return weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
+
+
+def _is_one(weight: Weight) -> bool:
+    return not isinstance(weight, Tensor) and weight == 1
+
+
+def _local_sums(micros: list[MicroLoss]) -> tuple[Tensor, Weight, Weight | None]:
+    numerator: Any = 0
+    weight: Any = 0
+    tokens: Any = 0
+    for micro in micros:
+        loss = micro.loss.detach()
+        if isinstance(micro.weight, int) and micro.weight == 0:
+            loss = loss * 0
+        numerator = numerator + (_weighted(loss, micro.weight) if micro.kind == "mean" else loss)
+        weight = weight + micro.weight
+        tokens = None if tokens is None or micro.tokens is None else tokens + micro.tokens
+    return numerator, weight, tokens
+
+
+def _weighted(loss: Tensor, weight: Weight) -> Tensor:
+    """`loss * weight`, where the mean over no labels at all (NaN) counts nothing."""
+    if isinstance(weight, Tensor):
+        return (loss * weight).masked_fill(weight == 0, 0.0)
+    return loss * weight
+
+
+def _local_report(micros: list[MicroLoss], key: str) -> tuple[Tensor, Weight]:
+    top: Any = 0
+    bottom: Any = 0
+    for micro in micros:
+        value = micro.report[key]
+        pair = value if isinstance(value, tuple) else torch.as_tensor(value).detach().flatten()
+        if len(pair) == 2:
+            keep = 0 if isinstance(micro.weight, int) and micro.weight == 0 else 1
+            top, bottom = top + pair[0] * keep, bottom + pair[1] * keep
+        elif len(pair) == 1:
+            top, bottom = top + pair[0] * micro.weight, bottom + micro.weight
+        else:
+            raise ValueError(f"Invalid value shape: {tuple(pair.shape)} for key {key}; report 1 or 2 elements.")
+    return top, bottom
+
+
+def _over_ranks(
+    world: World, numerator: Tensor, weight: Weight, tokens: Weight | None, reports: list[tuple[Tensor, Weight]]
+) -> tuple[Tensor, Tensor, Tensor | None, list[tuple[Tensor, Weight]]]:
+    parts = [numerator, weight, -1.0 if tokens is None else tokens]
+    for top, bottom in reports:
+        parts += [top, bottom]
+    # float64 keeps token counts whole; MPS has none, but no process group either
+    vector = torch.stack([torch.as_tensor(part, dtype=torch.float64, device=numerator.device) for part in parts])
+    world.sum(vector)
+    total = vector.to(numerator.dtype)
+    pairs: list[tuple[Tensor, Weight]] = [(total[i], total[i + 1]) for i in range(3, len(parts), 2)]
+    return total[0], vector[1], None if tokens is None else vector[2], pairs

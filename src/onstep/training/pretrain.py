@@ -1,0 +1,165 @@
+"""The functional door: everything of a run from one configuration."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from onstep.config import ConfigContainer, resolve
+from onstep.distributed import World, open_world, world_size_from_environment
+from onstep.events import CallbackManager, Control, normalize_callbacks
+from onstep.models import save_hf
+from onstep.training.evaluation import evaluate_and_print_results
+from onstep.training.forward_step import forward_step
+from onstep.training.run_folder import Claim, RunFolder, Status, claim_run_folder
+from onstep.training.scope import RunScope
+from onstep.training.setup import Parts, set_environment, set_up
+from onstep.training.state import GlobalState
+from onstep.training.telling import Teller
+from onstep.training.train import train
+
+logger = logging.getLogger(__name__)
+
+
+def pretrain(
+    config: ConfigContainer,
+    forward_step_func: Callable[..., Any] = forward_step,
+    callbacks: list[Any] | CallbackManager | None = None,
+) -> GlobalState:
+    """Train a language model as `config` says, then evaluate it on the validation and test sets. Collective.
+
+    The configuration is validated and copied; the caller's is never written to. With `config.run.name` the run keeps a
+    folder and has an identity: a completed run of the same configuration is not trained again.
+
+    Args:
+        config: the run's configuration, for example of a recipe.
+        forward_step_func: one of the documented signatures; the default predicts the next token.
+        callbacks: a list of callbacks of any convention, a `CallbackManager`, or None.
+
+    Returns:
+        The state of the run, with its progress and `log_history`.
+
+    Raises:
+        ConfigError: before anything is built, naming value, rule and remedy.
+        RunExistsError: when the run's folder holds another run.
+        NonFiniteError: when a loss or gradient norm is NaN or infinite.
+    """
+    config = resolve(config, world_size_from_environment())
+    manager = normalize_callbacks(callbacks)
+    set_environment(config)
+    world = open_world(config.dist)
+    try:
+        return _run(config, world, forward_step_func, manager)
+    finally:
+        world.close()
+
+
+def _run(
+    config: ConfigContainer, world: World, forward_step_func: Callable[..., Any], manager: CallbackManager | None
+) -> GlobalState:
+    claim = claim_for_all(config, world)
+    state = GlobalState(cfg=config, world=world, control=Control(rank=world.rank))
+    state.run_folder = claim.folder if claim is not None else None
+    if claim is not None and claim.is_finished:
+        if world.is_main:
+            print(already_finished(claim.folder), flush=True)  # noqa: T201 - the answer to the command
+        return state
+    if claim is not None:
+        config.run.name = claim.folder.path.name
+        config.logger.logging_dir = config.logger.logging_dir or str(claim.folder.path)
+    state.prints_console_line = not shows_progress(manager)
+    tell = Teller(manager, state)
+    status: Status = "failed"
+    try:
+        with RunScope(tell):
+            parts = set_up(state, tell)
+            try:
+                _train_and_evaluate(state, parts, forward_step_func, manager, tell)
+            finally:
+                parts.close()
+        status = "stopped" if state.was_stopped else "completed"
+    finally:
+        if state.run_folder is not None and world.is_main:
+            state.run_folder.finish(status, state.train_state.step)
+    return state
+
+
+def _train_and_evaluate(
+    state: GlobalState,
+    parts: Parts,
+    forward_step_func: Callable[..., Any],
+    manager: CallbackManager | None,
+    tell: Teller,
+) -> None:
+    progress = state.train_state
+    if progress.do_train:
+        train(
+            forward_step_func,
+            parts.model,
+            parts.optimizer,
+            parts.scheduler,
+            parts.train_data,
+            parts.valid_data if progress.do_valid else None,
+            state,
+            callback_manager=manager,
+        )
+        save_weights(state, parts)
+    if state.control.should_abort_without_save:
+        return
+    for is_wanted, data, name, is_test in (
+        (progress.do_valid, parts.valid_data, "validation", False),
+        (progress.do_test, parts.test_data, "test", True),
+    ):
+        if is_wanted:
+            prefix = f"iteration {progress.step} on {name} set"
+            model_config = state.cfg.model
+            evaluate_and_print_results(
+                state, prefix, forward_step_func, data, parts.model, model_config, is_test=is_test, tell=tell
+            )
+
+
+def save_weights(state: GlobalState, parts: Parts) -> None:
+    """Write the final weights to the run's folder, as a directory that Hugging Face opens, on rank 0."""
+    folder = state.run_folder
+    if folder is None or not state.world.is_main or not state.cfg.run.save_weights:
+        return
+    if state.control.should_abort_without_save:
+        return
+    from onstep.events.context import unwrap
+
+    save_hf(unwrap(parts.model[0]), folder.model)
+
+
+def claim_for_all(config: ConfigContainer, world: World) -> Claim | None:
+    """Take the run's folder on rank 0 and tell the others; None for a run without a name. Collective.
+
+    Raises:
+        RunExistsError: on all ranks alike.
+    """
+    if config.run.name is None:
+        return None
+    outcome: Claim | Exception | None = None
+    if world.is_main:
+        try:
+            outcome = claim_run_folder(config)
+        except Exception as error:  # noqa: BLE001 - raised below, on every rank
+            outcome = error
+    outcome = world.share(outcome)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def already_finished(folder: RunFolder) -> str:
+    """What a finished run says when it is started again."""
+    content = folder.read()
+    return (
+        f"{folder.path} is finished: {content.get('step', 0)} steps, nothing left to do.\n"
+        f"To train a new run beside it: run.fresh=true. To give a run another name: run.name=NAME."
+    )
+
+
+def shows_progress(manager: CallbackManager | None) -> bool:
+    """Whether a registered callback reports progress itself."""
+    return manager is not None and any(getattr(callback, "shows_progress", False) for callback in manager.callbacks)

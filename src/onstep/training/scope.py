@@ -1,0 +1,80 @@
+"""The end of a run: who is told, in which order, whatever happened."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Literal
+
+from onstep.training.state import GlobalState
+from onstep.training.telling import Teller
+
+Reason = Literal["completed", "stopped", "preempted", "failed"]
+
+
+class RunScope:
+    """Wraps everything of a run, so that its end is told exactly once.
+
+    `on_exception` once when an exception ends the run, `on_train_end` once if `on_train_start` was told, `on_run_end`
+    after everything. Scopes nest: `train()` inside `pretrain()` shares the outer one's ending.
+    """
+
+    def __init__(self, tell: Teller) -> None:
+        self.tell = tell
+        self.state: GlobalState = tell.state
+        self._outermost = False
+
+    def __enter__(self) -> RunScope:
+        self._outermost = not self.state.in_run
+        self.state.in_run = True
+        if self._outermost:
+            self.state.train_started = self.state.train_ended = False
+            self.state.exception_told = False
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        decided = error is None or isinstance(error, SystemExit)
+        endings: list[tuple[str, dict[str, object]]] = []
+        if not decided and not self.state.exception_told:
+            self.state.exception_told = True
+            endings.append(("on_exception", {"exception": error}))
+        if self.state.train_started and not self.state.train_ended and (error is not None or self._outermost):
+            self.state.train_ended = True
+            endings.append(("on_train_end", {}))
+        if self._outermost:
+            endings.append(("on_run_end", {"reason": self.reason(error), "exception": None if decided else error}))
+        try:
+            self._tell_all(endings, error)
+        finally:
+            if self._outermost:
+                self.state.in_run = False
+
+    def reason(self, error: BaseException | None) -> Reason:
+        """How the run ended."""
+        if error is not None and not isinstance(error, SystemExit):
+            return "failed"
+        return "stopped" if self.state.was_stopped else "completed"
+
+    def begin_training(self) -> None:
+        """Tell `on_train_start`; from here on `on_train_end` will be told."""
+        self.state.train_started, self.state.train_ended = True, False
+        self.tell("on_train_start")
+
+    def end_training(self) -> None:
+        """Tell `on_train_end` at the regular end of the loop."""
+        self.state.train_ended = True
+        self.tell("on_train_end")
+
+    def _tell_all(self, endings: list[tuple[str, dict[str, object]]], error: BaseException | None) -> None:
+        first: BaseException | None = None
+        for event, fields in endings:
+            try:
+                self.tell(event, **fields)
+            except BaseException as raised:  # noqa: BLE001 - every ending is told; the first error is raised below
+                first = first or raised
+        if first is None:
+            return
+        if error is None:
+            raise first
+        error.add_note(f"while the run ended: {type(first).__name__}: {first}")

@@ -1,0 +1,37 @@
+"""A run's arguments and state, as callbacks see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from onstep.events import RunFacts, TrainerState
+from onstep.progress import TrainState
+
+MakeState = Callable[..., TrainerState]
+
+
+@pytest.fixture
+def make_state() -> MakeState:
+    """Builds the real state view from progress and facts, whichever a keyword belongs to."""
+
+    def make(**values: Any) -> TrainerState:
+        progress = {name: value for name, value in values.items() if name in TrainState.__dataclass_fields__}
+        facts = {name: value for name, value in values.items() if name not in progress}
+        return TrainerState(TrainState(**progress), RunFacts(**{"max_steps": 100, **facts}))
+
+    return make
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> SimpleNamespace:
+    return SimpleNamespace(
+        output_dir=str(tmp_path),
+        logging_dir=str(tmp_path / "logs"),
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+    )

@@ -1,0 +1,316 @@
+"""The console's rows, golden in both modes, and the bars' totals."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import re
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from onstep.callbacks import ProgressCallback
+
+PLAIN_TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
+BAR_TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d {3}"
+
+FIRST = {
+    "epoch": 0.5,
+    "loss": 3.25,
+    "grad_norm": 1.5,
+    "max_grad_norm": 9.0,
+    "tokens": 8192,
+    "total_tokens": 999_999,
+    "learning_rate": 3e-4,
+}
+LATER = {**FIRST, "loss": 2.123456, "tok_per_sec": 12345, "mfu": 0.4123, "peak_mem": [2**30, 3 * 2**29]}
+FINAL = {"train_runtime": 12.3456, "step": 2000, "train_steps_per_second": float("nan"), "epoch": 1.0, "other": 0.5}
+
+FIRST_HEADER = "      step       epoch      loss      grad          lr      tokens   total_tok"
+FIRST_ROW = "     1,000         0.5   3.25000    1.5000    3.00e-04       8,192          1M"
+LATER_HEADER = FIRST_HEADER + "       tok/s     mfu     peak_mem"
+LATER_ROW = (
+    "     2,000         0.5   2.12346    1.5000    3.00e-04       8,192          1M      12,345   41.2%    1.500 GiB"
+)
+SUMMARY = [
+    "Training complete:",
+    "  Runtime:                    12.35 s",
+    "  Total steps:                2,000",
+    "  Steps/sec:                  nan",
+    "  Epoch:                      1",
+    "  other:                      0.5",
+]
+GOLDEN = [
+    FIRST_HEADER,
+    FIRST_ROW,
+    LATER_HEADER,
+    LATER_ROW,
+    "     2,000  0.5    eval-loss: 2.12346",
+    SUMMARY,
+    "     2,000  0.5    test-loss: 2.5",
+]
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def tell(callback: ProgressCallback, event: str, state: Any, args: Any = None, **kwargs: Any) -> None:
+    getattr(callback, event)(args=args, state=state, control=None, **kwargs)
+
+
+def golden_run(callback: ProgressCallback, make_state: Any) -> None:
+    state = make_state(step=1000, epoch=0, steps_in_epoch=1, steps_per_epoch=2, max_steps=2000)
+    tell(callback, "on_train_begin", state)
+    tell(callback, "on_step_end", state)
+    tell(callback, "on_log", state, logs=FIRST)
+    state = make_state(step=2000, epoch=0, steps_in_epoch=1, steps_per_epoch=2, max_steps=2000)
+    tell(callback, "on_step_end", state)
+    tell(callback, "on_log", state, logs=LATER)
+    tell(callback, "on_prediction_step", state)
+    tell(callback, "on_evaluate", state, metrics={"eval_loss": 2.1234567, "eval_perplexity": 8.36, "epoch": 0.5})
+    tell(callback, "on_log", state, logs=FINAL)
+    tell(callback, "on_train_end", state)
+    tell(callback, "on_predict", state, metrics={"test_loss": 2.5, "test_perplexity": 12.18})
+    tell(callback, "on_run_end", state)
+
+
+def expected(prefix: str) -> str:
+    lines = []
+    for line in GOLDEN:
+        first, *rest = [line] if isinstance(line, str) else line
+        lines += [prefix + re.escape(first), *map(re.escape, rest)]
+    return "\n".join(lines) + "\n"
+
+
+def plain_rows(stream: io.StringIO) -> list[str]:
+    return [re.sub(PLAIN_TIME, "", line) for line in stream.getvalue().splitlines()]
+
+
+def test_signature_is_the_documented_one() -> None:
+    parameters = inspect.signature(ProgressCallback).parameters
+    assert {name: parameter.default for name, parameter in parameters.items()} == {
+        "use_tqdm": None,
+        "output_stream": None,
+        "step_columns": None,
+        "final_metrics": None,
+        "header_interval": 20,
+    }
+    assert ProgressCallback.shows_progress
+
+
+def test_golden_plain_rows(make_state: Any) -> None:
+    stream = io.StringIO()
+    golden_run(ProgressCallback(use_tqdm=False, output_stream=stream), make_state)
+    assert re.fullmatch(expected(PLAIN_TIME), stream.getvalue())
+
+
+def test_golden_rows_with_bars(make_state: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    golden_run(ProgressCallback(use_tqdm=True), make_state)
+    captured = capsys.readouterr()
+    assert re.fullmatch(expected(BAR_TIME), captured.out)
+    assert "2000/2000" in captured.err
+
+
+def test_rows_go_to_the_standard_output_unless_told(make_state: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    golden_run(ProgressCallback(), make_state)
+    captured = capsys.readouterr()
+    assert re.fullmatch(expected(PLAIN_TIME), captured.out)
+    assert captured.err == ""
+    golden_run(ProgressCallback(output_stream="stderr"), make_state)
+    assert re.fullmatch(expected(PLAIN_TIME), capsys.readouterr().err)
+
+
+def test_unknown_output_stream_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="output_stream"):
+        ProgressCallback(output_stream="file.txt")
+
+
+@pytest.mark.parametrize("disable_tqdm", [False, True])
+def test_terminal_gets_bars_unless_disabled(
+    make_state: Any, monkeypatch: pytest.MonkeyPatch, disable_tqdm: bool
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    args = SimpleNamespace(disable_tqdm=disable_tqdm)
+    callback = ProgressCallback()
+    state = make_state(step=5)
+    tell(callback, "on_train_begin", state, args)
+    tell(callback, "on_log", state, args, logs=FIRST)
+    tell(callback, "on_train_end", state, args)
+    text = terminal.getvalue()
+    assert ("5/100" in text) is not disable_tqdm
+    assert bool(re.search(PLAIN_TIME, text)) is disable_tqdm
+    assert "3.25000" in text
+
+
+def test_bar_keeps_to_the_terminal_when_errors_go_to_a_file(make_state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, file = Terminal(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", file)
+    callback = ProgressCallback()
+    tell(callback, "on_train_begin", make_state(step=5))
+    tell(callback, "on_train_end", make_state(step=5))
+    assert "5/100" in terminal.getvalue()
+    assert file.getvalue() == ""
+
+
+def test_notebook_gets_bars(
+    make_state: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell = SimpleNamespace(config={"IPKernelApp": {}})
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    tell(ProgressCallback(), "on_log", make_state(), logs=FIRST)
+    assert re.match(BAR_TIME, capsys.readouterr().out)
+
+
+def test_two_instances_do_not_double_lines(make_state: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        golden_run(ProgressCallback(use_tqdm=False), make_state)
+    assert capsys.readouterr().out.count(FIRST_ROW) == 2
+
+
+@pytest.mark.parametrize(("interval", "headers_before"), [(3, [0, 3, 6]), (1, [0, 1, 2, 3, 4, 5, 6]), (0, [0])])
+def test_header_interval(make_state: Any, interval: int, headers_before: list[int]) -> None:
+    stream = io.StringIO()
+    callback = ProgressCallback(use_tqdm=False, output_stream=stream, header_interval=interval)
+    for step in range(7):
+        tell(callback, "on_log", make_state(step=step), logs={"loss": 1.0})
+    found, rows = [], 0
+    for line in plain_rows(stream):
+        if line.endswith("loss"):
+            found.append(rows)
+        else:
+            rows += 1
+    assert (found, rows) == (headers_before, 7)
+
+
+def test_negative_header_interval_is_refused() -> None:
+    with pytest.raises(ValueError, match="header_interval must be >= 0, got -1"):
+        ProgressCallback(header_interval=-1)
+
+
+def test_next_training_begins_with_a_header(make_state: Any) -> None:
+    stream = io.StringIO()
+    callback = ProgressCallback(use_tqdm=False, output_stream=stream)
+    for _ in range(2):
+        tell(callback, "on_train_begin", make_state())
+        tell(callback, "on_log", make_state(), logs={"loss": 1.0})
+    assert [line.strip().split()[0] for line in plain_rows(stream)] == ["step", "0", "step", "0"]
+
+
+def test_columns_and_final_metrics_can_be_changed(make_state: Any) -> None:
+    stream = io.StringIO()
+    callback = ProgressCallback(
+        use_tqdm=False,
+        output_stream=stream,
+        step_columns={
+            "epoch": None,
+            "loss": {"fmt": ".1f"},
+            "rms": {"key": "grad_norm", "width": 6, "fmt": ".0f"},
+        },
+        final_metrics={"train_runtime": {"label": "Time", "suffix": " seconds"}, "step": None},
+    )
+    tell(callback, "on_log", make_state(), logs={"epoch": 1.0, "loss": 2.0, "grad_norm": 3.0})
+    tell(callback, "on_log", make_state(), logs={"train_runtime": 1.0, "step": 5})
+    assert plain_rows(stream) == [
+        "      step      loss      grad     rms",
+        "         0       2.0    3.0000       3",
+        "Training complete:",
+        "  Time:                       1.00 seconds",
+    ]
+
+
+def test_logs_with_nothing_to_show_print_no_row(make_state: Any) -> None:
+    stream = io.StringIO()
+    callback = ProgressCallback(use_tqdm=False, output_stream=stream)
+    tell(callback, "on_log", make_state(), logs={"epoch": 1.0, "eval_loss": 2.0})
+    assert stream.getvalue() == ""
+
+
+def test_evaluation_without_a_loss_shows_everything(make_state: Any) -> None:
+    stream = io.StringIO()
+    callback = ProgressCallback(use_tqdm=False, output_stream=stream)
+    tell(callback, "on_evaluate", make_state(), metrics={"eval_accuracy": 0.5, "epoch": 1.0})
+    assert plain_rows(stream) == ["eval_accuracy: 0.5", "epoch: 1.0"]
+
+
+def test_other_ranks_print_nothing(make_state: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    callback = ProgressCallback(use_tqdm=True)
+    state = make_state(rank=1)
+    for event, kwargs in [
+        ("on_train_begin", {}),
+        ("on_step_end", {}),
+        ("on_prediction_step", {}),
+        ("on_evaluate", {"metrics": {"eval_loss": 1.0}}),
+        ("on_predict", {"metrics": {"test_loss": 1.0}}),
+        ("on_log", {"logs": FIRST}),
+        ("on_log", {"logs": FINAL}),
+        ("on_run_end", {}),
+    ]:
+        tell(callback, event, state, **kwargs)
+    assert capsys.readouterr() == ("", "")
+
+
+class Endless:
+    """A loader without a length."""
+
+
+@pytest.mark.parametrize(
+    ("loader", "cap", "total"),
+    [
+        ([0] * 7, -1, "7"),
+        ([0] * 7, 3, "3"),
+        ([0] * 3, 7, "3"),
+        (Endless(), 4, "4"),
+        (Endless(), -1, None),
+        (None, -1, None),
+    ],
+)
+def test_evaluation_bar_is_as_long_as_the_evaluation(
+    make_state: Any, capsys: pytest.CaptureFixture[str], loader: Any, cap: int, total: str | None
+) -> None:
+    callback = ProgressCallback(use_tqdm=True)
+    state = make_state(max_eval_steps=cap)
+    tell(callback, "on_prediction_step", state, eval_dataloader=loader)
+    tell(callback, "on_evaluate", state, metrics={"eval_loss": 1.0})
+    err = capsys.readouterr().err
+    assert f"1/{total} " in err if total else "1it" in err
+
+
+def test_evaluation_without_a_length_takes_that_of_the_one_before(
+    make_state: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    callback = ProgressCallback(use_tqdm=True)
+    state = make_state()
+    for _ in range(2):
+        for _ in range(5):
+            tell(callback, "on_prediction_step", state, eval_dataloader=Endless())
+        tell(callback, "on_evaluate", state, metrics={"eval_loss": 1.0})
+    assert "/5 " in capsys.readouterr().err
+
+
+def test_bar_follows_a_changed_end_of_training(make_state: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    callback = ProgressCallback(use_tqdm=True)
+    tell(callback, "on_train_begin", make_state(max_steps=100))
+    tell(callback, "on_log", make_state(step=1, max_steps=250), logs={"loss": 1.0})
+    tell(callback, "on_train_end", make_state())
+    assert "/250 " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("event", ["on_exception", "on_run_end"])
+def test_bars_of_a_broken_run_are_closed(make_state: Any, capsys: pytest.CaptureFixture[str], event: str) -> None:
+    callback = ProgressCallback(use_tqdm=True)
+    state = make_state()
+    tell(callback, "on_train_begin", state)
+    tell(callback, "on_prediction_step", state, eval_dataloader=[0, 0])
+    tell(callback, event, state)
+    assert capsys.readouterr().err.endswith("\n")
+    tell(callback, "on_step_end", make_state(step=50))
+    assert "50/100" not in capsys.readouterr().err

@@ -1,0 +1,41 @@
+"""A small run for the event engine: what the loop would hand it, without the loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from onstep.events import CallbackContext, RunFacts, TrainerState
+from onstep.progress import TrainState
+
+
+@dataclass
+class Run:
+    """What the engine reads of a `GlobalState`."""
+
+    train_state: TrainState = field(default_factory=TrainState)
+    facts: RunFacts = field(default_factory=RunFacts)
+    args: Any = None
+
+    @property
+    def trainer_state(self) -> TrainerState:
+        return TrainerState(self.train_state, self.facts)
+
+
+@pytest.fixture
+def run():
+    return Run()
+
+
+@pytest.fixture
+def tell(run):
+    """Fires an event with a fresh context, as the loop does; returns the context."""
+
+    def fire(manager, event, **fields):
+        context = CallbackContext(run, fields.pop("model", [object()]), manager.user_state, **fields)
+        manager.fire(event, context)
+        return context
+
+    return fire

@@ -1,0 +1,119 @@
+"""Which columns there are, how overrides change them, and how rows are laid out."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import pytest
+
+from onstep.metrics.columns import (
+    ColumnSpec,
+    MetricSpec,
+    default_final_metrics,
+    default_step_columns,
+    header_line,
+    merge_specs,
+    present_columns,
+    row_line,
+    summary_lines,
+)
+
+
+def test_default_columns_are_the_documented_ones() -> None:
+    shown = [
+        (name, column.key, column.heading().strip(), column.width, column.fmt, column.reduce)
+        for name, column in default_step_columns().items()
+    ]
+    assert shown == [
+        ("epoch", "epoch", "epoch", 10, ".4g", None),
+        ("loss", "loss", "loss", 8, ".5f", None),
+        ("grad_norm", "grad_norm", "grad", 8, ".4f", None),
+        ("learning_rate", "learning_rate", "lr", 10, ".2e", None),
+        ("tokens", "tokens", "tokens", 10, ",d", None),
+        ("total_tokens", "total_tokens", "total_tok", 10, "si", None),
+        ("tok_per_sec", "tok_per_sec", "tok/s", 10, ",d", None),
+        ("mfu", "mfu", "mfu", 6, ".1%", None),
+        ("peak_mem", "peak_mem", "peak_mem", 11, "gib", "max"),
+    ]
+
+
+def test_default_final_metrics_are_the_documented_ones() -> None:
+    assert [astuple(metric) for metric in default_final_metrics().values()] == [
+        ("train_runtime", "Runtime", ".2f", " s"),
+        ("step", "Total steps", ",d", ""),
+        ("train_samples", "Total samples", ",d", ""),
+        ("effective_batch_size", "Effective batch size", ",d", ""),
+        ("train_samples_per_second", "Samples/sec", ".3f", ""),
+        ("train_steps_per_second", "Steps/sec", ".3f", ""),
+        ("epoch", "Epoch", ".6g", ""),
+        ("total_tokens", "Total tokens", ",d", ""),
+        ("tokens_per_second", "Tokens/sec", ",.0f", ""),
+        ("total_flops", "Total FLOPs", ".3e", ""),
+        ("flops_per_second", "FLOPs/sec", ".3e", ""),
+    ]
+
+
+def test_spec_defaults() -> None:
+    assert astuple(ColumnSpec("a")) == ("a", "", 10, "", None)
+    assert ColumnSpec("a").heading() == "         a"
+    assert astuple(MetricSpec("a")) == ("a", "", "", "")
+
+
+def test_override_changes_single_fields_and_keeps_the_order() -> None:
+    merged = merge_specs(default_step_columns(), {"loss": {"fmt": ".2f"}, "mfu": None, "my_metric": {}}, ColumnSpec)
+    assert list(merged) == [name for name in default_step_columns() if name != "mfu"] + ["my_metric"]
+    assert merged["loss"] == ColumnSpec("loss", width=8, fmt=".2f")
+    assert merged["my_metric"] == ColumnSpec("my_metric", "my_metric")
+
+
+def test_override_may_be_a_spec_and_erasing_the_unknown_is_harmless() -> None:
+    spec = ColumnSpec("loss", "Loss!", 12)
+    merged = merge_specs(default_step_columns(), {"loss": spec, "nothing": None}, ColumnSpec)
+    assert merged["loss"] is spec
+    assert list(merged) == list(default_step_columns())
+
+
+def test_nested_key_lets_two_columns_show_one_metric() -> None:
+    merged = merge_specs(
+        {}, {"mem_max": {"key": "peak", "reduce": "max"}, "mem_all": {"key": "peak", "reduce": "all"}}, ColumnSpec
+    )
+    columns = present_columns(merged, {"peak": [1, 2]})
+    assert header_line(columns) == "      step     mem_max     mem_all"
+    assert row_line(5, columns, {"peak": [1, 2]}) == "         5           2         1/2"
+
+
+def test_override_of_another_type_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="'loss' must be a dictionary, a ColumnSpec or None"):
+        merge_specs(default_step_columns(), {"loss": ".2f"}, ColumnSpec)
+    with pytest.raises(TypeError, match="MetricSpec"):
+        merge_specs(default_final_metrics(), {"epoch": ColumnSpec("epoch")}, MetricSpec)
+
+
+def test_mistyped_field_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"no field 'widht'\. Did you mean 'width'"):
+        merge_specs(default_step_columns(), {"loss": {"widht": 3}}, ColumnSpec)
+
+
+@pytest.mark.parametrize("wrong", [{"fmt": "5q"}, {"reduce": "median"}])
+def test_wrong_format_or_reduction_is_refused_before_training(wrong: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        merge_specs(default_step_columns(), {"loss": wrong}, ColumnSpec)
+
+
+def test_summary_has_known_metrics_in_order_then_the_rest() -> None:
+    logs = {"extra": 3, "step": 1200, "train_runtime": 61.5, "train_steps_per_second": float("nan")}
+    assert summary_lines(default_final_metrics(), logs) == [
+        "  Runtime:                    61.50 s",
+        "  Total steps:                1,200",
+        "  Steps/sec:                  nan",
+        "  extra:                      3",
+    ]
+
+
+def test_summary_of_a_run_too_short_to_time_shows_none() -> None:
+    assert summary_lines(default_final_metrics(), {"train_runtime": None}) == ["  Runtime:                    None"]
+
+
+def test_erased_final_metric_stays_hidden() -> None:
+    metrics = merge_specs(default_final_metrics(), {"total_flops": None}, MetricSpec)
+    assert summary_lines(metrics, {"total_flops": 1e12, "step": 1}) == ["  Total steps:                1"]

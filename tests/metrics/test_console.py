@@ -1,0 +1,55 @@
+"""Lines go to one stream once, however many writers there are, and can be followed through the logger."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+
+from onstep.metrics.console import LineWriter
+
+
+def test_two_writers_of_one_name_do_not_double_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = LineWriter("twice", "%(message)s"), LineWriter("twice", "%(message)s")
+    first.write("a")
+    second.write("b")
+    assert capsys.readouterr().out == "a\nb\n"
+
+
+def test_streams_are_kept_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    buffer = io.StringIO()
+    LineWriter("apart", "%(message)s", buffer).write("buffer")
+    LineWriter("apart", "%(message)s", "stderr").write("err")
+    LineWriter("apart", "%(message)s", "stdout").write("out")
+    LineWriter("apart", "%(message)s").write("default")
+    captured = capsys.readouterr()
+    assert (buffer.getvalue(), captured.err, captured.out) == ("buffer\n", "err\n", "out\ndefault\n")
+
+
+def test_unknown_stream_is_refused() -> None:
+    with pytest.raises(ValueError, match="'stdout', 'stderr', a text stream or None, got 'stdlog'"):
+        LineWriter("x", "%(message)s", "stdlog")
+
+
+def test_others_can_follow_and_silence_the_logger() -> None:
+    followed: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: followed.append(record.getMessage())  # type: ignore[method-assign]
+    named = logging.getLogger("followed")
+    named.addHandler(handler)
+    buffer = io.StringIO()
+    writer = LineWriter("followed", "%(message)s", buffer)
+    writer.write("100% seen")
+    named.setLevel(logging.WARNING)
+    writer.write("silenced")
+    assert followed == ["100% seen"]
+    assert buffer.getvalue() == "100% seen\n"
+
+
+def test_lines_below_the_level_are_left_out() -> None:
+    buffer = io.StringIO()
+    writer = LineWriter("levels", "%(levelname)s %(message)s", buffer)
+    writer.write("no", logging.DEBUG)
+    writer.write("yes")
+    assert buffer.getvalue() == "INFO yes\n"

@@ -1,0 +1,59 @@
+import pytest
+
+from onstep.config.parts import ModelConfig
+from onstep.errors import ConfigError
+from onstep.models import check_model_config, ffn_hidden_size, head_width, num_query_groups
+
+
+def test_sizes_left_open_follow_from_the_hidden_size_and_the_heads():
+    config = ModelConfig(hidden_size=128, num_attention_heads=4)
+
+    assert head_width(config) == 32
+    assert num_query_groups(config) == 4
+    assert ffn_hidden_size(config) == 384
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(24, 64), (192, 512), (194, 576), (896, 2432)])
+def test_feed_forward_width_is_eight_thirds_rounded_up_to_a_multiple_of_64(hidden, width):
+    assert ffn_hidden_size(ModelConfig(hidden_size=hidden)) == width
+
+
+def test_sizes_that_are_set_are_taken():
+    config = ModelConfig(kv_channels=10, num_query_groups=2, ffn_hidden_size=7)
+
+    assert (head_width(config), num_query_groups(config), ffn_hidden_size(config)) == (10, 2, 7)
+
+
+def test_a_config_that_fits_passes():
+    check_model_config(ModelConfig(vocab_size=257, num_attention_heads=4, num_query_groups=2))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"vocab_size": None}, "vocab_size is None"),
+        ({"vocab_size": 0}, "vocab_size must be a whole number >= 1, got 0"),
+        ({"num_layers": 0}, "num_layers must be a whole number"),
+        ({"num_layers": True}, "num_layers must be a whole number"),
+        ({"seq_length": 2.5}, "seq_length must be a whole number"),
+        ({"ffn_hidden_size": -1}, "ffn_hidden_size must be a whole number"),
+        ({"num_query_groups": 0}, "num_query_groups must be a whole number"),
+        ({"hidden_size": 130}, "multiple of num_attention_heads, got 130 and 4"),
+        ({"num_query_groups": 3}, "multiple of num_query_groups, got 4 and 3"),
+        ({"hidden_size": 12}, "must be even for rotary embeddings, got 3"),
+        ({"kv_channels": 5}, "must be even for rotary embeddings, got 5"),
+        ({"rotary_base": 0.0}, "rotary_base must be a finite number > 0"),
+        ({"layernorm_epsilon": float("nan")}, "layernorm_epsilon must be a finite number > 0"),
+        ({"init_method_std": -0.1}, "init_method_std must be a finite number >= 0"),
+        ({"hidden_dropout": 1.0}, r"hidden_dropout must be in \[0, 1\), got 1.0"),
+    ],
+)
+def test_sizes_that_cannot_work_are_refused_with_value_and_rule(values, message):
+    config = ModelConfig(**({"vocab_size": 257} | values))
+
+    with pytest.raises(ConfigError, match=message):
+        check_model_config(config)
+
+
+def test_heads_need_not_divide_the_hidden_size_where_their_width_is_given():
+    check_model_config(ModelConfig(vocab_size=257, hidden_size=130, kv_channels=32))

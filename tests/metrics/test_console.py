@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import logging
+import sys
 
 import pytest
+from tqdm import tqdm
 
 from onstep.metrics.console import LineWriter
 
@@ -53,3 +55,14 @@ def test_lines_below_the_level_are_left_out() -> None:
     writer.write("no", logging.DEBUG)
     writer.write("yes")
     assert buffer.getvalue() == "INFO yes\n"
+
+
+def test_lines_stand_above_an_open_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    writer = LineWriter("bars", "%(message)s")
+    with tqdm(total=10, desc="bar", file=sys.stderr):
+        capsys.readouterr()
+        writer.write("line")
+        captured = capsys.readouterr()
+    assert captured.out == "line\n"
+    assert captured.err.startswith("\r ")  # cleared
+    assert captured.err.strip().startswith("bar:")  # and drawn again

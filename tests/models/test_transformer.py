@@ -107,10 +107,11 @@ def test_float32_loss_under_bfloat16_autocast_is_near_the_exact_one():
     )
 
 
-def test_a_bfloat16_model_computes_in_bfloat16():
+def test_a_bfloat16_model_computes_in_bfloat16_and_its_loss_in_float32():
     model = build_transformer(tiny(), seed=0).bfloat16()
 
     assert model(some_tokens(2, 6)).dtype == torch.bfloat16
+    assert model(some_tokens(2, 6), some_tokens(2, 6)).dtype == torch.float32
 
 
 def test_sequences_beyond_the_configured_length_continue_the_positions():

@@ -71,5 +71,5 @@ def test_recipes_are_found_by_function_name_too() -> None:
 
 
 def test_a_mistyped_recipe_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="no recipe 'tiny-gpt'. Did you mean 'tiny_gpt'"):
+    with pytest.raises(ConfigError, match=r"no recipe 'tiny-gpt'. Did you mean 'tiny_gpt'"):
         get_recipe("tiny-gpt")

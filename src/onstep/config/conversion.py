@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import warnings
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from onstep.config.argument_rules import LOG_LEVELS, OPTIMIZERS
@@ -13,7 +12,7 @@ from onstep.config.keys import diff
 from onstep.config.lengths import share_of, steps_of_epochs
 from onstep.config.load import merge
 from onstep.config.parts import ConfigContainer, DistributedDataParallelConfig
-from onstep.config.training_arguments import TrainingArguments, is_greater_better
+from onstep.config.training_arguments import TrainingArguments, is_greater_better, made_silently
 from onstep.errors import ConfigError
 
 SAME_VALUE = {
@@ -46,7 +45,7 @@ DDP_FIELDS = {
 }
 """Arguments whose None is the default of a field of `config.ddp`."""
 
-RESOLVED_FIELDS = ("logging_steps", "eval_steps")
+SHARES = ("logging_steps", "eval_steps")
 """Intervals that may be a share of the run; a configuration holds the number of steps that the share meant."""
 
 
@@ -87,26 +86,25 @@ def config_to_args(config: ConfigContainer, *, world_size: int = 1) -> TrainingA
         ConfigError: a value in `config.trainer` that `TrainingArguments` does not accept.
     """
     named = _named_arguments(config, world_size)
-    with warnings.catch_warnings():
-        # Whoever wrote the arguments has seen their warnings; they are not said again by a conversion.
-        warnings.simplefilter("ignore", UserWarning)
-        # Several arguments may mean the same value (optim, bf16): keep the user's where it says no less.
-        as_written = _with_overrides({**named, **config.trainer}, config, world_size)
-        as_configured = _with_overrides({**config.trainer, **named}, config, world_size)
+    # Several arguments may mean the same value (optim, bf16): keep the user's where it says no less.
+    as_written = _with_overrides({**named, **config.trainer}, config, world_size)
+    as_configured = _with_overrides({**config.trainer, **named}, config, world_size)
     return min(as_written, as_configured, key=lambda args: len(args.config_overrides or ()))
 
 
 def _with_overrides(values: dict[str, Any], config: ConfigContainer, world_size: int) -> TrainingArguments:
-    args = TrainingArguments(**values)
+    args = made_silently(values)
     differing = diff(args_to_config(args, world_size=world_size), config)
-    return replace(args, config_overrides={key: value for key, _, value in differing} or None)
+    args.config_overrides = {key: value for key, _, value in differing} or None
+    return args
 
 
 def _without_a_name(args: TrainingArguments, config: ConfigContainer, world_size: int) -> dict[str, Any]:
     """The arguments that the configuration does not give back."""
-    back = TrainingArguments(**_named_arguments(config, world_size))
-    names = [f.name for f in fields(args) if f.init and f.name not in (*RESOLVED_FIELDS, "config_overrides")]
-    return {name: getattr(args, name) for name in names if getattr(args, name) != getattr(back, name)}
+    back = made_silently(_named_arguments(config, world_size))
+    names = [f.name for f in fields(args) if f.init and f.name != "config_overrides"]
+    differing = {name: getattr(args, name) for name in names if getattr(args, name) != getattr(back, name)}
+    return {name: value for name, value in differing.items() if not (name in SHARES and value and value < 1)}
 
 
 def _set_run(args: TrainingArguments, config: ConfigContainer) -> None:

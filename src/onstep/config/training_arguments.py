@@ -269,6 +269,17 @@ class TrainingArguments(ReservedArguments):
         return json.dumps(self.to_dict(), indent=2)
 
 
+def made_silently(values: dict[str, Any]) -> TrainingArguments:
+    """Arguments made from those of somebody else, who has seen their warnings.
+
+    Raises:
+        ConfigError: as `TrainingArguments`.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return TrainingArguments(**values)
+
+
 _OWN_FIELDS = frozenset(each.name for each in fields(TrainingArguments)) - frozenset(
     each.name for each in fields(ReservedArguments)
 )

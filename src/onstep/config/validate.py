@@ -10,6 +10,7 @@ from onstep.config.lengths import train_iters, warmup_and_decay
 from onstep.config.part import ConfigPart
 from onstep.config.parts import ConfigContainer, ValidationConfig
 from onstep.config.rules import check_values, parse_split
+from onstep.config.training_arguments import made_silently
 from onstep.errors import ConfigError
 
 
@@ -36,6 +37,7 @@ def validate(config: ConfigContainer, world_size: int = 1) -> None:
     _check_model(config)
     _check_data(config)
     _check_run(config)
+    _check_trainer(config)
     _check_schedule_lengths(filled)
 
 
@@ -191,6 +193,12 @@ def _check_run(config: ConfigContainer) -> None:
         raise ConfigError(f"run.name={name!r} must be the name of a folder; put its path into run.output_dir.")
     if config.dist.distributed_backend == "nccl" and config.dist.device == "cpu":
         raise ConfigError("dist.distributed_backend=nccl takes GPUs, got dist.device=cpu; use gloo.")
+
+
+def _check_trainer(config: ConfigContainer) -> None:
+    if config.trainer.get("config_overrides"):
+        raise ConfigError("trainer.config_overrides has no place in a configuration; set the keys that it names.")
+    made_silently(config.trainer)
 
 
 def _check_schedule_lengths(filled: ConfigContainer) -> None:

@@ -14,8 +14,40 @@ from onstep.errors import DataError
 
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson", ".jsonlines"})
 TEXT_SUFFIXES = JSONL_SUFFIXES | frozenset(
-    ".txt .text .md .rst .tex .org .html .xml .csv .tsv .json .yaml .yml .toml "
-    ".py .pyi .c .h .cc .cpp .hpp .cu .rs .go .java .js .ts .sh .sql .rb .lua .jl".split()
+    [
+        ".txt",
+        ".text",
+        ".md",
+        ".rst",
+        ".tex",
+        ".org",
+        ".html",
+        ".xml",
+        ".csv",
+        ".tsv",
+        ".json",
+        ".yaml",
+        ".yml",
+        ".toml",
+        ".py",
+        ".pyi",
+        ".c",
+        ".h",
+        ".cc",
+        ".cpp",
+        ".hpp",
+        ".cu",
+        ".rs",
+        ".go",
+        ".java",
+        ".js",
+        ".ts",
+        ".sh",
+        ".sql",
+        ".rb",
+        ".lua",
+        ".jl",
+    ]
 )
 """What a folder is searched for. A file that is named, or matched by a glob, is taken whatever its suffix."""
 
@@ -114,7 +146,9 @@ def _files_of(given: str) -> list[Path]:
 
 
 def _text_files_below(folder: Path) -> list[Path]:
-    return [f for f in folder.rglob("*") if f.suffix.lower() in TEXT_SUFFIXES and _is_visible(f, folder) and f.is_file()]
+    return [
+        f for f in folder.rglob("*") if f.suffix.lower() in TEXT_SUFFIXES and _is_visible(f, folder) and f.is_file()
+    ]
 
 
 def _is_visible(path: Path, folder: Path) -> bool:
@@ -134,7 +168,9 @@ def _record_text(line: bytes, place: str, text_key: str) -> bytes:
     except ValueError as error:  # malformed JSON or bytes that are not UTF-8
         raise DataError(f"{place} is not a JSON record: {error}; each line must hold one JSON object") from error
     if not isinstance(record, dict):
-        raise DataError(f"{place} holds a JSON {type(record).__name__}; each line must hold an object with {text_key!r}")
+        raise DataError(
+            f"{place} holds a JSON {type(record).__name__}; each line must hold an object with {text_key!r}"
+        )
     if text_key not in record:
         keys = ", ".join(map(repr, record)) or "none"
         raise DataError(f"{place} has no key {text_key!r} (its keys: {keys}); set dataset.text_key")

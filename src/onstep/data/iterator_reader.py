@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -10,8 +11,6 @@ from onstep.data.rows import FetchedRow
 from onstep.data.step_batches import StepBatches, step_of
 from onstep.data.stream import count_samples, is_stateful
 from onstep.errors import DataError
-
-import logging
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -26,7 +25,9 @@ class IteratorReader:
 
     def __init__(self, iterator: Iterator[Any], *, world_size: int = 1) -> None:
         if not hasattr(iterator, "__next__"):
-            raise DataError(f"expected an iterator of micro-batches, got {type(iterator).__name__}; pass iter(...) of it")
+            raise DataError(
+                f"expected an iterator of micro-batches, got {type(iterator).__name__}; pass iter(...) of it"
+            )
         self._iterator: Any = iterator
         self._world_size = world_size
         self._items_taken = 0
@@ -49,7 +50,7 @@ class IteratorReader:
 
     def steps_per_epoch(self, num_microbatches: int) -> None:
         """Unknown."""
-        return None
+        return
 
     def read(self, num_microbatches: int) -> StepBatches | None:
         """The next step: fewer micro-batches where the iterator ends within it, None where it is at its end."""

@@ -52,7 +52,7 @@ class SampleOrder:
         Raises:
             DataError: for a position outside the epoch.
         """
-        if positions.size and not (0 <= positions.min() and positions.max() < self.num_samples):
+        if positions.size and not (positions.min() >= 0 and positions.max() < self.num_samples):
             raise DataError(
                 f"positions {positions.min()} to {positions.max()} lie outside an epoch of {self.num_samples} samples"
             )

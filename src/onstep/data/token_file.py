@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from filelock import FileLock, Timeout
-from tqdm import tqdm
-
-from onstep.data.corpus import Document, is_jsonl, iter_file_documents
-from onstep.data.tokenizers import Tokenizer
-from onstep.errors import DataError
 
 _LOGGER = logging.getLogger(__name__)
 

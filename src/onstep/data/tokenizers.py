@@ -181,7 +181,9 @@ def _load_tokenizers(path: Path, content: bytes) -> Any:
     try:
         return tokenizers.Tokenizer.from_buffer(content)
     except ValueError as error:
-        raise DataError(f"{path} is no tokenizer of the `tokenizers` library: {error}; give a tokenizer.json") from error
+        raise DataError(
+            f"{path} is no tokenizer of the `tokenizers` library: {error}; give a tokenizer.json"
+        ) from error
 
 
 def _load_transformers(path: Path) -> Any:

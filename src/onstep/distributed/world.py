@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from onstep.config.parts import DistributedInitConfig
 from onstep.errors import ConfigError
@@ -136,7 +137,7 @@ def _device(wanted: str | None, local_rank: int) -> torch.device:
 def _init_group(config: DistributedInitConfig, size: int, rank: int, device: torch.device) -> None:
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" and size > 1 else "gloo")
     if size == 1:  # no port is opened for a store that nobody else reads
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_timeout(config))
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=_timeout(config))
         return
     if "MASTER_ADDR" not in os.environ:
         raise ConfigError(f"$WORLD_SIZE is {size} but $MASTER_ADDR is not set; start the ranks with torchrun.")

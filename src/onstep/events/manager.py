@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from inspect import ismethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onstep.events.context import CallbackContext
 from onstep.events.moments import BY_NAME, MOMENTS, VALID_EVENTS, Moment, moment_of
@@ -30,6 +30,10 @@ class Listeners:
     def __init__(self) -> None:
         for name in self.__slots__:
             setattr(self, name, ())
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> tuple[Listener, ...]: ...
 
 
 class CallbackManager:

@@ -6,6 +6,8 @@ import logging
 import sys
 from typing import TextIO
 
+from tqdm import tqdm
+
 from onstep.errors import ConfigError
 
 OutputStream = str | TextIO | None
@@ -37,7 +39,7 @@ class LineWriter:
             return
         record = self._logger.makeRecord(self._logger.name, level, __file__, 0, text, (), None)
         stream = self._resolve()
-        stream.write(self._formatter.format(record) + "\n")
+        tqdm.write(self._formatter.format(record), file=stream)  # above the bars, where there are any
         stream.flush()
         if self._logger.handlers:
             self._logger.handle(record)

@@ -13,8 +13,6 @@ from onstep.models.cache import KeyValueCache
 from onstep.models.sampling import Sampling
 from onstep.models.transformer import Transformer
 
-_WRAPPED_MODEL_NAMES = ("module", "_orig_mod")
-
 
 @torch.no_grad()
 def generate(
@@ -36,7 +34,7 @@ def generate(
     never trained there.
 
     Args:
-        model: a `Transformer`, or a wrapper with one at `.module`.
+        model: a `Transformer`, or a wrapper of one.
         tokens: (batch, seq), int64; prompts of one length, at least one token.
         max_new_tokens: most tokens to add.
         temperature: divides the logits; 0 always takes the most likely token.
@@ -64,16 +62,12 @@ def unwrap(model: nn.Module) -> Transformer:
     Raises:
         ConfigError: there is none.
     """
-    inner: object = model
-    while not isinstance(inner, Transformer):
-        wrapped = [getattr(inner, name) for name in _WRAPPED_MODEL_NAMES if hasattr(inner, name)]
-        if not wrapped:
-            raise ConfigError(
-                f"generate needs an onstep Transformer, got {type(model).__name__}; "
-                "pass a Transformer, or a wrapper that holds one as .module."
-            )
-        inner = wrapped[0]
-    return inner
+    for module in model.modules():
+        if isinstance(module, Transformer):
+            return module
+    raise ConfigError(
+        f"generate needs an onstep Transformer, got {type(model).__name__}; pass a Transformer or a wrapper of one."
+    )
 
 
 def _check_request(tokens: Tensor, max_new_tokens: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
@@ -86,5 +86,7 @@ def _default_collator(processing_class: Any) -> Callable[[Sequence[Any]], Any]:
     if processing_class is not None and hasattr(processing_class, "pad") and hasattr(processing_class, "padding_side"):
         from transformers import DataCollatorWithPadding
 
-        return DataCollatorWithPadding(processing_class)  # type: ignore[no-any-return]
-    return default_data_collator
+        padding: Any = DataCollatorWithPadding(processing_class)
+        return cast(Callable[[Sequence[Any]], Any], padding)
+    collate: Callable[[Sequence[Any]], Any] = default_data_collator
+    return collate

@@ -119,7 +119,7 @@ def loss_of(outputs: Any) -> Tensor:
     Raises:
         ValueError: when there is none.
     """
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+    loss: Tensor | None = outputs.get("loss") if isinstance(outputs, Mapping) else None
     if loss is None and isinstance(outputs, (list, tuple)) and outputs and isinstance(outputs[0], Tensor):
         loss = outputs[0]
     if loss is None and isinstance(outputs, Tensor) and outputs.ndim == 0:

@@ -57,7 +57,9 @@ class PredictionCollector:
 
     def _logits(self, outputs: Any, has_loss: bool) -> Any:
         if isinstance(outputs, Mapping):
-            values = tuple(value for key, value in outputs.items() if key not in self._ignore_keys and value is not None)
+            values = tuple(
+                value for key, value in outputs.items() if key not in self._ignore_keys and value is not None
+            )
         elif isinstance(outputs, (list, tuple)):
             values = tuple(outputs[1:] if has_loss else outputs)
         else:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from onstep.config import ConfigContainer, args_to_config, resolve
@@ -112,9 +111,7 @@ def _build(trainer: Trainer, world: World, for_training: bool) -> Preparation:
     num_samples = None
     if for_training and is_map_style(trainer.train_dataset):
         num_samples = len(trainer.train_dataset)
-    config = resolve(
-        args_to_config(trainer.args, num_samples_per_epoch=num_samples, world_size=world.size), world.size
-    )
+    config = resolve(args_to_config(trainer.args, num_samples_per_epoch=num_samples, world_size=world.size), world.size)
     state = _state(trainer, config, world, for_training)
     if for_training or trainer.model is None:
         seed_everything(config.rng.seed)
@@ -224,9 +221,7 @@ def _optimizer(trainer: Trainer, module: nn.Module, config: ConfigContainer) -> 
     if trainer.optimizer_cls_and_kwargs is not None:
         cls, kwargs = trainer.optimizer_cls_and_kwargs
         given = cls([p for p in module.parameters() if p.requires_grad], **kwargs)
-    elif callable(given) and not isinstance(given, torch.optim.Optimizer) and not hasattr(given, "step"):
-        given = given([p for p in module.parameters() if p.requires_grad])
-    elif isinstance(given, type):
+    elif isinstance(given, type) or (callable(given) and not hasattr(given, "step")):
         given = given([p for p in module.parameters() if p.requires_grad])
     if given is None:
         return build_optimizer([module], config.optimizer)
@@ -236,9 +231,7 @@ def _optimizer(trainer: Trainer, module: nn.Module, config: ConfigContainer) -> 
 def _scheduler(trainer: Trainer, optimizer: Any, config: ConfigContainer, iters: int | None) -> Any:
     given = trainer.lr_scheduler
     torch_optimizer = optimizer.optimizer if isinstance(optimizer, TrainingOptimizer) else optimizer
-    if given is not None and not hasattr(given, "step"):
-        given = given(torch_optimizer)
-    elif isinstance(given, type):
+    if (given is not None and not hasattr(given, "step")) or isinstance(given, type):
         given = given(torch_optimizer)
     if isinstance(given, TrainerCallback):
         trainer.callback_manager.add(given)

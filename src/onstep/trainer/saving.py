@@ -17,7 +17,8 @@ def save_model(model: nn.Module, directory: Path, processing_class: Any = None) 
     if isinstance(model, Transformer):
         save_hf(model, directory)
     elif hasattr(model, "save_pretrained"):
-        model.save_pretrained(directory)
+        save_pretrained: Any = model.save_pretrained
+        save_pretrained(directory)
     else:
         save_safetensors(model, str(directory / "model.safetensors"))
     if hasattr(processing_class, "save_pretrained"):

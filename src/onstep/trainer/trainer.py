@@ -32,8 +32,8 @@ class Trainer:
     """Trains any `nn.Module` on any map-style or iterable dataset, or a `transformers` model as it comes.
 
     The arguments are those of `transformers.Trainer`. `optimizers` takes objects or factories: a callable that makes an
-    optimizer from parameters, one that makes a scheduler from an optimizer. Batches are mappings (handed to the model as
-    keywords) or tuples (the last element is the labels).
+    optimizer from parameters, one that makes a scheduler from an optimizer. Batches are mappings (handed to the model
+    as keywords) or tuples (the last element is the labels).
 
     Args:
         callbacks: added after the defaults (DefaultMetrics, ProgressCallback, InfoCallback); an instance of a default's
@@ -113,8 +113,8 @@ class Trainer:
     ) -> Any:
         """The loss of a micro-batch, and the outputs where asked for; override it for a loss of your own.
 
-        An override that uses `num_items_in_batch` (the labels of the whole step over all ranks) returns its share of the
-        step's loss; one that does not returns a mean, which is weighted by the micro-batch's labels or samples.
+        An override that uses `num_items_in_batch` (the labels of the whole step over all ranks) returns its share
+        of the step's loss; one that does not returns a mean, weighted by the micro-batch's labels or samples.
         """
         takes_items = self._loss_func_takes_items or self.compute_loss_func is None
         loss, outputs = default_compute_loss(
@@ -172,7 +172,7 @@ class Trainer:
             raise ConfigError("There is no model to save yet: model_init runs when training starts.")
         rank = 0 if self.global_state is None else self.global_state.world.rank
         if rank == 0:
-            save_model(model, Path(output_dir or self.args.output_dir), self.processing_class)
+            save_model(model, Path(output_dir or str(self.args.output_dir)), self.processing_class)
 
     def _train(self, run: Preparation, ignore_keys: list[str]) -> TrainOutput:
         state = run.state
@@ -200,9 +200,7 @@ class Trainer:
         final = state.facts.log_history[-1] if state.facts.log_history else {}
         return TrainOutput(state.train_state.step, run.mean_loss(), dict(final))
 
-    def _evaluate_all(
-        self, run: Preparation, dataset: Any, ignore_keys: list[str], prefix: str
-    ) -> dict[str, Any]:
+    def _evaluate_all(self, run: Preparation, dataset: Any, ignore_keys: list[str], prefix: str) -> dict[str, Any]:
         if isinstance(dataset, Mapping):
             metrics: dict[str, Any] = {}
             for name, one in dataset.items():

@@ -142,9 +142,7 @@ def _add(sums: dict[str, tuple[Tensor, Tensor]], parts: dict[str, tuple[Tensor, 
             sums[key] = (top, bottom)
 
 
-def _metrics(
-    prefix: str, means: dict[str, Tensor], samples: int, batches: int, seconds: float
-) -> dict[str, Any]:
+def _metrics(prefix: str, means: dict[str, Tensor], samples: int, batches: int, seconds: float) -> dict[str, Any]:
     """Plain numbers under Hugging Face's names: `eval_loss`, `eval_perplexity`, rates."""
     metrics: dict[str, Any] = {}
     for key, mean in means.items():
@@ -180,7 +178,7 @@ def evaluate_and_print_results(
     is_test: bool = False,
     tell: Teller | None = None,
 ) -> dict[str, Tensor] | None:
-    """Evaluate and, where no callback shows progress, print the losses between two rules on the last rank. Collective."""
+    """Evaluate; where no callback shows progress, the last rank prints the losses between two rules. Collective."""
     means, _, _ = evaluate(
         state,
         forward_step_func,

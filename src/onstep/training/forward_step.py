@@ -37,8 +37,8 @@ def next_token_loss(batch: dict[str, Any], loss_sum: Tensor) -> tuple[Tensor, We
 def needs_global_state_injection(forward_step_func: Callable[..., Any]) -> bool:
     """Whether a forward step wants the run's state as its first argument.
 
-    True when a parameter is annotated with `GlobalState`, or the first one is called `state` or `global_state`. Works for
-    functions, partials, callable objects and bound methods.
+    True when a parameter is annotated with `GlobalState`, or the first one is called `state` or `global_state`. Works
+    for functions, partials, callable objects and bound methods.
     """
     parameters = list(inspect.signature(forward_step_func).parameters.values())
     if any(_means_global_state(parameter.annotation) for parameter in parameters):

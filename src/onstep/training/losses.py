@@ -3,10 +3,10 @@
 A forward step's loss function may return, as in Megatron Bridge,
 
 - `(loss_sum, num_tokens, report)`: exact for every split;
-- `(loss, report)` or a bare loss: the mean over the micro-batch. It is weighted by the micro-batch's labels where they are
-  known, else by its samples, or as `train.loss_weighting` says;
-- `LossShare(loss, num_items, report)`: the micro-batch's share of the step's loss, already divided by the `num_items` of
-  the whole step (Hugging Face's `num_items_in_batch`).
+- `(loss, report)` or a bare loss: the mean over the micro-batch. It is weighted by the micro-batch's labels where they
+  are known, else by its samples, or as `train.loss_weighting` says;
+- `LossShare(loss, num_items, report)`: the micro-batch's share of the step's loss, already divided by the `num_items`
+  of the whole step (Hugging Face's `num_items_in_batch`).
 
 Every backward pass starts from `loss * weight / nominal`, with one `nominal` for all micro-batches and ranks; when the
 step's true weight is known, gradients are scaled once by `nominal / weight`, folded into clipping.
@@ -252,7 +252,7 @@ def _local_report(micros: list[MicroLoss], key: str) -> tuple[Tensor, Weight]:
         elif len(pair) == 1:
             top, bottom = top + pair[0] * micro.weight, bottom + micro.weight
         else:
-            raise ValueError(f"Invalid value shape: {tuple(pair.shape)} for key {key}; report 1 or 2 elements.")
+            raise ValueError(f"Invalid value shape: {len(pair)} elements for key {key}; report 1 or 2 elements.")
     return top, bottom
 
 

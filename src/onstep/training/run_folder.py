@@ -132,13 +132,14 @@ def _check_same_run(folder: RunFolder, config: ConfigContainer) -> None:
     if changed is not None:
         key, old, new = changed
         raise RunExistsError(
-            f"{folder.path} holds another run: {key} is {old!r} there and {new!r} here. Nothing was touched; {ways_out}."
+            f"{folder.path} holds another run: {key} is {old!r} there and {new!r} here. Nothing was touched; "
+            f"{ways_out}."
         )
     status = content.get("status")
     if status != "completed":
         raise RunExistsError(
-            f"{folder.path} holds an unfinished run (status {status!r}, step {content.get('step', 0)}), and this version "
-            f"writes no checkpoints to continue from. Nothing was touched; {ways_out}."
+            f"{folder.path} holds an unfinished run (status {status!r}, step {content.get('step', 0)}), and this "
+            f"version writes no checkpoints to continue from. Nothing was touched; {ways_out}."
         )
 
 

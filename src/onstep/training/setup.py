@@ -42,8 +42,8 @@ class Parts:
 def set_up(state: GlobalState, tell: Teller) -> Parts:
     """Build everything of a language-model run. Collective.
 
-    Tells `on_data_init_start` before any data file is opened and `on_init_end` when all is built. The scheduler is there
-    at `on_data_init_start` unless the run's length is given in epochs, which only the data can tell.
+    Tells `on_data_init_start` before any data file is opened and `on_init_end` when all is built. The scheduler is
+    there at `on_data_init_start` unless the run's length is given in epochs, which only the data can tell.
     """
     config, world = state.cfg, state.world
     state.tokenizer = state.processing_class = build_tokenizer(config.tokenizer)
@@ -89,7 +89,7 @@ def resolve_vocabulary(config: ConfigContainer, tokenizer_size: int) -> None:
 
 
 def build_model(config: ConfigContainer, world: World, state: GlobalState) -> list[nn.Module]:
-    """The model's chunks, on the device and wrapped for data parallelism; the same weights on every rank. Collective."""
+    """The model's chunks, on the device, wrapped for data parallelism; every rank has the same weights. Collective."""
     transformer = build_transformer(config.model, seed=config.rng.seed)
     state.flops_per_token = 6.0 * transformer.num_parameters(exclude_embeddings=True)
     return data_parallel([transformer.to(world.device)], world, config.ddp)

@@ -57,7 +57,7 @@ class MicroBatches(Iterator[Any]):
 
     def is_filler(self) -> bool:
         """Whether the micro-batch that was handed out last must count as zero."""
-        return self.batches.is_filler[self._next - 1]
+        return bool(self.batches.is_filler[self._next - 1])
 
     def stage(self, index: int) -> Any:
         """Move micro-batch `index` to the device; the next `next()` returns it."""

@@ -191,7 +191,7 @@ def fill_what_is_due(state: GlobalState) -> None:
     start_eval = config.validation.start_eval_at_iter or 0
     state.control.fill(
         log=bool(log_every) and (step % log_every == 0 or (step == 1 and config.logger.log_first_step)),
-        evaluate=bool(eval_every) and step % eval_every == 0 and step >= start_eval,
+        evaluate=eval_every is not None and eval_every > 0 and step % eval_every == 0 and step >= start_eval,
         save=False,
     )
 

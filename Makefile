@@ -1,0 +1,49 @@
+# Every target makes its own virtual environment when it is missing; nothing but Python 3.11+ is needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-slow check lint bench docs docs-serve clean
+
+demo: $(READY)
+	$(BIN)/onstep train
+	@echo
+	@echo 'What it makes of "def ":'
+	@$(BIN)/onstep generate runs/tiny_gpt "def " --seed 1
+
+test: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow
+
+check: lint test
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)
+	$(BIN)/python benchmarks/loop_overhead.py
+
+docs: $(READY)
+	$(BIN)/python docs/generate.py
+	$(BIN)/mkdocs build --strict
+
+docs-serve: $(READY)
+	$(BIN)/python docs/generate.py
+	$(BIN)/mkdocs serve
+
+clean:
+	rm -rf $(VENV) site build dist src/onstep.egg-info
+
+# The CPU build of torch comes first, by its exact version: a range would pull the newest build with CUDA.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(READY)

@@ -1,0 +1,462 @@
+"""Arguments to configuration and back: what each field means, and that nothing is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from onstep.config import (
+    ConfigContainer,
+    TrainingArguments,
+    args_to_config,
+    config_to_args,
+    diff,
+    from_dict,
+    merge,
+    resolve,
+    to_flat,
+    validate,
+)
+from onstep.config.conversion import SHARES
+from onstep.config.reserved_arguments import ReservedArguments
+from onstep.errors import ConfigError
+
+CHOICES: dict[str, list[Any]] = {
+    "train.micro_batch_size": [1, 2, None],
+    "train.global_batch_size": [8, 16],
+    "train.drop_last": [True, False],
+    "train.loss_weighting": ["auto", "tokens", "samples"],
+    "train.manual_gc": [True, False],
+    "model.num_layers": [1, 5],
+    "model.kv_channels": [None, 64],
+    "model.vocab_size": [None, 300],
+    "optimizer.optimizer": ["adam", "sgd"],
+    "optimizer.lr": [1e-3, 0.37, 5e-5],
+    "optimizer.min_lr": [None, 0.0, 1e-5, 5e-5],
+    "optimizer.weight_decay": [0.0, 0.01, 0.1],
+    "optimizer.adam_beta2": [0.95, 0.999],
+    "optimizer.sgd_momentum": [0.0, 0.9],
+    "optimizer.clip_grad": [None, 0.0, 1.0, 0.3],
+    "scheduler.lr_warmup_init": [0.0, 1e-6],
+    "scheduler.lr_wsd_decay_style": ["linear", "cosine", "exponential", "minus_sqrt"],
+    "scheduler.max_steps": [None, 700],
+    "dataset.paths": [[], ["a", "b"]],
+    "dataset.shuffle": [True, False],
+    "dataset.num_workers": [0, 2],
+    "dataset.pin_memory": [True, False],
+    "dataset.persistent_workers": [True, False],
+    "validation.eval_iters": [None, 0, 10],
+    "validation.eval_interval": [None, 5, 50],
+    "validation.start_eval_at_iter": [None, 10],
+    "validation.start_eval_at_epoch": [None, 0.5],
+    "validation.eval_each_epoch": [True, False],
+    "validation.eval_after_training": [True, False],
+    "validation.eval_global_batch_size": [None, 16],
+    "validation.eval_micro_batch_size": [None, 2],
+    "validation.eval_on_start": [True, False],
+    "validation.metric_for_best_model": [None, "loss", "accuracy", "perplexity"],
+    "validation.greater_is_better": [None, True, False],
+    "logger.log_interval": [0, 1, 100],
+    "logger.log_first_step": [True, False],
+    "logger.log_on_each_epoch": [True, False],
+    "logger.logging_level": [None, 10, 15, 30],
+    "logger.logging_dir": [None, "logs"],
+    "ddp.bucket_cap_mb": [25.0, 12.5, 50.0],
+    "ddp.find_unused_parameters": [True, False],
+    "dist.distributed_backend": [None, "gloo"],
+    "dist.distributed_timeout_minutes": [10.0, 0.017, 30.0],
+    "dist.device": [None, "cpu", "cuda:1"],
+    "rng.seed": [0, 42, 1234],
+    "rng.data_seed": [None, 7],
+    "run.name": [None, "x"],
+    "run.output_dir": ["runs", "/tmp/a", "."],
+    "run.recipe": [None, "tiny_gpt"],
+    "run.fresh": [True, False],
+    "mixed_precision": [None, "bf16_mixed", "bf16-mixed"],
+    "env_vars": [{}, {"A": "1"}],
+    "trainer": [{}, {"label_names": ["labels"], "optim": "adamw_torch"}, {"seed": 99, "warmup_steps": 0.5}],
+}
+TOGETHER: list[list[dict[str, Any]]] = [
+    [
+        {"train.train_iters": 500},
+        {"train.train_iters": 500, "scheduler.lr_decay_iters": 400},
+        {"train.num_epochs": 2.5},
+        {"train.train_samples": 4000, "scheduler.lr_warmup_samples": 400},
+    ],
+    [
+        *({"scheduler.lr_decay_style": style} for style in ("constant", "linear", "cosine", "inverse-square-root")),
+        {"scheduler.lr_decay_style": "WSD", "scheduler.lr_wsd_decay_iters": 30},
+    ],
+    [{}, {"scheduler.lr_warmup_iters": 20}, {"scheduler.lr_warmup_fraction": 0.1}],
+    [{}, {"scheduler.start_weight_decay": 0.0, "scheduler.end_weight_decay": 0.1}],
+    [{"model.seq_length": 64, "dataset.seq_length": 64}, {}],
+]
+
+
+def random_valid_config(seed: int) -> ConfigContainer:
+    """A configuration of random values that keeps every rule; tries until one does."""
+    rng = random.Random(seed)
+    while True:
+        values = {key: rng.choice(choices) for key, choices in CHOICES.items() if rng.random() < 0.6}
+        for alternatives in TOGETHER:
+            values |= rng.choice(alternatives)
+        values.setdefault("optimizer.lr", 1e-3)
+        values.setdefault("train.global_batch_size", 8)
+        if "scheduler.end_weight_decay" in values:
+            values["scheduler.weight_decay_incr_style"] = rng.choice(["linear", "cosine"])
+        config = from_dict(values)
+        try:
+            validate(config)
+        except ConfigError:
+            continue
+        return config
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_config_to_args_to_config_is_the_identity(seed: int) -> None:
+    config = random_valid_config(seed)
+    args = config_to_args(config)
+    assert diff(config, args_to_config(args)) == []
+    resolved = resolve(config)
+    assert diff(resolved, args_to_config(config_to_args(resolved))) == []
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_the_identity_holds_for_any_number_of_ranks(world_size: int) -> None:
+    for seed in range(20):
+        config = random_valid_config(seed)
+        args = config_to_args(config, world_size=world_size)
+        assert args_to_config(args, world_size=world_size) == config
+
+
+def test_the_default_configuration_is_identical_too() -> None:
+    assert args_to_config(config_to_args(ConfigContainer())) == ConfigContainer()
+
+
+OTHER_VALUES: dict[str, Any] = {
+    "output_dir": "out/run-7",
+    "per_device_train_batch_size": 3,
+    "num_train_epochs": 2.5,
+    "max_steps": 321,
+    "learning_rate": 0.37,
+    "lr_scheduler_type": "cosine",
+    "lr_scheduler_kwargs": None,
+    "warmup_steps": 0.07,
+    "optim": "adamw_torch",
+    "weight_decay": 0.2,
+    "adam_beta1": 0.8,
+    "adam_beta2": 0.9,
+    "adam_epsilon": 1e-6,
+    "gradient_accumulation_steps": 5,
+    "max_grad_norm": 0.0,
+    "bf16": True,
+    "logging_strategy": "epoch",
+    "logging_steps": 11,
+    "logging_first_step": True,
+    "log_on_each_node": False,
+    "log_level": "detail",
+    "disable_tqdm": True,
+    "run_name": "name for people",
+    "eval_strategy": "epoch",
+    "eval_steps": 13,
+    "eval_delay": 1.5,
+    "per_device_eval_batch_size": 6,
+    "prediction_loss_only": True,
+    "eval_on_start": True,
+    "eval_accumulation_steps": 2,
+    "include_for_metrics": ["loss"],
+    "save_only_model": True,
+    "save_strategy": "epoch",
+    "save_steps": 17,
+    "save_total_limit": 2,
+    "metric_for_best_model": "accuracy",
+    "greater_is_better": False,
+    "seed": 1,
+    "data_seed": 2,
+    "use_cpu": True,
+    "dataloader_drop_last": True,
+    "dataloader_num_workers": 3,
+    "dataloader_pin_memory": False,
+    "dataloader_persistent_workers": True,
+    "remove_unused_columns": False,
+    "label_names": ["labels"],
+    "train_sampling_strategy": "sequential",
+    "ddp_find_unused_parameters": True,
+    "ddp_bucket_cap_mb": 30,
+    "ddp_broadcast_buffers": True,
+    "ddp_backend": "gloo",
+    "ddp_timeout": 100,
+    "do_train": True,
+    "do_eval": True,
+    "do_predict": True,
+    "resume_from_checkpoint": False,
+    "local_rank": 1,
+    "mixed_precision": "bf16",
+    "max_eval_steps": 4,
+    "logging_dir": "logs",
+    "save_safetensors": False,
+    "speed_metrics_start_step": 3,
+    "set_dataset_epoch": False,
+    "config_overrides": {"model.num_layers": 7, "run.fresh": True},
+}
+IMPLEMENTED = {f.name for f in dataclasses.fields(TrainingArguments)} - {
+    f.name for f in dataclasses.fields(ReservedArguments)
+}
+
+
+def made(**values: Any) -> TrainingArguments:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return TrainingArguments(**values)
+
+
+def test_the_table_of_other_values_covers_every_implemented_field() -> None:
+    assert set(OTHER_VALUES) == IMPLEMENTED
+
+
+@pytest.mark.parametrize("name", sorted(OTHER_VALUES))
+def test_args_to_config_to_args_keeps_the_field(name: str) -> None:
+    args = made(**{name: OTHER_VALUES[name]})
+    again = config_to_args(args_to_config(args))
+    assert getattr(again, name) == getattr(args, name) == OTHER_VALUES[name]
+    assert again == args
+
+
+def test_args_to_config_to_args_keeps_all_fields_at_once() -> None:
+    args = made(**{**OTHER_VALUES, "mixed_precision": None})
+    assert config_to_args(args_to_config(args)) == args
+
+
+@pytest.mark.parametrize("name", sorted(set(OTHER_VALUES) - {"lr_scheduler_kwargs"}))
+def test_every_implemented_field_reaches_the_configuration(name: str) -> None:
+    """Alone or in a part's field, or in `trainer` where only the Trainer can act on it."""
+    assert args_to_config(made(**{name: OTHER_VALUES[name]})) != args_to_config(TrainingArguments())
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_arguments_survive_the_round_trip(seed: int) -> None:
+    rng = random.Random(seed)
+    names = [name for name in OTHER_VALUES if rng.random() < 0.4 and name != "mixed_precision"]
+    args = made(**{name: OTHER_VALUES[name] for name in names})
+    assert config_to_args(args_to_config(args, world_size=2), world_size=2) == args
+
+
+def test_defaults_need_neither_trainer_nor_overrides() -> None:
+    config = args_to_config(TrainingArguments())
+    assert config.trainer == {}
+    assert config_to_args(config).config_overrides is None
+    validate(config)
+
+
+def test_the_defaults_mean_hugging_faces_run() -> None:
+    flat = to_flat(args_to_config(TrainingArguments(), world_size=2))
+    expected = {
+        "run.output_dir": ".",
+        "run.name": "trainer_output",
+        "train.micro_batch_size": 8,
+        "train.global_batch_size": 16,
+        "train.num_epochs": 3.0,
+        "train.train_iters": None,
+        "train.drop_last": False,
+        "optimizer.optimizer": "adam",
+        "optimizer.lr": 5e-5,
+        "optimizer.min_lr": None,
+        "optimizer.weight_decay": 0.0,
+        "optimizer.clip_grad": 1.0,
+        "scheduler.lr_decay_style": "linear",
+        "scheduler.lr_warmup_iters": 0,
+        "validation.eval_interval": None,
+        "validation.eval_each_epoch": False,
+        "validation.eval_after_training": False,
+        "validation.eval_iters": None,
+        "validation.eval_global_batch_size": 16,
+        "logger.log_interval": 500,
+        "dataset.num_workers": 0,
+        "dataset.persistent_workers": False,
+        "dist.distributed_timeout_minutes": 30.0,
+        "rng.seed": 42,
+        "mixed_precision": None,
+    }
+    assert {key: flat[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"output_dir": "out/a"}, {"run.output_dir": "out", "run.name": "a"}),
+        ({"output_dir": "/out/a/"}, {"run.output_dir": "/out", "run.name": "a"}),
+        ({"max_steps": 7}, {"train.train_iters": 7, "train.num_epochs": None}),
+        ({"gradient_accumulation_steps": 4}, {"train.micro_batch_size": 8, "train.global_batch_size": 32}),
+        ({"max_grad_norm": 0}, {"optimizer.clip_grad": None}),
+        ({"max_grad_norm": None}, {"optimizer.clip_grad": None}),
+        ({"optim": "sgd"}, {"optimizer.optimizer": "sgd", "optimizer.sgd_momentum": 0.0}),
+        ({"bf16": True}, {"mixed_precision": "bf16_mixed"}),
+        ({"mixed_precision": "bf16"}, {"mixed_precision": "bf16_mixed"}),
+        ({"mixed_precision": "no"}, {"mixed_precision": None}),
+        ({"logging_strategy": "no"}, {"logger.log_interval": 0, "logger.log_on_each_epoch": False}),
+        ({"logging_strategy": "epoch"}, {"logger.log_interval": 0, "logger.log_on_each_epoch": True}),
+        ({"logging_steps": 0.1, "max_steps": 95}, {"logger.log_interval": 10}),
+        (
+            {"eval_strategy": "steps", "logging_steps": 20},
+            {"validation.eval_interval": 20, "validation.eval_after_training": True},
+        ),
+        ({"eval_strategy": "steps", "eval_steps": 0.25, "max_steps": 10}, {"validation.eval_interval": 3}),
+        ({"eval_strategy": "steps", "eval_delay": 30}, {"validation.start_eval_at_iter": 30}),
+        (
+            {"eval_strategy": "epoch", "eval_delay": 1.5},
+            {"validation.eval_each_epoch": True, "validation.start_eval_at_epoch": 1.5},
+        ),
+        ({"max_eval_steps": 9}, {"validation.eval_iters": 9}),
+        ({"warmup_steps": 12}, {"scheduler.lr_warmup_iters": 12}),
+        ({"warmup_steps": 0.07}, {"scheduler.lr_warmup_fraction": 0.07, "scheduler.lr_warmup_iters": 0}),
+        ({"warmup_steps": 0.07, "max_steps": 99}, {"scheduler.lr_warmup_iters": 7}),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 9}, {"scheduler.lr_warmup_iters": 0}),
+        ({"ddp_timeout": 90}, {"dist.distributed_timeout_minutes": 1.5}),
+        ({"use_cpu": True}, {"dist.device": "cpu"}),
+        ({"log_level": "info"}, {"logger.logging_level": 20}),
+        ({"metric_for_best_model": "accuracy"}, {"validation.greater_is_better": None}),
+        ({"train_sampling_strategy": "sequential"}, {"dataset.shuffle": False}),
+        ({"label_names": ["y"]}, {"trainer": {"label_names": ["y"]}}),
+        ({"config_overrides": {"model": {"num_layers": 2}, "optimizer.lr": 1}}, {"model.num_layers": 2}),
+        ({"config_overrides": {"optimizer.lr": 1}, "learning_rate": 2.0}, {"optimizer.lr": 1.0}),
+    ],
+)
+def test_arguments_mean_what_hugging_face_means(arguments: dict[str, Any], expected: dict[str, Any]) -> None:
+    flat = to_flat(args_to_config(made(**arguments)))
+    assert {key: flat[key] for key in expected} == expected
+
+
+def test_a_share_of_a_run_by_epochs_takes_the_length_of_the_data() -> None:
+    args = TrainingArguments(logging_steps=0.1, num_train_epochs=2, warmup_steps=0.05)
+    with pytest.raises(ConfigError, match=r"logging_steps=0.1 is a share of the run, whose length .* not known"):
+        args_to_config(args)
+    config = args_to_config(args, num_samples_per_epoch=404)  # 51 steps of 8 an epoch
+    assert config.logger.log_interval == math.ceil(102 * 0.1)
+    assert config.scheduler.lr_warmup_iters == math.ceil(102 * 0.05)
+    assert config_to_args(config).logging_steps == 11
+
+
+def test_only_shares_of_a_run_come_back_as_steps() -> None:
+    assert SHARES == ("logging_steps", "eval_steps")
+    args = TrainingArguments(eval_strategy="steps", eval_steps=0.25, max_steps=100)
+    assert config_to_args(args_to_config(args)).eval_steps == 25
+
+
+def test_a_mistyped_override_names_the_nearest_key() -> None:
+    with pytest.raises(ConfigError, match=r"'optimizer.lrr'. Did you mean 'optimizer.lr'"):
+        args_to_config(TrainingArguments(config_overrides={"optimizer.lrr": 1}))
+
+
+def test_a_foreign_key_in_trainer_is_refused() -> None:
+    config = from_dict({"trainer": {"label_name": ["x"]}, "optimizer.lr": 1.0, "train.train_iters": 1})
+    config.train.micro_batch_size = 1
+    with pytest.raises(ConfigError, match=r"no argument 'label_name'. Did you mean 'label_names'"):
+        validate(config)
+
+
+def test_a_value_assigned_after_construction_is_checked() -> None:
+    args = TrainingArguments()
+    args.fsdp = "full_shard"
+    with pytest.raises(ConfigError, match="fsdp='full_shard' is not supported yet"):
+        args_to_config(args)
+
+
+def test_conversions_repeat_no_warning() -> None:
+    args = made(save_steps=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert config_to_args(args_to_config(args)).save_steps == 5
+
+
+def test_a_changed_configuration_wins_over_the_spelling_of_the_arguments() -> None:
+    config = args_to_config(TrainingArguments(optim="adamw_torch", max_steps=50, num_train_epochs=7))
+    merge(config, {"optimizer.optimizer": "sgd", "optimizer.sgd_momentum": 0.0})
+    merge(config, {"train.train_iters": None, "train.num_epochs": 2.0})
+    args = config_to_args(config)
+    assert (args.optim, args.num_train_epochs, args.max_steps) == ("sgd", 2.0, -1)
+    assert args_to_config(args) == config
+
+
+def learning_rate(config: ConfigContainer, step: int, total: int) -> float:
+    """The learning rate after `step` steps by the formulae of the scheduler's specification."""
+    scheduler, top, low = config.scheduler, config.optimizer.lr or 0.0, config.optimizer.min_lr or 0.0
+    warmup = scheduler.lr_warmup_iters
+    if warmup and step <= warmup:
+        return scheduler.lr_warmup_init + (top - scheduler.lr_warmup_init) * step / warmup
+    if scheduler.lr_decay_style == "constant":
+        return top
+    if scheduler.lr_decay_style == "inverse-square-root":
+        return max(low, top * math.sqrt(warmup) / math.sqrt(step))
+    if scheduler.lr_decay_style == "WSD":
+        length = scheduler.lr_wsd_decay_iters or 1
+        done = max(0.0, (step - (total - length)) / length)
+        shapes = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done)), "minus_sqrt": 1 - math.sqrt(done)}
+        return low + (top - low) * shapes[scheduler.lr_wsd_decay_style]
+    done = (step - warmup) / (total - warmup)
+    share = 1 - done if scheduler.lr_decay_style == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return low + (top - low) * share
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("linear", None),
+        ("cosine", None),
+        ("cosine", {"num_cycles": 0.5}),
+        ("cosine_with_min_lr", {"min_lr": 1e-5}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.2}),
+        ("constant", None),
+        ("constant_with_warmup", None),
+        ("inverse_sqrt", None),
+        ("warmup_stable_decay", {"num_decay_steps": 20}),
+        ("warmup_stable_decay", {"num_decay_steps": 20, "decay_type": "linear", "min_lr_ratio": 0.1}),
+        ("warmup_stable_decay", {"num_decay_steps": 20, "decay_type": "1-sqrt", "min_lr_ratio": 0.1}),
+    ],
+)
+@pytest.mark.parametrize("warmup_steps", [0, 7, 0.07])
+def test_a_schedule_follows_hugging_faces_curve(name: str, kwargs: dict[str, Any] | None, warmup_steps: float) -> None:
+    if name == "inverse_sqrt":
+        warmup_steps = warmup_steps or 1  # without a warm-up it is refused, see below
+    total = 99
+    args = TrainingArguments(
+        lr_scheduler_type=name,
+        lr_scheduler_kwargs=kwargs,
+        warmup_steps=warmup_steps,
+        learning_rate=0.01,
+        max_steps=total,
+    )
+    config = args_to_config(args)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.01)
+    theirs = transformers.get_scheduler(
+        name, optimizer, args.get_warmup_steps(total), total, scheduler_specific_kwargs=kwargs
+    )
+    for step in range(total):
+        assert learning_rate(config, step, total) == pytest.approx(theirs.get_last_lr()[0], rel=1e-6, abs=1e-12), step
+        optimizer.step()
+        theirs.step()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lr_scheduler_type": "inverse_sqrt"}, "takes warmup_steps > 0"),
+        (
+            {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 5, "lr_scheduler_kwargs": {"timescale": 9}},
+            "timescale=9 must equal warmup_steps=5",
+        ),
+        ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 2}}, "num_cycles=2 must be 0.5"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "takes lr_scheduler_kwargs with one of min_lr, min_lr_rate"),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, "num_decay_steps"),
+        ({"lr_scheduler_kwargs": {"power": 2}}, "lr_scheduler_kwargs of 'linear' has 'power'"),
+    ],
+)
+def test_a_schedule_that_ours_cannot_follow_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        args_to_config(TrainingArguments(**arguments))

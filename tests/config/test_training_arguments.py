@@ -1,0 +1,217 @@
+"""`TrainingArguments` has the names and defaults of Hugging Face's, and refuses what it does not do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+import transformers
+
+from onstep.config import TrainingArguments, UnknownArgumentError
+from onstep.config.reserved_arguments import ReservedArguments
+from onstep.errors import ConfigError
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+HF_FIELDS = dataclasses.fields(transformers.TrainingArguments)
+OUR_FIELDS = {field.name: field for field in dataclasses.fields(TrainingArguments)}
+FORGATHER_ONLY = {
+    "max_eval_steps": -1,
+    "epoch_train_steps": 100000,
+    "speed_metrics_start_step": 1,
+    "set_dataset_epoch": True,
+    "gc_threshold": 0.5,
+    "eval_on_save": False,
+    "preserve_best_model": False,
+    "preserve_n_best": 1,
+    "best_model_metric": "loss",
+    "fuse_optim_with_backward": False,
+    "mixed_precision": None,
+    "logging_dir": None,
+    "overwrite_output_dir": False,
+    "save_safetensors": True,
+}
+
+
+@pytest.mark.parametrize("field", HF_FIELDS, ids=lambda field: field.name)
+def test_every_hugging_face_field_exists_with_its_default(field: dataclasses.Field[Any]) -> None:
+    assert field.name in OUR_FIELDS
+    assert default_of(OUR_FIELDS[field.name]) == default_of(field)
+    assert TrainingArguments(**{field.name: default_of(field)}) == TrainingArguments()
+
+
+def test_the_other_names_are_forgathers_with_its_defaults() -> None:
+    extra = {name: default_of(field) for name, field in OUR_FIELDS.items()}
+    for field in HF_FIELDS:
+        extra.pop(field.name)
+    assert extra.pop("config_overrides") is None
+    assert extra == FORGATHER_ONLY
+
+
+def test_what_hugging_faces_own_dictionary_holds_is_accepted() -> None:
+    theirs = transformers.TrainingArguments("out", use_cpu=True, max_steps=5, eval_strategy="steps", warmup_steps=0.1)
+    ours = TrainingArguments(**theirs.to_dict())
+    assert (ours.output_dir, ours.max_steps, ours.eval_steps, ours.do_eval) == ("out", 5, 500, True)
+    assert ours.warmup_steps == 0.1
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(ReservedArguments)])
+def test_a_field_without_effect_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"TrainingArguments\.{name}=.* is not supported yet") as error:
+        TrainingArguments(**{name: "something else"})
+    assert f"leave it at its default {OUR_FIELDS[name].default!r}" in str(error.value)
+
+
+def test_a_refused_token_is_not_shown() -> None:
+    with pytest.raises(ConfigError) as error:
+        TrainingArguments(hub_token="hf_secret")
+    assert "hf_secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"fsdp": "full_shard"}, r"fsdp='full_shard' is not supported yet .*leave it at its default None"),
+        ({"fp16": True}, r"fp16=True is not supported yet .*use bf16=True"),
+        ({"optim": "adamw_torch_8bit"}, r"optim='adamw_torch_8bit' .*Did you mean 'adamw_torch'"),
+        ({"lr_scheduler_type": "polynomial"}, r"lr_scheduler_type='polynomial' is not supported; use one of 'linear'"),
+        ({"eval_strategy": "step"}, r"eval_strategy='step' .*Did you mean 'steps'"),
+        ({"mixed_precision": "fp16"}, r"mixed_precision='fp16' is not supported"),
+        ({"ddp_backend": "mpi"}, r"ddp_backend='mpi' is not supported"),
+        ({"bf16": True, "mixed_precision": "no"}, r"bf16=True contradicts mixed_precision='no'"),
+        ({"learning_rate": "fast"}, r"learning_rate='fast' must be float"),
+        ({"max_steps": 2.5}, r"max_steps=2.5 must be int"),
+        ({"per_device_train_batch_size": 0}, r"per_device_train_batch_size=0 must be > 0"),
+        ({"warmup_steps": -1}, r"warmup_steps=-1 must be >= 0"),
+        ({"num_train_epochs": 0}, r"num_train_epochs=0.0 must be > 0"),
+        ({"logging_steps": 0}, r"logging_steps=0 must be > 0 with the strategy 'steps'"),
+        ({"logging_steps": 2.5}, r"logging_steps=2.5 must be a whole number of steps, or a share below 1"),
+        ({"resume_from_checkpoint": "out/checkpoint-5"}, r"checkpoints come with a later version"),
+        ({"include_for_metrics": ["logits"]}, r"'logits'; it may hold 'inputs' and 'loss'"),
+        ({"average_tokens_across_devices": False}, r"average_tokens_across_devices=False is not supported"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_at_construction(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainingArguments(**values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"report_to": []},
+        {"report_to": None},
+        {"gradient_checkpointing": False},
+        {"save_strategy": "no"},
+        {"disable_tqdm": True},
+        {"remove_unused_columns": False},
+        {"resume_from_checkpoint": True},
+        {"resume_from_checkpoint": False},
+        {"max_grad_norm": None},
+        {"learning_rate": "3e-4"},
+        {"local_rank": 3},
+    ],
+)
+def test_what_means_the_default_or_has_an_effect_is_accepted(values: dict[str, Any]) -> None:
+    TrainingArguments(**values)
+
+
+def test_an_unknown_keyword_is_a_type_error_that_names_the_nearest() -> None:
+    with pytest.raises(UnknownArgumentError, match=r"no argument 'learning_rat'. Did you mean 'learning_rate'\?"):
+        TrainingArguments(learning_rat=1e-3)  # type: ignore[call-arg]
+    assert issubclass(UnknownArgumentError, TypeError)
+    assert issubclass(UnknownArgumentError, ConfigError)
+
+
+def test_a_name_of_older_transformers_says_what_to_use() -> None:
+    with pytest.raises(TypeError, match="Use warmup_steps: below 1 it is a share of the run"):
+        TrainingArguments(warmup_ratio=0.1)  # type: ignore[call-arg]
+
+
+def test_checkpoint_settings_are_accepted_with_one_warning() -> None:
+    with pytest.warns(UserWarning, match="only the final weights are written") as warned:
+        args = TrainingArguments(save_steps=100, save_total_limit=2, save_only_model=True)
+    assert len(warned) == 1
+    assert args.save_total_limit == 2
+    assert warned[0].filename == __file__
+
+
+def test_the_output_folder_may_be_given_by_position() -> None:
+    assert TrainingArguments("out/here", max_steps=5).output_dir == "out/here"
+    assert TrainingArguments().output_dir == transformers.TrainingArguments(use_cpu=True).output_dir
+
+
+def test_unset_eval_steps_are_logging_steps() -> None:
+    args = TrainingArguments(eval_strategy="steps", logging_steps=7)
+    assert (args.eval_steps, args.do_eval) == (7, True)
+
+
+def test_enum_members_are_kept_as_their_values() -> None:
+    args = TrainingArguments(
+        lr_scheduler_type=transformers.SchedulerType.COSINE,  # type: ignore[arg-type]
+        eval_strategy=transformers.IntervalStrategy.EPOCH,  # type: ignore[arg-type]
+    )
+    assert (args.lr_scheduler_type, args.eval_strategy) == ("cosine", "epoch")
+    assert type(args.eval_strategy) is str
+    assert args.eval_strategy == transformers.IntervalStrategy.EPOCH
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 1, 7, 7.9, 0.1, 0.07, 0.333])
+def test_warmup_steps_are_those_of_hugging_face(warmup_steps: float) -> None:
+    theirs = transformers.TrainingArguments(use_cpu=True, warmup_steps=warmup_steps)
+    ours = TrainingArguments(warmup_steps=warmup_steps)
+    lengths = (1, 10, 99, 100, 1000)
+    assert [ours.get_warmup_steps(n) for n in lengths] == [theirs.get_warmup_steps(n) for n in lengths]
+
+
+def test_ranks_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    args = TrainingArguments(use_cpu=True)
+    assert (args.world_size, args.process_index, args.local_process_index) == (1, 0, 0)
+    assert (args.should_log, args.should_save, args.device, args.n_gpu) == (True, True, "cpu", 0)
+    for name, value in {"RANK": "4", "LOCAL_RANK": "0", "WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    assert (args.world_size, args.process_index, args.local_process_index) == (8, 4, 0)
+    assert (args.should_log, args.should_save) == (True, False)
+    assert not TrainingArguments(log_on_each_node=False).should_log
+
+
+def test_batch_sizes_are_those_of_one_rank() -> None:
+    args = TrainingArguments(per_device_train_batch_size=3, per_device_eval_batch_size=5)
+    assert (args.train_batch_size, args.eval_batch_size) == (3, 5)
+
+
+def test_the_dictionary_is_json_and_rebuilds_the_arguments() -> None:
+    args = TrainingArguments("out", max_steps=5, label_names=["labels"])
+    assert json.loads(args.to_json_string()) == args.to_dict()
+    again = {name: value for name, value in args.to_dict().items() if not name.endswith("_token")}
+    assert TrainingArguments(**again) == args
+
+
+def test_arguments_are_an_ordinary_dataclass() -> None:
+    args = TrainingArguments("out", max_steps=5)
+    changed = dataclasses.replace(args, learning_rate=1e-3)
+    assert (changed.learning_rate, changed.max_steps, args.learning_rate) == (1e-3, 5, 5e-5)
+    assert dataclasses.asdict(changed)["learning_rate"] == 1e-3
+
+
+def test_assigned_values_are_checked_again_on_demand() -> None:
+    args = TrainingArguments()
+    args.learning_rate = math.inf
+    with pytest.raises(ConfigError, match="learning_rate=inf"):
+        args.check()
+
+
+def test_a_subclass_may_add_fields() -> None:
+    @dataclasses.dataclass(kw_only=True)
+    class MyArguments(TrainingArguments):
+        temperature: float = 1.0
+
+    assert MyArguments("out", temperature=0.5).temperature == 0.5

@@ -98,11 +98,13 @@ def test_what_is_due_is_no_request_and_can_be_vetoed():
 
 def test_filling_keeps_what_was_asked_for_earlier_in_the_step():
     control = Control()
+    control.log()
+    control.evaluate()
     control.save("now")
 
     control.fill(log=False, evaluate=False, save=False)
 
-    assert flags(control) == {"should_save"}
+    assert flags(control) == {"should_log", "should_evaluate", "should_save"}
 
 
 def test_flags_are_plain_booleans_whatever_was_assigned():

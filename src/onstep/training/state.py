@@ -77,7 +77,7 @@ class GlobalState:
             return self.given_args
         from onstep.config import config_to_args
 
-        return config_to_args(self.cfg)
+        return config_to_args(self.cfg, world_size=self.world.size)
 
     @cached_property
     def nominal_step_size(self) -> float:

@@ -13,6 +13,7 @@ from torch import nn
 from onstep.data import IteratorReader, StepBatches
 from onstep.errors import DataError
 from onstep.events import CallbackManager
+from onstep.schedules import is_due
 from onstep.training.anomalies import AnomalyWatch
 from onstep.training.best_metric import note_best_metric
 from onstep.training.decisions import agree
@@ -126,8 +127,7 @@ def train_epoch(loop: Loop) -> None:
     tell("on_epoch_end")
     if control.should_abort_without_save:
         return
-    config = state.cfg
-    control.fill(log=config.logger.log_on_each_epoch, evaluate=config.validation.eval_each_epoch, save=False)
+    fill_what_is_due_after_an_epoch(state)
     act_on_decisions(loop)
 
 
@@ -186,12 +186,21 @@ def advance(state: GlobalState, batches: StepBatches) -> None:
 
 def fill_what_is_due(state: GlobalState) -> None:
     """Put into the control what is due at this step, where callbacks may veto it."""
-    config, step = state.cfg, state.train_state.step
-    log_every, eval_every = config.logger.log_interval, config.validation.eval_interval
-    start_eval = config.validation.start_eval_at_iter or 0
+    logger_config, validation, step = state.cfg.logger, state.cfg.validation, state.train_state.step
     state.control.fill(
-        log=bool(log_every) and (step % log_every == 0 or (step == 1 and config.logger.log_first_step)),
-        evaluate=eval_every is not None and eval_every > 0 and step % eval_every == 0 and step >= start_eval,
+        log=is_due(step, logger_config.log_interval) or (step == 1 and logger_config.log_first_step),
+        evaluate=is_due(step, validation.eval_interval, start=validation.start_eval_at_iter or 0),
+        save=False,
+    )
+
+
+def fill_what_is_due_after_an_epoch(state: GlobalState) -> None:
+    """Put into the control what is due when an epoch has ended."""
+    validation = state.cfg.validation
+    first_epoch = validation.start_eval_at_epoch or 0
+    state.control.fill(
+        log=state.cfg.logger.log_on_each_epoch,
+        evaluate=validation.eval_each_epoch and state.trainer_state.epoch >= first_epoch,
         save=False,
     )
 

@@ -58,10 +58,6 @@ class RepeatingLoader:
         rows = next(iter(batch.values())).shape[0]
         self._step = StepBatches([batch], None, rows, [False])
 
-    def has_next(self) -> bool:
-        """There is always more."""
-        return True
-
     def read(self, num_microbatches: int) -> StepBatches:
         """The step."""
         return self._step

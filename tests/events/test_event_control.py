@@ -47,7 +47,9 @@ def test_a_request_says_who_asked_for_what_when_and_why():
 
     control.stop("loss is 4 times its best")
 
-    assert str(control.requests[0]) == "asked to stop by 'Divergence' during 'on_log' on rank 2: loss is 4 times its best"
+    assert (
+        str(control.requests[0]) == "asked to stop by 'Divergence' during 'on_log' on rank 2: loss is 4 times its best"
+    )
 
 
 def test_an_abort_also_stops_and_is_one_request():
@@ -117,7 +119,7 @@ def test_flags_are_plain_booleans_whatever_was_assigned():
 
 
 def test_a_mistyped_flag_is_refused_with_the_real_ones():
-    with pytest.raises(AttributeError, match="no flag 'should_stop'.*should_training_stop"):
+    with pytest.raises(AttributeError, match=r"no flag 'should_stop'.*should_training_stop"):
         Control().should_stop = True
 
 

@@ -322,7 +322,7 @@ def test_the_warning_points_at_the_line_that_adds():
     class Typo(Callback):
         def on_train_step_ends(self, context): ...
 
-    with pytest.warns(UserWarning) as warned:
+    with pytest.warns(UserWarning, match="is no event") as warned:
         CallbackManager().add([Typo()])
 
     assert warned[0].filename == __file__
@@ -389,7 +389,9 @@ def test_every_must_be_a_whole_number_from_one(every):
         CallbackManager().register("on_log", print, every=every)
 
 
-@pytest.mark.parametrize(("option", "value"), [("ranks", "rank0"), ("ranks", 0), ("on_error", "ignore"), ("on_error", 1)])
+@pytest.mark.parametrize(
+    ("option", "value"), [("ranks", "rank0"), ("ranks", 0), ("on_error", "ignore"), ("on_error", 1)]
+)
 @pytest.mark.parametrize("base", [Recorder, HfRecorder])
 def test_a_mistyped_option_of_our_classes_is_refused(base, option, value):
     with pytest.raises(TypeError, match=rf"{option} of Wrong must be '.*, got {value!r}"):

@@ -32,7 +32,9 @@ def args(tmp_path):
 def training(run, args):
     """A run of 10 steps over 5 to an epoch."""
     run.args = args
-    run.facts = RunFacts(max_steps=10, num_train_epochs=2, steps_per_epoch=5, logging_steps=2, eval_steps=3, save_steps=4)
+    run.facts = RunFacts(
+        max_steps=10, num_train_epochs=2, steps_per_epoch=5, logging_steps=2, eval_steps=3, save_steps=4
+    )
     return run
 
 

@@ -103,6 +103,10 @@ class TrainLoader:
         self._samples_in_epoch += step.num_samples or 0
         return step
 
+    def has_next(self, num_microbatches: int) -> bool:
+        """Whether this epoch has another step; False exactly where `read` would return None."""
+        return self._rows_of_next_step(num_microbatches) > 0
+
     def seek(self, epoch: int, samples_in_epoch: int) -> None:
         """Continue from this position, at a cost that does not depend on it.
 

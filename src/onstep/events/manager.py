@@ -9,7 +9,7 @@ from inspect import ismethod
 from typing import TYPE_CHECKING, Any
 
 from onstep.events.context import CallbackContext
-from onstep.events.moments import BY_NAME, MOMENTS, VALID_EVENTS, Moment, moment_of
+from onstep.events.moments import MOMENTS, VALID_EVENTS, Moment, moment_of
 from onstep.events.registration import (
     Listener,
     Registration,
@@ -50,6 +50,7 @@ class CallbackManager:
         self._registrations: list[Registration] = []
         self._disabled: dict[int, Any] = {}
         """By id; the objects are kept, so that no id is given out again."""
+        self._heard: set[str] = set()
         self.listeners = Listeners()
 
     @property
@@ -121,7 +122,7 @@ class CallbackManager:
 
     def has_callbacks(self, event_name: str) -> bool:
         """Whether anybody listens to an event; False for an unknown one."""
-        return event_name in BY_NAME and bool(getattr(self.listeners, event_name))
+        return event_name in self._heard
 
     def explain(self, event_name: str) -> str:
         """The order in which an event's callbacks are told, one a line.
@@ -232,6 +233,7 @@ class CallbackManager:
         for event in VALID_EVENTS:
             told = (one for registration in self._registrations for one in registration.listeners.get(event, ()))
             setattr(self.listeners, event, tuple(told))
+        self._heard = {event for event in VALID_EVENTS if getattr(self.listeners, event)}
 
 
 def _instances(callback: Any) -> Iterator[Any]:

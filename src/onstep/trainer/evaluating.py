@@ -44,7 +44,7 @@ class EvaluationJob:
         if self._keeps_predictions:
             run.forward_step.collector = PredictionCollector(
                 trainer.args.label_names or ["labels"],
-                self._ignore_keys,
+                [*self._ignore_keys, *_ignored_by(run.module)],
                 trainer.preprocess_logits_for_metrics,
                 keep_inputs="inputs" in trainer.args.include_for_metrics,
             )
@@ -79,6 +79,12 @@ class EvaluationJob:
         metrics = compute(EvalPrediction(self.predictions, self.label_ids, inputs))
         prefix = f"{self._prefix}_"
         return {key if key.startswith(prefix) else prefix + key: _plain(value) for key, value in metrics.items()}
+
+
+def _ignored_by(module: Any) -> list[str]:
+    """Outputs, such as a key/value cache, that a `transformers` model says are no predictions."""
+    config = getattr(module, "config", None)
+    return list(getattr(config, "keys_to_ignore_at_inference", None) or [])
 
 
 def _plain(value: Any) -> Any:

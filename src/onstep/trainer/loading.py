@@ -26,7 +26,7 @@ def train_loader(trainer: Trainer, state: GlobalState, module: nn.Module) -> Tra
     train, options = config.train, config.dataset
     assert train.micro_batch_size is not None
     assert train.global_batch_size is not None
-    common = {
+    common: dict[str, Any] = {
         "micro_batch_size": train.micro_batch_size,
         "rank": world.rank,
         "world_size": world.size,

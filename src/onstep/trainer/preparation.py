@@ -120,11 +120,13 @@ def _build(trainer: Trainer, world: World, for_training: bool) -> Preparation:
     state.flops_per_token = 6.0 * _non_embedding_parameters(module)
     tell = Teller(trainer.callback_manager, state, [module])
     run = Preparation(state, module, [module], forward_step, tell)
-    trainer.global_state, trainer.active_run = state, run
     if for_training:
+        trainer.global_state, trainer.active_run = state, run
         _build_training(trainer, run, num_samples)
-    else:
+        return run
+    if trainer.global_state is None:
         count_steps(state, None)
+    trainer.global_state, trainer.active_run = state, run
     return run
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from onstep.data import EvalLoader, StepBatches
+from onstep.distributed import World
 from onstep.events import CallbackManager
 from onstep.training.decisions import agree
 from onstep.training.forward_step import prepare_forward_step_func
-from onstep.training.losses import evaluation_sums, read_loss
+from onstep.training.losses import MicroLoss, evaluation_sums, read_loss
 from onstep.training.state import GlobalState
 from onstep.training.step import MicroBatches, step_batches
 from onstep.training.telling import Teller
@@ -58,12 +60,12 @@ def evaluate(
     try:
         tell(f"on_{kind}_start")
         started = time.perf_counter()
-        sums, samples, batches = _sum_batches(state, forward_step_func, data_iterator, model, tell, kind, verbose)
-        losses = {key: top / bottom.clamp(min=1) for key, (top, bottom) in sums.items()}
+        totals = _sum_batches(state, forward_step_func, data_iterator, model, tell, kind, verbose)
+        losses = {key: top / bottom.clamp(min=1) for key, (top, bottom) in totals.sums.items()}
         means = total_losses(losses)
         collected = non_loss_data_func(model) if non_loss_data_func is not None else None
         prefix = metric_key_prefix or kind
-        metrics = _metrics(prefix, losses, samples, batches, time.perf_counter() - started)
+        metrics = _metrics(prefix, losses, totals, time.perf_counter() - started)
         metrics |= extra_metrics() if extra_metrics is not None else {}
         metrics["epoch"] = state.trainer_state.epoch
         state.last_metrics = metrics
@@ -75,6 +77,23 @@ def evaluate(
     return means, collected, False
 
 
+@dataclass
+class _Totals:
+    """What is added up over the batches of an evaluation."""
+
+    sums: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    samples: int = 0
+    batches: int = 0
+    counts_tokens: bool = False
+
+    def add(self, micros: list[MicroLoss], world: World) -> None:
+        """Add one global batch. Collective."""
+        self.counts_tokens = micros[0].tokens is not None
+        for key, (top, bottom) in evaluation_sums(micros, world).items():
+            before = self.sums.get(key)
+            self.sums[key] = (top, bottom) if before is None else (before[0] + top, before[1] + bottom)
+
+
 def _sum_batches(
     state: GlobalState,
     forward_step_func: Callable[..., Any],
@@ -83,22 +102,21 @@ def _sum_batches(
     tell: Teller,
     kind: str,
     verbose: bool,
-) -> tuple[dict[str, tuple[Tensor, Tensor]], int, int]:
-    sums: dict[str, tuple[Tensor, Tensor]] = {}
+) -> _Totals:
+    totals = _Totals()
     start_event, end_event = f"on_{kind}_step_start", f"on_{kind}_step_end"
-    samples = batches = 0
     for number, step in enumerate(eval_batches(state, data_iterator), start=1):
         if verbose and state.world.is_main:
             print(f"Evaluating iter {number}/{state.cfg.validation.eval_iters or '?'}")  # noqa: T201 - asked for
         tell(start_event)
         with torch.no_grad():
-            _add(sums, _losses_of(state, forward_step_func, step, model))
+            totals.add(_micro_losses(state, forward_step_func, step, model), state.world)
         tell(end_event)
         agree(state)
-        samples += step.num_samples or 0
-        batches += 1
-    state.train_state.consumed_valid_samples += samples
-    return sums, samples, batches
+        totals.samples += step.num_samples or 0
+        totals.batches += 1
+    state.train_state.consumed_valid_samples += totals.samples
+    return totals
 
 
 def eval_batches(state: GlobalState, data_iterator: Any) -> Iterator[StepBatches]:
@@ -114,9 +132,9 @@ def eval_batches(state: GlobalState, data_iterator: Any) -> Iterator[StepBatches
             return
 
 
-def _losses_of(
+def _micro_losses(
     state: GlobalState, forward_step_func: Callable[..., Any], step: StepBatches, model: list[nn.Module]
-) -> dict[str, tuple[Tensor, Tensor]]:
+) -> list[MicroLoss]:
     iterator = MicroBatches(step, state.world.device)
     weighting = state.cfg.train.loss_weighting
     micros = []
@@ -125,7 +143,7 @@ def _losses_of(
         with state.autocast():
             output, loss_function = forward_step_func(iterator, model[0])
             micros.append(read_loss(loss_function(output), batch, weighting, step.is_filler[index]))
-    return evaluation_sums(micros, state.world)
+    return micros
 
 
 def total_losses(losses: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -134,27 +152,19 @@ def total_losses(losses: dict[str, Tensor]) -> dict[str, Tensor]:
     return reported or ({"lm loss": losses["loss"]} if losses else {})
 
 
-def _add(sums: dict[str, tuple[Tensor, Tensor]], parts: dict[str, tuple[Tensor, Tensor]]) -> None:
-    for key, (top, bottom) in parts.items():
-        if key in sums:
-            sums[key] = (sums[key][0] + top, sums[key][1] + bottom)
-        else:
-            sums[key] = (top, bottom)
-
-
-def _metrics(prefix: str, means: dict[str, Tensor], samples: int, batches: int, seconds: float) -> dict[str, Any]:
+def _metrics(prefix: str, losses: dict[str, Tensor], totals: _Totals, seconds: float) -> dict[str, Any]:
     """Plain numbers under Hugging Face's names: `eval_loss`, `eval_perplexity`, rates."""
     metrics: dict[str, Any] = {}
-    for key, mean in means.items():
+    for key, mean in losses.items():
         if key == "lm loss":
             continue
         metrics[f"{prefix}_{key}"] = mean.item()
     loss = metrics.get(f"{prefix}_loss")
-    if loss is not None:
+    if loss is not None and totals.counts_tokens:
         metrics[f"{prefix}_perplexity"] = perplexity(loss)
     metrics[f"{prefix}_runtime"] = round(seconds, 4)
-    metrics[f"{prefix}_samples_per_second"] = round(samples / seconds, 3) if seconds else math.nan
-    metrics[f"{prefix}_steps_per_second"] = round(batches / seconds, 3) if seconds else math.nan
+    metrics[f"{prefix}_samples_per_second"] = round(totals.samples / seconds, 3) if seconds else math.nan
+    metrics[f"{prefix}_steps_per_second"] = round(totals.batches / seconds, 3) if seconds else math.nan
     return metrics
 
 

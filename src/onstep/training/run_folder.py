@@ -18,7 +18,15 @@ from onstep.errors import ConfigError, RunExistsError
 
 Status = Literal["running", "completed", "stopped", "failed"]
 
-HARMLESS = ("run.", "logger.", "trainer.", "env_vars", "dataset.num_workers", "dataset.pin_memory", "dataset.persistent_workers")
+HARMLESS = (
+    "run.",
+    "logger.",
+    "trainer.",
+    "env_vars",
+    "dataset.num_workers",
+    "dataset.pin_memory",
+    "dataset.persistent_workers",
+)
 """Keys that do not change what is learned."""
 
 

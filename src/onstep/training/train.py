@@ -116,19 +116,31 @@ def train_epoch(loop: Loop) -> None:
     state, control, tell, on = loop.state, loop.state.control, loop.tell, loop.tell.on
     control.honoured("should_epoch_stop")
     tell("on_epoch_start")
-    while (has_data := loop.reader.has_next()) and not is_finished(state):
+    has_data = True
+    while has_data and not is_finished(state) and not control.should_epoch_stop:
+        has_data = has_next_step(loop)
+        if not has_data:
+            break
         if on.on_step_begin:
             tell("on_step_begin")
-        run_step(loop, loop.reader.read(state.num_microbatches))
-        if control.should_epoch_stop:
-            break
-    if not has_data or control.should_epoch_stop:
+        batches = loop.reader.read(state.num_microbatches)
+        if batches is None:
+            has_data = False
+        else:
+            run_step(loop, batches)
+    if not has_data or control.should_epoch_stop or not has_next_step(loop):
         end_epoch(loop)
     tell("on_epoch_end")
     if control.should_abort_without_save:
         return
     fill_what_is_due_after_an_epoch(state)
     act_on_decisions(loop)
+
+
+def has_next_step(loop: Loop) -> bool:
+    """Whether the epoch has another step; data without a length tells only when it is read."""
+    has_next = getattr(loop.reader, "has_next", None)
+    return has_next is None or bool(has_next(loop.state.num_microbatches))
 
 
 def end_epoch(loop: Loop) -> None:
@@ -143,9 +155,11 @@ def end_epoch(loop: Loop) -> None:
             raise DataError("The training data ended before its first step; it must yield at least one global batch.")
         logger.warning("the training data is exhausted at step %d; training ends", progress.step)
         loop.state.data_exhausted = True
+        return
     progress.epoch += 1
     progress.samples_in_epoch = progress.steps_in_epoch = 0
-    loop.reader.seek(progress.epoch, 0)
+    if not isinstance(loop.reader, IteratorReader):
+        loop.reader.seek(progress.epoch, 0)
 
 
 def run_step(loop: Loop, batches: StepBatches) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -10,6 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onstep.config.parts import DistributedDataParallelConfig
 from onstep.distributed.world import World
+
+
+# torch 2.13 renamed the argument; the old name goes when 2.13 is the oldest supported
+_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if _RENAMED else "broadcast_buffers"
 
 
 def data_parallel(chunks: list[nn.Module], world: World, config: DistributedDataParallelConfig) -> list[nn.Module]:
@@ -26,7 +32,7 @@ def data_parallel(chunks: list[nn.Module], world: World, config: DistributedData
             device_ids=device_ids,
             bucket_cap_mb=config.bucket_cap_mb,
             find_unused_parameters=config.find_unused_parameters,
-            broadcast_buffers=config.broadcast_buffers,
+            **{_SYNC_BUFFERS: config.broadcast_buffers},
             gradient_as_bucket_view=config.gradient_as_bucket_view,
         )
         for chunk in chunks

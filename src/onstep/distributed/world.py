@@ -6,6 +6,7 @@ A world of one takes the same path as a world of many: it has a process group to
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -76,6 +77,7 @@ class World:
     def close(self) -> None:
         """Destroy the process group if `open_world` made it; no collective, so also right after an exception."""
         if self.owns_group and dist.is_initialized():
+            gc.collect()  # a data-parallel wrapper left in a cycle would keep gloo's threads alive past their group
             dist.destroy_process_group()
         self.owns_group = False
 

@@ -55,6 +55,12 @@ class Preparation:
         """Whether the final weights go to the run's folder."""
         return self.state.run_folder is not None and self.state.cfg.run.save_weights
 
+    def release(self) -> None:
+        """End worker processes and let go of the data-parallel wrapper."""
+        if self.train_data is not None:
+            self.train_data.close()
+        self.model = self.tell.model = [self.module]
+
     def note_metrics(self, metrics: dict[str, Any]) -> None:
         """Follow the metric that tells the best model."""
         note_best_metric(self.state, metrics)
@@ -78,8 +84,7 @@ def prepare(trainer: Trainer, *, for_training: bool) -> Iterator[Preparation]:
             yield run
             status = "stopped" if run.state.was_stopped else "completed"
         finally:
-            if run.train_data is not None:
-                run.train_data.close()
+            run.release()
             if for_training and run.state.run_folder is not None and world.is_main:
                 run.state.run_folder.finish(status, run.state.train_state.step)
     finally:

@@ -112,12 +112,19 @@ def claim_run_folder(config: ConfigContainer) -> Claim:
     folder = RunFolder(Path(config.run.output_dir) / config.run.name)
     if config.run.fresh:
         folder = _next_free(folder)
-    if folder.run_json.exists():
+    if folder.run_json.exists() and not _failed_before_its_first_step(folder):
         _check_same_run(folder, config)
         return Claim(folder, is_finished=True)
-    _make_writable(folder)
+    if not folder.run_json.exists():
+        _make_writable(folder)
     _start(folder, config)
     return Claim(folder, is_finished=False)
+
+
+def _failed_before_its_first_step(folder: RunFolder) -> bool:
+    """Whether the run there never trained: a mended configuration may take its place."""
+    content = folder.read()
+    return content.get("status") == "failed" and not content.get("step") and not folder.journal.exists()
 
 
 def _next_free(folder: RunFolder) -> RunFolder:

@@ -1,0 +1,166 @@
+"""The command line as a user starts it: real processes, real files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SMALL = [
+    "dataset.split=80,10,10",
+    "dataset.seq_length=32",
+    "model.seq_length=32",
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.num_attention_heads=2",
+    "train.global_batch_size=4",
+    "train.train_iters=6",
+    "scheduler.lr_warmup_iters=2",
+    "validation.eval_interval=3",
+    "validation.eval_iters=2",
+    "logger.log_interval=2",
+    "dist.device=cpu",
+]
+
+
+class Shell:
+    """Runs `onstep` in a folder of its own."""
+
+    def __init__(self, folder: Path, corpus: Path, cache: Path) -> None:
+        self.folder = folder
+        self.small = [*SMALL, f"dataset.paths=[{corpus}]", f"dataset.cache_dir={cache}"]
+
+    def onstep(self, *words: str, ranks: int | None = None) -> subprocess.CompletedProcess[str]:
+        launcher = [] if ranks is None else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command = [sys.executable, *launcher, "-m", "onstep", *words]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+        )
+
+
+@pytest.fixture
+def shell(tmp_path: Path, corpus: Path, token_cache: Path) -> Shell:
+    return Shell(tmp_path, corpus, token_cache)
+
+
+def test_train_leaves_a_run_that_generate_continues_from(shell: Shell) -> None:
+    done = shell.onstep("train", *shell.small)
+    assert done.returncode == 0, done.stderr
+    run = shell.folder / "runs" / "tiny_gpt"
+    assert json.loads((run / "run.json").read_text())["status"] == "completed"
+    records = json.loads((run / "trainer_logs.json").read_text())
+    assert [record["global_step"] for record in records if "loss" in record] == [2, 4, 6]
+    assert [record["global_step"] for record in records if "eval_loss" in record] == [3, 6, 6]
+    assert sum("test_loss" in record for record in records) == 1
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "model" / "model.safetensors").exists()
+    assert "eval-loss" in done.stdout
+    assert "runs/tiny_gpt" in done.stdout
+
+    text = shell.onstep("generate", "runs/tiny_gpt", "def ", "--max-new-tokens", "20", "--seed", "1")
+    assert text.returncode == 0, text.stderr
+    assert text.stdout.startswith("def ")
+    assert shell.onstep("generate", "runs/tiny_gpt", "def ", "--max-new-tokens", "20", "--seed", "1").stdout == text.stdout
+
+    again = shell.onstep("train", *shell.small)
+    assert again.returncode == 0
+    assert "is finished" in again.stdout
+    assert "run.fresh=true" in again.stdout
+    assert "run.name=" in again.stdout
+
+    other = shell.onstep("train", *shell.small, "optimizer.lr=1e-3")
+    assert other.returncode == 1
+    assert "optimizer.lr" in other.stderr
+    assert json.loads((run / "trainer_logs.json").read_text()) == records
+
+    fresh = shell.onstep("train", *shell.small, "optimizer.lr=1e-3", "run.fresh=true")
+    assert fresh.returncode == 0, fresh.stderr
+    assert json.loads((shell.folder / "runs" / "tiny_gpt-2" / "run.json").read_text())["status"] == "completed"
+
+
+def test_train_under_torchrun_gives_the_losses_of_one_process(shell: Shell) -> None:
+    assert shell.onstep("train", *shell.small, "run.name=one").returncode == 0
+    done = shell.onstep("train", *shell.small, "run.name=two", ranks=2)
+    assert done.returncode == 0, done.stderr
+
+    def losses(name: str) -> list[float]:
+        records = json.loads((shell.folder / "runs" / name / "trainer_logs.json").read_text())
+        return [record[key] for record in records for key in ("loss", "eval_loss", "test_loss") if key in record]
+
+    assert losses("two") == pytest.approx(losses("one"), rel=1e-6)
+    assert "What this run left" in done.stdout
+    assert done.stdout.count("What this run left") == 1
+
+
+def test_the_users_own_callback_is_brought_by_import(shell: Shell) -> None:
+    (shell.folder / "my.py").write_text(
+        "from onstep import Callback\n"
+        "class Mine(Callback):\n"
+        "    def on_train_end(self, context):\n"
+        "        print('mine was told at step', context.state.train_state.step)\n"
+    )
+    done = shell.onstep("train", *shell.small, "--import", "my.py", "callbacks=[my:Mine]")
+    assert done.returncode == 0, done.stderr
+    assert "mine was told at step 6" in done.stdout
+
+
+def test_a_configuration_file_is_read_and_never_imports_code(shell: Shell) -> None:
+    shown = shell.onstep("config", "show", *shell.small)
+    assert shown.returncode == 0, shown.stderr
+    (shell.folder / "mine.yaml").write_text(shown.stdout)
+    done = shell.onstep("train", "mine.yaml", "run.name=mine")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((shell.folder / "runs" / "mine" / "run.json").read_text())["step"] == 6
+
+    (shell.folder / "bad.yaml").write_text("callbacks: ['os:system']\n")
+    refused = shell.onstep("train", "bad.yaml")
+    assert refused.returncode == 1
+    assert "never imports code" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["optimizer.lrr=1"], "optimizer.lr"),
+        (["train.train_iters=many"], "train.train_iters"),
+        (["nonsense"], "key=value"),
+        (["dataset.paths=[/nowhere/at/all]"], "/nowhere/at/all"),
+        (["train.global_batch_size=5", "train.micro_batch_size=2"], "train.global_batch_size=5"),
+        (["run.output_dir=/dev/null/runs"], "/dev/null/runs"),
+        (["callbacks=[nowhere:Thing]"], "nowhere"),
+        (["dataset.seq_length=9000000", "model.seq_length=9000000"], "9000000"),
+    ],
+)
+def test_bad_input_is_refused_before_training_with_help(shell: Shell, words: list[str], said: str) -> None:
+    done = shell.onstep("train", *shell.small, *words)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: "), done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (shell.folder / "runs" / "tiny_gpt" / "trainer_logs.json").exists()
+
+
+def test_help_imports_neither_torch_nor_typer() -> None:
+    code = (
+        "import sys; from onstep.cli.main import main; main(['--help']);"
+        "sys.exit(bool({'torch', 'typer', 'omegaconf', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "train" in done.stdout
+
+
+def test_importing_onstep_does_not_import_torch() -> None:
+    code = "import sys, onstep; from onstep import Callback, CallbackManager; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_unknown_command_names_the_nearest(shell: Shell) -> None:
+    done = shell.onstep("trian")
+    assert done.returncode == 1
+    assert "'train'" in done.stderr

@@ -56,7 +56,8 @@ class PaddingCollator:
             for key in features[0]
             if key in padded
         }
-        return batch | default_data_collator(rest)
+        batch.update(default_data_collator(rest))
+        return batch
 
 
 def _values(features: Sequence[Mapping[str, Any]], key: str) -> list[Any]:

@@ -58,6 +58,8 @@ class IterableLoader:
         stream = RowStream(source, self._layout, collate_fn, already_batched)
         self._reader = StreamReader(stream, num_workers=num_workers, pin_memory=pin_memory, seed=seed)
         self._seeding = EpochSeeding(source, seed, rank)
+        self._stream: Iterator[FetchedRow] | None = None
+        self._stream_state: Any = None
         self.seek(epoch, samples_in_epoch)
 
     @property
@@ -108,8 +110,8 @@ class IterableLoader:
             raise DataError(f"a position must be >= 0, got epoch {epoch}, sample {samples_in_epoch}")
         self._epoch = epoch
         self._samples_in_epoch = samples_in_epoch
-        self._stream_state: Any = None
-        self._stream: Iterator[FetchedRow] | None = None
+        self._stream_state = None
+        self._stream = None
 
     def state_dict(self) -> dict[str, Any]:
         """The position after what was handed out; the state of a stateful iterable is under "stream"."""

@@ -62,6 +62,7 @@ class TrainLoader:
             persistent_workers=persistent_workers,
             seed=seed,
         )
+        self._stream: Iterator[FetchedRow] | None = None
         self.seek(epoch, samples_in_epoch)
 
     @property
@@ -120,7 +121,7 @@ class TrainLoader:
             )
         self._epoch = epoch
         self._samples_in_epoch = samples_in_epoch
-        self._stream: Iterator[FetchedRow] | None = None
+        self._stream = None
 
     def state_dict(self) -> dict[str, Any]:
         """The position after what was handed out."""
@@ -156,6 +157,6 @@ class TrainLoader:
             raise DataError("the training dataset is empty: it has 0 samples")
         if self._drop_last and self._num_samples < step_size:
             raise DataError(
-                f"the training dataset has {self._num_samples} samples, fewer than one global batch of {step_size}, and "
-                "drop_last=True drops a shorter tail; use a smaller global_batch_size, more data, or drop_last=False"
+                f"the training dataset has {self._num_samples} samples, fewer than one global batch of {step_size}; "
+                "drop_last=True drops a shorter tail: use a smaller global_batch_size, more data, or drop_last=False"
             )

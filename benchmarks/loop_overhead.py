@@ -1,13 +1,14 @@
 """What the loop costs over bare PyTorch: the same steps in the same process, interleaved, medians.
 
-Run with `make bench`. Each row repeats a block of steps of the plain loop and of Onstep's, alternately, and compares the
-median time of a step. The micro model is one linear layer, so that its row shows the loop's own microseconds; the ratio
+Run with `make bench`. Each row repeats a block of steps of the plain loop and of Onstep's, alternately, and compares
+the median time of a step. The micro model is one linear layer, so that its row shows the loop's own microseconds; the ratio
 that users feel is the one on the tiny GPT.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import io
 import statistics
 import tempfile
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plain_loop import mean_loss, plain_loop
 from torch import Tensor, nn
 
 from onstep import CallbackManager, DefaultMetrics, InfoCallback, JsonLogger, ProgressCallback
@@ -30,6 +30,7 @@ from onstep.optim import build_optimizer
 from onstep.recipes import tiny_gpt_pretrain_config
 from onstep.training import GlobalState, forward_step, train
 from onstep.training.setup import count_steps, resolve_vocabulary, scheduler_for
+from plain_loop import mean_loss, plain_loop
 
 LR, MIN_LR, WARMUP, DECAY, BETAS, CLIP = 1e-3, 1e-4, 5, 0.1, (0.9, 0.95), 1.0
 
@@ -132,7 +133,7 @@ def time_plain(case: Case) -> float:
 
 def time_onstep(case: Case, callbacks: list[Any], log_interval: int, folder: str) -> float:
     """Seconds a step of `onstep.training.train` with the same optimizer, clip, schedule and batches."""
-    config = case.config.__class__(**{**vars(case.config)})
+    config = copy.deepcopy(case.config)
     config.train.train_iters = case.steps
     config.optimizer.lr, config.optimizer.min_lr = LR, MIN_LR
     config.optimizer.weight_decay, config.optimizer.clip_grad = DECAY, CLIP
@@ -170,7 +171,12 @@ def compare(case: Case, make_callbacks: Callable[[], list[Any]], log_interval: i
 
 def default_callbacks() -> list[Any]:
     """What `onstep train` registers, with rows instead of a bar, written nowhere."""
-    return [DefaultMetrics(), ProgressCallback(use_tqdm=False, output_stream=io.StringIO()), InfoCallback(), JsonLogger()]
+    return [
+        DefaultMetrics(),
+        ProgressCallback(use_tqdm=False, output_stream=io.StringIO()),
+        InfoCallback(),
+        JsonLogger(),
+    ]
 
 
 def unheard_event_ns() -> float:
@@ -208,7 +214,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     gpt, micro = tiny_gpt(options.gpt_steps), micro_model(options.micro_steps)
-    print(f"torch {torch.__version__}, {options.threads} threads, {options.repetitions} interleaved repetitions, medians")
+    print(
+        f"torch {torch.__version__}, {options.threads} threads, {options.repetitions} interleaved repetitions, medians"
+    )
     print(f"{'case':<46}{'plain ms':>10}{'onstep ms':>11}{'over us':>9}{'ratio':>8}  limit")
     rows: list[tuple[str, Case, Callable[[], list[Any]], int, str]] = [
         ("micro model, no callbacks", micro, list, 0, "15 us"),

@@ -12,8 +12,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from onstep.config import ConfigContainer  # noqa: E402 - the environment comes first
-from onstep.recipes import tiny_gpt_pretrain_config  # noqa: E402
+from onstep.config import ConfigContainer
+from onstep.recipes import tiny_gpt_pretrain_config
 
 
 @pytest.fixture(autouse=True)

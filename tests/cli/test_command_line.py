@@ -65,7 +65,9 @@ def test_train_leaves_a_run_that_generate_continues_from(shell: Shell) -> None:
     text = shell.onstep("generate", "runs/tiny_gpt", "def ", "--max-new-tokens", "20", "--seed", "1")
     assert text.returncode == 0, text.stderr
     assert text.stdout.startswith("def ")
-    assert shell.onstep("generate", "runs/tiny_gpt", "def ", "--max-new-tokens", "20", "--seed", "1").stdout == text.stdout
+    assert (
+        shell.onstep("generate", "runs/tiny_gpt", "def ", "--max-new-tokens", "20", "--seed", "1").stdout == text.stdout
+    )
 
     again = shell.onstep("train", *shell.small)
     assert again.returncode == 0

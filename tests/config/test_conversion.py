@@ -202,8 +202,6 @@ OTHER_VALUES: dict[str, Any] = {
     "max_eval_steps": 4,
     "logging_dir": "logs",
     "save_safetensors": False,
-    "speed_metrics_start_step": 3,
-    "set_dataset_epoch": False,
     "config_overrides": {"model.num_layers": 7, "run.fresh": True},
 }
 IMPLEMENTED = {f.name for f in dataclasses.fields(TrainingArguments)} - {

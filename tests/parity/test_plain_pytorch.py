@@ -16,7 +16,7 @@ from onstep.models import Transformer, build_transformer
 from onstep.training.setup import resolve_vocabulary
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from plain_loop import plain_loop  # noqa: E402 - the loop that the benchmark measures against
+from plain_loop import plain_loop
 
 STEPS, LR, MIN_LR, WARMUP, DECAY, BETAS, CLIP = 50, 3e-3, 3e-4, 5, 0.1, (0.9, 0.95), 0.5
 

@@ -28,8 +28,8 @@ def test_a_recipe_is_built_anew_each_time(name: str) -> None:
 def test_tiny_gpt_is_the_same_run_on_any_number_of_ranks() -> None:
     config = tiny_gpt_pretrain_config()
     runs = [resolve(config, ranks).train for ranks in (1, 2, 4)]
-    assert {run.global_batch_size for run in runs} == {16}
-    assert [run.micro_batch_size for run in runs] == [16, 8, 4]
+    assert {run.global_batch_size for run in runs} == {8}
+    assert [run.micro_batch_size for run in runs] == [8, 4, 2]
 
 
 def test_qwen_has_the_published_sizes() -> None:

@@ -55,7 +55,6 @@ NOT_NEGATIVE = (
     "save_steps",
     "dataloader_num_workers",
     "seed",
-    "speed_metrics_start_step",
 )
 
 RENAMED = {

@@ -38,6 +38,8 @@ REASONS = {
     "overwrite_output_dir": "config_overrides={'run.fresh': True} starts a new run beside the old one",
     "epoch_train_steps": "give the length of a run over data without a length as max_steps",
     "fuse_optim_with_backward": "the update follows the whole backward pass",
+    "speed_metrics_start_step": "the speed of a run is measured from the end of its first step",
+    "set_dataset_epoch": "a dataset with set_epoch is told the epoch",
 }
 """Why, or what to do instead, where there is more to say than 'not supported yet'."""
 
@@ -136,6 +138,8 @@ class ReservedArguments:
     preserve_n_best: int = 1
     best_model_metric: str = "loss"
     fuse_optim_with_backward: bool = False
+    speed_metrics_start_step: int = 1
+    set_dataset_epoch: bool = True
 
 
 def check_reserved(arguments: ReservedArguments) -> None:

@@ -111,6 +111,7 @@ class TrainingArguments(ReservedArguments):
     prediction_loss_only: bool = False
     eval_on_start: bool = False
     eval_accumulation_steps: int | None = None
+    """Accepted as it is: predictions leave the device with every batch."""
     include_for_metrics: list[str] = field(default_factory=list)
     save_only_model: bool = False
     save_strategy: str = "steps"
@@ -154,10 +155,6 @@ class TrainingArguments(ReservedArguments):
     logging_dir: str | None = None
     """Where the journal is written; None is `output_dir`."""
     save_safetensors: bool = True
-    speed_metrics_start_step: int = 1
-    """The step after which the speed of the run is measured."""
-    set_dataset_epoch: bool = True
-    """Tell a dataset with `set_epoch` the epoch."""
     config_overrides: dict[str, Any] | None = None
     """Values of the `ConfigContainer` that have no name above, by section or dotted key; they win."""
 

@@ -77,7 +77,9 @@ def _stack(key: str, values: list[Any]) -> Any:
             return torch.from_numpy(np.stack(values))
         return torch.tensor(values)
     except (RuntimeError, ValueError, TypeError) as error:
-        shapes = ", ".join(sorted({str(np.shape(value)) for value in values if _is_sequence(value)})) or "numbers"
+        shapes = (
+            ", ".join(sorted({str(tuple(np.shape(value))) for value in values if _is_sequence(value)})) or "numbers"
+        )
         raise DataError(
             f"samples cannot be stacked: {key!r} has {shapes} within one micro-batch ({error}); "
             "pad them, for example with collate_fn=PaddingCollator(pad_id)"

@@ -96,7 +96,10 @@ def default_corpus_files() -> list[Path]:
         DataError: where this Python comes without its sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [f for f in root.rglob("*.py") if _NOT_CORPUS.isdisjoint(f.relative_to(root).parts[:-1]) and f.is_file()]
+    files: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _NOT_CORPUS]  # walks no further into these
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
         raise DataError(f"no Python sources below {root} for the default corpus; set dataset.paths to text of your own")
     return sorted(files, key=lambda f: f.relative_to(root).as_posix())

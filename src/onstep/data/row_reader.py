@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from onstep.data.fetch import Collate, as_it_is, fetch_function, pin, should_pin
 from onstep.data.rows import FetchedRow, Row
+from onstep.data.workers import batches_from_workers, end_workers
 from onstep.errors import DataError
 
 
@@ -51,7 +52,10 @@ class RowReader:
 
     def close(self) -> None:
         """End the workers that are kept over epochs; those of one epoch end with its iterator."""
+        kept = self._loader._iterator if self._loader is not None else None
         self._loader = None
+        if kept is not None:
+            end_workers(kept)
 
     def _read_here(self, rows: Iterator[Row]) -> Iterator[FetchedRow]:
         fetch, pins_memory = fetch_function(self._dataset, self._collate_fn), self._pins_memory
@@ -63,7 +67,7 @@ class RowReader:
         handed_out = self._feed.start(rows)
         if self._loader is None:
             self._loader = self._make_loader()
-        for batch in self._loader:
+        for batch in batches_from_workers(self._loader):
             yield _fetched(batch, handed_out.popleft())
 
     def _make_loader(self) -> DataLoader[Any]:

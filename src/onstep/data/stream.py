@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from onstep.data.collate import default_data_collator
 from onstep.data.fetch import Collate, as_it_is, pin, should_pin
 from onstep.data.rows import FetchedRow, RowLayout
+from onstep.data.workers import batches_from_workers
 from onstep.errors import DataError
 
 
@@ -61,7 +62,7 @@ class RowStream:
             pin_memory=pin_memory,
             generator=generator,
         )
-        for row in loader:
+        for row in batches_from_workers(loader):
             yield FetchedRow(*row)
 
     def _rows_of_samples(self, skip_samples: int) -> Iterator[FetchedRow]:

@@ -171,8 +171,8 @@ def _encode(tokenizer: Tokenizer, document: Document) -> npt.NDArray[Any]:
             f"{document.place} has token ids from {ids.min()} to {ids.max()}, but they must be >= 0 and below the "
             f"tokenizer's vocab_size {tokenizer.vocab_size}; check the tokenizer"
         )
-    # Widened first: the end token need not fit the type that the tokenizer gave.
-    return ids if tokenizer.eos_id is None else np.append(ids.astype(np.uint32), np.uint32(tokenizer.eos_id))
+    # As uint32, because the end token need not fit the type that the tokenizer gave.
+    return ids if tokenizer.eos_id is None else np.append(ids, np.uint32(tokenizer.eos_id))
 
 
 def _listed(files: Sequence[Path]) -> str:

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from onstep.config.parts import DistributedDataParallelConfig
 from onstep.distributed.world import World
 
-
 # torch 2.13 renamed the argument; the old name goes when 2.13 is the oldest supported
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if _RENAMED else "broadcast_buffers"
@@ -26,13 +25,14 @@ def data_parallel(chunks: list[nn.Module], world: World, config: DistributedData
     if world.size == 1:
         return chunks
     device_ids: list[Any] | None = [world.device] if world.device.type == "cuda" else None
+    sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: config.broadcast_buffers}
     return [
         DistributedDataParallel(
             chunk,
             device_ids=device_ids,
             bucket_cap_mb=config.bucket_cap_mb,
             find_unused_parameters=config.find_unused_parameters,
-            **{_SYNC_BUFFERS: config.broadcast_buffers},
+            **sync_buffers,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
         )
         for chunk in chunks

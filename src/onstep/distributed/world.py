@@ -77,7 +77,10 @@ class World:
     def close(self) -> None:
         """Destroy the process group if `open_world` made it; no collective, so also right after an exception."""
         if self.owns_group and dist.is_initialized():
-            gc.collect()  # a data-parallel wrapper left in a cycle would keep gloo's threads alive past their group
+            if (
+                self.size > 1
+            ):  # a data-parallel wrapper left in a cycle would keep gloo's threads alive past their group
+                gc.collect()
             dist.destroy_process_group()
         self.owns_group = False
 

@@ -36,7 +36,8 @@ def build_optimizer(model_chunks: list[nn.Module], config: OptimizerConfig) -> T
     if config.lr is None or config.lr < 0:
         raise ConfigError(f"optimizer.lr must be a number >= 0, got {config.lr}; set it, for example to 3e-4")
     groups = _param_groups(model_chunks, config.weight_decay)
-    return TrainingOptimizer(_torch_optimizer(groups, config, config.lr), clip_grad=config.clip_grad)
+    optimizer = _torch_optimizer(groups, config, config.lr)
+    return TrainingOptimizer(optimizer, clip_grad=config.clip_grad, order=list(_trainable(model_chunks)))
 
 
 def wrap_optimizer(optimizer: Foreign, clip_grad: float | None) -> TrainingOptimizer | Foreign:

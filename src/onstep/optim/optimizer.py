@@ -24,13 +24,20 @@ class TrainingOptimizer:
     Args:
         clip_grad: largest global L2 norm of the gradients; None or 0 does not clip.
         gate: the gate to use; None makes one for the device of the first parameter.
+        order: parameters in the order in which their gradients enter the global norm, which its last bits depend on;
+            None is the order of the groups.
 
     Raises:
         ConfigError: `clip_grad` is negative, or the optimizer needs a closure.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, *, clip_grad: float | None = 1.0, gate: FiniteGate | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip_grad: float | None = 1.0,
+        gate: FiniteGate | None = None,
+        order: list[Parameter] | None = None,
     ) -> None:
         if clip_grad is not None and not clip_grad >= 0:
             raise ConfigError(f"clip_grad must be > 0, got {clip_grad}; pass None or 0 for no clipping")
@@ -40,6 +47,7 @@ class TrainingOptimizer:
             )
         self.optimizer = optimizer
         self.clip_grad = clip_grad
+        self._order = list(order or [])
         self.gate = finite_gate(self._params()[0].device) if gate is None else gate
         # torch's own zero_grad spends most of its time on profiling; a subclass may mean something else by it.
         self._clears_plainly = type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad
@@ -100,7 +108,7 @@ class TrainingOptimizer:
         Returns:
             The L2 norm of the scaled gradients before clipping, 0-d on their device; the host does not wait for it.
         """
-        grads = [grad for group in self.optimizer.param_groups for p in group["params"] if (grad := p.grad) is not None]
+        grads = [grad for param in self._ordered if (grad := param.grad) is not None]
         with torch.no_grad():
             norm = self._global_norm(grads)
             if grad_scale is not None:
@@ -143,6 +151,8 @@ class TrainingOptimizer:
     def _survey(self) -> None:
         """Note what prepare and apply need to know of the parameters, so that they need not look at every step."""
         params = self._params()
+        rank: dict[Tensor, int] = {param: place for place, param in enumerate(self._order)}
+        self._ordered = sorted(params, key=lambda param: rank.get(param, len(rank)))
         dtypes = {param.dtype for param in params}
         has_low_precision = not dtypes.isdisjoint(_LOW_PRECISION)
         wide = torch.float64 if torch.float64 in dtypes else torch.float32

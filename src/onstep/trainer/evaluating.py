@@ -2,89 +2,97 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.loading import eval_loader
-from onstep.trainer.outputs import EvalPrediction
-from onstep.trainer.predictions import PredictionCollector
+from onstep.trainer.outputs import EvalPrediction, PredictionOutput
+from onstep.trainer.predictions import Collected, PredictionCollector
+from onstep.trainer.session import Session
+from onstep.trainer.wrappers import inner_module
 from onstep.training.evaluation import evaluate
-
-if TYPE_CHECKING:
-    from onstep.trainer.preparation import Preparation
-    from onstep.trainer.trainer import Trainer
 
 
 class EvaluationJob:
-    """Evaluates a dataset with the loop's `evaluate` and collects predictions where somebody wants them."""
+    """Evaluates a dataset with the loop's `evaluate` and collects predictions where somebody wants them.
+
+    Args:
+        prefix: what the metrics' names start with.
+        ignore_keys: outputs of the model that are no predictions.
+        is_test: a test, for `predict`: all of the set, which may have no labels.
+    """
 
     def __init__(
         self,
-        trainer: Trainer,
-        run: Preparation,
-        ignore_keys: list[str],
+        trainer: BaseTrainer,
+        session: Session,
         prefix: str,
+        ignore_keys: list[str] | None = None,
         *,
-        is_test: bool,
-        keeps_predictions: bool,
+        is_test: bool = False,
     ) -> None:
         self._trainer = trainer
-        self._run = run
+        self._session = session
         self._prefix = prefix
         self._is_test = is_test
-        self._ignore_keys = ignore_keys
-        self._keeps_predictions = keeps_predictions
-        self.metrics: dict[str, Any] = {}
-        self.predictions: Any = None
-        self.label_ids: Any = None
+        self._ignore_keys = [*(ignore_keys or ()), *_no_predictions(session.module)]
+        self._collected = Collected()
 
-    def run(self, dataset: Any) -> None:
+    def run(self, dataset: Any) -> PredictionOutput:
         """Evaluate. Collective."""
-        trainer, run, state = self._trainer, self._run, self._run.state
-        loader = eval_loader(trainer, state, dataset, run.module)
-        if self._keeps_predictions:
-            run.forward_step.collector = PredictionCollector(
-                trainer.args.label_names or ["labels"],
-                [*self._ignore_keys, *_ignored_by(run.module)],
-                trainer.preprocess_logits_for_metrics,
-                keep_inputs="inputs" in trainer.args.include_for_metrics,
-            )
-        before = state.eval_dataloader
-        state.eval_dataloader = loader
+        session = self._session
+        state, step = session.state, session.forward_step
+        before = state.eval_dataloader, step.collector
+        loader = eval_loader(dataset, session.collate, state.cfg, state.world, is_test=self._is_test)
+        state.eval_dataloader, step.collector = loader, self._collector()
         try:
             evaluate(
                 state,
-                run.forward_step,
+                step,
                 loader,
-                run.model,
+                session.model,
                 None,
                 state.cfg.model,
                 is_test=self._is_test,
-                tell=run.tell,
+                tell=session.tell,
                 metric_key_prefix=self._prefix,
                 extra_metrics=self._computed_metrics,
             )
         finally:
-            run.forward_step.collector = None
-            state.eval_dataloader = before
-        self.metrics = state.last_metrics
+            state.eval_dataloader, step.collector = before
+        return PredictionOutput(self._collected.predictions, self._collected.label_ids, state.last_metrics)
+
+    def _collector(self) -> PredictionCollector | None:
+        trainer = self._trainer
+        is_wanted = self._is_test or trainer.compute_metrics is not None
+        if not is_wanted or trainer.args.prediction_loss_only:
+            return None
+        keeps_inputs = "inputs" in trainer.args.include_for_metrics
+        return PredictionCollector(
+            self._session.labels,
+            self._ignore_keys,
+            trainer.preprocess_logits_for_metrics,
+            getattr(self._session.module, "main_input_name", "input_ids") if keeps_inputs else None,
+            self._is_test,
+        )
 
     def _computed_metrics(self) -> dict[str, Any]:
-        collector = self._run.forward_step.collector
+        collector, compute = self._session.forward_step.collector, self._trainer.compute_metrics
         if collector is None:
             return {}
-        self.predictions, self.label_ids, inputs = collector.gather(self._run.state.world)
-        compute = self._trainer.compute_metrics
-        if compute is None or self.label_ids is None:
+        self._collected = predictions, label_ids, inputs, losses = collector.gather(self._session.state.world)
+        if compute is None or predictions is None or label_ids is None:
             return {}
-        metrics = compute(EvalPrediction(self.predictions, self.label_ids, inputs))
+        wanted_losses = losses if "loss" in self._trainer.args.include_for_metrics else None
+        metrics = compute(EvalPrediction(predictions, label_ids, inputs, wanted_losses))
         prefix = f"{self._prefix}_"
         return {key if key.startswith(prefix) else prefix + key: _plain(value) for key, value in metrics.items()}
 
 
-def _ignored_by(module: Any) -> list[str]:
+def _no_predictions(module: Any) -> list[str]:
     """Outputs, such as a key/value cache, that a `transformers` model says are no predictions."""
-    config = getattr(module, "config", None)
-    return list(getattr(config, "keys_to_ignore_at_inference", None) or [])
+    config = getattr(inner_module(module), "config", None)
+    return list(getattr(config, "keys_to_ignore_at_inference", None) or ["past_key_values"])
 
 
 def _plain(value: Any) -> Any:

@@ -1,28 +1,39 @@
-"""What kind of loss a model, a `compute_loss` or a `compute_loss_func` gives: a mean, or a share of the step's loss."""
+"""What kind of loss a model, a `compute_loss` or a `compute_loss_func` gives: a mean, or a share of the step's loss.
+
+A mean is always right to assume of code that is not handed `num_items_in_batch`: it is weighted by the micro-batch's
+labels. Only code that is certain to divide by the number is handed it.
+"""
 
 from __future__ import annotations
 
+import ast
 import dis
 import inspect
+import textwrap
 from collections.abc import Callable
+from functools import lru_cache
+from types import CodeType
 from typing import Any, Literal
 
 from torch import nn
+
+from onstep.trainer.wrappers import inner_module
 
 Convention = Literal["share", "mean"]
 NUM_ITEMS = "num_items_in_batch"
 
 
 def of_model(model: nn.Module) -> Convention:
-    """A `transformers` model that takes loss keywords divides by `num_items_in_batch`; any other gives a mean."""
+    """A model whose `forward` names `num_items_in_batch`, or hands its keywords to its `loss_function`, gives a share.
+
+    A model's own `accepts_loss_kwargs` decides where it is set.
+    """
+    model = inner_module(model)
     stated = getattr(model, "accepts_loss_kwargs", None)
     if stated is not None:
         return "share" if stated else "mean"
-    parameters = inspect.signature(model.forward).parameters
-    if NUM_ITEMS in parameters:
-        return "share"
-    takes_kwargs = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    return "share" if takes_kwargs and hasattr(model, "loss_function") else "mean"
+    forward = model.forward
+    return "share" if _divides_by_items(getattr(forward, "__func__", forward)) else "mean"
 
 
 def of_function(function: Callable[..., Any]) -> Convention:
@@ -30,39 +41,73 @@ def of_function(function: Callable[..., Any]) -> Convention:
 
     Many overridden `compute_loss` have the parameter only because the base class has, and return a plain mean.
     """
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    while hasattr(function, "func"):  # partials
-        function = function.func
-    if not hasattr(function, "__code__"):
-        function = type(function).__call__
+    function = _plain(function)
     parameters = inspect.signature(function).parameters
-    name = NUM_ITEMS if NUM_ITEMS in parameters else _var_keyword(parameters)
-    return "share" if name is not None and _reads(function, name) else "mean"
+    code = getattr(function, "__code__", None)
+    if NUM_ITEMS in parameters:
+        return "share" if code is None or _loads(code, NUM_ITEMS) else "mean"
+    return "share" if _takes_keywords(function) and code is not None and _spells(code, NUM_ITEMS) else "mean"
+
+
+def hands_on(compute_loss: Callable[..., Any]) -> bool:
+    """Whether an overridden `compute_loss` hands `num_items_in_batch`, or all its keywords, to another one.
+
+    What `super().compute_loss(...)` gives then decides what the override gives.
+    """
+    function = _plain(compute_loss)
+    code = getattr(function, "__code__", None)
+    if code is None or "compute_loss" not in code.co_names:
+        return False
+    parameters = inspect.signature(function).parameters.values()
+    keywords = (p.name for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD)
+    return any(_loads(code, name) for name in (NUM_ITEMS, *keywords))
 
 
 def accepts_num_items(function: Callable[..., Any]) -> bool:
     """Whether a function can be called with `num_items_in_batch`."""
-    parameters = inspect.signature(function).parameters
-    return NUM_ITEMS in parameters or _var_keyword(parameters) is not None
+    return NUM_ITEMS in inspect.signature(function).parameters or _takes_keywords(function)
 
 
-def is_causal(model: nn.Module) -> bool:
-    """Whether the model predicts the next token and shifts its labels itself, as `transformers` models do."""
-    loss_type = getattr(model, "loss_type", None)
-    return loss_type == "ForCausalLM" or type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-
-
-def _var_keyword(parameters: Any) -> str | None:
-    return next((name for name, p in parameters.items() if p.kind is inspect.Parameter.VAR_KEYWORD), None)
-
-
-def _reads(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function's own code loads its parameter `name`, also in a nested function."""
-    code = getattr(function, "__code__", None)
-    if code is None:
+@lru_cache(maxsize=64)
+def _divides_by_items(forward: Callable[..., Any]) -> bool:
+    if NUM_ITEMS in inspect.signature(forward).parameters:
         return True
-    return any(step.opname.startswith("LOAD") and _mentions(step.argval, name) for step in dis.get_instructions(code))
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
+    except (OSError, SyntaxError, TypeError):  # no source to look at
+        return False
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return any(_is_loss_function(call.func) and _passes_keywords(call) for call in calls)
 
 
-def _mentions(argument: Any, name: str) -> bool:
-    return argument == name or (isinstance(argument, tuple) and name in argument)
+def _is_loss_function(called: ast.expr) -> bool:
+    return isinstance(called, ast.Attribute) and called.attr == "loss_function"
+
+
+def _passes_keywords(call: ast.Call) -> bool:
+    return any(keyword.arg in (None, NUM_ITEMS) for keyword in call.keywords)
+
+
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The Python function behind methods, decorators, partials and callable objects."""
+    while hasattr(function, "func"):  # partials
+        function = function.func
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    return function if hasattr(function, "__code__") else type(function).__call__
+
+
+def _takes_keywords(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+def _loads(code: CodeType, name: str) -> bool:
+    """Whether code reads a local variable; a nested function takes it from there too."""
+    loads = (step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD"))
+    return any(name in value if isinstance(value, tuple) else value == name for value in loads)
+
+
+def _spells(code: CodeType, text: str) -> bool:
+    """Whether code has a text among its constants, or in a tuple of keyword names."""
+    constants = [const for value in code.co_consts for const in (value if isinstance(value, tuple) else (value,))]
+    return text in constants or any(isinstance(const, CodeType) and _spells(const, text) for const in constants)

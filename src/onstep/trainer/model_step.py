@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from onstep.distributed import World
-from onstep.trainer.loss_convention import Convention
+from onstep.errors import ConfigError
+from onstep.trainer.forward import call_model, find_loss
+from onstep.trainer.labels import Labels
+from onstep.trainer.loss_convention import NUM_ITEMS, Convention, accepts_num_items
 from onstep.trainer.predictions import PredictionCollector
 from onstep.training.devices import to_device
-from onstep.training.losses import LossShare, MeanLoss, Weight, count_labels, mean_weight
+from onstep.training.losses import LossShare, MeanLoss, mean_weight
 from onstep.training.step import MicroBatches
 
 
@@ -22,115 +25,82 @@ class ModelStep:
 
     While training, `num_items_in_batch` is the number of labels of the whole step over all ranks, so that the shares of
     micro-batches and ranks add up to the loss of one big batch. In evaluation it is the micro-batch's own.
+
+    Args:
+        convention: what `compute_loss` gives; a mean is never handed `num_items_in_batch`.
+        weighting: `train.loss_weighting`, for means.
     """
 
     def __init__(
-        self,
-        compute_loss: Callable[..., Any],
-        *,
-        convention: Convention,
-        causal: bool,
-        weighting: str,
-        world: World,
+        self, compute_loss: Callable[..., Any], labels: Labels, *, convention: Convention, weighting: str, world: World
     ) -> None:
         self._compute_loss = compute_loss
-        self._convention: Convention = convention if weighting == "auto" else "mean"
-        self._causal = causal
+        self._accepts_num_items = accepts_num_items(compute_loss)
+        self._labels = labels
+        self._gives_shares = convention == "share"
         self._weighting = weighting
         self._world = world
         self.collector: PredictionCollector | None = None
+        """Takes the outputs of an evaluation, where somebody wants them."""
 
     def __call__(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
-        """Run one micro-batch; returns `(loss, loss function)`."""
+        """Run one micro-batch; returns `(loss, loss function)`. The loss is None for a test without labels."""
         inputs = next(data_iterator)
-        labels = count_labels(inputs, causal=self._causal)
-        is_share = self._convention == "share" and labels is not None
-        num_items = self._num_items(data_iterator, model, labels) if is_share else None
-        wants_outputs = self.collector is not None
-        # a compute_loss may pop the labels, which the collector still needs
-        handed = copy.copy(inputs) if wants_outputs else inputs
-        result = self._compute_loss(model, handed, return_outputs=wants_outputs, num_items_in_batch=num_items)
-        loss, outputs = result if wants_outputs else (result, None)
-        if self.collector is not None:
-            filler = isinstance(data_iterator, MicroBatches) and data_iterator.is_filler()
-            self.collector.add(inputs, outputs, True, filler)
-        if is_share and model.training:
-            return loss, lambda value: LossShare(value, _known(labels), {})
-        weight = mean_weight(inputs, labels, self._weighting)
-        return loss, lambda value: MeanLoss(value, weight, labels, {})
+        num_labels = self._labels.count(inputs)
+        shared_labels = num_labels if self._gives_shares else None
+        num_items = None if shared_labels is None else self._num_items(data_iterator, model, shared_labels)
+        loss = self._loss(data_iterator, model, inputs, num_items)
+        if loss is None:
+            return None, lambda loss: None
+        if shared_labels is not None and model.training:
+            return loss, lambda loss: LossShare(loss, shared_labels, {})
+        weight = mean_weight(inputs, num_labels, self._weighting)
+        tokens = num_labels if self._labels.are_tokens(inputs) else None
+        return loss, lambda loss: MeanLoss(loss, weight, tokens, {})
 
-    def _num_items(self, data_iterator: Iterator[Any], model: nn.Module, labels: Weight | None) -> Any:
+    def _loss(self, data_iterator: Iterator[Any], model: nn.Module, inputs: Any, num_items: Any) -> Any:
+        keywords = {NUM_ITEMS: num_items} if self._accepts_num_items else {}
+        given = copy.copy(inputs) if isinstance(inputs, Mapping) else inputs  # a compute_loss may pop the labels
+        collector = self.collector
+        if collector is None:
+            return self._compute_loss(model, given, **keywords)
+        if collector.is_test and self._labels.of(inputs) is None:
+            outputs = call_model(model, given)
+            loss = find_loss(outputs)
+        else:
+            loss, outputs = _pair(self._compute_loss(model, given, return_outputs=True, **keywords))
+        is_filler = isinstance(data_iterator, MicroBatches) and data_iterator.is_filler()
+        collector.add(inputs, outputs, loss, is_filler)
+        return loss
+
+    def _num_items(self, data_iterator: Iterator[Any], model: nn.Module, num_labels: Tensor) -> Tensor:
         if not (model.training and isinstance(data_iterator, MicroBatches)):
-            return labels
+            return num_labels
         items = data_iterator.items
-        if "num_items" not in items:
-            items["num_items"] = self._count_step(data_iterator)
-        return items["num_items"]
+        if NUM_ITEMS not in items:
+            items[NUM_ITEMS] = self._count_step(data_iterator)
+        counted: Tensor = items[NUM_ITEMS]
+        return counted
 
     def _count_step(self, micro_batches: MicroBatches) -> Tensor:
         """Labels of the whole step over all ranks. Collective: called with the first micro-batch of a step."""
-        batches = micro_batches.batches
-        counts = [
-            torch.as_tensor(count_labels(batch, causal=self._causal))
-            for batch, filler in zip(batches.micro_batches, batches.is_filler, strict=True)
-            if not filler
+        step = micro_batches.batches
+        counted = [
+            self._labels.count(batch)
+            for batch, is_filler in zip(step.micro_batches, step.is_filler, strict=True)
+            if not is_filler
         ]
+        counts = [count for count in counted if count is not None]
         total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
-        total = to_device(total, self._world.device)
-        return self._world.sum(total.clone()).clamp(min=1)
+        moved: Tensor = to_device(total, self._world.device)
+        return self._world.sum(moved.clone()).clamp(min=1)
 
 
-def default_compute_loss(
-    model: nn.Module,
-    inputs: Any,
-    *,
-    compute_loss_func: Callable[..., Any] | None,
-    passes_num_items: bool,
-    num_items_in_batch: Any,
-) -> tuple[Tensor, Any]:
-    """Call the model and find its loss: `(loss, outputs)`.
-
-    Raises:
-        ValueError: when neither the model nor a function gives a loss.
-    """
-    labels = None
-    if isinstance(inputs, Mapping):
-        keywords = dict(inputs)
-        if compute_loss_func is not None:
-            labels = keywords.pop("labels", None)
-        elif passes_num_items and num_items_in_batch is not None:
-            keywords["num_items_in_batch"] = num_items_in_batch
-        outputs = model(**keywords)
-    elif isinstance(inputs, (list, tuple)) and len(inputs) > 1:
-        labels = inputs[-1]
-        outputs = model(*inputs[:-1])
-    else:
-        outputs = model(inputs)
-    if compute_loss_func is not None:
-        if passes_num_items:
-            return compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch), outputs
-        return compute_loss_func(outputs, labels), outputs
-    return loss_of(outputs), outputs
-
-
-def loss_of(outputs: Any) -> Tensor:
-    """The loss in a model's outputs.
-
-    Raises:
-        ValueError: when there is none.
-    """
-    loss: Tensor | None = outputs.get("loss") if isinstance(outputs, Mapping) else None
-    if loss is None and isinstance(outputs, (list, tuple)) and outputs and isinstance(outputs[0], Tensor):
-        loss = outputs[0]
-    if loss is None and isinstance(outputs, Tensor) and outputs.ndim == 0:
-        loss = outputs
-    if loss is None or loss.ndim > 0:
-        raise ValueError(
-            "The model returned no loss. Let it return a dict with a 0-d `loss`, a tuple that starts with it, or pass "
-            "compute_loss_func(outputs, labels)."
+def _pair(result: Any) -> tuple[Tensor, Any]:
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ConfigError(
+            f"compute_loss(..., return_outputs=True) must return (loss, outputs), got {type(result).__name__}; the "
+            f"outputs are what compute_metrics and predict are made from."
         )
-    return loss
-
-
-def _known(labels: Weight | None) -> Weight:
-    return 0 if labels is None else labels
+    loss, outputs = result
+    return loss, outputs

@@ -16,6 +16,7 @@ class TrainOutput(NamedTuple):
     training_loss: float
     """Mean of the losses of all steps."""
     metrics: dict[str, Any]
+    """The final metrics, and the mean loss as `train_loss`."""
 
 
 class PredictionOutput(NamedTuple):
@@ -29,15 +30,19 @@ class PredictionOutput(NamedTuple):
 
 @dataclass
 class EvalPrediction:
-    """What `compute_metrics` is called with; it unpacks to `(predictions, label_ids)`, and `inputs` where asked for."""
+    """What `compute_metrics` is called with.
+
+    It unpacks to `(predictions, label_ids)`, followed by the inputs and losses that `include_for_metrics` asks for.
+    """
 
     predictions: Any
     label_ids: Any
     inputs: Any = None
+    losses: Any = None
 
     def _parts(self) -> tuple[Any, ...]:
-        both = (self.predictions, self.label_ids)
-        return both if self.inputs is None else (*both, self.inputs)
+        wanted = tuple(part for part in (self.inputs, self.losses) if part is not None)
+        return (self.predictions, self.label_ids, *wanted)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._parts())

@@ -8,18 +8,22 @@ from typing import Any
 from safetensors.torch import save_model as save_safetensors
 from torch import nn
 
+from onstep.events.context import unwrap
 from onstep.models import Transformer, save_hf
 
 
 def save_model(model: nn.Module, directory: Path, processing_class: Any = None) -> None:
-    """Write `model` to `directory`: by its own `save_pretrained`, as a Hugging Face directory, or as safetensors."""
+    """Write `model` to `directory`: by its own `save_pretrained`, as a Hugging Face directory, or as safetensors.
+
+    A plain module is read with `safetensors.torch.load_model(module, directory / "model.safetensors")`.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    if isinstance(model, Transformer):
-        save_hf(model, directory)
-    elif hasattr(model, "save_pretrained"):
-        save_pretrained: Any = model.save_pretrained
-        save_pretrained(directory)
+    module: Any = unwrap(model)
+    if isinstance(module, Transformer):
+        save_hf(module, directory)
+    elif hasattr(module, "save_pretrained"):
+        module.save_pretrained(directory)
     else:
-        save_safetensors(model, str(directory / "model.safetensors"))
+        save_safetensors(module, str(directory / "model.safetensors"))
     if hasattr(processing_class, "save_pretrained"):
         processing_class.save_pretrained(directory)

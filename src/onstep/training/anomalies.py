@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onstep.errors import NonFiniteError
-from onstep.optim import TrainingOptimizer
+from onstep.optim import TrainingOptimizer, finite_gate
 from onstep.training.losses import MicroLoss
 from onstep.training.state import GlobalState
 
@@ -26,17 +26,24 @@ class StepRecord:
 
 
 class AnomalyWatch:
-    """Watches the finite gate of the optimizer and remembers the last steps, to name what was in a bad one."""
+    """Watches the finite gate and remembers the last steps, to name what was in a bad one.
+
+    A `TrainingOptimizer` has its own gate; for any other optimizer `train_step` keeps one in `state.gate`. Both start
+    open: what an earlier `train()` met is over.
+    """
 
     def __init__(self, state: GlobalState, optimizer: Any) -> None:
         self._state = state
-        self._gate = optimizer.gate if isinstance(optimizer, TrainingOptimizer) else None
+        if isinstance(optimizer, TrainingOptimizer):
+            self._gate = optimizer.gate
+            self._gate.reset()
+        else:
+            self._gate = state.gate = finite_gate(state.world.device)
         self._records: deque[StepRecord] = deque(maxlen=_REMEMBERED_STEPS)
 
     def begin_step(self) -> None:
         """Number the step that starts."""
-        if self._gate is not None:
-            self._gate.begin_step(self._state.train_state.step + 1)
+        self._gate.begin_step(self._state.train_state.step + 1)
 
     def end_step(self, sample_ids: list[list[int]] | None, micros: list[MicroLoss]) -> None:
         """Remember the step, and raise if the gate already knows of a bad one.
@@ -53,8 +60,6 @@ class AnomalyWatch:
         Raises:
             NonFiniteError: naming the first bad step, its rank and its samples.
         """
-        if self._gate is None:
-            return
         step = self._gate.poll(force=wait)
         if step is not None:
             raise NonFiniteError(self._describe(step))
@@ -77,8 +82,12 @@ class AnomalyWatch:
 
 def _bad_micro_batches(record: StepRecord) -> str:
     bad = [number for number, micro in enumerate(record.micros) if not math.isfinite(float(micro.loss))]
-    parts = []
-    for number in bad:
-        ids = "" if record.sample_ids is None else f", sample ids {record.sample_ids[number]}"
-        parts.append(f"micro-batch {number}: loss {float(record.micros[number].loss)}{ids}")
-    return "; ".join(parts)
+    with_labels = [number for number in bad if float(record.micros[number].weight) != 0]
+    return "; ".join(_describe_micro_batch(record, number) for number in with_labels or bad)
+
+
+def _describe_micro_batch(record: StepRecord, number: int) -> str:
+    micro = record.micros[number]
+    ids = "" if record.sample_ids is None else f", sample ids {record.sample_ids[number]}"
+    empty = "" if float(micro.weight) else ", no labels in it"
+    return f"micro-batch {number}: loss {float(micro.loss)}{ids}{empty}"

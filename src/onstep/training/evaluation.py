@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -40,8 +41,8 @@ def evaluate(
     """Average the losses over an evaluation set. Collective.
 
     Args:
-        data_iterator: an `EvalLoader`, read from its start, or an iterator of micro-batches, of which
-            `validation.eval_iters` steps are taken.
+        data_iterator: an `EvalLoader`, read from its start, or an iterator of micro-batches, of which the next
+            `validation.eval_iters` steps are taken (None: all that it has).
         process_non_loss_data_func: receives what `non_loss_data_func(model)` collected; kept for Megatron Bridge.
         config: the model's configuration; kept for Megatron Bridge.
         is_test: tell `on_test_*` instead of `on_eval_*`.
@@ -54,7 +55,7 @@ def evaluate(
     tell = tell or Teller(callback_manager, state, model)
     kind = "test" if is_test else "eval"
     forward_step_func = prepare_forward_step_func(forward_step_func, state)
-    was_training = [chunk.training for chunk in model]
+    modes = {module: module.training for chunk in model for module in chunk.modules()}
     for chunk in model:
         chunk.eval()
     try:
@@ -72,8 +73,8 @@ def evaluate(
         state.facts.log_history.append({**metrics, "step": state.train_state.step})
         tell(f"on_{kind}_end", total_loss_dict=means, metrics=metrics)
     finally:
-        for chunk, training in zip(model, was_training, strict=True):
-            chunk.train(training)
+        for module, was_training in modes.items():
+            module.training = was_training
     return means, collected, False
 
 
@@ -110,7 +111,9 @@ def _sum_batches(
             print(f"Evaluating iter {number}/{state.cfg.validation.eval_iters or '?'}")  # noqa: T201 - asked for
         tell(start_event)
         with torch.no_grad():
-            totals.add(_micro_losses(state, forward_step_func, step, model), state.world)
+            micros = _micro_losses(state, forward_step_func, step, model)
+        if micros:
+            totals.add(micros, state.world)
         tell(end_event)
         agree(state)
         totals.samples += step.num_samples or 0
@@ -125,16 +128,18 @@ def eval_batches(state: GlobalState, data_iterator: Any) -> Iterator[StepBatches
     if isinstance(data_iterator, EvalLoader):
         yield from data_iterator.batches(limit)
         return
-    for _ in range(limit or 0):
+    for _ in itertools.count() if limit is None else range(limit):
         try:
-            yield step_batches(data_iterator, state.num_eval_microbatches)
+            step = step_batches(data_iterator, state.num_eval_microbatches, state.world.size)
         except StopIteration:
             return
+        yield step
 
 
 def _micro_losses(
     state: GlobalState, forward_step_func: Callable[..., Any], step: StepBatches, model: list[nn.Module]
 ) -> list[MicroLoss]:
+    """The losses of a batch's micro-batches; none of data without labels, whose loss function returns None."""
     iterator = MicroBatches(step, state.world.device)
     weighting = state.cfg.train.loss_weighting
     micros = []
@@ -142,7 +147,9 @@ def _micro_losses(
         batch = iterator.stage(index)
         with state.autocast():
             output, loss_function = forward_step_func(iterator, model[0])
-            micros.append(read_loss(loss_function(output), batch, weighting, step.is_filler[index]))
+            result = loss_function(output)
+        if result is not None:
+            micros.append(read_loss(result, batch, weighting, step.is_filler[index]))
     return micros
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from onstep.training.losses import StepLoss, Weight, at_least_one
+from onstep.training.losses import StepLoss, Weight, as_scalar, at_least_one
 
 _FOLD_EVERY = 64
 
@@ -27,7 +27,7 @@ class IntervalReport:
     tokens: int | None
     """Labels trained on, over all ranks."""
     others: dict[str, float] = field(default_factory=dict)
-    """Mean of every further loss that the forward step reported."""
+    """Mean of every further loss that the forward step reported, over the steps that reported it."""
 
 
 class IntervalMeter:
@@ -45,16 +45,18 @@ class IntervalMeter:
         self.num_steps = 0
         self.num_skipped = 0
         self._losses: list[StepLoss] = []
-        self._norms: list[Tensor] = []
+        self._norms: list[Weight] = []
+        self._num_norms = 0
         self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
         self._max_norm: Tensor | None = None
 
-    def add(self, step_loss: StepLoss, grad_norm: Tensor | None, successful: bool) -> None:
-        """Take up one step."""
+    def add(self, step_loss: StepLoss, grad_norm: Weight | None, successful: bool) -> None:
+        """Take up one step; the norm may be a plain number, as other optimizers give it."""
         self.num_steps += 1
         self.num_skipped += not successful
         self._losses.append(step_loss)
-        if isinstance(grad_norm, Tensor):
+        if grad_norm is not None:
             self._norms.append(grad_norm)
         if len(self._losses) >= _FOLD_EVERY:
             self._fold()
@@ -76,13 +78,12 @@ class IntervalMeter:
 
     def _report(self, sums: dict[str, float], max_norm: float | None) -> IntervalReport:
         steps = self.num_steps
-        others = {name.removeprefix("report/"): total / steps for name, total in sums.items() if name[:7] == "report/"}
-        norms = sums.get("norms")
+        others = {name: sums[f"report/{name}"] / count for name, count in self._counts.items()}
         return IntervalReport(
             num_steps=steps,
             num_skipped=self.num_skipped,
             loss=sums["loss"] / steps,
-            grad_norm=(sums["squared_norm"] / norms) ** 0.5 if norms else None,
+            grad_norm=(sums["squared_norm"] / self._num_norms) ** 0.5 if self._num_norms else None,
             max_grad_norm=max_norm,
             tokens=round(sums["tokens"]) if "tokens" in sums else None,
             others=others,
@@ -98,13 +99,14 @@ class IntervalMeter:
         tokens = [loss.tokens for loss in self._losses if loss.tokens is not None]
         if tokens:
             self._grow("tokens", _stack(tokens, device).sum())
-        for key in self._losses[0].reports:
+        for key in dict.fromkeys(key for loss in self._losses for key in loss.reports):
             values = [loss.reports[key] for loss in self._losses if key in loss.reports]
             self._grow(f"report/{key}", _stack(values, device).sum())
+            self._counts[key] = self._counts.get(key, 0) + len(values)
         if self._norms:
-            norms = torch.stack(self._norms).double()
+            norms = _stack(self._norms, device)
             self._grow("squared_norm", norms.square().sum())
-            self._grow("norms", torch.tensor(float(len(self._norms)), dtype=torch.float64, device=device))
+            self._num_norms += len(self._norms)
             largest = norms.max()
             self._max_norm = largest if self._max_norm is None else torch.maximum(self._max_norm, largest)
         self._losses, self._norms = [], []
@@ -113,9 +115,9 @@ class IntervalMeter:
         self._sums[name] = self._sums[name] + amount if name in self._sums else amount
 
 
-def _stack(weights: list[Any], device: torch.device) -> Tensor:
-    """Host and device numbers as one float64 vector on the device."""
-    if all(not isinstance(weight, Tensor) for weight in weights):
-        return torch.tensor(weights, dtype=torch.float64, device=device)
-    parts: list[Weight] = [torch.as_tensor(weight, device=device) for weight in weights]
-    return torch.stack([part.double() for part in parts if isinstance(part, Tensor)])
+def _stack(numbers: Sequence[Weight], device: torch.device) -> Tensor:
+    """Host and device numbers as one float64 vector on the device, without waiting for it."""
+    if any(isinstance(number, Tensor) for number in numbers):
+        return torch.stack([as_scalar(number, torch.float64, device) for number in numbers])
+    vector = torch.tensor(numbers, dtype=torch.float64)
+    return vector.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else vector.to(device)

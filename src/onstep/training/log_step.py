@@ -32,8 +32,8 @@ def log_step(state: GlobalState, meter: IntervalMeter, optimizer: Any, tell: Tel
 
 
 def publish(state: GlobalState, logs: dict[str, Any], tell: Teller) -> None:
-    """Add a record to `log_history` and tell `on_log`."""
-    state.facts.log_history.append(logs)
+    """Add a record to `log_history`, with its step, and tell `on_log`."""
+    state.facts.log_history.append({**logs, "step": state.train_state.step})
     tell("on_log", logs=logs)
 
 
@@ -81,7 +81,7 @@ def console_line(state: GlobalState, report: IntervalReport, logs: dict[str, Any
     losses = {"lm loss": report.loss} if not report.others else report.others
     parts = [
         f" [{datetime.now():%Y-%m-%d %H:%M:%S}]",
-        f" iteration {progress.step:8d}/{config.train.train_iters or 0:8d} |",
+        f" iteration {progress.step:8d}/{state.train_iters or 0:8d} |",
         f" consumed samples: {progress.consumed_train_samples:12d} |",
     ]
     if progress.skipped_train_samples > 0:

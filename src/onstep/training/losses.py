@@ -10,6 +10,9 @@ A forward step's loss function may return, as in Megatron Bridge,
 
 Every backward pass starts from `loss * weight / nominal`, with one `nominal` for all micro-batches and ranks; when the
 step's true weight is known, gradients are scaled once by `nominal / weight`, folded into clipping.
+
+The mean over no labels at all is NaN and counts nothing. Its gradients must be zeros, as those of torch's losses are: a
+sum divided by a count of 0 has NaN gradients, and the step is refused as not finite.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import torch
 from torch import Tensor
 
 from onstep.distributed import World
+from onstep.errors import ConfigError
 
 Weight = Tensor | float
 Kind = Literal["sum", "mean", "share"]
@@ -64,7 +68,7 @@ class MicroLoss:
         if start is None:
             self.loss.backward()  # type: ignore[no-untyped-call]
         else:
-            gradient = torch.as_tensor(start, dtype=self.loss.dtype, device=self.loss.device)
+            gradient = as_scalar(start, self.loss.dtype, self.loss.device)
             self.loss.backward(gradient.reshape(self.loss.shape))  # type: ignore[no-untyped-call]
 
 
@@ -89,7 +93,8 @@ def read_loss(result: Any, batch: Any, weighting: str, is_filler: bool) -> Micro
         TypeError: when it is none of the documented forms.
     """
     if isinstance(result, LossShare):
-        return MicroLoss(result.loss, 0 if is_filler else result.num_items, "share", result.report, result.num_items)
+        items = 0 if is_filler else result.num_items
+        return MicroLoss(result.loss, items, "share", result.report, items)
     if isinstance(result, MeanLoss):
         loss, weight, tokens, report = result
         return MicroLoss(loss, 0 if is_filler else weight, "mean", report, 0 if is_filler else tokens)
@@ -114,14 +119,17 @@ def mean_weight(batch: Any, labels: Weight | None, weighting: str) -> Weight:
     """How much a mean loss over `batch` counts: its labels, its samples, or 1.
 
     Raises:
-        ValueError: where tokens are asked for and the micro-batch has no labels to count.
+        ConfigError: where tokens are asked for and the micro-batch has no labels to count.
     """
     if weighting == "microbatches":
         return 1.0
     if weighting == "samples" or (weighting == "auto" and labels is None):
         return float(count_samples(batch))
     if labels is None:
-        raise ValueError("train.loss_weighting=tokens needs micro-batches with `labels`; use samples instead.")
+        raise ConfigError(
+            "train.loss_weighting=tokens counts the `labels` (batch, seq) of a micro-batch and this one has none; use "
+            "train.loss_weighting=samples, or return (loss_sum, num_tokens, report) from the loss function."
+        )
     return labels
 
 
@@ -159,35 +167,42 @@ def backward_start(micro: MicroLoss, alone: bool, nominal: float, world_size: in
     gradients by the number of ranks; a share must not be divided.
     """
     if micro.kind == "share":
-        if isinstance(micro.weight, int) and micro.weight == 0:
+        if _is_nothing(micro.weight):
             return 0.0
         return None if world_size == 1 else float(world_size)
     if alone:
-        return None if micro.kind == "mean" else 1.0 / at_least_one(micro.weight)
+        return None if micro.kind == "mean" else 1.0 / _divisor(micro.weight, micro.loss)
     if micro.kind == "mean":
         return micro.weight / nominal
-    return 1.0 / nominal if not (isinstance(micro.weight, int) and micro.weight == 0) else 0.0
+    return 0.0 if _is_nothing(micro.weight) else 1.0 / nominal
 
 
 def reduce_step(micros: list[MicroLoss], world: World) -> StepLoss:
-    """Add up micro-batches and ranks. Collective where there are several ranks: one SUM of a small vector."""
+    """Add up micro-batches and ranks. Collective where there are several ranks: one SUM of a small vector.
+
+    Raises:
+        TypeError: when the micro-batches' losses do not go together.
+        ValueError: for a report that is neither a mean nor sum and count, or that some micro-batches lack.
+    """
     first = micros[0]
     share = first.kind == "share"
     if len(micros) == 1 and world.size == 1 and not first.report:
-        numerator = first.loss.detach()
-        return StepLoss(numerator, 1.0 if first.kind != "sum" else first.weight, first.tokens)
-    numerator, weight, tokens = _local_sums(micros)
+        return StepLoss(_counted(first), 1.0 if first.kind != "sum" else first.weight, first.tokens)
+    _check_kinds(micros)
+    numerator, weight, tokens = local_sums(micros)
     keys = sorted({key for micro in micros for key in micro.report})
     reports = [_local_report(micros, key) for key in keys]
     if world.size > 1:
+        dtype = numerator.dtype
         numerator, weight, tokens, reports = _over_ranks(world, numerator, weight, tokens, reports)
-    values = {key: top / at_least_one(bottom) for key, (top, bottom) in zip(keys, reports, strict=True)}
+        numerator = numerator.to(dtype)
+    values = {key: _mean(top, bottom, numerator) for key, (top, bottom) in zip(keys, reports, strict=True)}
     return StepLoss(numerator, 1.0 if share else weight, tokens, values)
 
 
 def evaluation_sums(micros: list[MicroLoss], world: World) -> dict[str, tuple[Tensor, Tensor]]:
     """(numerator, weight) of the loss, under the key `loss`, and of everything reported, in float64. Collective."""
-    numerator, weight, tokens = _local_sums(micros)
+    numerator, weight, tokens = local_sums(micros)
     keys = sorted({key for micro in micros for key in micro.report} - {"loss"})
     reports = [_local_report(micros, key) for key in keys]
     if world.size > 1:
@@ -197,16 +212,23 @@ def evaluation_sums(micros: list[MicroLoss], world: World) -> dict[str, tuple[Te
     pairs = {"loss": (numerator, weight), **dict(zip(keys, reports, strict=True))}
     device = numerator.device
     return {
-        key: (top.double(), torch.as_tensor(bottom, dtype=torch.float64, device=device))
+        key: (as_scalar(top, torch.float64, device), as_scalar(bottom, torch.float64, device))
         for key, (top, bottom) in pairs.items()
     }
+
+
+def as_scalar(value: Weight, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`value` as a tensor on the device; a number gets there by a fill, for which the host need not wait."""
+    if isinstance(value, Tensor):
+        return value.to(device=device, dtype=dtype)
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def gradient_factor(step: StepLoss, micros: list[MicroLoss], nominal: float, world_size: int) -> Weight | None:
     """What gradients are multiplied with, once the step's weight is known; None is 1."""
     if micros[0].kind == "share" or (len(micros) == 1 and world_size == 1):
         return None
-    factor = nominal * world_size / at_least_one(step.weight)
+    factor = nominal * world_size / _divisor(step.weight, step.numerator)
     return None if _is_one(factor) else factor
 
 
@@ -215,45 +237,89 @@ def at_least_one(weight: Weight) -> Weight:
     return weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
 
 
+def _divisor(weight: Weight, loss: Tensor) -> Weight:
+    """`at_least_one(weight)`, as precise as the loss: dividing by a count as it is gives float32 in any model."""
+    weight = at_least_one(weight)
+    return weight.to(torch.promote_types(loss.dtype, torch.float32)) if isinstance(weight, Tensor) else weight
+
+
+def _mean(top: Any, bottom: Weight, like: Tensor) -> Tensor:
+    """`top / bottom` as a tensor like the loss, also where a forward step reported plain numbers."""
+    return as_scalar(top / at_least_one(bottom), like.dtype, like.device)
+
+
 def _is_one(weight: Weight) -> bool:
     return not isinstance(weight, Tensor) and weight == 1
 
 
-def _local_sums(micros: list[MicroLoss]) -> tuple[Tensor, Weight, Weight | None]:
+def local_sums(micros: list[MicroLoss]) -> tuple[Tensor, Weight, Weight | None]:
+    """(numerator, weight, labels) of some micro-batches on this rank; labels are None where they are not known."""
     numerator: Any = 0
     weight: Any = 0
     tokens: Any = 0
     for micro in micros:
-        loss = micro.loss.detach()
-        if isinstance(micro.weight, int) and micro.weight == 0:
-            loss = loss * 0
-        numerator = numerator + (_weighted(loss, micro.weight) if micro.kind == "mean" else loss)
+        loss = _counted(micro)
+        numerator = numerator + (loss * micro.weight if micro.kind == "mean" else loss)
         weight = weight + micro.weight
         tokens = None if tokens is None or micro.tokens is None else tokens + micro.tokens
     return numerator, weight, tokens
 
 
-def _weighted(loss: Tensor, weight: Weight) -> Tensor:
-    """`loss * weight`, where the mean over no labels at all (NaN) counts nothing."""
-    if isinstance(weight, Tensor):
-        return (loss * weight).masked_fill(weight == 0, 0.0)
-    return loss * weight
+def _counted(micro: MicroLoss) -> Tensor:
+    """The loss of a micro-batch, 0 for a filler and for the mean over no labels at all, which is NaN."""
+    loss = micro.loss.detach()
+    if _is_nothing(micro.weight):
+        return torch.zeros_like(loss)
+    if micro.kind == "mean" and isinstance(micro.weight, Tensor):
+        return loss.masked_fill(micro.weight == 0, 0.0)
+    return loss
+
+
+def _is_nothing(weight: Weight) -> bool:
+    """Whether the host knows that a micro-batch counts nothing."""
+    return not isinstance(weight, Tensor) and weight == 0
+
+
+def _check_kinds(micros: list[MicroLoss]) -> None:
+    """Shares of a step's loss cannot be added to losses of micro-batches."""
+    if len({micro.kind == "share" for micro in micros}) > 1:
+        raise TypeError(
+            "The loss function returned a LossShare for some micro-batches of a step and something else for others; "
+            "return one of them for all."
+        )
 
 
 def _local_report(micros: list[MicroLoss], key: str) -> tuple[Tensor, Weight]:
     top: Any = 0
     bottom: Any = 0
     for micro in micros:
+        if key not in micro.report:
+            raise ValueError(f"{key!r} is reported for some micro-batches of a step only; report it for all of them.")
         value = micro.report[key]
-        pair = value if isinstance(value, tuple) else torch.as_tensor(value).detach().flatten()
-        if len(pair) == 2:
-            keep = 0 if isinstance(micro.weight, int) and micro.weight == 0 else 1
-            top, bottom = top + pair[0] * keep, bottom + pair[1] * keep
-        elif len(pair) == 1:
-            top, bottom = top + pair[0] * micro.weight, bottom + micro.weight
+        parts = value if isinstance(value, tuple) else torch.as_tensor(value).flatten()
+        pair = [part.detach() if isinstance(part, Tensor) else part for part in parts]
+        if len(pair) not in (1, 2):
+            raise ValueError(
+                f"Invalid value shape: {_shape(value)} for key {key}; report a mean (1 element), or sum and count (2)."
+            )
+        if _is_nothing(micro.weight):
+            top, bottom = top + pair[0] * 0, bottom + pair[-1] * 0
+        elif len(pair) == 2:
+            top, bottom = top + pair[0], bottom + pair[1]
         else:
-            raise ValueError(f"Invalid value shape: {len(pair)} elements for key {key}; report 1 or 2 elements.")
+            top, bottom = top + _weighted(pair[0], micro.weight), bottom + micro.weight
     return top, bottom
+
+
+def _weighted(mean: Any, weight: Weight) -> Any:
+    """`mean * weight`, where the mean over nothing (NaN) counts nothing."""
+    if isinstance(weight, Tensor) and isinstance(mean, Tensor):
+        return (mean * weight).masked_fill(weight == 0, 0.0)
+    return mean * weight
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(value.shape) if isinstance(value, Tensor) else (len(value),)
 
 
 def _over_ranks(
@@ -263,8 +329,7 @@ def _over_ranks(
     for top, bottom in reports:
         parts += [top, bottom]
     # float64 keeps token counts whole; MPS has none, but no process group either
-    vector = torch.stack([torch.as_tensor(part, dtype=torch.float64, device=numerator.device) for part in parts])
+    vector = torch.stack([as_scalar(part, torch.float64, numerator.device) for part in parts])
     world.sum(vector)
-    total = vector.to(numerator.dtype)
-    pairs: list[tuple[Tensor, Weight]] = [(total[i], total[i + 1]) for i in range(3, len(parts), 2)]
-    return total[0], vector[1], None if tokens is None else vector[2], pairs
+    pairs: list[tuple[Tensor, Weight]] = [(vector[i], vector[i + 1]) for i in range(3, len(parts), 2)]
+    return vector[0], vector[1], None if tokens is None else vector[2], pairs

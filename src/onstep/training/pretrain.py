@@ -9,10 +9,11 @@ from typing import Any
 from onstep.config import ConfigContainer, resolve
 from onstep.distributed import World, open_world, world_size_from_environment
 from onstep.events import CallbackManager, Control, normalize_callbacks
+from onstep.events.context import unwrap
 from onstep.models import save_hf
 from onstep.training.evaluation import evaluate_and_print_results
 from onstep.training.forward_step import forward_step
-from onstep.training.run_folder import Claim, RunFolder, Status, claim_run_folder
+from onstep.training.run_folder import Claim, RunFolder, claim_run_folder
 from onstep.training.scope import RunScope
 from onstep.training.setup import Parts, set_environment, set_up
 from onstep.training.state import GlobalState
@@ -29,7 +30,9 @@ def pretrain(
 ) -> GlobalState:
     """Train a language model as `config` says, then evaluate it on the validation and test sets. Collective.
 
-    The configuration is validated and copied; the caller's is never written to. With `config.run.name` the run keeps a
+    The configuration is validated and copied; the caller's is never written to. The global random generators of Python,
+    NumPy and torch are seeded from `rng.seed`, so the same configuration gives the same losses bit for bit on the same
+    machine; what was drawn from them before is lost. With `config.run.name` the run keeps a
     folder and has an identity: a completed run of the same configuration is not trained again.
 
     Args:
@@ -70,7 +73,6 @@ def _run(
         config.logger.logging_dir = config.logger.logging_dir or str(claim.folder.path)
     state.prints_console_line = not shows_progress(manager)
     tell = Teller(manager, state)
-    status: Status = "failed"
     try:
         with RunScope(tell):
             parts = set_up(state, tell)
@@ -78,10 +80,9 @@ def _run(
                 _train_and_evaluate(state, parts, forward_step_func, manager, tell)
             finally:
                 parts.close()
-        status = "stopped" if state.was_stopped else "completed"
     finally:
         if state.run_folder is not None and world.is_main:
-            state.run_folder.finish(status, state.train_state.step)
+            state.run_folder.finish(state.ended or "failed", state.train_state.step)
     return state
 
 
@@ -105,7 +106,7 @@ def _train_and_evaluate(
             callback_manager=manager,
         )
         save_weights(state, parts)
-    if state.control.should_abort_without_save:
+    if state.control.should_abort_without_save or not is_evaluated_after_training(state):
         return
     for is_wanted, data, name, is_test in (
         (progress.do_valid, parts.valid_data, "validation", False),
@@ -119,6 +120,12 @@ def _train_and_evaluate(
             )
 
 
+def is_evaluated_after_training(state: GlobalState) -> bool:
+    """Whether validation and test follow the training; a run that only evaluates always does."""
+    validation = state.cfg.validation
+    return validation.eval_after_training or validation.skip_train
+
+
 def save_weights(state: GlobalState, parts: Parts) -> None:
     """Write the final weights to the run's folder, as a directory that Hugging Face opens, on rank 0."""
     folder = state.run_folder
@@ -126,8 +133,6 @@ def save_weights(state: GlobalState, parts: Parts) -> None:
         return
     if state.control.should_abort_without_save:
         return
-    from onstep.events.context import unwrap
-
     save_hf(unwrap(parts.model[0]), folder.model)
 
 

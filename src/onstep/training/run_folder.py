@@ -16,18 +16,23 @@ import torch
 from onstep.config import ConfigContainer, diff, from_dict
 from onstep.errors import ConfigError, RunExistsError
 
-Status = Literal["running", "completed", "stopped", "failed"]
+Status = Literal["running", "completed", "stopped", "preempted", "failed"]
 
 HARMLESS = (
     "run.",
     "logger.",
     "trainer.",
     "env_vars",
+    "dist.",
+    "ddp.",
+    "train.micro_batch_size",
+    "train.manual_gc",
+    "validation.eval_micro_batch_size",
     "dataset.num_workers",
     "dataset.pin_memory",
     "dataset.persistent_workers",
 )
-"""Keys that do not change what is learned."""
+"""Keys that do not change what is learned; the same run may be asked for on other ranks."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +176,11 @@ def first_difference(stored: dict[str, Any], config: ConfigContainer) -> tuple[s
 
 
 def _make_writable(folder: RunFolder) -> None:
+    if folder.path.is_dir() and any(folder.path.iterdir()):
+        raise RunExistsError(
+            f"{folder.path} holds files but no run.json, so they are not a run's. Nothing was touched; choose another "
+            f"run.name or run.output_dir, or run.fresh=true."
+        )
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         probe = folder.path / f".write-test-{os.getpid()}"
@@ -181,11 +191,6 @@ def _make_writable(folder: RunFolder) -> None:
             f"The run's folder {folder.path} cannot be written ({error.strerror or error}); choose another "
             f"run.output_dir."
         ) from None
-    if any(folder.path.iterdir()):
-        raise RunExistsError(
-            f"{folder.path} holds files but no run.json, so they are not a run's. Nothing was touched; choose another "
-            f"run.name or run.output_dir, or run.fresh=true."
-        )
 
 
 def _start(folder: RunFolder, config: ConfigContainer) -> None:

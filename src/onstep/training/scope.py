@@ -3,61 +3,65 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Literal
 
-from onstep.training.state import GlobalState
+from onstep.training.state import GlobalState, Reason
 from onstep.training.telling import Teller
-
-Reason = Literal["completed", "stopped", "preempted", "failed"]
 
 
 class RunScope:
     """Wraps everything of a run, so that its end is told exactly once.
 
     `on_exception` once when an exception ends the run, `on_train_end` once if `on_train_start` was told, `on_run_end`
-    after everything. Scopes nest: `train()` inside `pretrain()` shares the outer one's ending.
+    after everything. Scopes nest: `train()` inside `pretrain()` shares the outer one's ending, and an evaluation that a
+    callback makes and whose error it handles ends nothing.
     """
 
     def __init__(self, tell: Teller) -> None:
         self.tell = tell
         self.state: GlobalState = tell.state
         self._outermost = False
+        self._trains = False
 
     def __enter__(self) -> RunScope:
         self._outermost = not self.state.in_run
         self.state.in_run = True
         if self._outermost:
             self.state.train_started = self.state.train_ended = False
-            self.state.exception_told = False
+            self.state.exception_told, self.state.ended = False, None
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        state = self.state
+        if not (self._outermost or self._trains):
+            return
         decided = error is None or isinstance(error, SystemExit)
         endings: list[tuple[str, dict[str, object]]] = []
-        if not decided and not self.state.exception_told:
-            self.state.exception_told = True
+        if not decided and not state.exception_told:
+            state.exception_told = True
             endings.append(("on_exception", {"exception": error}))
-        if self.state.train_started and not self.state.train_ended and (error is not None or self._outermost):
-            self.state.train_ended = True
+        if state.train_started and not state.train_ended:
+            state.train_ended = True
             endings.append(("on_train_end", {}))
         if self._outermost:
-            endings.append(("on_run_end", {"reason": self.reason(error), "exception": None if decided else error}))
+            state.ended = self.reason(error)
+            endings.append(("on_run_end", {"reason": state.ended, "exception": None if decided else error}))
         try:
             self._tell_all(endings, error)
         finally:
             if self._outermost:
-                self.state.in_run = False
+                state.in_run = False
 
     def reason(self, error: BaseException | None) -> Reason:
-        """How the run ended."""
-        if error is not None and not isinstance(error, SystemExit):
-            return "failed"
+        """How the run ended; a callback that exits the process has stopped it."""
+        if error is not None:
+            return "stopped" if isinstance(error, SystemExit) else "failed"
         return "stopped" if self.state.was_stopped else "completed"
 
     def begin_training(self) -> None:
         """Tell `on_train_start`; from here on `on_train_end` will be told."""
+        self._trains = True
         self.state.train_started, self.state.train_ended = True, False
         self.tell("on_train_start")
 
@@ -75,6 +79,6 @@ class RunScope:
                 first = first or raised
         if first is None:
             return
-        if error is None:
+        if error is None or isinstance(error, SystemExit):  # nobody would see a note on an exit
             raise first
         error.add_note(f"while the run ended: {type(first).__name__}: {first}")

@@ -28,6 +28,7 @@ class Parts:
 
     model: list[nn.Module]
     optimizer: Any
+    """None, as are scheduler and training data, in a run that only evaluates."""
     scheduler: Any
     train_data: Any
     valid_data: EvalLoader | None
@@ -50,21 +51,19 @@ def set_up(state: GlobalState, tell: Teller) -> Parts:
     resolve_vocabulary(config, state.tokenizer.vocab_size)
     model = build_model(config, world, state)
     seed_everything(config.rng.seed + world.rank)
-    optimizer = build_optimizer(model, config.optimizer)
-    tell.model, tell.optimizer = model, optimizer
-    iters = train_iters(config)
-    scheduler = scheduler_for(config, optimizer, iters) if iters is not None else None
-    tell.scheduler = scheduler
+    trains, iters = not config.validation.skip_train, train_iters(config)
+    optimizer = build_optimizer(model, config.optimizer) if trains else None
+    scheduler = scheduler_for(config, optimizer, iters) if trains and iters is not None else None
+    tell.model, tell.optimizer, tell.scheduler = model, optimizer, scheduler
     tell("on_data_init_start")
     train_data, valid_data, test_data = build_data(config, world, state.tokenizer)
-    if scheduler is None:
+    if scheduler is None and train_data is not None:
         iters = train_iters(config, train_data.num_samples)
         scheduler = tell.scheduler = scheduler_for(config, optimizer, iters)
-    config.train.train_iters = iters
     state.train_dataloader, state.eval_dataloader = train_data, valid_data
     count_steps(state, train_data)
     validation = config.validation
-    state.train_state.do_train = not validation.skip_train and bool(iters)
+    state.train_state.do_train = trains and bool(iters)
     state.train_state.do_valid = valid_data is not None and validation.eval_iters != 0
     state.train_state.do_test = test_data is not None and validation.eval_iters != 0
     tell("on_init_end")
@@ -108,27 +107,34 @@ def scheduler_for(config: ConfigContainer, optimizer: Any, iters: int | None) ->
 
 def build_data(
     config: ConfigContainer, world: World, tokenizer: Any
-) -> tuple[TrainLoader, EvalLoader | None, EvalLoader | None]:
+) -> tuple[TrainLoader | None, EvalLoader | None, EvalLoader | None]:
     """Loaders of the three splits. The first rank of all writes the token file while the others wait for it."""
-    train, valid, test = build_datasets(config.dataset, tokenizer, show_progress=world.is_main)
-    options, dataset = config.train, config.dataset
+    train, valid, test = build_datasets(
+        config.dataset, tokenizer, show_progress=world.is_main, wait_for_other=not world.is_main
+    )
+    loader = None if config.validation.skip_train else train_loader(config, world, train)
+    return loader, eval_loader(config, world, valid), eval_loader(config, world, test)
+
+
+def train_loader(config: ConfigContainer, world: World, dataset: Any) -> TrainLoader:
+    """A loader of this rank's share of the training split."""
+    options, data = config.train, config.dataset
     assert options.micro_batch_size is not None
     assert options.global_batch_size is not None
     seed = config.rng.seed if config.rng.data_seed is None else config.rng.data_seed
-    loader = TrainLoader(
-        train,
+    return TrainLoader(
+        dataset,
         micro_batch_size=options.micro_batch_size,
         global_batch_size=options.global_batch_size,
         rank=world.rank,
         world_size=world.size,
         seed=seed,
-        shuffle=dataset.shuffle,
+        shuffle=data.shuffle,
         drop_last=options.drop_last,
-        num_workers=dataset.num_workers,
-        pin_memory=dataset.pin_memory and world.device.type == "cuda",
-        persistent_workers=dataset.persistent_workers,
+        num_workers=data.num_workers,
+        pin_memory=data.pin_memory and world.device.type == "cuda",
+        persistent_workers=data.persistent_workers,
     )
-    return loader, eval_loader(config, world, valid), eval_loader(config, world, test)
 
 
 def eval_loader(config: ConfigContainer, world: World, dataset: Any) -> EvalLoader | None:
@@ -158,7 +164,7 @@ def count_steps(state: GlobalState, train_data: Any) -> None:
         state.num_eval_microbatches = validation.eval_global_batch_size // (
             validation.eval_micro_batch_size * world.size
         )
-    facts.max_steps = train.train_iters or 0
+    facts.max_steps = train_iters(config, None if train_data is None else train_data.num_samples) or 0
     facts.steps_per_epoch = None if train_data is None else train_data.steps_per_epoch(state.num_microbatches)
     facts.num_train_epochs = train.num_epochs or (
         facts.max_steps / facts.steps_per_epoch if facts.steps_per_epoch else 0

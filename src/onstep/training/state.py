@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from onstep.config.parts import ConfigContainer
+from onstep.config import ConfigContainer, config_to_args
 from onstep.distributed import World
 from onstep.events import Control, Request, RunFacts, TrainerState
+from onstep.optim import FiniteGate
 from onstep.progress import TrainState
+
+Reason = Literal["completed", "stopped", "preempted", "failed"]
+"""How a run ends."""
 
 
 @dataclass
@@ -41,6 +46,8 @@ class GlobalState:
     given_args: Any = None
     """`TrainingArguments` as the user of `Trainer` gave them."""
     prints_console_line: bool = False
+    gate: FiniteGate | None = None
+    """What watches the losses and gradients of an optimizer that has no gate of its own."""
     last_step_loss: Any = None
     """`StepLoss` of the step that just ran; the interval meter takes it up."""
     last_micros: Any = None
@@ -51,6 +58,8 @@ class GlobalState:
     loss_steps: int = 0
     warned_of_saving: bool = False
     data_exhausted: bool = False
+    evaluates_last_step: bool = False
+    """The last step is evaluated inside the loop, due or not, as Hugging Face's Trainer does with `eval_steps`."""
     last_metrics: dict[str, Any] = field(default_factory=dict)
     """Metrics of the evaluation that just ran."""
     in_run: bool = False
@@ -61,6 +70,9 @@ class GlobalState:
     was_stopped: bool = False
     """Whether a callback ended the run before its time."""
     stopped_by: Request | None = None
+    """Who asked for the stop that is decided on, or that ended the training."""
+    ended: Reason | None = None
+    """How the run ended, as `on_run_end` told it."""
     interval_start: float = field(default_factory=time.perf_counter)
     """Seconds on the monotonic clock when the current logging interval began."""
     start_time: float = field(default_factory=time.time)
@@ -75,15 +87,22 @@ class GlobalState:
         """Hugging Face's view of the configuration."""
         if self.given_args is not None:
             return self.given_args
-        from onstep.config import config_to_args
-
         return config_to_args(self.cfg, world_size=self.world.size)
 
     @cached_property
     def nominal_step_size(self) -> float:
-        """About the weight of one step; keeps summed losses near 1 until their true weight is known."""
-        train = self.cfg.train
-        return float((train.global_batch_size or 1) * self.cfg.model.seq_length)
+        """About the labels of one step; keeps summed losses near 1 until their true weight is known.
+
+        The same on all ranks, and a power of two, so that scaling by it costs no precision.
+        """
+        labels = (self.cfg.train.global_batch_size or 1) * self.cfg.model.seq_length
+        return float(2 ** round(math.log2(labels)))
+
+    @property
+    def train_iters(self) -> int | None:
+        """Optimizer steps of the run, also of one that is configured in epochs or samples; None is no limit."""
+        configured = self.cfg.train.train_iters
+        return configured if configured is not None else self.facts.max_steps or None
 
     def mean_loss(self) -> float:
         """Mean loss of the steps of this `train()`; NaN before the first is reported."""

@@ -9,16 +9,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from onstep.data import StepBatches
+from onstep.data import IteratorReader, StepBatches
 from onstep.distributed import no_sync
-from onstep.optim import TrainingOptimizer
+from onstep.optim import TrainingOptimizer, finite_gate
 from onstep.training.devices import to_device
 from onstep.training.losses import (
     MicroLoss,
     StepLoss,
     Weight,
+    as_scalar,
+    at_least_one,
     backward_start,
     gradient_factor,
+    local_sums,
     read_loss,
     reduce_step,
 )
@@ -97,28 +100,29 @@ def train_step(
         data_iterator: the step's `StepBatches`, or any iterator of micro-batches to take `num_microbatches` from.
         model: list of model chunks; without pipelining there is one.
         optimizer: a `TrainingOptimizer`, or any object whose `step()` returns `(successful, grad_norm, num_zeros)`.
-        scheduler: stepped by the number of samples when the update succeeded.
+        scheduler: stepped when the update succeeded, by the samples of a whole step also where the tail of an epoch
+            is shorter: the schedule is as long as the run.
         global_state: state of the run.
         tell: tells the moments inside the step; None tells nobody.
     """
     tell = tell or Teller(None, global_state)
-    batches = step_batches(data_iterator, global_state.num_microbatches)
+    batches = step_batches(data_iterator, global_state.num_microbatches, global_state.world.size)
     optimizer.zero_grad()
     micros = forward_backward(forward_step_func, batches, model, global_state, tell)
     step_loss = reduce_step(micros, global_state.world)
-    factor = gradient_factor(step_loss, micros, nominal_weight(global_state, micros), global_state.world.size)
+    factor = gradient_factor(step_loss, micros, global_state.nominal_step_size, global_state.world.size)
     successful, grad_norm, num_zeros = update(model, optimizer, factor, step_loss, tell)
     global_state.last_step_loss, global_state.last_micros = step_loss, micros
     if successful:
-        scheduler.step(samples_of(batches, global_state))
+        scheduler.step(global_state.cfg.train.global_batch_size or samples_of(batches, global_state))
     if tell.on.on_train_metrics:
         loss, tokens = local_metrics(micros)
         tell("on_train_metrics", loss=loss, grad_norm=grad_norm, tokens=tokens)
     return TrainStepResult(loss_dict(step_loss), int(not successful), False, False, 0, grad_norm, num_zeros)
 
 
-def step_batches(data_iterator: Any, num_microbatches: int) -> StepBatches:
-    """The step's micro-batches, read now if they come as an iterator.
+def step_batches(data_iterator: Any, num_microbatches: int, world_size: int = 1) -> StepBatches:
+    """The step's micro-batches, read now if they come as an iterator; fewer where it ends within the step.
 
     Raises:
         StopIteration: when the iterator is exhausted.
@@ -126,8 +130,10 @@ def step_batches(data_iterator: Any, num_microbatches: int) -> StepBatches:
     if isinstance(data_iterator, StepBatches):
         return data_iterator
     source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-    micro_batches = [next(source) for _ in range(num_microbatches)]
-    return StepBatches(micro_batches, None, None, [False] * num_microbatches)
+    batches = IteratorReader(source, world_size=world_size).read(num_microbatches)
+    if batches is None:
+        raise StopIteration
+    return batches
 
 
 def samples_of(batches: StepBatches, state: GlobalState) -> int:
@@ -146,7 +152,7 @@ def forward_backward(
     iterator = MicroBatches(batches, state.world.device)
     weighting = state.cfg.train.loss_weighting
     last = len(iterator) - 1
-    alone = last == 0 and state.world.size == 1
+    alone, nominal = last == 0 and state.world.size == 1, state.nominal_step_size
     micros = []
     for index in range(last + 1):
         batch = iterator.stage(index)
@@ -156,7 +162,7 @@ def forward_backward(
             with state.autocast():
                 output, loss_function = forward_step_func(iterator, model[0])
                 micro = read_loss(loss_function(output), batch, weighting, batches.is_filler[index])
-            micro.backward(backward_start(micro, alone, nominal_weight(state, [micro]), state.world.size))
+            micro.backward(backward_start(micro, alone, nominal, state.world.size))
         del output, loss_function
         micro.loss = micro.loss.detach()
         micros.append(micro)
@@ -167,15 +173,14 @@ def forward_backward(
     return micros
 
 
-def nominal_weight(state: GlobalState, micros: list[MicroLoss]) -> float:
-    """About the weight of a whole step, the same on all ranks: keeps summed losses of order 1."""
-    return state.nominal_step_size if micros[0].tokens is not None else 1.0
-
-
 def update(
     model: list[nn.Module], optimizer: Any, factor: Weight | None, step_loss: StepLoss, tell: Teller
 ) -> tuple[bool, Tensor | None, int | None]:
-    """Apply one update: `(successful, gradient norm before clipping, number of zero gradients)`."""
+    """Apply one update: `(successful, gradient norm before clipping, number of zero gradients)`.
+
+    Whatever is not finite is not applied. An optimizer that is not ours is asked to `step()` only after the loss and
+    the gradients were read, once, which waits for the device.
+    """
     if isinstance(optimizer, TrainingOptimizer):
         optimizer.observe_loss(step_loss.numerator)
         grad_norm = optimizer.prepare(factor)
@@ -184,9 +189,10 @@ def update(
         successful, num_zeros = optimizer.apply(), None
     else:
         scale_gradients(model, factor)
+        is_finite = watch_gradients(tell.state, model, step_loss)
         if tell.on.on_pre_optimizer_step:
             tell("on_pre_optimizer_step")
-        successful, grad_norm, num_zeros = optimizer.step()
+        successful, grad_norm, num_zeros = optimizer.step() if is_finite else (False, None, None)
     if tell.on.on_optimizer_step:
         tell("on_optimizer_step", grad_norm=grad_norm)
     return successful, grad_norm, num_zeros
@@ -194,25 +200,33 @@ def update(
 
 def scale_gradients(model: list[nn.Module], factor: Weight | None) -> None:
     """Multiply all gradients, for an optimizer that cannot fold the factor into its own clipping."""
-    if factor is None:
-        return
-    gradients = [p.grad for chunk in model for p in chunk.parameters() if p.grad is not None]
-    torch._foreach_mul_(gradients, factor)
+    gradients = _gradients(model)
+    if factor is not None and gradients:
+        torch._foreach_mul_(gradients, factor)
 
 
-def local_metrics(micros: list[MicroLoss]) -> tuple[Tensor, Weight | None]:
+def watch_gradients(state: GlobalState, model: list[nn.Module], step_loss: StepLoss) -> bool:
+    """Whether loss and gradients are finite, for an optimizer that does not ask. Waits for the device."""
+    if state.gate is None:
+        state.gate = finite_gate(state.world.device)
+    state.gate.observe_loss(step_loss.numerator)
+    gradients = _gradients(model)
+    if gradients:
+        state.gate.observe_norm(torch.stack(torch._foreach_norm(gradients)).norm())
+    return state.gate.poll(force=True) is None
+
+
+def _gradients(model: list[nn.Module]) -> list[Tensor]:
+    """The gradients of all chunks, a shared parameter's once."""
+    parameters = dict.fromkeys(p for chunk in model for p in chunk.parameters())
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def local_metrics(micros: list[MicroLoss]) -> tuple[Tensor, Tensor | None]:
     """This rank's mean loss and number of labels over some micro-batches, as device tensors."""
-    first = micros[0]
-    if first.kind == "share":
-        loss = torch.stack([micro.loss.detach() for micro in micros]).sum()
-    else:
-        top = [micro.loss.detach() * (micro.weight if micro.kind == "mean" else 1) for micro in micros]
-        weights = [torch.as_tensor(micro.weight, dtype=top[0].dtype, device=top[0].device) for micro in micros]
-        loss = torch.stack(top).sum() / torch.stack(weights).sum().clamp(min=1)
-    if any(micro.tokens is None for micro in micros):
-        return loss, None
-    counts = [torch.as_tensor(micro.tokens, dtype=torch.int64, device=loss.device) for micro in micros]
-    return loss, torch.stack(counts).sum()
+    numerator, weight, tokens = local_sums(micros)
+    loss = numerator if micros[0].kind == "share" else numerator / at_least_one(weight)
+    return loss, None if tokens is None else as_scalar(tokens, torch.int64, loss.device)
 
 
 def loss_dict(step_loss: StepLoss) -> dict[str, Tensor]:

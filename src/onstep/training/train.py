@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +89,7 @@ def train(
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
-        reader=train_data_iterator if hasattr(train_data_iterator, "read") else IteratorReader(train_data_iterator),
+        reader=as_reader(train_data_iterator, global_state),
         valid_data_iterator=valid_data_iterator,
         state=global_state,
         tell=tell,
@@ -100,15 +101,32 @@ def train(
     with RunScope(tell) as scope, manual_gc(global_state):
         for chunk in model:
             chunk.train()
-        global_state.control.clear_stops()
-        global_state.stopped_by, global_state.was_stopped = None, False
+        start_anew(global_state)
         scope.begin_training()
-        if global_state.cfg.validation.eval_on_start:
+        agree(global_state)
+        if global_state.cfg.validation.eval_on_start and not is_finished(global_state):
             run_evaluation(loop)
+            agree(global_state)
+        global_state.interval_start = time.perf_counter()
         while not is_finished(global_state):
             train_epoch(loop)
         conclude(loop)
         scope.end_training()
+
+
+def as_reader(data: Any, state: GlobalState) -> Any:
+    """What the loop reads steps from: a loader as it is, or a raw iterator of micro-batches in a reader."""
+    if hasattr(data, "read"):
+        return data
+    return IteratorReader(data[0] if isinstance(data, list) else data, world_size=state.world.size)
+
+
+def start_anew(state: GlobalState) -> None:
+    """Forget what an earlier `train()` on this state left: its stop, its mean loss, the end of its data."""
+    state.control.clear_stops()
+    state.stopped_by, state.was_stopped, state.data_exhausted = None, False, False
+    state.loss_sum, state.loss_steps, state.last_interval = 0.0, 0, None
+    state.facts.max_steps = state.train_iters or 0
 
 
 def train_epoch(loop: Loop) -> None:
@@ -116,6 +134,7 @@ def train_epoch(loop: Loop) -> None:
     state, control, tell, on = loop.state, loop.state.control, loop.tell, loop.tell.on
     control.honoured("should_epoch_stop")
     tell("on_epoch_start")
+    agree(state)
     has_data = True
     while has_data and not is_finished(state) and not control.should_epoch_stop:
         has_data = has_next_step(loop)
@@ -128,12 +147,13 @@ def train_epoch(loop: Loop) -> None:
             has_data = False
         else:
             run_step(loop, batches)
-    if not has_data or control.should_epoch_stop or not has_next_step(loop):
-        end_epoch(loop)
-    tell("on_epoch_end")
-    if control.should_abort_without_save:
-        return
+    if not has_data or not has_next_step(loop):
+        check_that_there_was_data(loop)
+        start_next_epoch(loop)
+    elif control.should_epoch_stop:
+        start_next_epoch(loop)
     fill_what_is_due_after_an_epoch(state)
+    tell("on_epoch_end")
     act_on_decisions(loop)
 
 
@@ -143,23 +163,29 @@ def has_next_step(loop: Loop) -> bool:
     return has_next is None or bool(has_next(loop.state.num_microbatches))
 
 
-def end_epoch(loop: Loop) -> None:
-    """Move to the start of the next epoch.
+def check_that_there_was_data(loop: Loop) -> None:
+    """Notice data that ends for good: a raw iterator has one epoch, and an epoch without a step has no next one.
 
     Raises:
         DataError: when the data had not a single step in it.
     """
-    progress = loop.state.train_state
-    if progress.steps_in_epoch == 0:
-        if progress.step == 0:
-            raise DataError("The training data ended before its first step; it must yield at least one global batch.")
+    state = loop.state
+    progress = state.train_state
+    if progress.step == 0:
+        raise DataError("The training data ended before its first step; it must yield at least one global batch.")
+    state.data_exhausted = isinstance(loop.reader, IteratorReader) or progress.steps_in_epoch == 0
+    if state.data_exhausted and state.world.is_main:
         logger.warning("the training data is exhausted at step %d; training ends", progress.step)
-        loop.state.data_exhausted = True
+
+
+def start_next_epoch(loop: Loop) -> None:
+    """Move to the start of the next epoch; a raw iterator has none and goes on where it stands."""
+    if isinstance(loop.reader, IteratorReader):
         return
+    progress = loop.state.train_state
     progress.epoch += 1
     progress.samples_in_epoch = progress.steps_in_epoch = 0
-    if not isinstance(loop.reader, IteratorReader):
-        loop.reader.seek(progress.epoch, 0)
+    loop.reader.seek(progress.epoch, 0)
 
 
 def run_step(loop: Loop, batches: StepBatches) -> None:
@@ -169,6 +195,8 @@ def run_step(loop: Loop, batches: StepBatches) -> None:
         tell("on_train_step_start", micro_batches=batches.micro_batches, sample_ids=batches.sample_ids)
     loop.watch.begin_step()
     result = train_step(loop.forward_step_func, batches, loop.model, loop.optimizer, loop.scheduler, state, tell)
+    if loop.start.is_first:
+        say_weighting(state)
     if on.on_train_step_end:
         tell(
             "on_train_step_end",
@@ -201,15 +229,17 @@ def advance(state: GlobalState, batches: StepBatches) -> None:
 def fill_what_is_due(state: GlobalState) -> None:
     """Put into the control what is due at this step, where callbacks may veto it."""
     logger_config, validation, step = state.cfg.logger, state.cfg.validation, state.train_state.step
+    first_evaluated = validation.start_eval_at_iter or 0
+    is_last_evaluated = state.evaluates_last_step and has_all_steps(state) and step >= first_evaluated
     state.control.fill(
         log=is_due(step, logger_config.log_interval) or (step == 1 and logger_config.log_first_step),
-        evaluate=is_due(step, validation.eval_interval, start=validation.start_eval_at_iter or 0),
+        evaluate=is_due(step, validation.eval_interval, start=first_evaluated) or is_last_evaluated,
         save=False,
     )
 
 
 def fill_what_is_due_after_an_epoch(state: GlobalState) -> None:
-    """Put into the control what is due when an epoch has ended."""
+    """Put into the control what is due when an epoch has ended, where callbacks may veto it."""
     validation = state.cfg.validation
     first_epoch = validation.start_eval_at_epoch or 0
     state.control.fill(
@@ -220,9 +250,14 @@ def fill_what_is_due_after_an_epoch(state: GlobalState) -> None:
 
 
 def act_on_decisions(loop: Loop) -> None:
-    """Agree on what is due or asked for, and do it: log, evaluate, save, in this order. Collective."""
+    """Agree on what is due or asked for, and do it: log, evaluate, save, in this order. Collective.
+
+    An aborted run does none of it.
+    """
     state, control = loop.state, loop.state.control
     agree(state)
+    if control.should_abort_without_save:
+        return
     if control.should_log:
         control.honoured("should_log")
         loop.watch.check(wait=True)
@@ -239,8 +274,8 @@ def act_on_decisions(loop: Loop) -> None:
 
 
 def run_evaluation(loop: Loop) -> None:
-    """Evaluate inside the loop, on the validation set or as the caller said."""
-    state = loop.state
+    """Evaluate inside the loop, on the validation set or as the caller said; no time of the logging interval."""
+    state, started = loop.state, time.perf_counter()
     if loop.evaluation is not None:
         loop.evaluation()
     elif loop.valid_data_iterator is not None:
@@ -254,31 +289,55 @@ def run_evaluation(loop: Loop) -> None:
             tell=loop.tell,
         )
         note_best_metric(state, state.last_metrics)
+    state.interval_start += time.perf_counter() - started
 
 
 def is_finished(state: GlobalState) -> bool:
     """Whether the run has its steps, or somebody asked for its end."""
-    control, limit = state.control, state.cfg.train.train_iters
+    control = state.control
     if control.should_training_stop or control.should_abort_without_save or state.data_exhausted:
         return True
-    return limit is not None and state.train_state.step >= limit
+    return has_all_steps(state)
+
+
+def has_all_steps(state: GlobalState) -> bool:
+    """Whether the configured number of steps is done, or of epochs: one that was ended early counts as one."""
+    limit, num_epochs, progress = state.train_iters, state.cfg.train.num_epochs, state.train_state
+    if num_epochs is not None and progress.epoch >= num_epochs:
+        return True
+    return limit is not None and progress.step >= limit
 
 
 def conclude(loop: Loop) -> None:
     """Say why training ended and log the final metrics; an aborted run logs nothing more."""
-    state = loop.state
+    state, control = loop.state, loop.state.control
     loop.watch.check(wait=True)
+    state.was_stopped = control.should_abort_without_save or (control.should_training_stop and not has_all_steps(state))
+    if not state.was_stopped:
+        state.stopped_by = None
     if state.world.is_main:
-        why = f"stopped: {state.stopped_by}" if state.stopped_by else "all steps done"
-        level = logging.WARNING if state.control.should_abort_without_save else logging.INFO
+        why = f"stopped: {state.stopped_by}" if state.was_stopped else "all steps done"
+        why = "no more data" if state.data_exhausted else why
+        level = logging.WARNING if control.should_abort_without_save else logging.INFO
         logger.log(level, "training ended at step %d: %s", state.train_state.step, why)
-    if state.control.should_abort_without_save:
+    if control.should_abort_without_save:
         return
     rest = loop.meter.flush()
     if rest is not None:
         advance_tokens(state, rest)
         state.last_interval = rest
     publish(state, final_metrics(state, loop.start), loop.tell)
+
+
+def say_weighting(state: GlobalState) -> None:
+    """Say once how mean losses are weighted, which only the first micro-batch tells; `Trainer` says it itself."""
+    micro = state.last_micros[0]
+    if micro.kind != "mean" or state.trainer is not None or not state.world.is_main:
+        return
+    unit = state.cfg.train.loss_weighting
+    if unit == "auto":
+        unit = "samples" if micro.tokens is None else "tokens"
+    logger.info("loss: means of micro-batches, weighted by their %s (train.loss_weighting)", unit)
 
 
 def warn_that_nothing_is_saved(state: GlobalState) -> None:

@@ -1,0 +1,79 @@
+"""From the arguments that a user gives to those that the Trainer works with."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any
+
+from onstep.config import ConfigContainer, TrainingArguments, args_to_config, resolve
+from onstep.errors import ConfigError
+
+
+def own_arguments(args: Any) -> TrainingArguments:
+    """`args` as our `TrainingArguments`; None is the defaults.
+
+    An instance of Hugging Face's class is converted field by field. What a user's subclass of it adds is kept as
+    attributes, for callbacks that read them.
+
+    Raises:
+        ConfigError: for anything else, and for a value that is not supported.
+    """
+    if args is None:
+        return TrainingArguments()
+    if isinstance(args, TrainingArguments):
+        return args
+    theirs = _hugging_face_class(type(args))
+    if theirs is None or not is_dataclass(args):
+        raise ConfigError(
+            f"args must be onstep.TrainingArguments or transformers.TrainingArguments, got {type(args).__name__}."
+        )
+    return _converted(args, theirs)
+
+
+def config_of(
+    args: TrainingArguments, *, num_samples: int | None, world_size: int, for_training: bool
+) -> ConfigContainer:
+    """The validated configuration of one call of the Trainer.
+
+    An evaluation on its own has no length, so intervals that are a share of the run mean nothing in it.
+    """
+    if not for_training:
+        args = copy.copy(args)
+        args.logging_strategy = args.eval_strategy = "no"
+    return resolve(args_to_config(args, num_samples_per_epoch=num_samples, world_size=world_size), world_size)
+
+
+def shown_arguments(args: TrainingArguments, folder: str | None) -> TrainingArguments:
+    """The arguments as callbacks see them: with the folder that the run really has, where journals go too."""
+    shown = copy.copy(args)
+    if folder is not None:
+        shown.output_dir = folder
+    if shown.logging_dir is None:
+        shown.logging_dir = shown.output_dir
+    return shown
+
+
+def _hugging_face_class(cls: type) -> type | None:
+    """`transformers.TrainingArguments` among the bases of a class, recognised without importing transformers."""
+    for base in cls.__mro__:
+        if base.__name__ == "TrainingArguments" and base.__module__.split(".")[0] == "transformers":
+            return base
+    return None
+
+
+def _converted(args: Any, theirs: type) -> TrainingArguments:
+    known = {field.name for field in fields(TrainingArguments) if field.init}
+    of_hugging_face = {field.name: field for field in fields(theirs)}
+    values: dict[str, Any] = args.to_dict()
+    for name in values.keys() - known:
+        if name in of_hugging_face and values[name] != _default(of_hugging_face[name]):
+            raise ConfigError(f"TrainingArguments.{name}={values[name]!r} is not supported; leave it at its default.")
+    own = TrainingArguments(**{name: value for name, value in values.items() if name in known})
+    for name in values.keys() - known - of_hugging_face.keys():
+        setattr(own, name, getattr(args, name))
+    return own
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()

@@ -1,0 +1,92 @@
+"""What a Trainer is made of: everything the user gave, and the loss that it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from onstep.errors import ConfigError
+from onstep.events import CallbackManager
+from onstep.trainer.arguments import own_arguments
+from onstep.trainer.default_callbacks import with_defaults
+from onstep.trainer.forward import function_loss, model_loss
+from onstep.trainer.outputs import EvalPrediction
+from onstep.training.run_folder import RunFolder
+from onstep.training.state import GlobalState
+
+Collate = Callable[[Sequence[Any]], Any]
+
+
+class BaseTrainer:
+    """Holds what the user gave; `Trainer` trains and evaluates with it."""
+
+    loss_is_scaled_for_ga: bool | None = None
+    """What a `compute_loss` of your own returns: True is a share of the step's loss, already divided by
+    `num_items_in_batch`; False is the mean of its micro-batch; None finds out from its code."""
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: Any = None,
+        data_collator: Collate | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., nn.Module] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        callbacks: list[Any] | CallbackManager | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        *,
+        default_callbacks: bool = True,
+    ) -> None:
+        _check_model(model, model_init)
+        self.args = own_arguments(args)
+        self.model = model
+        self.model_init = model_init
+        self.data_collator = data_collator
+        self.train_dataset = train_dataset
+        self.eval_dataset = eval_dataset
+        self.processing_class = processing_class
+        self.compute_loss_func = compute_loss_func
+        self.compute_metrics = compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.optimizer, self.lr_scheduler = optimizers
+        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        self.callback_manager = with_defaults(callbacks, default_callbacks, disable_tqdm=bool(self.args.disable_tqdm))
+        self.global_state: GlobalState | None = None
+        """State of the run that ran last, or runs now."""
+        self.session: Any = None
+        """What the run works with that is going on; None outside of one."""
+        self.owned_folders: dict[Path, RunFolder] = {}
+        """Run folders that this Trainer took, by the path that was asked for; it may train into them again."""
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The loss of a micro-batch, and the outputs where asked for; override it for a loss of your own.
+
+        An override that uses `num_items_in_batch` (the labels of the whole step over all ranks) returns its share
+        of the step's loss; one that does not returns a mean, weighted by the micro-batch's labels or samples.
+        `loss_is_scaled_for_ga` says which it is where its code does not tell.
+        """
+        if self.compute_loss_func is not None:
+            loss, outputs = function_loss(self.compute_loss_func, model, inputs, num_items_in_batch)
+        else:
+            loss, outputs = model_loss(model, inputs, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+def _check_model(model: Any, model_init: Any) -> None:
+    if (model is None) == (model_init is None):
+        raise ConfigError("Trainer needs exactly one of model and model_init; pass the other as None.")
+    if model is not None and not isinstance(model, nn.Module):
+        kind = model.__name__ if isinstance(model, type) else type(model).__name__
+        raise ConfigError(f"model must be a torch.nn.Module, got {kind}; pass what makes one as model_init.")
+    if model_init is not None and not callable(model_init):
+        raise ConfigError(f"model_init must be a function that returns a model, got {type(model_init).__name__}.")

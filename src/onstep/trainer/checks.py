@@ -1,0 +1,48 @@
+"""What can be known to be wrong before anything is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from onstep.errors import ConfigError, DataError
+from onstep.trainer.base_trainer import BaseTrainer
+from onstep.trainer.optimizers import check_optimizers
+
+
+def check_training(trainer: BaseTrainer, resume_from_checkpoint: Any = None) -> None:
+    """Check that `train()` has what it needs.
+
+    Raises:
+        ConfigError: naming what is missing.
+        DataError: for an empty training set.
+    """
+    args, dataset = trainer.args, trainer.train_dataset
+    if trainer.session is not None:
+        raise ConfigError("This Trainer is training or evaluating already; a callback may evaluate, but not train.")
+    if dataset is None:
+        raise ConfigError("Trainer.train needs a train_dataset; pass one to the constructor.")
+    if resume_from_checkpoint not in (None, True, False):
+        raise ConfigError(
+            f"resume_from_checkpoint={resume_from_checkpoint!r}: this version writes no checkpoints to resume from; "
+            f"leave it out."
+        )
+    num_samples = num_samples_of(dataset)
+    if num_samples is None and args.max_steps <= 0:
+        raise ConfigError("The train_dataset has no length, so num_train_epochs cannot end the run; set max_steps.")
+    if num_samples == 0:
+        raise DataError("The train_dataset is empty: it has 0 samples.")
+    if trainer.eval_dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
+        asked = "eval_on_start=True" if args.eval_strategy == "no" else f"eval_strategy={args.eval_strategy!r}"
+        raise ConfigError(f"{asked} needs an eval_dataset; pass one to the constructor.")
+    check_optimizers(trainer)
+
+
+def num_samples_of(dataset: Any) -> int | None:
+    """Samples of a dataset; None where it has no length."""
+    samples: Any = dataset.dataset if isinstance(dataset, DataLoader) else dataset
+    try:
+        return len(samples)
+    except (TypeError, NotImplementedError):
+        return None

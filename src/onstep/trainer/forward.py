@@ -1,0 +1,77 @@
+"""Calls a model with a micro-batch, and finds the loss in what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from onstep.errors import ConfigError
+from onstep.trainer.loss_convention import NUM_ITEMS, accepts_num_items, of_model
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """The model's outputs: a mapping is handed over as keywords, a tuple or list by position, a tensor as it is."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (list, tuple)) else model(inputs)
+
+
+def model_loss(model: nn.Module, inputs: Any, num_items: Any) -> tuple[Tensor, Any]:
+    """The loss that the model itself gives, and its outputs.
+
+    Raises:
+        ConfigError: when it gives none.
+    """
+    if num_items is not None and isinstance(inputs, Mapping) and of_model(model) == "share":
+        inputs = {**inputs, NUM_ITEMS: num_items}
+    outputs = call_model(model, inputs)
+    loss = find_loss(outputs)
+    if loss is None:
+        given = f" It was given {', '.join(inputs)}." if isinstance(inputs, Mapping) else ""
+        raise ConfigError(
+            f"{type(model).__name__} returned no loss but {_described(outputs)}.{given} Return a dict with a 0-d "
+            f"'loss' or a tuple that starts with it, give the labels that the model needs, or pass "
+            f"compute_loss_func(outputs, labels)."
+        )
+    return loss, outputs
+
+
+def function_loss(
+    compute_loss_func: Callable[..., Any], model: nn.Module, inputs: Any, num_items: Any
+) -> tuple[Tensor, Any]:
+    """The loss that a user's function gives for the outputs and the labels, and the outputs.
+
+    The labels, `labels` of a mapping or the last element of a tuple, are not handed to the model.
+    """
+    labels = None
+    if isinstance(inputs, Mapping):
+        inputs = dict(inputs)
+        labels = inputs.pop("labels", None)
+    elif isinstance(inputs, (list, tuple)) and len(inputs) > 1:
+        inputs, labels = inputs[:-1], inputs[-1]
+    outputs = call_model(model, inputs)
+    keywords = {NUM_ITEMS: num_items} if accepts_num_items(compute_loss_func) else {}
+    return compute_loss_func(outputs, labels, **keywords), outputs
+
+
+def find_loss(outputs: Any) -> Tensor | None:
+    """The loss in a model's outputs: `loss`, the first element of a tuple, or the output itself; one element."""
+    loss: Any = outputs
+    if isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+    elif hasattr(outputs, "loss"):
+        loss = outputs.loss
+    elif isinstance(outputs, (list, tuple)):
+        loss = outputs[0] if outputs else None
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        return None
+    return loss.reshape(())
+
+
+def _described(outputs: Any) -> str:
+    if isinstance(outputs, Mapping):
+        return f"a mapping with {', '.join(outputs) or 'nothing in it'}"
+    shape = f" of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else ""
+    return f"a {type(outputs).__name__}{shape}"

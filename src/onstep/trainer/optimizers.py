@@ -1,0 +1,124 @@
+"""The optimizer and scheduler of a training: the user's own, or those that the configuration asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from onstep.config import ConfigContainer
+from onstep.errors import ConfigError
+from onstep.events import CallbackManager, TrainerCallback
+from onstep.optim import (
+    OptimizerParamScheduler,
+    TorchSchedulerAdapter,
+    TrainingOptimizer,
+    build_optimizer,
+    wrap_optimizer,
+)
+from onstep.trainer.base_trainer import BaseTrainer
+from onstep.training.setup import scheduler_for
+
+
+def check_optimizers(trainer: BaseTrainer) -> None:
+    """Check that what the user gave goes together.
+
+    Raises:
+        ConfigError: naming what does not.
+    """
+    optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
+    if trainer.optimizer_cls_and_kwargs is not None and optimizer is not None:
+        raise ConfigError("Pass the optimizer through optimizers or optimizer_cls_and_kwargs, not both.")
+    if trainer.model_init is not None and (_is_object(optimizer) or _is_object(scheduler)):
+        raise ConfigError(
+            "model_init makes new parameters for every train(), and an optimizer or scheduler object has old ones; "
+            "pass factories: optimizers=(lambda parameters: ..., lambda optimizer: ...)."
+        )
+    if _is_object(scheduler) and not _is_object(optimizer):
+        raise ConfigError(
+            "A scheduler object belongs to an optimizer; pass both in optimizers, or a factory: "
+            "optimizers=(None, lambda optimizer: ...)."
+        )
+
+
+def make_optimizer(trainer: BaseTrainer, module: nn.Module, config: ConfigContainer) -> Any:
+    """What the loop drives: the user's optimizer, what a factory or class makes, or the configured one.
+
+    A factory gets the trainable parameters; a class of `optimizer_cls_and_kwargs` gets them in two groups, with
+    `weight_decay` for matrices only, unless its keywords say what the weight decay is.
+
+    Raises:
+        ConfigError: for an optimizer that has none of the model's parameters.
+    """
+    given = trainer.optimizer
+    if trainer.optimizer_cls_and_kwargs is not None:
+        cls, keywords = trainer.optimizer_cls_and_kwargs
+        has_decay = "weight_decay" in keywords
+        given = cls(_trainable(module) if has_decay else _groups(module, config.optimizer.weight_decay), **keywords)
+    elif given is not None and not _is_object(given):
+        given = given(_trainable(module))
+    if given is None:
+        return build_optimizer([module], config.optimizer)
+    optimizer = wrap_optimizer(given, config.optimizer.clip_grad)
+    _check_parameters(optimizer, module)
+    return optimizer
+
+
+def make_scheduler(trainer: BaseTrainer, optimizer: Any, config: ConfigContainer, iters: int | None) -> Any:
+    """What the loop steps: the user's scheduler, what a factory makes, or the configured schedule.
+
+    The configured schedule scales the learning rates of a user's optimizer and leaves its weight decay alone. A
+    scheduler that is a callback is registered as one.
+    """
+    given = trainer.lr_scheduler
+    if given is not None and not _is_object(given):
+        given = given(optimizer.optimizer if isinstance(optimizer, TrainingOptimizer) else optimizer)
+    if given is None:
+        if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
+            _keep_own_values(optimizer)
+        return scheduler_for(config, optimizer, iters)
+    if isinstance(given, TrainerCallback):
+        _register_once(trainer.callback_manager, given)
+    return given if isinstance(given, OptimizerParamScheduler) else TorchSchedulerAdapter(given)
+
+
+def _is_object(given: Any) -> bool:
+    """Whether it is an optimizer or scheduler, not something that makes one."""
+    return given is not None and not isinstance(given, type) and hasattr(given, "step")
+
+
+def _trainable(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    matrices = [parameter for parameter in _trainable(module) if parameter.ndim >= 2]
+    others = [parameter for parameter in _trainable(module) if parameter.ndim < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _check_parameters(optimizer: Any, module: nn.Module) -> None:
+    own = {id(parameter) for parameter in module.parameters()}
+    if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        return
+    raise ConfigError(
+        f"The optimizer has no parameter of {type(module).__name__}, so it would train nothing; make it from the "
+        f"parameters of the Trainer's model, or pass a factory: optimizers=(lambda parameters: ..., None)."
+    )
+
+
+def _keep_own_values(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        group.setdefault("max_lr", float(group["lr"]))
+        decay = float(group.get("weight_decay", 0.0))
+        group.setdefault("start_wd", decay)
+        group.setdefault("end_wd", decay)
+
+
+def _register_once(manager: CallbackManager, callback: TrainerCallback) -> None:
+    if all(known is not callback for known in manager.callbacks):
+        manager.add(callback)

@@ -1,0 +1,99 @@
+"""Which files are a corpus, and what its documents are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from onstep.data import default_corpus_files, find_files, iter_documents
+from onstep.errors import DataError
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name in ("b.txt", "a.md", "deep/er/c.py", "image.png", ".git/config.txt", "odd.dat"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    return tmp_path
+
+
+def test_a_folder_is_searched_for_text_and_hidden_folders_are_left_out(tree: Path) -> None:
+    assert find_files([tree]) == [tree / "a.md", tree / "b.txt", tree / "deep/er/c.py"]
+
+
+def test_named_and_matched_files_are_taken_whatever_their_suffix_and_each_once(tree: Path) -> None:
+    assert find_files([tree / "odd.dat"]) == [tree / "odd.dat"]
+    found = find_files([str(tree / "**/*.py"), tree / "b.txt", str(tree / "[bo]*")])
+    assert found == [tree / "b.txt", tree / "deep/er/c.py", tree / "odd.dat"]
+    assert find_files([str(tree / "de*")]) == [tree / "deep/er/c.py"]
+
+
+def test_a_file_whose_name_looks_like_a_glob_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "notes[1].txt"
+    path.write_text("x")
+    assert find_files([path]) == [path]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("nowhere.txt", "the corpus path '.*nowhere.txt' does not exist"),
+        ("*.none", "glob '.*none' of the corpus matches no file"),
+        ("empty", "folder '.*empty' of the corpus has no text-like file"),
+    ],
+)
+def test_a_path_that_stands_for_nothing_is_named(tree: Path, given: str, message: str) -> None:
+    (tree / "empty").mkdir()
+    with pytest.raises(DataError, match=message):
+        find_files([tree / "b.txt", str(tree / given)])
+
+
+def test_no_paths_and_a_bare_string_are_refused() -> None:
+    with pytest.raises(DataError, match="corpus is empty"):
+        find_files([])
+    with pytest.raises(DataError, match="put it in a list"):
+        find_files("corpus.txt")
+
+
+def test_the_default_corpus_is_the_standard_library() -> None:
+    files = default_corpus_files()
+    assert files == default_corpus_files()
+    assert 6e6 < sum(path.stat().st_size for path in files) < 2e7
+    names = {path.name for path in files}
+    assert {"textwrap.py", "argparse.py"} <= names
+    assert all({"site-packages", "test", "tests", "idle_test"}.isdisjoint(path.parts[-4:-1]) for path in files)
+    assert all(path.suffix == ".py" for path in files)
+
+
+def test_a_text_file_is_one_document_and_a_jsonl_record_is_one(tmp_path: Path) -> None:
+    text, records = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    text.write_bytes(b"one\ntwo\n\xff")
+    records.write_text('{"body": "gr\\u00fcn"}\n\n   \n{"n": 1, "body": ""}\n{"body": "z"}', encoding="utf-8")
+    assert list(iter_documents([text, records], "body")) == [b"one\ntwo\n\xff", "grün".encode(), b"", b"z"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "x"', r"bad.jsonl:3 is not a JSON record"),
+        (b'{"text": "\xff"}', r"bad.jsonl:3 is not a JSON record.*0xff"),
+        (b'["x"]', r"bad.jsonl:3 holds a JSON list"),
+        (b'{"txt": "x", "id": 4}', r"bad.jsonl:3 has no key 'text' \(its keys: 'txt', 'id'\); set dataset.text_key"),
+        (b'{"text": null}', r"bad.jsonl:3: 'text' must be a string, got NoneType"),
+    ],
+)
+def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(json.dumps({"text": "fine"}).encode() + b"\n\n" + line + b"\n")
+    documents = iter_documents([path], "text")
+    assert next(documents) == b"fine"
+    with pytest.raises(DataError, match=message):
+        next(documents)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot read .*gone.txt of the corpus: No such file"):
+        list(iter_documents([tmp_path / "gone.txt"], "text"))

@@ -1,0 +1,126 @@
+"""Tokenizers: bytes, a `tokenizer.json`, a local `transformers` folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onstep.config.parts import TokenizerConfig
+from onstep.data import build_tokenizer
+from onstep.errors import DataError, MissingExtraError
+
+WORDS = {"<|endoftext|>": 0, "the": 1, "cat": 2, "sat": 3, "[UNK]": 9}
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path: Path) -> Path:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    # Would add tokens to every text, which is not wanted in a corpus.
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("$A the", special_tokens=[("the", 1)])
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.fixture
+def tokenizer_folder(tokenizer_file: Path, tmp_path: Path) -> Path:
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path / "pretrained"
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tokenizer_file), eos_token="<|endoftext|>", unk_token="[UNK]"
+    ).save_pretrained(folder)
+    return folder
+
+
+def test_bytes_take_anything_and_give_it_back() -> None:
+    tokenizer = build_tokenizer(TokenizerConfig())
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (257, 256)
+    assert np.asarray(tokenizer.encode(b"a\xff")).tolist() == [97, 255]
+    assert tokenizer.encode_text("ü") == [0xC3, 0xBC]
+    assert tokenizer.decode([*tokenizer.encode_text("grün"), 256]) == "grün"
+    assert tokenizer.decode([97, 0xFF, 98]) == "a\ufffdb"
+
+
+def test_a_tokenizers_file_is_used_without_special_tokens(tokenizer_file: Path) -> None:
+    config = TokenizerConfig(tokenizer_type="tokenizers", tokenizer_model=str(tokenizer_file))
+    tokenizer = build_tokenizer(config)
+    assert tokenizer.encode_text("the cat sat flat") == [1, 2, 3, 9]
+    assert list(tokenizer.encode(b"cat sat")) == [2, 3]
+    assert tokenizer.decode([1, 2]) == "the cat"
+    assert tokenizer.eos_id == 0
+    assert tokenizer.vocab_size == 10  # ids have gaps: 5 entries, the largest is 9
+    with pytest.raises(UnicodeDecodeError):
+        tokenizer.encode(b"cat \xff")
+
+
+def test_a_local_transformers_tokenizer_is_used_without_special_tokens(tokenizer_folder: Path) -> None:
+    config = TokenizerConfig(tokenizer_type="huggingface", tokenizer_model=str(tokenizer_folder))
+    tokenizer = build_tokenizer(config)
+    assert tokenizer.encode_text("the cat sat flat") == [1, 2, 3, 9]
+    assert list(tokenizer.encode(b"cat sat")) == [2, 3]
+    assert tokenizer.decode([1, 2, 0]) == "the cat"
+    assert (tokenizer.eos_id, tokenizer.vocab_size) == (0, 10)
+
+
+@pytest.mark.parametrize("kind", ["tokenizers", "huggingface"])
+def test_the_fingerprint_follows_the_content(kind: str, tokenizer_file: Path, tokenizer_folder: Path) -> None:
+    model = tokenizer_file if kind == "tokenizers" else tokenizer_folder
+    config = TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(model))
+    first = build_tokenizer(config).fingerprint
+    assert build_tokenizer(config).fingerprint == first
+    path = model if model.is_file() else model / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["dog"] = 4
+    path.write_text(json.dumps(content))
+    assert build_tokenizer(config).fingerprint != first
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "message"),
+    [
+        ("byte", None, "unknown tokenizer_type 'byte'. Did you mean 'bytes'"),
+        ("hugingface", "x", "Did you mean 'huggingface'"),
+        ("bytes", "x.json", "takes no tokenizer_model, got 'x.json'"),
+        ("tokenizers", None, "needs tokenizer_model"),
+        ("huggingface", None, "needs tokenizer_model"),
+        ("tokenizers", "missing.json", "cannot read tokenizer file .*missing.json': No such file"),
+        ("tokenizers", ".", "is a folder; give its tokenizer.json"),
+        ("tokenizers", "bad.json", "bad.json is no tokenizer"),
+        ("huggingface", "missing", "is no folder"),
+        ("huggingface", ".", "holds no tokenizer that transformers can load"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_with_a_remedy(
+    tmp_path: Path, kind: str, model: str | None, message: str
+) -> None:
+    (tmp_path / "bad.json").write_text("{}")
+    path = model if model is None or kind == "bytes" else str(tmp_path / model)
+    with pytest.raises(DataError, match=message):
+        build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=path))
+
+
+def test_a_folder_cannot_bring_code_along(tokenizer_folder: Path) -> None:
+    marker = tokenizer_folder / "ran"
+    (tokenizer_folder / "own.py").write_text(f"open({str(marker)!r}, 'w').close()\nclass Own: pass\n")
+    path = tokenizer_folder / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
+    path.write_text(json.dumps(config))
+    with pytest.raises(DataError, match="trust_remote_code"):
+        build_tokenizer(TokenizerConfig(tokenizer_type="huggingface", tokenizer_model=str(tokenizer_folder)))
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(("kind", "library"), [("tokenizers", "tokenizers"), ("huggingface", "transformers")])
+def test_a_missing_library_gives_the_install_line(
+    kind: str, library: str, tokenizer_file: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    model = tokenizer_file if kind == "tokenizers" else tokenizer_folder
+    with pytest.raises(MissingExtraError, match=r"pip install 'onstep\[hf\]'"):
+        build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(model)))

@@ -1,0 +1,115 @@
+"""What a reader can copy from the documentation works: Python, commands and configuration files."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onstep.cli.configuration import configuration
+from onstep.cli.main import COMMANDS
+from onstep.config import ConfigContainer, merge, parse_yaml, resolve
+from onstep.recipes import get_recipe
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    """Where its code begins, from 1."""
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    def run(self, namespace: dict[str, Any]) -> None:
+        """Execute the code as if it stood in the page, so that a traceback has the page's lines."""
+        exec(compile("\n" * (self.line - 1) + self.code, str(self.page), "exec"), namespace)
+
+
+def blocks(page: Path, language: str) -> list[Block]:
+    """The blocks of one language in a page, in order."""
+    text = page.read_text(encoding="utf-8")
+    found = [match for match in FENCE.finditer(text) if match["language"] == language]
+    return [
+        Block(page, text.count("\n", 0, match.start("code")) + 1, textwrap.dedent(match["code"])) for match in found
+    ]
+
+
+def all_blocks(language: str) -> list[Block]:
+    return [block for page in PAGES for block in blocks(page, language)]
+
+
+def commands() -> list[Any]:
+    """Every `onstep` command line in the pages, also those that `torchrun` starts."""
+    lines = [(block, line) for block in all_blocks("bash") for line in block.code.splitlines()]
+    words = [(block, shlex.split(line, comments=True)) for block, line in lines]
+    found = []
+    for block, command in words:
+        if command[:1] == ["torchrun"]:
+            command = command[command.index("-m") + 1 :]
+        if command[:1] == ["onstep"]:
+            found.append(pytest.param(command[1:], id=f"{block} {' '.join(command[:3])}"))
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda p: p.name)
+def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, empty_folder: Path) -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    torch.manual_seed(0)
+    for block in blocks(page, "python"):
+        block.run(namespace)
+
+
+def test_pages_that_teach_have_examples() -> None:
+    taught = {page.name for page in PAGES if blocks(page, "python")}
+    assert taught >= {"README.md", "index.md", "first-run.md", "callbacks.md", "configuration.md", "trainer.md"}
+
+
+@pytest.mark.parametrize("words", commands())
+def test_a_command_names_what_exists(words: list[str], empty_folder: Path) -> None:
+    name, *arguments = words
+    assert name in COMMANDS
+    if name == "train":
+        files = [word for word in arguments if word.endswith(".yaml")]
+        for file in files:
+            Path(file).write_text("run: {recipe: tiny_gpt}\n", encoding="utf-8")
+        recipe = _option(arguments, "--recipe")
+        _option(arguments, "--import")
+        config, _ = configuration(arguments, recipe)
+        assert isinstance(resolve(config), ConfigContainer)
+    elif name == "config":
+        assert arguments[0] in ("show", "defaults")
+        configuration(arguments[1:], None)
+
+
+@pytest.mark.parametrize("block", all_blocks("yaml"), ids=str)
+def test_a_configuration_file_is_valid(block: Block) -> None:
+    values = parse_yaml(block.code, source=str(block))
+    config = get_recipe(values.get("run", {}).get("recipe") or "tiny_gpt")()
+    merge(config, values)
+    resolve(config)
+
+
+def _option(words: list[str], name: str) -> str | None:
+    """Take an option and its value out of a command line."""
+    if name not in words:
+        return None
+    place = words.index(name)
+    value = words[place + 1]
+    del words[place : place + 2]
+    return value

@@ -1,0 +1,130 @@
+"""The parts of the documentation that are read from the code, and the site as a whole."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import onstep
+from onstep.config import ConfigContainer, TrainingArguments, to_flat
+from onstep.events import MOMENTS
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    """`docs/generate.py`, as mkdocs loads it."""
+    spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    sys.modules["docs_generate"] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.dont_write_bytecode = before
+    return module
+
+
+def first_cells(table: str) -> list[str]:
+    """What stands in the first column, without the head."""
+    return [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if line.startswith("| `")]
+
+
+def test_the_table_of_moments_has_every_moment_in_firing_order(generate: ModuleType) -> None:
+    cells = first_cells(generate.moments_table())
+    assert [re.findall(r"`(\w+)`", cell)[0] for cell in cells] == [moment.name for moment in MOMENTS]
+    assert [re.findall(r"`(\w+)`", cell)[-1] for cell in cells] == [moment.hf_name for moment in MOMENTS]
+
+
+def test_the_tables_of_keys_have_every_key_with_its_default(generate: ModuleType) -> None:
+    tables = generate.configuration_tables()
+    keys = [cell.strip("`") for cell in first_cells(tables)]
+    assert keys == list(to_flat(ConfigContainer()))
+    assert "| `optimizer.adam_beta2` | `float` | `0.999` |" in tables
+    assert "| `mixed_precision` | `str | None` | `None` | None (float32) or bf16_mixed" in tables
+
+
+def test_every_argument_is_in_one_of_two_tables(generate: ModuleType) -> None:
+    working = [cell.strip("`") for cell in first_cells(generate.argument_table())]
+    refused = [cell.strip("`") for cell in first_cells(generate.refused_table())]
+    assert sorted([*working, *refused]) == sorted(f.name for f in fields(TrainingArguments) if f.init)
+    assert "learning_rate" in working
+    assert "deepspeed" in refused
+
+
+def test_every_row_of_a_table_has_the_cells_of_its_head(generate: ModuleType) -> None:
+    for make in generate.GENERATED.values():
+        rows = [line for line in make().splitlines() if line.startswith("|")]
+        without_code = [re.sub("`[^`]*`", "", row) for row in rows]
+        widths = {len(re.findall(r"(?<!\\)\|", row)) for row in without_code}
+        assert len(widths) == 1
+
+
+def test_what_looks_like_html_in_a_doc_string_is_shown_as_text(generate: ModuleType) -> None:
+    assert generate._prose("cuda:<n> and `<run>/model`") == "cuda:&lt;n> and `<run>/model`"
+
+
+def test_an_unknown_marker_stops_the_build(generate: ModuleType) -> None:
+    with pytest.raises(KeyError, match="momets"):
+        generate.fill("<!-- generated: momets -->")
+
+
+def test_the_pages_use_every_generated_part(generate: ModuleType) -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md"))
+    assert set(generate.MARKER.findall(text)) == set(generate.GENERATED)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The documentation, built strictly."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_the_site_builds_and_shows_the_generated_tables(site: Path) -> None:
+    page = (site / "guide" / "callbacks" / "index.html").read_text(encoding="utf-8")
+    assert all(f"<code>{moment.name}</code>" in page for moment in MOMENTS)
+    assert "generated:" not in page
+    configuration = (site / "guide" / "configuration" / "index.html").read_text(encoding="utf-8")
+    assert "<td><code>str | None</code></td>" in configuration
+
+
+def test_every_public_name_is_in_the_reference(site: Path) -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in (site / "reference").rglob("index.html"))
+    shown = set(re.findall(r'<h\d id="(onstep\.[\w.]+)"', text))
+    assert not [places[0] for places in public_names() if shown.isdisjoint(places)]
+
+
+def public_names() -> list[tuple[str, ...]]:
+    """The functions and classes that the packages of Onstep export, each with the anchors that may show it."""
+    found = []
+    for info in pkgutil.iter_modules(onstep.__path__):
+        if info.name.startswith("_") or info.name == "cli":
+            continue
+        package = importlib.import_module(f"onstep.{info.name}")
+        for name in getattr(package, "__all__", []):
+            value = getattr(package, name)
+            if inspect.isroutine(value) or inspect.isclass(value):
+                home = value.__module__.split(".")[1]
+                # a function in a module of its own name is shown with the module
+                found.append((f"onstep.{info.name}.{name}", f"onstep.{home}.{name}", f"{value.__module__}.{name}"))
+    return found

@@ -1,0 +1,246 @@
+"""Ours and Hugging Face's arguments, and what is refused before training starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from small_models import LogitsModel, Regression, Stream, arguments, quiet, ragged_rows, regression_rows
+from torch.utils.data import DataLoader, TensorDataset
+
+from onstep import Trainer, TrainerCallback, TrainingArguments
+from onstep.errors import ConfigError, DataError, RunExistsError
+
+
+def hf_arguments(folder: Path, **options: Any) -> transformers.TrainingArguments:
+    return transformers.TrainingArguments(str(folder / "run"), report_to="none", use_cpu=True, **options)
+
+
+def test_hugging_faces_arguments_are_taken_over_field_by_field(tmp_path: Path) -> None:
+    options = {
+        "per_device_train_batch_size": 3,
+        "learning_rate": 0.02,
+        "max_steps": 2,
+        "weight_decay": 0.1,
+        "lr_scheduler_type": transformers.SchedulerType.COSINE,
+        "eval_strategy": transformers.trainer_utils.IntervalStrategy.STEPS,
+        "eval_steps": 1,
+        "logging_steps": 1,
+        "label_names": ["labels"],
+        "seed": 5,
+    }
+    seen: list[Any] = []
+
+    class Args(transformers.TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(args)
+
+    trainer = quiet(
+        Regression(),
+        hf_arguments(tmp_path, **options),
+        regression_rows(),
+        eval_dataset=regression_rows(),
+        callbacks=[Args()],
+    )
+    assert isinstance(trainer.args, TrainingArguments)
+    assert trainer.train().global_step == 2
+    assert {name: getattr(trainer.args, name) for name in options} == {
+        **options,
+        "lr_scheduler_type": "cosine",
+        "eval_strategy": "steps",
+    }
+    (args,) = seen
+    missing = [name for name in transformers.TrainingArguments.__dataclass_fields__ if not hasattr(args, name)]
+    assert missing == []
+    assert args.output_dir == str(tmp_path / "run")
+
+
+def test_what_a_users_subclass_of_hugging_faces_arguments_adds_is_seen_by_callbacks(tmp_path: Path) -> None:
+    @dataclass
+    class Mine(transformers.TrainingArguments):
+        temperature: float = 1.0
+
+    seen: list[float] = []
+
+    class Reads(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(args.temperature)
+
+    args = Mine(str(tmp_path / "run"), use_cpu=True, report_to="none", max_steps=1, temperature=0.5)
+    quiet(Regression(), args, regression_rows(), callbacks=[Reads]).train()
+    assert seen == [0.5]
+
+
+@pytest.mark.parametrize("options", [{"label_smoothing_factor": 0.1}, {"neftune_noise_alpha": 5.0}])
+def test_what_we_do_not_do_is_refused_in_hugging_faces_arguments_too(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        quiet(Regression(), hf_arguments(tmp_path, **options))
+
+
+def test_a_field_of_a_later_transformers_is_refused_where_it_is_set(tmp_path: Path) -> None:
+    later = type(
+        "TrainingArguments", (transformers.TrainingArguments,), {"__annotations__": {"sparkle": bool}, "sparkle": False}
+    )
+    later.__module__ = "transformers.training_args"
+    later = dataclass(later)
+    quiet(Regression(), later(str(tmp_path / "a"), use_cpu=True, report_to="none"))
+    with pytest.raises(ConfigError, match="sparkle=True is not supported"):
+        quiet(Regression(), later(str(tmp_path / "a"), use_cpu=True, report_to="none", sparkle=True))
+
+
+def test_the_arguments_that_the_user_gave_are_never_written_to(tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=1, config_overrides={"run.fresh": True, "run.save_weights": False})
+    before = args.to_dict()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "file").touch()
+    seen: list[str] = []
+
+    class Folder(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(args.output_dir)
+
+    quiet(Regression(), args, regression_rows(), callbacks=[Folder]).train()
+    assert seen == [str(tmp_path / "run-2")]
+    assert args.to_dict() == before
+
+
+def make(tmp_path: Path, **options: Any) -> Trainer:
+    values: dict[str, Any] = {"model": Regression(), "args": arguments(tmp_path), "train_dataset": regression_rows()}
+    return Trainer(**{**values, "default_callbacks": False, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model_init": Regression}, "exactly one of model and model_init"),
+        ({"model": None}, "exactly one of model and model_init"),
+        ({"model": Regression}, "must be a torch.nn.Module, got Regression; .*model_init"),
+        ({"model": None, "model_init": Regression()(torch.ones(1, 3))}, "model_init must be a function"),
+        ({"args": {"output_dir": "x"}}, "args must be .*TrainingArguments, got dict"),
+    ],
+)
+def test_the_constructor_refuses(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(tmp_path, **options)
+
+
+def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def constant(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train_dataset": None}, "needs a train_dataset"),
+        ({"train_dataset": Stream(regression_rows())}, "no length.*set max_steps"),
+        ({"model": None, "model_init": lambda: 3}, "model_init must return a torch.nn.Module, got int"),
+        ({"train_dataset": []}, "empty: it has 0 samples"),
+        (
+            {"train_dataset": [{"text": "a", "labels": 1}]},
+            r"No column of the dataset \(text, labels\).*forward \(labels, x\)",
+        ),
+        ({"optimizers": (adam(Regression()), None)}, "no parameter of Regression.*would train nothing"),
+        ({"optimizers": (None, constant(adam(Regression())))}, "scheduler object belongs to an optimizer"),
+        ({"optimizers": (adam, None), "optimizer_cls_and_kwargs": (torch.optim.Adam, {})}, "not both"),
+        ({"model": None, "model_init": Regression, "optimizers": (adam(Regression()), None)}, "pass factories"),
+        (
+            {"optimizers": (torch.optim.SGD, torch.optim.lr_scheduler.ReduceLROnPlateau)},
+            "ReduceLROnPlateau must be stepped with a metric",
+        ),
+    ],
+)
+def test_train_refuses_before_the_first_step(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    steps: list[int] = []
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            steps.append(state.global_step)
+
+    given = options.get("optimizers")
+    if given is not None and given[0] is adam:
+        options = {**options, "optimizers": (lambda parameters: torch.optim.Adam(parameters), None)}
+    with pytest.raises((ConfigError, DataError), match=message):
+        make(tmp_path, callbacks=[Steps], **options).train()
+    assert steps == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eval_strategy": "epoch"}, "eval_strategy='epoch' needs an eval_dataset"),
+        ({"eval_on_start": True}, "eval_on_start=True needs an eval_dataset"),
+        (
+            {"config_overrides": {"train.global_batch_size": 10}},
+            r"global_batch_size=10 must be a multiple of micro_batch_size \* ranks = 4 \* 1 = 4; choose 8 or 12",
+        ),
+        (
+            {"dataloader_drop_last": True, "gradient_accumulation_steps": 9},
+            "12 samples, fewer than one global batch of 36",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=message):
+        make(tmp_path, args=arguments(tmp_path, **options)).train()
+
+
+def test_a_checkpoint_to_resume_from_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="writes no checkpoints to resume from"):
+        make(tmp_path).train(resume_from_checkpoint=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("cls", "rows", "message"),
+    [
+        (LogitsModel, ragged_rows(4), "LogitsModel returned no loss but a mapping with logits. It was given input_ids"),
+        (Regression, [{"x": torch.ones(3)}], "no loss but a mapping with logits. It was given x"),
+        (torch.nn.Linear, TensorDataset(torch.ones(4, 3)), r"Linear returned no loss but a Tensor of shape \(4, 2\)"),
+    ],
+)
+def test_a_model_without_a_loss_is_named_with_what_it_gave(tmp_path: Path, cls: Any, rows: Any, message: str) -> None:
+    model = cls(3, 2) if cls is torch.nn.Linear else cls()
+    dropped = (
+        [{key: value for key, value in row.items() if key != "labels"} for row in rows]
+        if isinstance(rows, list)
+        else rows
+    )
+    with pytest.raises(ConfigError, match=message):
+        make(tmp_path, model=model, train_dataset=dropped).train()
+
+
+def test_a_folder_that_holds_another_run_is_not_touched(tmp_path: Path) -> None:
+    make(tmp_path).train()
+    record = (tmp_path / "run" / "run.json").read_text()
+    with pytest.raises(RunExistsError, match=r"holds another run.*In TrainingArguments: another output_dir"):
+        make(tmp_path, args=arguments(tmp_path, learning_rate=0.1)).train()
+    with pytest.raises(RunExistsError, match=r"completed run of the same arguments.*'run.fresh': True"):
+        make(tmp_path).train()
+    assert (tmp_path / "run" / "run.json").read_text() == record
+
+
+def test_a_trainer_may_train_again_into_its_own_folder(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    trainer.train()
+    weights = {key: value.clone() for key, value in trainer.model.state_dict().items()}
+    assert trainer.train().global_step == 3
+    assert any((weights[key] != value).any() for key, value in trainer.model.state_dict().items())
+
+
+def test_a_loader_of_ready_batches_is_read_as_it_is(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Sizes(TrainerCallback):
+        def on_forward_backward_begin(self, micro_batch: Any, **kwargs: Any) -> None:
+            seen.append(len(micro_batch["x"]))
+
+    loader = DataLoader(regression_rows(10), batch_size=4)  # type: ignore[arg-type]
+    output = make(tmp_path, train_dataset=loader, callbacks=[Sizes]).train()
+    assert (output.global_step, seen) == (3, [4, 4, 2])

@@ -1,0 +1,305 @@
+"""`evaluate` and `predict`: metrics, predictions in order, and what survives between calls."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_models import (
+    IGNORE,
+    LogitsModel,
+    Regression,
+    Stream,
+    TokenModel,
+    arguments,
+    causal_rows,
+    quiet,
+    qwen,
+    qwen_classifier,
+    ragged_rows,
+    regression_rows,
+)
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from onstep import Trainer, TrainerCallback
+
+
+def test_the_loss_is_the_mean_over_all_labels_and_perplexity_follows(tmp_path: Path) -> None:
+    rows, model = ragged_rows(10), TokenModel()
+    metrics = quiet(model, arguments(tmp_path), eval_dataset=rows).evaluate()
+    batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+    loss = model(**batch)["loss"].item()
+    assert metrics["eval_loss"] == pytest.approx(loss, rel=1e-6)
+    assert metrics["eval_perplexity"] == pytest.approx(math.exp(loss), rel=1e-6)
+    assert metrics.keys() >= {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "epoch"}
+
+
+def test_a_dict_of_sets_is_evaluated_under_its_names(tmp_path: Path) -> None:
+    sets = {"first": regression_rows(4), "second": regression_rows(7)}
+    trainer = quiet(Regression(), arguments(tmp_path), eval_dataset=sets)
+    metrics = trainer.evaluate()
+    assert metrics["eval_first_loss"] != metrics["eval_second_loss"]
+    assert trainer.evaluate("second")["eval_second_loss"] == metrics["eval_second_loss"]
+    alone = quiet(Regression(), arguments(tmp_path)).evaluate(sets["second"], metric_key_prefix="mine")
+    assert alone["mine_loss"] == metrics["eval_second_loss"]
+    with pytest.raises(ValueError, match="'third' is no name of an evaluation set; known: first, second"):
+        trainer.evaluate("third")
+
+
+def test_the_best_of_a_dict_of_sets_is_followed_by_its_name(tmp_path: Path) -> None:
+    sets = {"a": regression_rows(4), "b": regression_rows(8)}
+    args = arguments(tmp_path, eval_strategy="epoch", metric_for_best_model="b_loss", num_train_epochs=2)
+    trainer = quiet(Regression(), args, regression_rows(), eval_dataset=sets)
+    trainer.train()
+    history = [record["eval_b_loss"] for record in trainer.state.log_history if "eval_b_loss" in record]
+    assert trainer.state.best_metric == min(history)
+
+
+def test_metrics_are_computed_from_predictions_in_the_order_of_the_set(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def compute(prediction: Any) -> dict[str, Any]:
+        logits, labels = prediction
+        seen.append((logits, labels))
+        return {"error": np.float64(np.abs(logits - labels).max()), "eval_rows": len(labels), "best": torch.tensor(3)}
+
+    rows, model = regression_rows(6), Regression()
+    metrics = quiet(model, arguments(tmp_path), eval_dataset=rows, compute_metrics=compute).evaluate()
+    logits = model(torch.stack([row["x"] for row in rows]))["logits"].detach().numpy()
+    ((found, labels),) = seen
+    np.testing.assert_allclose(found, logits, rtol=1e-6)
+    np.testing.assert_array_equal(labels, [row["labels"].item() for row in rows])
+    assert metrics["eval_error"] == pytest.approx(np.abs(logits - labels).max())
+    assert (metrics["eval_rows"], metrics["eval_best"]) == (6, 3)
+    assert all(isinstance(value, (int, float)) for value in metrics.values())
+
+
+def test_what_is_asked_for_reaches_compute_metrics(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    args = arguments(tmp_path, include_for_metrics=["inputs", "loss"], per_device_eval_batch_size=2)
+    rows = ragged_rows(3)
+    quiet(TokenModel(), args, compute_metrics=lambda p: seen.append(tuple(p)) or {}, eval_dataset=rows).evaluate()
+    ((logits, labels, inputs, losses),) = seen
+    assert logits.shape == (3, 9, 23)
+    np.testing.assert_array_equal(inputs, torch.stack([row["input_ids"] for row in rows]))
+    np.testing.assert_array_equal(labels, torch.stack([row["labels"] for row in rows]))
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_prediction_loss_only_keeps_no_predictions(tmp_path: Path) -> None:
+    trainer = quiet(
+        Regression(), arguments(tmp_path, prediction_loss_only=True), compute_metrics=lambda p: pytest.fail("called")
+    )
+    assert "eval_loss" in trainer.evaluate(regression_rows(4))
+    output = trainer.predict(regression_rows(4))
+    assert output.predictions is None
+    assert "test_loss" in output.metrics
+
+
+def test_logits_are_preprocessed_before_they_are_kept(tmp_path: Path) -> None:
+    def pick(logits: Tensor, labels: Tensor) -> Tensor:
+        return logits.argmax(-1)
+
+    def accuracy(prediction: Any) -> dict[str, float]:
+        real = prediction.label_ids != IGNORE
+        return {"accuracy": float((prediction.predictions == prediction.label_ids)[real].mean())}
+
+    rows, model = ragged_rows(10), TokenModel()
+    trainer = quiet(
+        model, arguments(tmp_path), eval_dataset=rows, preprocess_logits_for_metrics=pick, compute_metrics=accuracy
+    )
+    batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+    real = batch["labels"] != IGNORE
+    expected = (model(**batch)["logits"].argmax(-1) == batch["labels"])[real].float().mean().item()
+    assert trainer.evaluate()["eval_accuracy"] == pytest.approx(expected)
+
+
+def test_label_names_say_where_the_labels_are(tmp_path: Path) -> None:
+    class Named(Regression):
+        def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            return super().forward(x, target)
+
+    rows = [{"x": row["x"], "target": row["labels"]} for row in regression_rows(5)]
+    trainer = quiet(Named(), arguments(tmp_path, label_names=["target"]), rows)
+    trainer.train()
+    np.testing.assert_array_equal(trainer.predict(rows).label_ids, [row["target"].item() for row in rows])
+    assert quiet(Named(), arguments(tmp_path)).predict(rows).label_ids is None
+
+
+def test_rows_of_unequal_length_are_padded_to_one_array(tmp_path: Path) -> None:
+    rows = [{"input_ids": torch.arange(1, n), "labels": torch.arange(1, n)} for n in (3, 3, 6, 6, 5)]
+    args = arguments(tmp_path, per_device_eval_batch_size=2)
+    output = quiet(TokenModel(), args).predict(rows)
+    assert output.predictions.shape == (5, 5, 23)
+    np.testing.assert_array_equal(output.label_ids[0], [1, 2, IGNORE, IGNORE, IGNORE])
+    assert (output.predictions[4, 4:] == IGNORE).all()
+
+
+def test_a_set_without_labels_has_predictions_and_no_loss(tmp_path: Path) -> None:
+    told: list[Any] = []
+
+    class Sink(TrainerCallback):
+        def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+            told.append(metrics)
+
+    rows = [{"x": row["x"]} for row in regression_rows(6)]
+    model = Regression()
+    output = quiet(model, arguments(tmp_path), callbacks=[Sink]).predict(rows)
+    assert output.label_ids is None
+    assert "test_loss" not in output.metrics
+    assert told == [output.metrics]
+    np.testing.assert_allclose(output.predictions, model(torch.stack([r["x"] for r in rows]))["logits"].detach())
+    tokens = [{"input_ids": row["input_ids"]} for row in ragged_rows(2)]
+    assert quiet(LogitsModel(), arguments(tmp_path)).predict(tokens).predictions.shape == (2, 9, 23)
+
+
+def test_a_transformers_model_is_evaluated_and_predicts_as_it_comes(tmp_path: Path) -> None:
+    rows = [{"input_ids": row["input_ids"], "label": n % 3} for n, row in enumerate(causal_rows(5))]
+
+    def accuracy(prediction: Any) -> dict[str, float]:
+        return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+    trainer = quiet(qwen_classifier(), arguments(tmp_path), rows, eval_dataset=rows, compute_metrics=accuracy)
+    trainer.train()
+    assert 0 <= trainer.evaluate()["eval_accuracy"] <= 1
+    output = trainer.predict(rows)
+    assert output.predictions.shape == (5, 3)
+    np.testing.assert_array_equal(output.label_ids, [0, 1, 2, 0, 1])
+    unlabelled = [{"input_ids": row["input_ids"]} for row in rows]
+    np.testing.assert_array_equal(trainer.predict(unlabelled).predictions, output.predictions)
+    assert quiet(qwen(), arguments(tmp_path)).predict(causal_rows(3)).predictions.shape == (3, 10, 23)
+
+
+def test_outputs_that_are_no_predictions_are_left_out(tmp_path: Path) -> None:
+    class Two(Regression):
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            outputs = super().forward(x, labels)
+            return {**outputs, "features": x, "past_key_values": x}
+
+    trainer = quiet(Two(), arguments(tmp_path))
+    logits, features = trainer.predict(regression_rows(5)).predictions
+    assert (logits.shape, features.shape) == ((5,), (5, 3))
+    assert trainer.predict(regression_rows(5), ignore_keys=["features"]).predictions.shape == (5,)
+
+
+def test_tuples_go_to_the_model_by_position_and_their_last_element_to_a_loss_function(tmp_path: Path) -> None:
+    rows = TensorDataset(*(torch.stack([row[key] for row in regression_rows(7)]) for key in ("x", "labels")))
+
+    def squared(outputs: Tensor, labels: Tensor) -> Tensor:
+        return (outputs.squeeze(-1) - labels).square().mean()
+
+    trainer = quiet(nn.Linear(3, 1), arguments(tmp_path), rows, eval_dataset=rows, compute_loss_func=squared)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before
+    output = trainer.predict(rows)
+    np.testing.assert_array_equal(output.label_ids, rows.tensors[1])
+    assert output.predictions.shape == (7, 1)
+    by_position = quiet(Regression(), arguments(tmp_path)).evaluate(rows)
+    assert by_position["eval_loss"] == pytest.approx(
+        quiet(Regression(), arguments(tmp_path)).evaluate(regression_rows(7))["eval_loss"]
+    )
+
+
+def test_max_eval_steps_limits_an_evaluation_and_never_a_prediction(tmp_path: Path) -> None:
+    trainer = quiet(
+        Regression(), arguments(tmp_path, max_eval_steps=1), compute_metrics=lambda p: {"n": len(p.label_ids)}
+    )
+    assert trainer.evaluate(regression_rows(10))["eval_n"] == 4
+    assert len(trainer.predict(regression_rows(10)).predictions) == 10
+
+
+def test_a_stream_without_a_length_can_be_evaluated(tmp_path: Path) -> None:
+    rows = regression_rows(6)
+    trainer = quiet(Regression(), arguments(tmp_path))
+    assert trainer.evaluate(Stream(rows))["eval_loss"] == trainer.evaluate(rows)["eval_loss"]
+
+
+def test_the_trained_model_is_evaluated_with_its_progress(tmp_path: Path) -> None:
+    rows = regression_rows()
+    trainer = quiet(None, arguments(tmp_path, num_train_epochs=2), rows, eval_dataset=rows, model_init=Regression)
+    fresh = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    model, metrics = trainer.model, trainer.evaluate()
+    assert trainer.model is model
+    assert metrics["eval_loss"] < fresh
+    assert metrics["eval_loss"] == trainer.evaluate()["eval_loss"]
+    assert (metrics["epoch"], trainer.state.global_step) == (2.0, 6)
+    assert trainer.state.log_history[-1] == {
+        **trainer.state.log_history[-1],
+        "eval_loss": metrics["eval_loss"],
+        "step": 6,
+    }
+
+
+def test_every_training_with_model_init_starts_from_a_new_model(tmp_path: Path) -> None:
+    made: list[nn.Module] = []
+
+    def init(trial: Any) -> nn.Module:
+        assert trial is None
+        made.append(nn.Linear(3, 1))
+        return made[-1]
+
+    def squared(outputs: Tensor, labels: Tensor) -> Tensor:
+        return (outputs.squeeze(-1) - labels).square().mean()
+
+    rows = TensorDataset(*(torch.stack([row[key] for row in regression_rows(8)]) for key in ("x", "labels")))
+    trainer = quiet(None, arguments(tmp_path), rows, model_init=init, compute_loss_func=squared)
+    first, second = trainer.train(), trainer.train()
+    assert len(made) == 2
+    assert trainer.model is made[1]
+    assert first.training_loss == second.training_loss, "the seed is set before each"
+
+
+def test_an_evaluation_leaves_the_modes_of_the_model_as_they_were(tmp_path: Path) -> None:
+    model = Regression()
+    model.layer.eval()
+    quiet(model, arguments(tmp_path)).evaluate(regression_rows(4))
+    assert (model.training, model.layer.training) == (True, False)
+
+
+def test_intervals_that_are_a_share_of_the_run_mean_nothing_to_an_evaluation(tmp_path: Path) -> None:
+    args = arguments(tmp_path, logging_steps=0.5, eval_strategy="steps", eval_steps=0.5)
+    assert "eval_loss" in quiet(Regression(), args).evaluate(regression_rows(4))
+
+
+def test_there_must_be_something_to_evaluate(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs an eval_dataset"):
+        quiet(Regression(), arguments(tmp_path)).evaluate()
+    with pytest.raises(ValueError, match="evaluation dataset is empty"):
+        quiet(Regression(), arguments(tmp_path)).evaluate([])
+
+
+def test_a_compute_loss_that_pops_the_labels_takes_them_from_nobody_else(tmp_path: Path) -> None:
+    class Pops(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:  # type: ignore[override]
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            loss = (outputs["logits"] - labels).square().mean()
+            return (loss, outputs) if return_outputs else loss
+
+    seen: list[Any] = []
+
+    class Batch(TrainerCallback):
+        def on_forward_backward_end(self, micro_batch: Any, **kwargs: Any) -> None:
+            seen.append(sorted(micro_batch))
+
+    rows = regression_rows(4)
+    trainer = Pops(Regression(), arguments(tmp_path), train_dataset=rows, callbacks=[Batch], default_callbacks=False)
+    trainer.train()
+    assert seen == [["labels", "x"]]
+    np.testing.assert_array_equal(trainer.predict(rows).label_ids, [row["labels"].item() for row in rows])
+
+
+def test_a_compute_loss_must_give_the_outputs_that_predictions_are_made_of(tmp_path: Path) -> None:
+    class Forgets(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+            return model(**inputs)["loss"]
+
+    with pytest.raises(ValueError, match=r"must return \(loss, outputs\), got Tensor"):
+        Forgets(Regression(), arguments(tmp_path), default_callbacks=False).predict(regression_rows(4))

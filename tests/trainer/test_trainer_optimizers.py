@@ -1,0 +1,164 @@
+"""The user's own optimizers and schedulers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import Regression, arguments, quiet, regression_rows
+
+from onstep import CallbackManager
+from onstep.optim import OptimizerParamScheduler
+
+
+def watched(note: Any) -> CallbackManager:
+    """Calls `note(param_groups)` before each update."""
+    manager = CallbackManager()
+    manager.register("on_pre_optimizer_step", lambda context: note(context.optimizer.param_groups))
+    return manager
+
+
+def rates(folder: Path, model: Any, optimizers: Any, **options: Any) -> list[list[float]]:
+    """The learning rates of the groups at each of six steps, linear decay without warm-up."""
+    seen: list[list[float]] = []
+    trainer = quiet(
+        model,
+        arguments(folder, num_train_epochs=2, weight_decay=0.5, **options),
+        regression_rows(12),
+        optimizers=optimizers,
+        callbacks=watched(lambda groups: seen.append([group["lr"] for group in groups])),
+    )
+    trainer.train()
+    return seen
+
+
+def test_our_schedule_scales_the_users_own_rates_and_leaves_the_weight_decay_alone(tmp_path: Path) -> None:
+    model = Regression()
+    groups = [
+        {"params": [model.layer.weight], "lr": 0.6, "weight_decay": 0.25},
+        {"params": [model.layer.bias], "lr": 0.06, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    seen = rates(tmp_path, model, (optimizer, None))
+    assert [pair[0] for pair in seen] == pytest.approx([0.6, 0.5, 0.4, 0.3, 0.2, 0.1])
+    assert [pair[1] for pair in seen] == pytest.approx([0.06, 0.05, 0.04, 0.03, 0.02, 0.01])
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25, 0.0]
+
+
+def test_the_schedule_starts_again_with_the_users_rate_in_the_next_training(tmp_path: Path) -> None:
+    model = Regression()
+    seen: list[float] = []
+    trainer = quiet(
+        model,
+        arguments(tmp_path),
+        regression_rows(12),
+        optimizers=(torch.optim.SGD(model.parameters(), lr=0.3), None),
+        callbacks=watched(lambda groups: seen.append(groups[0]["lr"])),
+    )
+    trainer.train()
+    trainer.train()
+    assert seen == pytest.approx([0.3, 0.2, 0.1, 0.3, 0.2, 0.1])
+
+
+def test_a_users_scheduler_is_stepped_once_a_step(tmp_path: Path) -> None:
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    seen = rates(tmp_path, model, (optimizer, scheduler), per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    assert [rate for (rate,) in seen] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 6])
+    assert scheduler.last_epoch == 6
+
+
+def test_factories_get_the_trainable_parameters_and_the_torch_optimizer(tmp_path: Path) -> None:
+    model = Regression()
+    model.layer.bias.requires_grad_(False)
+    given: list[Any] = []
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        given.append(parameters)
+        return torch.optim.SGD(parameters, lr=0.5)
+
+    def halve(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+    seen = rates(tmp_path, model, (make, halve))
+    assert given == [[model.layer.weight]]
+    assert [rate for (rate,) in seen] == pytest.approx([0.5 ** (n + 1) for n in range(6)])
+
+
+def test_a_scheduler_of_ours_is_stepped_by_samples(tmp_path: Path) -> None:
+    def ours(optimizer: Any) -> OptimizerParamScheduler:
+        return OptimizerParamScheduler(
+            optimizer,
+            init_lr=0.0,
+            max_lr=1.0,
+            min_lr=0.0,
+            lr_warmup_steps=0,
+            lr_decay_steps=40,
+            lr_decay_style="linear",
+            start_wd=0.0,
+            end_wd=0.0,
+            wd_incr_steps=40,
+            wd_incr_style="constant",
+        )
+
+    seen = rates(tmp_path, Regression(), (torch.optim.SGD, ours))
+    assert [rate for (rate,) in seen] == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6, 0.5])
+
+
+def groups_of(folder: Path, keywords: dict[str, Any]) -> list[tuple[int, float]]:
+    seen: list[Any] = []
+    quiet(
+        Regression(),
+        arguments(folder, max_steps=1, weight_decay=0.5),
+        regression_rows(4),
+        optimizer_cls_and_kwargs=(torch.optim.AdamW, keywords),
+        callbacks=watched(
+            lambda groups: seen.extend((g["params"][0].ndim, g["weight_decay"], g["lr"]) for g in groups)
+        ),
+    ).train()
+    return seen
+
+
+def test_a_class_with_keywords_decays_matrices_as_the_arguments_say_unless_it_says_itself(tmp_path: Path) -> None:
+    assert groups_of(tmp_path / "a", {"lr": 0.2}) == [(2, 0.5, 0.2), (1, 0.0, 0.2)]
+    assert groups_of(tmp_path / "b", {"lr": 0.2, "weight_decay": 0.1}) == [(2, 0.1, 0.2)]
+
+
+def test_without_an_optimizer_the_arguments_say_which(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    quiet(
+        Regression(),
+        arguments(tmp_path, max_steps=1, optim="sgd", learning_rate=0.25),
+        regression_rows(4),
+        callbacks=watched(lambda groups: seen.append((groups[0]["lr"], "momentum" in groups[0]))),
+    ).train()
+    assert seen == [(0.25, True)]
+
+
+def test_gradients_are_clipped_for_a_users_optimizer_too(tmp_path: Path) -> None:
+    norms: list[float] = []
+    model = Regression()
+    manager = CallbackManager()
+
+    def note(context: Any) -> None:
+        norms.append(torch.stack([p.grad.norm() for p in model.parameters()]).norm().item())
+
+    manager.register("on_pre_optimizer_step", note)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    args = arguments(tmp_path, max_grad_norm=0.125)
+    quiet(model, args, regression_rows(12), optimizers=(optimizer, None), callbacks=manager).train()
+    assert norms == pytest.approx([0.125] * 3, rel=1e-4)
+
+
+def test_the_decay_ends_with_the_run_also_where_epochs_have_a_shorter_last_step(tmp_path: Path) -> None:
+    seen: list[float] = []
+    quiet(
+        Regression(),
+        arguments(tmp_path, num_train_epochs=2, learning_rate=0.6),
+        regression_rows(9),
+        callbacks=watched(lambda groups: seen.append(groups[0]["lr"])),
+    ).train()
+    assert seen == pytest.approx([0.6, 0.5, 0.4, 0.3, 0.2, 0.1])

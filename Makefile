@@ -30,12 +30,10 @@ bench: $(READY)
 	$(BIN)/python benchmarks/loop_overhead.py
 
 docs: $(READY)
-	$(BIN)/python docs/generate.py
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs-serve: $(READY)
-	$(BIN)/python docs/generate.py
-	$(BIN)/mkdocs serve
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:
 	rm -rf $(VENV) site build dist src/onstep.egg-info

@@ -1,8 +1,8 @@
 """What the loop costs over bare PyTorch: the same steps in the same process, interleaved, medians.
 
 Run with `make bench`. Each row repeats a block of steps of the plain loop and of Onstep's, alternately, and compares
-the median time of a step. The micro model is one linear layer, so that its row shows the loop's own microseconds; the ratio
-that users feel is the one on the tiny GPT.
+the median time of a step. The micro model is one linear layer, so that its row shows the loop's own microseconds; the
+ratio that users feel is the one on the tiny GPT.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def time_onstep(case: Case, callbacks: list[Any], log_interval: int, folder: str
     config.optimizer.lr, config.optimizer.min_lr = LR, MIN_LR
     config.optimizer.weight_decay, config.optimizer.clip_grad = DECAY, CLIP
     config.scheduler.lr_warmup_iters, config.scheduler.lr_decay_style = WARMUP, "cosine"
-    config.validation.eval_interval = None
+    config.validation.eval_interval, config.validation.eval_on_start = None, False
     config.logger.log_interval, config.logger.logging_dir = log_interval, folder
     state = GlobalState(cfg=config)
     model, loader = case.make_model(), case.make_loader()
@@ -154,15 +154,15 @@ def time_onstep(case: Case, callbacks: list[Any], log_interval: int, folder: str
 
 def compare(case: Case, make_callbacks: Callable[[], list[Any]], log_interval: int, repetitions: int) -> list[float]:
     """Median seconds a step: plain, Onstep; then the median of the paired differences and ratios."""
-    plain, ours = [], []
+    plain: list[float] = []
+    ours: list[float] = []
     for repetition in range(repetitions + 1):
         with tempfile.TemporaryDirectory() as folder:
-            pair = [
-                lambda: plain.append(time_plain(case)),
-                lambda: ours.append(time_onstep(case, make_callbacks(), log_interval, folder)),
-            ]
-            for measure in pair if repetition % 2 else reversed(pair):
-                measure()
+            for is_plain in (True, False) if repetition % 2 else (False, True):
+                if is_plain:
+                    plain.append(time_plain(case))
+                else:
+                    ours.append(time_onstep(case, make_callbacks(), log_interval, folder))
     plain, ours = plain[1:], ours[1:]  # the first block warms up
     differences = [b - a for a, b in zip(plain, ours, strict=True)]
     ratios = [b / a for a, b in zip(plain, ours, strict=True)]

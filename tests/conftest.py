@@ -57,6 +57,7 @@ def tiny_config(corpus: Path, token_cache: Path) -> ConfigContainer:
     config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads = 2, 32, 2
     config.train.train_iters, config.train.global_batch_size, config.train.micro_batch_size = 8, 4, 4
     config.scheduler.lr_warmup_iters = 2
+    config.validation.eval_on_start = False
     config.validation.eval_interval, config.validation.eval_iters = 5, 2
     config.logger.log_interval = 4
     config.dist.device = "cpu"

@@ -20,6 +20,7 @@ SMALL = [
     "train.global_batch_size=4",
     "train.train_iters=6",
     "scheduler.lr_warmup_iters=2",
+    "validation.eval_on_start=false",
     "validation.eval_interval=3",
     "validation.eval_iters=2",
     "logger.log_interval=2",

@@ -53,6 +53,12 @@ def test_a_model_said_to_give_a_share_really_divides_by_the_number(name: str) ->
     torch.testing.assert_close(two, one / 2)
 
 
+def test_the_labels_of_an_encoder_and_decoder_are_not_shifted() -> None:
+    model = qwen()
+    model.config.is_encoder_decoder = True
+    assert not shifts_labels(model)
+
+
 def test_a_model_may_state_what_it_gives() -> None:
     model: Any = CountingTokenModel()
     model.accepts_loss_kwargs = False

@@ -250,7 +250,9 @@ def test_every_training_with_model_init_starts_from_a_new_model(tmp_path: Path) 
 
     rows = TensorDataset(*(torch.stack([row[key] for row in regression_rows(8)]) for key in ("x", "labels")))
     trainer = quiet(None, arguments(tmp_path), rows, model_init=init, compute_loss_func=squared)
-    first, second = trainer.train(), trainer.train()
+    first = trainer.train()
+    torch.manual_seed(123)
+    second = trainer.train()
     assert len(made) == 2
     assert trainer.model is made[1]
     assert first.training_loss == second.training_loss, "the seed is set before each"
@@ -303,3 +305,37 @@ def test_a_compute_loss_must_give_the_outputs_that_predictions_are_made_of(tmp_p
 
     with pytest.raises(ValueError, match=r"must return \(loss, outputs\), got Tensor"):
         Forgets(Regression(), arguments(tmp_path), default_callbacks=False).predict(regression_rows(4))
+
+
+def test_training_is_not_asked_for_outputs_after_an_evaluation_was(tmp_path: Path) -> None:
+    asked: list[tuple[bool, bool]] = []
+
+    class Asks(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:  # type: ignore[override]
+            asked.append((model.training, return_outputs))
+            return super().compute_loss(model, inputs, return_outputs, **kwargs)
+
+    trainer = Asks(
+        Regression(),
+        arguments(tmp_path, num_train_epochs=2, eval_strategy="epoch"),
+        train_dataset=regression_rows(4),
+        eval_dataset=regression_rows(4),
+        compute_metrics=lambda prediction: {},
+        default_callbacks=False,
+    )
+    trainer.train()
+    assert asked == [(True, False), (False, True)] * 2
+
+
+def test_a_tuple_of_outputs_starts_with_the_loss_where_there_are_labels(tmp_path: Path) -> None:
+    class Tuples(Regression):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+            outputs = super().forward(x, labels)
+            return tuple(outputs.values())
+
+    rows = regression_rows(5)
+    trainer = quiet(Tuples(), arguments(tmp_path), rows)
+    trainer.train()
+    labelled, unlabelled = trainer.predict(rows), trainer.predict([{"x": row["x"]} for row in rows])
+    assert labelled.predictions.shape == (5,)
+    np.testing.assert_array_equal(labelled.predictions, unlabelled.predictions)

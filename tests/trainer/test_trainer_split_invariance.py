@@ -248,7 +248,8 @@ def _trained_directly(forward_step: Any, model: nn.Module, rows: Any, micro: int
     return steps[0]
 
 
-def test_the_weighting_is_a_setting(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_class", [TokenModel, CountingTokenModel])
+def test_the_weighting_is_a_setting(model_class: type, tmp_path: Path) -> None:
     """By micro-batches each mean counts the same; the plain average of four means is not the mean over all labels."""
     rows = ragged_rows(8)
     args = arguments(
@@ -258,7 +259,7 @@ def test_the_weighting_is_a_setting(tmp_path: Path) -> None:
         config_overrides={"train.loss_weighting": "microbatches", "run.save_weights": False},
     )
     steps: Steps = []
-    Trainer(TokenModel(), args, train_dataset=rows, callbacks=noting_steps(steps), default_callbacks=False).train()
+    Trainer(model_class(), args, train_dataset=rows, callbacks=noting_steps(steps), default_callbacks=False).train()
     means = [by_hand(TokenModel(), rows[start : start + 2], mean_loss)[0] for start in range(0, 8, 2)]
     torch.testing.assert_close(steps[0][0], torch.stack(means).mean(), rtol=1e-6, atol=0)
     assert abs(steps[0][0] - by_hand(TokenModel(), rows, mean_loss)[0]) > 1e-4

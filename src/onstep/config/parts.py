@@ -15,6 +15,7 @@ class RunConfig(ConfigPart):
     name: str | None = None
     """Folder of the run below `output_dir`. None keeps no folder; `onstep train` puts the recipe's name here."""
     output_dir: str = "runs"
+    """Where run folders are kept."""
     recipe: str | None = None
     """Name of the recipe that this configuration started from."""
     fresh: bool = False
@@ -36,7 +37,9 @@ class TrainingConfig(ConfigPart):
     train_iters: int | None = None
     """Optimizer steps. Exactly one of `train_iters`, `train_samples`, `num_epochs` is set."""
     train_samples: int | None = None
+    """The run's length in samples."""
     num_epochs: float | None = None
+    """The run's length in passes over the data; a part of one is rounded up to a step."""
     drop_last: bool = True
     """Drop the tail of an epoch that is shorter than one global batch; False trains on it as a smaller step."""
     loss_weighting: str = "auto"
@@ -45,8 +48,9 @@ class TrainingConfig(ConfigPart):
     on_nonfinite: str = "raise"
     """What a NaN or infinite loss or gradient norm does: raise."""
     manual_gc: bool = False
+    """Switch Python's automatic garbage collection off while training, so that ranks collect together."""
     manual_gc_interval: int = 0
-    manual_gc_eval: bool = True
+    """Steps between collections; 0 never collects."""
 
 
 @dataclass
@@ -58,11 +62,15 @@ class ValidationConfig(ConfigPart):
     eval_interval: int | None = None
     """Steps between evaluations; None evaluates after training only."""
     start_eval_at_iter: int | None = None
+    """No evaluation before this step."""
     eval_global_batch_size: int | None = None
+    """Samples of one evaluation batch over all ranks; None is the training's."""
     eval_micro_batch_size: int | None = None
+    """Samples of one forward pass on one rank; None is the training's."""
     skip_train: bool = False
     """Evaluate only."""
     eval_on_start: bool = False
+    """Evaluate before the first step."""
     eval_each_epoch: bool = False
     """Evaluate at the end of each epoch."""
     metric_for_best_model: str | None = None
@@ -81,14 +89,21 @@ class OptimizerConfig(ConfigPart):
     """The optimizer: AdamW (`adam`) or `sgd`."""
 
     optimizer: str = "adam"
+    """adam (AdamW) | sgd"""
     lr: float | None = None
+    """Largest learning rate."""
     min_lr: float | None = None
     """Where the schedule ends; None is 0."""
     weight_decay: float = 0.01
+    """Decoupled decay of matrices; vectors do not decay."""
     adam_beta1: float = 0.9
+    """Decay of the first moment."""
     adam_beta2: float = 0.999
+    """Decay of the second moment."""
     adam_eps: float = 1e-8
+    """Added to the denominator."""
     sgd_momentum: float = 0.9
+    """Momentum of SGD."""
     clip_grad: float | None = 1.0
     """Largest global gradient norm; None or 0 does not clip. The norm is computed either way."""
 
@@ -102,15 +117,25 @@ class SchedulerConfig(ConfigPart):
     lr_wsd_decay_style: str = "exponential"
     """linear | cosine | exponential | minus_sqrt"""
     lr_decay_iters: int | None = None
+    """Step at which the schedule ends; None is the run's last."""
     lr_decay_samples: int | None = None
+    """The same in samples."""
     lr_wsd_decay_iters: int | None = None
+    """Length of WSD's last phase in steps."""
     lr_wsd_decay_samples: int | None = None
+    """The same in samples."""
     lr_warmup_fraction: float | None = None
+    """Warm-up as a share of the schedule."""
     lr_warmup_iters: int = 0
+    """Warm-up in steps."""
     lr_warmup_samples: int = 0
+    """Warm-up in samples."""
     lr_warmup_init: float = 0.0
+    """Learning rate at step 0 of the warm-up."""
     start_weight_decay: float | None = None
+    """Weight decay at step 0; None is `optimizer.weight_decay`."""
     end_weight_decay: float | None = None
+    """Weight decay at the end; None is `optimizer.weight_decay`."""
     weight_decay_incr_style: str = "constant"
     """constant | linear | cosine"""
     max_steps: int | None = None
@@ -122,10 +147,13 @@ class ModelConfig(ConfigPart):
     """A decoder-only transformer of the Llama/Qwen2 family. Sizes are in elements."""
 
     num_layers: int = 4
+    """Transformer layers."""
     hidden_size: int = 128
+    """Width of the residual stream."""
     ffn_hidden_size: int | None = None
     """Width of the SwiGLU; None is 8/3 of `hidden_size`, rounded up to a multiple of 64."""
     num_attention_heads: int = 4
+    """Query heads of a layer."""
     num_query_groups: int | None = None
     """Key/value heads; None is one for each attention head."""
     kv_channels: int | None = None
@@ -133,15 +161,23 @@ class ModelConfig(ConfigPart):
     vocab_size: int | None = None
     """None takes the tokenizer's, rounded up to a multiple of `make_vocab_size_divisible_by`."""
     make_vocab_size_divisible_by: int = 1
+    """The vocabulary is padded to a multiple of this."""
     seq_length: int = 256
     """Tokens of a training sequence; the same as `dataset.seq_length`."""
     rotary_base: float = 10000.0
+    """Base of the rotary frequencies."""
     layernorm_epsilon: float = 1e-5
+    """Added under the root of RMSNorm."""
     add_qkv_bias: bool = False
+    """Bias of the query, key and value projections (Qwen2)."""
     share_embeddings_and_output_weights: bool = False
+    """One matrix for embedding and output."""
     init_method_std: float = 0.02
+    """Standard deviation of initial weights."""
     attention_dropout: float = 0.0
+    """Dropout of attention weights."""
     hidden_dropout: float = 0.0
+    """Dropout of the residual branches."""
 
 
 @dataclass
@@ -158,9 +194,13 @@ class DatasetConfig(ConfigPart):
     cache_dir: str | None = None
     """Where token files are kept; None is `$ONSTEP_CACHE` or the user's cache folder."""
     shuffle: bool = True
+    """Shuffle each epoch, by a pure function of seed and epoch."""
     num_workers: int = 2
+    """Loader processes; 0 reads in the training process."""
     pin_memory: bool = True
+    """Read into pinned memory where there is a GPU."""
     persistent_workers: bool = True
+    """Keep loader processes from epoch to epoch."""
 
 
 @dataclass
@@ -180,9 +220,11 @@ class LoggerConfig(ConfigPart):
     log_interval: int = 100
     """Steps between logged steps; 0 logs nothing."""
     log_first_step: bool = False
+    """Log step 1 too."""
     log_on_each_epoch: bool = False
-    log_timers: bool = False
+    """Log at the end of each epoch."""
     logging_level: int | None = None
+    """Level of the `onstep` logger; None leaves it."""
     logging_dir: str | None = None
     """Where the journal and trackers write; None is the run's folder."""
 
@@ -192,9 +234,13 @@ class DistributedDataParallelConfig(ConfigPart):
     """Plain data parallelism (torch's DistributedDataParallel)."""
 
     bucket_cap_mb: float = 25.0
+    """Size of a gradient bucket in MiB."""
     find_unused_parameters: bool = False
+    """Look for parameters that a step did not use."""
     broadcast_buffers: bool = False
+    """Send buffers from rank 0 at each forward pass."""
     gradient_as_bucket_view: bool = True
+    """Let gradients be views of the buckets."""
 
 
 @dataclass
@@ -204,6 +250,7 @@ class DistributedInitConfig(ConfigPart):
     distributed_backend: str | None = None
     """gloo | nccl; None is nccl where every rank has a GPU, else gloo."""
     distributed_timeout_minutes: float = 10.0
+    """How long a collective may take."""
     device: str | None = None
     """cpu | cuda | cuda:<n>; None is CUDA where there is one."""
 
@@ -213,6 +260,7 @@ class RNGConfig(ConfigPart):
     """Where randomness starts."""
 
     seed: int = 1234
+    """Seed of weights and dropout."""
     data_seed: int | None = None
     """Order of the samples; None is `seed`."""
 
@@ -224,6 +272,7 @@ class ConfigContainer(ConfigPart):
     train: TrainingConfig = field(default_factory=TrainingConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """adam (AdamW) | sgd"""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)

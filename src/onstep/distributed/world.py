@@ -96,6 +96,7 @@ def open_world(config: DistributedInitConfig) -> World:
     size, rank, local_rank = (_from_environment(name, fallback) for name, fallback in _ENVIRONMENT)
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
+    _check_place(rank, size)
     device = _device(config.device, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -124,19 +125,32 @@ def _from_environment(name: str, fallback: int) -> int:
         raise ConfigError(f"${name} must be a whole number as torchrun sets it, got {value!r}; unset it.") from None
 
 
+def _check_place(rank: int, size: int) -> None:
+    if not 0 <= rank < size:
+        raise ConfigError(
+            f"$RANK must be at least 0 and below $WORLD_SIZE, got rank {rank} of {size}; start the ranks with torchrun."
+        )
+
+
 def _timeout(config: DistributedInitConfig) -> timedelta:
     return timedelta(minutes=config.distributed_timeout_minutes)
 
 
 def _device(wanted: str | None, local_rank: int) -> torch.device:
     if wanted is None:
-        return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(wanted)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError(f"dist.device={wanted} needs a CUDA GPU and torch sees none; use dist.device=cpu.")
-        return device if device.index is not None else torch.device("cuda", local_rank)
-    return device
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise ConfigError(f"dist.device={wanted} needs a CUDA GPU and torch sees none; use dist.device=cpu.")
+    index = local_rank if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"dist.device={wanted} of local rank {local_rank} is GPU {index}, and torch sees "
+            f"{torch.cuda.device_count()}; start fewer ranks on this machine, or use dist.device=cpu."
+        )
+    return torch.device("cuda", index)
 
 
 def _init_group(config: DistributedInitConfig, size: int, rank: int, device: torch.device) -> None:
@@ -144,6 +158,7 @@ def _init_group(config: DistributedInitConfig, size: int, rank: int, device: tor
     if size == 1:  # no port is opened for a store that nobody else reads
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=_timeout(config))
         return
-    if "MASTER_ADDR" not in os.environ:
-        raise ConfigError(f"$WORLD_SIZE is {size} but $MASTER_ADDR is not set; start the ranks with torchrun.")
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"):
+        if not os.environ.get(name):
+            raise ConfigError(f"$WORLD_SIZE is {size} but ${name} is not set; start the ranks with torchrun.")
     dist.init_process_group(backend, rank=rank, world_size=size, timeout=_timeout(config))

@@ -29,7 +29,7 @@ class CallbackContext:
     """
 
     state: Any
-    """`GlobalState`: `cfg`, `train_state`, `timers`, `world`."""
+    """`GlobalState`: `cfg`, `train_state`, `trainer_state`, `world`."""
     model: Any
     """List of model chunks."""
     user_state: dict[str, Any] = field(default_factory=dict)

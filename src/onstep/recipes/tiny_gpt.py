@@ -30,6 +30,6 @@ def tiny_gpt_pretrain_config() -> ConfigContainer:
         ),
         scheduler=SchedulerConfig(lr_decay_style="cosine", lr_warmup_iters=75),
         dataset=DatasetConfig(seq_length=128, num_workers=0),
-        validation=ValidationConfig(eval_interval=250, eval_iters=20),
+        validation=ValidationConfig(eval_interval=250, eval_iters=20, eval_on_start=True),
         logger=LoggerConfig(log_interval=25),
     )

@@ -192,7 +192,10 @@ def update(
         is_finite = watch_gradients(tell.state, model, step_loss)
         if tell.on.on_pre_optimizer_step:
             tell("on_pre_optimizer_step")
-        successful, grad_norm, num_zeros = optimizer.step() if is_finite else (False, None, None)
+        updated: tuple[bool, Tensor | None, int | None] = optimizer.step() if is_finite else (False, None, None)
+        if tell.on.on_optimizer_step:
+            tell("on_optimizer_step", grad_norm=updated[1])
+        return updated
     if tell.on.on_optimizer_step:
         tell("on_optimizer_step", grad_norm=grad_norm)
     return successful, grad_norm, num_zeros

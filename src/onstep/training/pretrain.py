@@ -51,6 +51,8 @@ def pretrain(
     config = resolve(config, world_size_from_environment())
     manager = normalize_callbacks(callbacks)
     set_environment(config)
+    if config.logger.logging_level is not None:
+        logging.getLogger("onstep").setLevel(config.logger.logging_level)
     world = open_world(config.dist)
     try:
         return _run(config, world, forward_step_func, manager)

@@ -39,8 +39,8 @@ class TrainStepResult(NamedTuple):
     should_checkpoint: bool
     should_exit: bool
     exit_code: int
-    grad_norm: Tensor | None
-    """Global L2 norm before clipping."""
+    grad_norm: Weight | None
+    """Global L2 norm before clipping; a device tensor of our optimizers."""
     num_zeros_in_grad: int | None
 
 
@@ -101,7 +101,7 @@ def train_step(
         model: list of model chunks; without pipelining there is one.
         optimizer: a `TrainingOptimizer`, or any object whose `step()` returns `(successful, grad_norm, num_zeros)`.
         scheduler: stepped when the update succeeded, by the samples of a whole step also where the tail of an epoch
-            is shorter: the schedule is as long as the run.
+            is shorter: the schedule is as long as the run. None keeps the learning rate.
         global_state: state of the run.
         tell: tells the moments inside the step; None tells nobody.
     """
@@ -113,7 +113,7 @@ def train_step(
     factor = gradient_factor(step_loss, micros, global_state.nominal_step_size, global_state.world.size)
     successful, grad_norm, num_zeros = update(model, optimizer, factor, step_loss, tell)
     global_state.last_step_loss, global_state.last_micros = step_loss, micros
-    if successful:
+    if successful and scheduler is not None:
         scheduler.step(global_state.cfg.train.global_batch_size or samples_of(batches, global_state))
     if tell.on.on_train_metrics:
         loss, tokens = local_metrics(micros)
@@ -175,30 +175,41 @@ def forward_backward(
 
 def update(
     model: list[nn.Module], optimizer: Any, factor: Weight | None, step_loss: StepLoss, tell: Teller
-) -> tuple[bool, Tensor | None, int | None]:
+) -> tuple[bool, Weight | None, int | None]:
     """Apply one update: `(successful, gradient norm before clipping, number of zero gradients)`.
 
-    Whatever is not finite is not applied. An optimizer that is not ours is asked to `step()` only after the loss and
-    the gradients were read, once, which waits for the device.
+    Whatever is not finite is not applied.
     """
-    if isinstance(optimizer, TrainingOptimizer):
-        optimizer.observe_loss(step_loss.numerator)
-        grad_norm = optimizer.prepare(factor)
-        if tell.on.on_pre_optimizer_step:
-            tell("on_pre_optimizer_step", grad_norm=grad_norm)
-        successful, num_zeros = optimizer.apply(), None
-    else:
-        scale_gradients(model, factor)
-        is_finite = watch_gradients(tell.state, model, step_loss)
-        if tell.on.on_pre_optimizer_step:
-            tell("on_pre_optimizer_step")
-        updated: tuple[bool, Tensor | None, int | None] = optimizer.step() if is_finite else (False, None, None)
-        if tell.on.on_optimizer_step:
-            tell("on_optimizer_step", grad_norm=updated[1])
-        return updated
+    one_update = update_ours if isinstance(optimizer, TrainingOptimizer) else update_foreign
+    successful, grad_norm, num_zeros = one_update(model, optimizer, factor, step_loss, tell)
     if tell.on.on_optimizer_step:
         tell("on_optimizer_step", grad_norm=grad_norm)
     return successful, grad_norm, num_zeros
+
+
+def update_ours(
+    model: list[nn.Module], optimizer: TrainingOptimizer, factor: Weight | None, step_loss: StepLoss, tell: Teller
+) -> tuple[bool, Weight | None, int | None]:
+    """In halves, so that `on_pre_optimizer_step` sees clipped gradients; the host need not wait for the device."""
+    optimizer.observe_loss(step_loss.numerator)
+    grad_norm = optimizer.prepare(factor)
+    if tell.on.on_pre_optimizer_step:
+        tell("on_pre_optimizer_step", grad_norm=grad_norm)
+    return optimizer.apply(), grad_norm, None
+
+
+def update_foreign(
+    model: list[nn.Module], optimizer: Any, factor: Weight | None, step_loss: StepLoss, tell: Teller
+) -> tuple[bool, Weight | None, int | None]:
+    """Loss and raw gradients are read once before `step()`, which waits for the device; then it clips by itself."""
+    scale_gradients(model, factor)
+    is_finite = watch_gradients(tell.state, model, step_loss)
+    if tell.on.on_pre_optimizer_step:
+        tell("on_pre_optimizer_step")
+    if not is_finite:
+        return False, None, None
+    successful, grad_norm, num_zeros = optimizer.step()
+    return bool(successful), grad_norm, num_zeros
 
 
 def scale_gradients(model: list[nn.Module], factor: Weight | None) -> None:

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from onstep.data import IteratorReader, StepBatches
 from onstep.errors import DataError
 from onstep.events import CallbackManager
+from onstep.optim import TorchSchedulerAdapter, wrap_optimizer
 from onstep.schedules import is_due
 from onstep.training.anomalies import AnomalyWatch
 from onstep.training.best_metric import note_best_metric
@@ -72,8 +74,10 @@ def train(
     Args:
         forward_step_func: one of the documented signatures (`onstep.training.forward_step`).
         model: list of model chunks, wrapped for data parallelism where there are several ranks.
-        optimizer: a `TrainingOptimizer`, or an object whose `step()` returns `(successful, grad_norm, num_zeros)`.
-        scheduler: an object with `step(increment)`.
+        optimizer: a `TrainingOptimizer`, a torch optimizer (it is made one, with `optimizer.clip_grad`), or an object
+            whose `step()` returns `(successful, grad_norm, num_zeros)` and which clips by itself. Of the last kind loss
+            and gradients are read once before each `step()`: nothing that is not finite is handed to it.
+        scheduler: an object with `step(increment in samples)`, a torch scheduler, or None for a constant rate.
         train_data_iterator: a loader of `onstep.data`, or an iterator of micro-batches, which is one endless epoch.
         valid_data_iterator: an `EvalLoader` or iterator for evaluations inside the loop; None evaluates nothing.
         global_state: state of the run.
@@ -82,6 +86,9 @@ def train(
     Raises:
         NonFiniteError: when a loss or gradient norm is NaN or infinite; the update was not applied.
     """
+    optimizer = wrap_optimizer(optimizer, global_state.cfg.optimizer.clip_grad)
+    if isinstance(scheduler, LRScheduler):
+        scheduler = TorchSchedulerAdapter(scheduler)
     tell = Teller(callback_manager, global_state, model, optimizer, scheduler)
     loop = Loop(
         forward_step_func=prepare_forward_step_func(forward_step_func, global_state),

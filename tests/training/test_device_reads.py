@@ -1,46 +1,66 @@
-"""No read of the device inside a step that is not logged."""
+"""No read of the device in a step that is not logged, evaluated or the last."""
 
 from __future__ import annotations
 
 import io
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+from small_runs import TinyModel, run, small_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onstep import Callback, DefaultMetrics, InfoCallback, JsonLogger, ProgressCallback, pretrain
+from onstep import Callback, CallbackManager, DefaultMetrics, InfoCallback, JsonLogger, ProgressCallback, pretrain
 from onstep.config import ConfigContainer
+from onstep.optim import TrainingOptimizer
+from onstep.optim.finite_gate import DeviceFiniteGate
 
 READS = ("_local_scalar_dense", "item", "is_nonzero", "equal")
+COPIES = ("_to_copy", "copy_")
+
+
+def device_of(value: Any) -> torch.device | None:
+    return value.device if isinstance(value, torch.Tensor) else None
 
 
 class ReadCounter(TorchDispatchMode):
-    """Counts the operators that make the host wait for a value."""
+    """Counts, by the step that is going on, the operators that make the host wait: reads and copies off a device."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.reads: list[str] = []
+        self.step: int | None = None
+        self.reads: Counter[tuple[int, str]] = Counter()
+        self.num_operators = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name in READS:
-            self.reads.append(name)
-        return func(*args, **(kwargs or {}))
+        crosses = name in COPIES and device_of(result) != device_of(args[1] if name == "copy_" else args[0])
+        if self.step is not None:
+            self.num_operators += 1
+            self.reads[self.step, name] += name in READS or crosses
+        return result
+
+    def by_step(self) -> dict[int, int]:
+        counts: Counter[int] = Counter()
+        for (step, _), count in self.reads.items():
+            counts[step] += count
+        return dict(counts)
 
 
-class Window(Callback):
-    """Counts reads from `on_step_begin` to `on_step_end` of each step."""
+class StepMarker(Callback):
+    """Tells the counter which step is going on, from one `on_step_begin` to the next."""
 
-    def __init__(self) -> None:
-        self.by_step: dict[int, int] = {}
+    def __init__(self, counter: ReadCounter) -> None:
+        self.counter = counter
 
     def on_step_begin(self, context: Any) -> None:
-        self.mode = ReadCounter()
-        self.mode.__enter__()
+        self.counter.step = context.state.train_state.step + 1
 
-    def on_step_end(self, context: Any) -> None:
-        self.mode.__exit__(None, None, None)
-        self.by_step[context.state.train_state.step] = len(self.mode.reads)
+    def on_epoch_end(self, context: Any) -> None:
+        self.counter.step = None
 
 
 class Reader(Callback):
@@ -51,23 +71,59 @@ class Reader(Callback):
 
 
 def reads_of(config: ConfigContainer, folder: Path, extra: list[Any]) -> dict[int, int]:
-    config.train.micro_batch_size = 2
+    config.train.micro_batch_size, config.train.train_iters = 2, 10
     config.logger.log_interval, config.validation.eval_interval = 5, None
     config.run.name, config.run.output_dir = "run", str(folder)
-    window = Window()
-    defaults = [
-        DefaultMetrics(),
-        ProgressCallback(use_tqdm=False, output_stream=io.StringIO()),
-        InfoCallback(),
-        JsonLogger(),
-    ]
-    pretrain(config, callbacks=[window, *defaults, *extra])
-    return window.by_step
+    stream = io.StringIO()
+    progress = ProgressCallback(use_tqdm=False, output_stream=stream)
+    with ReadCounter() as counter:
+        pretrain(
+            config,
+            callbacks=[StepMarker(counter), DefaultMetrics(), progress, InfoCallback(), JsonLogger(), *extra],
+        )
+    assert counter.num_operators > 1000
+    assert "Training complete" in stream.getvalue()
+    return counter.by_step()
 
 
-def test_steps_read_nothing_from_the_device(tiny_config: ConfigContainer, tmp_path: Path) -> None:
-    assert reads_of(tiny_config, tmp_path, []) == dict.fromkeys(range(1, 9), 0)
+def test_only_logged_steps_read_the_device(tiny_config: ConfigContainer, tmp_path: Path) -> None:
+    reads = reads_of(tiny_config, tmp_path, [])
+    assert {step for step, count in reads.items() if count} <= {5, 10}
+    assert set(reads) == set(range(1, 11))
 
 
 def test_the_count_is_red_for_a_callback_that_reads(tiny_config: ConfigContainer, tmp_path: Path) -> None:
-    assert all(count >= 1 for count in reads_of(tiny_config, tmp_path, [Reader()]).values())
+    reads = reads_of(tiny_config, tmp_path, [Reader()])
+    assert all(reads[step] == 1 for step in range(1, 11) if step not in (5, 10))
+
+
+@pytest.mark.parametrize("name", ["on_train_metrics", "on_forward_backward_end", "on_pre_optimizer_step"])
+def test_listening_to_device_tensors_does_not_read_them(name: str) -> None:
+    manager, seen = CallbackManager(), []
+    manager.register(name, lambda context: seen.append(context.loss if context.loss is not None else context.grad_norm))
+    state = small_state(train_iters=4)
+    with ReadCounter() as counter:
+        manager.add(StepMarker(counter))
+        run(state, manager)
+    assert all(isinstance(value, torch.Tensor) for value in seen)
+    assert sum(counter.by_step().values()) == 0
+
+
+def test_a_long_interval_is_folded_without_reading() -> None:
+    state, manager = small_state(train_iters=130), CallbackManager()
+    state.cfg.logger.log_interval = 1000
+    with ReadCounter() as counter:
+        manager.add(StepMarker(counter))
+        run(state, manager)
+    assert sum(counter.by_step().values()) == 0
+    assert state.loss_steps == 130
+
+
+def test_the_gate_of_an_accelerator_is_not_read_either() -> None:
+    model, state, manager = TinyModel(), small_state(train_iters=12), CallbackManager()
+    gate = DeviceFiniteGate(torch.device("cpu"))
+    optimizer = TrainingOptimizer(torch.optim.AdamW(model.parameters(), fused=True), gate=gate)
+    with ReadCounter() as counter:
+        manager.add(StepMarker(counter))
+        run(state, manager, model=model, optimizer=optimizer)
+    assert sum(counter.by_step().values()) == 0

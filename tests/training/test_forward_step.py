@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from small_runs import RaggedRows, TinyModel, small_state, split
 
 from onstep import CallbackManager, pretrain
 from onstep.config import ConfigContainer
-from onstep.training import GlobalState, forward_step, needs_global_state_injection
+from onstep.optim import TrainingOptimizer
+from onstep.training import (
+    GlobalState,
+    forward_step,
+    maybe_inject_state,
+    needs_global_state_injection,
+    train_step,
+)
 
 
 def plain(data_iterator: Any, model: Any) -> Any:
@@ -43,6 +52,16 @@ class Functor:
         return forward_step(data_iterator, model)
 
 
+def with_text_annotation(data_iterator: Any, model: Any, run: GlobalState) -> Any:
+    raise AssertionError("only inspected: annotations are text in this module")
+
+
+class Owner:
+    def bound(self, state: Any, data_iterator: Any, model: Any) -> Any:
+        assert isinstance(state, GlobalState)
+        return forward_step(data_iterator, model)
+
+
 def losses_of(config: ConfigContainer, step: Any) -> list[float]:
     manager, losses = CallbackManager(), []
     manager.register("on_train_step_end", lambda context: losses.append(context.loss_dict["lm loss"].item()))
@@ -58,6 +77,8 @@ def losses_of(config: ConfigContainer, step: Any) -> list[float]:
         (with_state, True),
         (with_annotated_state, True),
         (Functor(), True),
+        (Owner().bound, True),
+        (partial(with_state), True),
         (partial(with_plan, return_schedule_plan=False), False),
         (lambda data_iterator, model: forward_step(data_iterator, model), False),
     ],
@@ -67,6 +88,50 @@ def test_every_documented_signature_trains_the_same(tiny_config: ConfigContainer
     assert losses_of(tiny_config, step) == losses_of(tiny_config, forward_step)
     if isinstance(step, Functor):
         assert step.calls == 8 + 3 * 2, "8 steps and 3 evaluations of 2 batches"
+
+
+def test_the_annotation_counts_wherever_it_stands_and_the_first_name_only() -> None:
+    assert isinstance(with_text_annotation.__annotations__["run"], str)
+    assert needs_global_state_injection(with_text_annotation)
+    assert not needs_global_state_injection(lambda data_iterator, model, state=None: None)
+    assert not needs_global_state_injection(lambda: None)
+
+
+def test_the_state_is_bound_first_and_only_where_it_is_wanted() -> None:
+    state: Any = object()
+    assert maybe_inject_state(plain, state) is plain
+    assert maybe_inject_state(lambda *words: words, state, needs_injection=True)(1, 2) == (state, 1, 2)
+
+
+@pytest.mark.parametrize("reads", [0, 2])
+def test_a_forward_step_that_reads_more_or_less_does_not_shift_the_others(reads: int) -> None:
+    handed: list[Any] = []
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        if reads == 0 and not handed:
+            handed.append(None)
+            batch = batches.micro_batches[0]
+        else:
+            batch = next(data_iterator)
+            handed.append(batch)
+            if reads == 2 and len(handed) == 1:
+                next(data_iterator)
+        return model(**batch), lambda loss: (loss, batch["labels"].ne(-100).sum(), {})
+
+    batches, model = split(RaggedRows(), [4, 4, 4]), TinyModel()
+    optimizer = TrainingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    train_step(step, batches, [model], optimizer, None, small_state())
+    assert handed[1:] == batches.micro_batches[1:]
+
+
+def test_reading_beyond_the_step_is_the_end_of_the_iterator() -> None:
+    def step(data_iterator: Any, model: Any) -> Any:
+        assert len(list(data_iterator)) == 1
+        raise RuntimeError("seen")
+
+    model = TinyModel()
+    with pytest.raises(RuntimeError, match="seen"):
+        train_step(step, split(RaggedRows(), [12]), [model], torch.optim.SGD(model.parameters()), None, small_state())
 
 
 def test_bfloat16_is_autocast_over_float32_weights(tiny_config: ConfigContainer) -> None:
@@ -81,6 +146,7 @@ def test_bfloat16_is_autocast_over_float32_weights(tiny_config: ConfigContainer)
 
     tiny_config.mixed_precision = "bf16_mixed"
     rounded = losses_of(tiny_config, watching)
+    assert all(math.isfinite(loss) for loss in rounded)
     assert dtypes == {torch.float32}
     assert rounded != exact
     assert rounded == pytest.approx(exact, rel=1e-2)

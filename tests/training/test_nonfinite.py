@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small_runs import RaggedRows, mean_step, run, small_state, split
 
-from onstep import Callback, pretrain
+from onstep import Callback, JsonLogger, pretrain
 from onstep.config import ConfigContainer
 from onstep.errors import NonFiniteError
 from onstep.training import forward_step
@@ -64,5 +68,46 @@ def test_a_nan_is_named_and_not_applied(tiny_config: ConfigContainer, gradient_o
         assert "micro-batch 1" in message
         assert str(watch.sample_ids[1]) in message
         assert str(watch.sample_ids[0]) not in message
+    else:
+        assert str(watch.sample_ids) in message
     assert watch.untouched
     assert (watch.exceptions, watch.reason) == (1, "failed")
+
+
+def test_neither_log_nor_journal_tell_of_the_refused_step(tiny_config: ConfigContainer, tmp_path: Path) -> None:
+    tiny_config.logger.log_interval = 1
+    tiny_config.run.name, tiny_config.run.output_dir = "run", str(tmp_path)
+    with pytest.raises(NonFiniteError):
+        pretrain(tiny_config, Poisoned(call=3, gradient_only=False), callbacks=[JsonLogger()])
+    records = json.loads((tmp_path / "run" / "trainer_logs.json").read_text())
+    assert [record["global_step"] for record in records if "loss" in record] == [1, 2]
+    assert all(math.isfinite(record["loss"]) for record in records if "loss" in record)
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (run["status"], run["step"]) == ("failed", 2)
+
+
+def test_a_micro_batch_without_labels_is_not_blamed_for_the_nan_of_another() -> None:
+    calls: list[int] = []
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        loss, function = mean_step(data_iterator, model)
+        calls.append(1)
+        return (loss * float("nan") if len(calls) == 2 else loss), function
+
+    batches = split(RaggedRows(6, empty=(0, 1)), [2, 2, 2])
+    with pytest.raises(NonFiniteError, match="micro-batch 1: loss nan") as raised:
+        run(small_state(2, 6, train_iters=1), step=step, data=iter(batches.micro_batches))
+    assert "micro-batch 0" not in str(raised.value)
+
+
+def test_a_mean_that_divides_by_no_labels_itself_is_named() -> None:
+    """A sum over a count of 0 has NaN gradients, unlike torch's own mean losses."""
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        batch = next(data_iterator)
+        kept = batch["labels"].ne(-100)
+        return model(**batch) / kept.sum(), lambda loss: (loss + 0 * model.out.bias.sum() / kept.sum(), {})
+
+    batches = split(RaggedRows(4, empty=(2, 3)), [2, 2])
+    with pytest.raises(NonFiniteError, match="micro-batch 1: loss nan, no labels in it"):
+        run(small_state(train_iters=1), step=step, data=iter(batches.micro_batches))

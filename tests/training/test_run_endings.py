@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from small_runs import TinyModel, eval_loader, run, small_state, sum_step
 
 from onstep import CallbackManager, pretrain
 from onstep.config import ConfigContainer
 from onstep.events import CallbackContext
+from onstep.training import evaluate
+from onstep.training.scope import RunScope
+from onstep.training.telling import Teller
 
 ENDINGS = ("on_exception", "on_train_end", "on_run_end")
 
@@ -71,9 +76,103 @@ def test_a_failure_in_train_end_itself_is_told_once(tiny_config: ConfigContainer
     assert told == ["on_train_end", "on_exception", "on_run_end failed"]
 
 
-def test_a_decided_exit_is_no_exception(tiny_config: ConfigContainer) -> None:
+def test_a_decided_exit_is_no_exception_and_stops_the_run(tiny_config: ConfigContainer) -> None:
     told = endings(tiny_config, "on_step_end", fail(SystemExit(0)), SystemExit)
-    assert "on_exception" not in told
-    assert told.count("on_train_end") == 1
-    assert told[-1].startswith("on_run_end")
-    assert len([ending for ending in told if ending.startswith("on_run_end")]) == 1
+    assert told == ["on_train_end", "on_run_end stopped"]
+
+
+def test_a_failure_after_training_is_told_after_its_end(tiny_config: ConfigContainer) -> None:
+    told = endings(tiny_config, "on_test_end", fail(RuntimeError("broken")), RuntimeError)
+    assert told == ["on_train_end", "on_exception", "on_run_end failed"]
+
+
+def test_a_failing_forward_step_fails_the_run(tiny_config: ConfigContainer) -> None:
+    manager, told = CallbackManager(), []
+    for event in ENDINGS:
+        manager.register(event, lambda context: told.append((context.event, str(context.exception))))
+
+    def broken(data_iterator: Any, model: Any) -> Any:
+        raise RuntimeError("no such layer")
+
+    with pytest.raises(RuntimeError, match="no such layer") as raised:
+        pretrain(tiny_config, broken, callbacks=manager)
+    assert not getattr(raised.value, "__notes__", [])
+    assert told == [("on_exception", "no such layer"), ("on_train_end", "None"), ("on_run_end", "no such layer")]
+
+
+def small_endings() -> tuple[CallbackManager, list[str]]:
+    manager, told = CallbackManager(), []
+    for event in ENDINGS:
+        manager.register(event, lambda context: told.append(f"{context.event} {context.reason or ''}".strip()))
+    return manager, told
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_train_alone_tells_the_whole_end(fails: bool) -> None:
+    manager, told = small_endings()
+    if fails:
+        manager.register("on_step_end", fail(RuntimeError("broken")))
+        with pytest.raises(RuntimeError):
+            run(small_state(train_iters=2), manager)
+        assert told == ["on_exception", "on_train_end", "on_run_end failed"]
+    else:
+        run(small_state(train_iters=2), manager)
+        assert told == ["on_train_end", "on_run_end completed"]
+
+
+def test_every_ending_reaches_every_callback_and_the_first_error_is_raised() -> None:
+    manager, told = CallbackManager(), []
+    for number in (1, 2):
+        for event in ENDINGS:
+
+            def broken(context: CallbackContext, number: int = number) -> None:
+                told.append(f"{context.event} {number}")
+                raise RuntimeError(f"{context.event} {number}")
+
+            manager.register(event, broken)
+    manager.register("on_step_end", fail(ValueError("first")))
+    with pytest.raises(ValueError, match="first") as raised:
+        run(small_state(train_iters=2), manager)
+    assert told == [f"{event} {number}" for event in ENDINGS for number in (1, 2)]
+    notes = "\n".join(raised.value.__notes__)
+    assert "during 'on_step_end'" in notes
+    assert all(f"{event} 1" in notes for event in ENDINGS)
+
+
+@pytest.mark.parametrize("ends", [None, SystemExit(0)])
+def test_an_error_of_the_last_callback_is_not_lost(ends: BaseException | None) -> None:
+    manager = CallbackManager()
+    manager.register("on_run_end", fail(RuntimeError("disk full")))
+    if ends is not None:
+        manager.register("on_step_end", fail(ends))
+    state = small_state(train_iters=2)
+    with pytest.raises(RuntimeError, match="disk full"):
+        run(state, manager)
+    assert state.ended == ("completed" if ends is None else "stopped")
+
+
+def test_a_handled_error_of_an_evaluation_inside_a_run_ends_nothing() -> None:
+    manager, told = small_endings()
+    calls: list[int] = []
+
+    def broken_step(data_iterator: Any, model: torch.nn.Module) -> Any:
+        raise RuntimeError("no such layer")
+
+    def evaluate_and_shrug(context: CallbackContext) -> None:
+        with pytest.raises(RuntimeError), RunScope(Teller(manager, context.state, context.model)):
+            evaluate(context.state, broken_step, eval_loader(), context.model, None, None)
+        calls.append(len(told))
+
+    manager.register("on_step_end", evaluate_and_shrug)
+    run(small_state(train_iters=2), manager, model=TinyModel(), step=sum_step)
+    assert calls == [0, 0], "nothing is told while training goes on"
+    assert told == ["on_train_end", "on_run_end completed"]
+
+
+def test_each_training_of_a_state_has_an_end_of_its_own() -> None:
+    manager, told = small_endings()
+    state = small_state(train_iters=2)
+    run(state, manager)
+    state.cfg.train.train_iters = 3
+    run(state, manager)
+    assert told == ["on_train_end", "on_run_end completed"] * 2

@@ -1,88 +1,224 @@
-"""A run's folder has one owner: what is there is never overwritten."""
+"""A run's folder and identity: what an earlier run left is continued, refused or left alone, never overwritten."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from onstep.config import ConfigContainer
-from onstep.errors import ConfigError, RunExistsError
-from onstep.training.run_folder import claim_run_folder
+from onstep import CallbackManager, JsonLogger, pretrain
+from onstep.config import ConfigContainer, from_dict, validate
+from onstep.errors import ConfigError, DataError, RunExistsError
+from onstep.training import GlobalState
+
+Change = Callable[[ConfigContainer], Any]
 
 
 @pytest.fixture
 def config(tiny_config: ConfigContainer, tmp_path: Path) -> ConfigContainer:
     tiny_config.run.name, tiny_config.run.output_dir = "mine", str(tmp_path / "runs")
+    tiny_config.train.train_iters, tiny_config.scheduler.lr_warmup_iters = 2, 0
+    tiny_config.validation.eval_iters, tiny_config.optimizer.lr = 0, 1e-3
+    tiny_config.optimizer.min_lr = 1e-4
     return tiny_config
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def folder_of(config: ConfigContainer, name: str = "mine") -> Path:
+    return Path(config.run.output_dir) / name
 
 
-def test_a_completed_run_of_the_same_configuration_is_finished(config: ConfigContainer) -> None:
-    claim_run_folder(config).folder.finish("completed", 8)
-    config.logger.log_interval += 1  # changes nothing that is learned
-    assert claim_run_folder(config).is_finished
+def record(config: ConfigContainer, name: str = "mine") -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder_of(config, name) / "run.json").read_text())
+    return content
 
 
-def test_another_configuration_is_refused_with_the_first_differing_key(config: ConfigContainer) -> None:
-    folder = claim_run_folder(config).folder
-    folder.finish("completed", 8)
-    before = contents(folder.path)
-    config.optimizer.lr = 0.123
-    with pytest.raises(RunExistsError, match=r"optimizer\.lr.*0\.123") as raised:
-        claim_run_folder(config)
-    assert "run.fresh=true" in str(raised.value)
-    assert contents(folder.path) == before
+def content_of(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file with its bytes and its time of change."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
-@pytest.mark.parametrize("status", ["running", "stopped", "failed"])
-def test_an_unfinished_run_is_refused_with_the_way_out(config: ConfigContainer, status: str) -> None:
-    folder = claim_run_folder(config).folder
-    folder.finish(status, 3)  # type: ignore[arg-type]
-    with pytest.raises(RunExistsError, match="unfinished") as raised:
-        claim_run_folder(config)
-    assert "run.fresh=true" in str(raised.value)
-    assert folder.read()["step"] == 3
+def stopping(config: ConfigContainer, *, error: BaseException | None = None) -> GlobalState | None:
+    """A run that a callback ends after its first step."""
+    manager = CallbackManager()
+
+    def end(context: Any) -> None:
+        if error is not None:
+            raise error
+        context.control.stop()
+
+    manager.register("on_step_end", end)
+    if error is None:
+        return pretrain(config, callbacks=manager)
+    with pytest.raises(type(error)):
+        pretrain(config, callbacks=manager)
+    return None
 
 
-def test_a_run_that_failed_before_its_first_step_may_be_started_again(config: ConfigContainer) -> None:
-    claim_run_folder(config).folder.finish("failed", 0)
-    config.optimizer.lr = 0.123
-    claim = claim_run_folder(config)
-    assert not claim.is_finished
-    assert claim.folder.read()["config"]["optimizer"]["lr"] == 0.123
+def test_a_run_keeps_its_configuration_status_and_weights(config: ConfigContainer) -> None:
+    pretrain(config)
+    left = record(config)
+    assert (left["status"], left["step"], left["name"]) == ("completed", 2, "mine")
+    assert len(left["run_id"]) == 32
+    assert left["ended_at"] >= left["started_at"]
+    assert (folder_of(config) / "model" / "model.safetensors").exists()
 
 
-def test_fresh_starts_beside_it(config: ConfigContainer) -> None:
-    claim_run_folder(config).folder.finish("completed", 8)
+@pytest.mark.parametrize("unit", ["train_iters", "train_samples", "num_epochs"])
+def test_the_configuration_of_a_run_is_one_that_can_be_run(config: ConfigContainer, unit: str) -> None:
+    config.train.train_iters = None
+    config.dataset.seq_length = config.model.seq_length = 512
+    setattr(config.train, unit, {"train_iters": 2, "train_samples": 8, "num_epochs": 0.1}[unit])
+    state = pretrain(config)
+    assert state.train_state.step >= 2
+    validate(from_dict(record(config)["config"]))
+    validate(state.cfg)
+    assert state.trainer_state.max_steps == state.train_state.step
+
+
+def test_a_finished_run_says_so_and_trains_nothing(config: ConfigContainer, capsys: pytest.CaptureFixture[str]) -> None:
+    pretrain(config)
+    before = content_of(folder_of(config))
+    manager = CallbackManager()
+    manager.register("on_run_end", lambda context: pytest.fail("nothing runs"))
+    state = pretrain(config, callbacks=manager)
+    assert state.train_state.step == 0
+    assert content_of(folder_of(config)) == before
+    output = capsys.readouterr().out
+    assert "is finished: 2 steps" in output
+    assert "run.fresh=true" in output
+    assert "run.name=" in output
+
+
+def set_log_interval(config: ConfigContainer) -> None:
+    config.logger.log_interval = 1
+
+
+def set_micro_batch(config: ConfigContainer) -> None:
+    config.train.micro_batch_size = 2
+
+
+def set_timeout(config: ConfigContainer) -> None:
+    config.dist.distributed_timeout_minutes = 1.0
+
+
+@pytest.mark.parametrize("change", [set_log_interval, set_micro_batch, set_timeout])
+def test_what_does_not_change_the_learning_is_the_same_run(
+    config: ConfigContainer, change: Change, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretrain(config)
+    change(config)
+    pretrain(config)
+    assert "is finished" in capsys.readouterr().out
+
+
+def test_another_configuration_is_refused_with_the_first_key_that_differs(config: ConfigContainer) -> None:
+    pretrain(config)
+    before = content_of(folder_of(config))
+    config.optimizer.lr = 0.5
+    config.rng.seed = 7
+    with pytest.raises(RunExistsError, match=r"optimizer\.lr is 0\.001 there and 0\.5 here.*run\.fresh=true"):
+        pretrain(config)
+    assert content_of(folder_of(config)) == before
+
+
+@pytest.mark.parametrize(("error", "status"), [(None, "stopped"), (SystemExit(3), "stopped")])
+def test_an_unfinished_run_is_refused_with_the_way_out(
+    config: ConfigContainer, error: BaseException | None, status: str
+) -> None:
+    stopping(config, error=error)
+    assert (record(config)["status"], record(config)["step"]) == (status, 1)
+    with pytest.raises(RunExistsError, match=rf"unfinished run \(status '{status}', step 1\).*run\.name=mine-new"):
+        pretrain(config)
+
+
+def test_a_run_that_failed_half_way_is_refused(config: ConfigContainer) -> None:
+    stopping(config, error=RuntimeError("broken"))
+    assert record(config)["status"] == "failed"
+    with pytest.raises(RunExistsError, match=r"status 'failed', step 1"):
+        pretrain(config)
+
+
+def test_a_run_that_failed_in_set_up_may_be_mended_and_started_again(config: ConfigContainer) -> None:
+    paths = config.dataset.paths
+    config.dataset.paths = ["/nowhere/at/all"]
+    with pytest.raises(DataError):
+        pretrain(config)
+    config.dataset.paths = paths
+    pretrain(config)
+    assert record(config)["status"] == "completed"
+
+
+def test_a_fresh_run_stands_beside_the_old_ones(config: ConfigContainer) -> None:
     config.run.fresh = True
-    assert [claim_run_folder(config).folder.path.name for _ in range(2)] == ["mine-2", "mine-3"]
+    for _ in range(3):
+        pretrain(config, callbacks=[JsonLogger()])
+    for name in ("mine", "mine-2", "mine-3"):
+        assert record(config, name)["status"] == "completed"
+        assert (folder_of(config, name) / "trainer_logs.json").exists()
+    config.run.fresh, config.run.name = False, "mine-2"
+    assert pretrain(config).train_state.step == 0, "it is known under its new name"
 
 
 def test_a_folder_with_other_files_is_left_alone(config: ConfigContainer) -> None:
-    folder = Path(config.run.output_dir) / "mine"
+    folder = folder_of(config)
     folder.mkdir(parents=True)
     (folder / "thesis.tex").write_text("years of work")
-    with pytest.raises(RunExistsError, match=r"no run\.json"):
-        claim_run_folder(config)
-    assert contents(folder) == {"thesis.tex": b"years of work"}
+    before, changed = content_of(folder), folder.stat().st_mtime_ns
+    with pytest.raises(RunExistsError, match=r"holds files but no run\.json.*Nothing was touched"):
+        pretrain(config)
+    assert content_of(folder) == before
+    assert folder.stat().st_mtime_ns == changed
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"status": "completed"}'])
-def test_a_broken_record_is_refused_and_kept(config: ConfigContainer, text: str) -> None:
-    folder = Path(config.run.output_dir) / "mine"
-    folder.mkdir(parents=True)
-    (folder / "run.json").write_text(text)
-    with pytest.raises(RunExistsError, match=r"run\.name"):
-        claim_run_folder(config)
-    assert (folder / "run.json").read_text() == text
+def test_an_empty_folder_is_taken(config: ConfigContainer) -> None:
+    folder_of(config).mkdir(parents=True)
+    pretrain(config)
+    assert record(config)["status"] == "completed"
 
 
-def test_an_output_folder_that_cannot_be_written_is_named(config: ConfigContainer, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
+def test_a_folder_that_cannot_be_written_is_refused_before_training(config: ConfigContainer, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
     config.run.output_dir = str(tmp_path / "file" / "runs")
-    with pytest.raises(ConfigError, match=r"run\.output_dir"):
-        claim_run_folder(config)
+    with pytest.raises(ConfigError, match=r"cannot be written \(Not a directory\); choose another run\.output_dir"):
+        pretrain(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "not the record of a run"),
+        ('{"config": 3}', "not the record of a run"),
+        ('{"config": {"train": {"no_such_key": 1}}}', "stored configuration cannot be read"),
+    ],
+)
+def test_a_broken_record_is_refused_with_help(config: ConfigContainer, text: str, says: str) -> None:
+    folder_of(config).mkdir(parents=True)
+    (folder_of(config) / "run.json").write_text(text)
+    with pytest.raises(RunExistsError, match=says):
+        pretrain(config)
+    assert (folder_of(config) / "run.json").read_text() == text
+
+
+def test_an_aborted_run_saves_no_weights(config: ConfigContainer) -> None:
+    manager = CallbackManager()
+    manager.register("on_step_end", lambda context: context.control.abort("diverged"))
+    pretrain(config, callbacks=manager)
+    assert record(config)["status"] == "stopped"
+    assert not (folder_of(config) / "model").exists()
+    row = json.loads((folder_of(config) / "decisions.jsonl").read_text())
+    assert (row["flag"], row["reason"]) == ("should_abort_without_save", "diverged")
+
+
+def test_a_stop_asked_in_the_final_evaluation_does_not_make_the_run_unfinished(config: ConfigContainer) -> None:
+    config.validation.eval_iters = 2
+    manager = CallbackManager()
+    manager.register("on_test_end", lambda context: context.control.stop())
+    manager.register("on_eval_end", lambda context: context.control.stop())
+    config.validation.eval_interval = None
+    pretrain(config, callbacks=manager)
+    assert record(config)["status"] == "completed"

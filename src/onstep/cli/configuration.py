@@ -24,6 +24,7 @@ def configuration(words: list[str], recipe: str | None) -> tuple[ConfigContainer
         ConfigError: for a word that is neither a file nor `key=value`, or an unknown or mistyped key.
     """
     files = [word for word in words if "=" not in word]
+    words = [f"run.{word}" if word.startswith("fresh=") else word for word in words]
     pairs = [word for word in words if "=" in word and not word.startswith("callbacks=")]
     if len(files) > 1:
         raise ConfigError(f"One configuration file at the most, got {', '.join(files)}; write values as key=value.")

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onstep.cli.configuration import configuration, import_file, load_callback
+from onstep.cli.exit_codes import ERROR
+from onstep.errors import ConfigError
+from onstep.events import CallbackManager
 
 if TYPE_CHECKING:
     from onstep.training import GlobalState
@@ -38,18 +41,31 @@ def train(
         import_file(path)
     from onstep.training import pretrain
 
-    state = pretrain(config, callbacks=_callbacks(config.run.default_callbacks, names))
+    manager = _callbacks(config.run.default_callbacks, names)
+    try:
+        state = pretrain(config, callbacks=manager)
+    except KeyboardInterrupt:
+        print("\ninterrupted: the run is unfinished, and this version writes no checkpoints to continue from.")
+        print("Start it anew beside this one with run.fresh=true, or delete its folder.")
+        raise typer.Exit(ERROR) from None
     if _is_main() and state.train_state.step > 0:
         _say_where(state)
 
 
-def _callbacks(with_defaults: bool, names: list[str]) -> list[Any]:
+def _callbacks(with_defaults: bool, names: list[str]) -> CallbackManager:
     from onstep.callbacks import DefaultMetrics, InfoCallback, JsonLogger, ProgressCallback
 
     given = [load_callback(name) for name in names]
     defaults: list[Any] = [DefaultMetrics(), ProgressCallback(), InfoCallback()] if with_defaults else []
     defaults.append(JsonLogger())
-    return [one for one in defaults if not any(isinstance(mine, type(one)) for mine in given)] + given
+    manager = CallbackManager()
+    manager.add([one for one in defaults if not any(isinstance(mine, type(one)) for mine in given)])
+    for name, callback in zip(names, given, strict=True):
+        try:
+            manager.add(callback)
+        except TypeError as error:
+            raise ConfigError(f"callbacks={name}: {error}") from None
+    return manager
 
 
 def _say_where(state: GlobalState) -> None:

@@ -67,11 +67,13 @@ class AnomalyWatch:
     def _describe(self, step: int) -> str:
         record = next((one for one in self._records if one.step == step), None)
         mine = None if record is None else _bad_micro_batches(record)
+        ids = None if record is None else record.sample_ids
         # every rank learns of it at the same step, from a norm that all of them share, so asking is safe
-        by_rank = self._state.world.gather(mine)
-        culprits = [f"rank {rank}, {where}" for rank, where in enumerate(by_rank) if where]
+        by_rank = self._state.world.gather((mine, ids))
+        culprits = [f"rank {rank}, {where}" for rank, (where, _) in enumerate(by_rank) if where]
         found = "; ".join(culprits) or (
-            "every local loss was finite: a gradient overflowed or became NaN in the backward pass"
+            "every local loss was finite, so a gradient overflowed or became NaN in the backward pass of "
+            + "; ".join(f"rank {rank}, sample ids {read}" for rank, (_, read) in enumerate(by_rank) if read)
         )
         return (
             f"NaN or infinity in the loss or gradient norm of step {step}: {found}. train.on_nonfinite=raise: the "

@@ -163,7 +163,8 @@ def already_finished(folder: RunFolder) -> str:
     content = folder.read()
     return (
         f"{folder.path} is finished: {content.get('step', 0)} steps, nothing left to do.\n"
-        f"To train a new run beside it: run.fresh=true. To give a run another name: run.name=NAME."
+        f"To train a new run beside it: run.fresh=true. To give a run another name: run.name=NAME. A run cannot be "
+        f"extended yet: that takes checkpoints."
     )
 
 

@@ -78,7 +78,7 @@ class RunFolder:
             raise RunExistsError(
                 f"{self.run_json} cannot be read ({error}); rename the folder or choose another run.name."
             ) from None
-        if not isinstance(content, dict) or "config" not in content:
+        if not isinstance(content, dict) or not isinstance(content.get("config"), dict):
             raise RunExistsError(f"{self.run_json} is not the record of a run; choose another run.name.")
         return content
 
@@ -168,7 +168,7 @@ def first_difference(stored: dict[str, Any], config: ConfigContainer) -> tuple[s
     try:
         before = from_dict(stored)
     except ConfigError as error:
-        raise RunExistsError(f"The stored configuration cannot be read: {error}") from None
+        raise RunExistsError(f"The stored configuration cannot be read: {error} Choose another run.name.") from None
     for key, old, new in diff(before, config):
         if not key.startswith(HARMLESS):
             return key, old, new

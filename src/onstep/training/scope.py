@@ -71,14 +71,23 @@ class RunScope:
         self.tell("on_train_end")
 
     def _tell_all(self, endings: list[tuple[str, dict[str, object]]], error: BaseException | None) -> None:
-        first: BaseException | None = None
+        raised: list[BaseException] = []
         for event, fields in endings:
             try:
                 self.tell(event, **fields)
-            except BaseException as raised:  # noqa: BLE001 - every ending is told; the first error is raised below
-                first = first or raised
-        if first is None:
+            except BaseException as one:  # noqa: BLE001 - every ending is told; the first error is raised below
+                raised.append(one)
+        if not raised:
             return
-        if error is None or isinstance(error, SystemExit):  # nobody would see a note on an exit
-            raise first
-        error.add_note(f"while the run ended: {type(first).__name__}: {first}")
+        # nobody would see a note on an exit
+        main = raised.pop(0) if error is None or isinstance(error, SystemExit) else error
+        for other in raised:
+            main.add_note(_as_note(other))
+        if main is not error:
+            raise main
+
+
+def _as_note(error: BaseException) -> str:
+    """One line for an error while the run ended, with the notes that name its callback."""
+    notes = "; ".join(getattr(error, "__notes__", []))
+    return f"while the run ended: {type(error).__name__}: {error}" + (f" ({notes})" if notes else "")

@@ -1,0 +1,116 @@
+"""The world of a process: what the environment says, and whose process group it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from onstep import pretrain
+from onstep.config import ConfigContainer
+from onstep.config.parts import DistributedInitConfig
+from onstep.distributed import open_world, world_size_from_environment
+from onstep.errors import ConfigError
+
+NAMES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    yield
+    assert not dist.is_initialized()
+
+
+CPU = DistributedInitConfig(device="cpu")
+
+
+def test_a_world_of_one_has_a_group_which_goes_with_it() -> None:
+    world = open_world(CPU)
+    assert (world.rank, world.size, world.is_main, world.owns_group) == (0, 1, True, True)
+    assert dist.is_initialized()
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    world.close()
+    assert not dist.is_initialized()
+    world.close()
+
+
+def test_one_rank_agrees_with_itself() -> None:
+    world = open_world(CPU)
+    try:
+        assert world.agree([0, 3]) == [0, 3]
+        assert world.gather("mine") == ["mine"]
+        assert world.share({"a": 1}) == {"a": 1}
+        assert world.sum(torch.ones(2)).tolist() == [1, 1]
+        world.barrier()
+    finally:
+        world.close()
+
+
+def test_after_a_run_the_caller_can_make_a_group(tiny_config: ConfigContainer) -> None:
+    tiny_config.train.train_iters, tiny_config.scheduler.lr_warmup_iters = 1, 0
+    pretrain(tiny_config)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+
+
+def test_a_group_of_the_caller_is_used_and_left_alone(tiny_config: ConfigContainer) -> None:
+    tiny_config.train.train_iters, tiny_config.scheduler.lr_warmup_iters = 1, 0
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        theirs = dist.group.WORLD
+        state = pretrain(tiny_config)
+        assert not state.world.owns_group
+        assert dist.group.WORLD is theirs
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_group_goes_also_when_the_run_fails(tiny_config: ConfigContainer) -> None:
+    tiny_config.dataset.paths = ["/nowhere/at/all"]
+    with pytest.raises(ValueError, match="nowhere"):
+        pretrain(tiny_config)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"WORLD_SIZE": "two"}, r"\$WORLD_SIZE must be a whole number.*'two'.*unset"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, r"rank 2 of 2.*torchrun"),
+        ({"RANK": "1"}, r"rank 1 of 1.*torchrun"),
+        ({"WORLD_SIZE": "0"}, r"rank 0 of 0"),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, r"\$MASTER_ADDR is not set.*torchrun"),
+        ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "localhost"}, r"\$MASTER_PORT is not set"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}, r"\$RANK is not set"),
+    ],
+)
+def test_a_broken_environment_is_refused_with_help(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], says: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=says):
+        open_world(CPU)
+
+
+def test_the_number_of_ranks_is_known_before_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert world_size_from_environment() == 1
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert world_size_from_environment() == 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"dist\.device=cuda needs a CUDA GPU.*dist\.device=cpu"):
+        open_world(DistributedInitConfig(device="cuda"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_beyond_the_last_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"GPU 99, and torch sees"):
+        open_world(DistributedInitConfig(device="cuda:99"))

@@ -1,0 +1,232 @@
+"""Validation and test: token-weighted means, nothing left changed, told and printed as documented."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from small_runs import RaggedRows, TinyModel, eval_loader, mean_step, run, small_state, stack, sum_step
+from torch import nn
+
+from onstep import CallbackManager, ProgressCallback, pretrain
+from onstep.config import ConfigContainer
+from onstep.data import EvalLoader
+from onstep.training import evaluate, evaluate_and_print_results
+
+
+def reference(model: nn.Module, rows: Any) -> float:
+    """The mean over all labels, in float64."""
+    exact = TinyModel(dtype=torch.float64)
+    exact.load_state_dict(model.state_dict())
+    batch = stack([rows[index] for index in range(len(rows))])
+    with torch.no_grad():
+        return float(exact(**batch, reduction="mean"))
+
+
+def of(
+    model: nn.Module, data: Any, step: Any = sum_step, eval_iters: int | None = None, **words: Any
+) -> dict[str, Any]:
+    state = small_state()
+    state.cfg.validation.eval_iters = eval_iters
+    means, _, hit_limit = evaluate(state, step, data, [model], None, state.cfg.model, **words)
+    assert hit_limit is False
+    assert means is None or all(value.ndim == 0 for value in means.values())
+    return state.last_metrics
+
+
+@pytest.mark.parametrize("step", [sum_step, mean_step])
+@pytest.mark.parametrize("micro", [1, 3, 4])
+def test_the_loss_is_the_mean_over_all_labels(step: Any, micro: int) -> None:
+    model, rows = TinyModel(), RaggedRows(11, empty=(4,))
+    metrics = of(model, EvalLoader(rows, micro_batch_size=micro, num_microbatches=2), step)
+    assert metrics["eval_loss"] == pytest.approx(reference(model, rows), rel=1e-6)
+    assert metrics["eval_perplexity"] == pytest.approx(math.exp(metrics["eval_loss"]))
+
+
+def test_a_hopeless_perplexity_is_held_at_the_exponent_20() -> None:
+    model = TinyModel()
+    with torch.no_grad():
+        model.out.bias[:8] = 1000.0
+    assert of(model, eval_loader())["eval_perplexity"] == math.exp(20)
+
+
+@pytest.mark.parametrize(("eval_iters", "batches"), [(None, 3), (2, 2), (9, 3), (0, 0)])
+def test_as_many_batches_are_read_as_asked_for(eval_iters: int | None, batches: int) -> None:
+    manager, told = CallbackManager(), []
+    manager.register("on_eval_step_end", lambda context: told.append(1))
+    manager.register("on_eval_end", lambda context: told.append(context.total_loss_dict))
+    metrics = of(TinyModel(), eval_loader(), eval_iters=eval_iters, callback_manager=manager)
+    assert told[:-1] == [1] * batches
+    assert ("eval_loss" in metrics) is (batches > 0)
+    assert list(told[-1]) == (["lm loss"] if batches else [])
+
+
+@pytest.mark.parametrize(("eval_iters", "left"), [(None, 0), (2, 1)])
+def test_a_raw_iterator_gives_its_next_batches(eval_iters: int | None, left: int) -> None:
+    rows, model = RaggedRows(6), TinyModel()
+    batches = iter([stack([rows[i], rows[i + 1]]) for i in (0, 2, 4)])
+    metrics = of(model, batches, eval_iters=eval_iters)
+    assert len(list(batches)) == left
+    assert metrics["eval_loss"] == pytest.approx(reference(model, RaggedRows(6 - 2 * left)), rel=1e-6)
+
+
+def test_each_evaluation_starts_at_the_same_place() -> None:
+    model, data = TinyModel(), eval_loader()
+    assert of(model, data, eval_iters=2)["eval_loss"] == of(model, data, eval_iters=2)["eval_loss"]
+
+
+class WithDropout(TinyModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.dropout = nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.frozen.eval()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_every_module_gets_its_mode_back(fails: bool) -> None:
+    model, seen = WithDropout(), []
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        seen.append([module.training for module in model.modules()])
+        if fails:
+            raise RuntimeError("broken")
+        return sum_step(data_iterator, model)
+
+    before = [module.training for module in model.modules()]
+    assert sorted(set(before)) == [False, True]
+    if fails:
+        with pytest.raises(RuntimeError, match="broken"):
+            of(model, eval_loader(), step)
+    else:
+        of(model, eval_loader(), step)
+    assert [module.training for module in model.modules()] == before
+    assert not any(seen[0]), "everything evaluates in eval mode"
+
+
+def test_evaluations_do_not_change_the_training() -> None:
+    def weight(eval_interval: int | None) -> torch.Tensor:
+        state = small_state(train_iters=5)
+        state.cfg.validation.eval_interval = eval_interval
+        return run(state, valid=eval_loader()).embed.weight.detach()
+
+    assert torch.equal(weight(None), weight(1))
+
+
+def test_a_test_is_told_as_a_test() -> None:
+    manager, told = CallbackManager(), []
+    for kind in ("eval", "test"):
+        for moment in ("start", "step_start", "step_end", "end"):
+            manager.register(f"on_{kind}_{moment}", lambda context: told.append(context.event))
+    metrics = of(TinyModel(), eval_loader(4), callback_manager=manager, is_test=True)
+    steps = ["on_test_step_start", "on_test_step_end"]
+    assert told == ["on_test_start", *steps, *steps, "on_test_end"]
+    assert "test_loss" in metrics
+    assert not any(key.startswith("eval") for key in metrics)
+
+
+def printed(capsys: pytest.CaptureFixture[str], prints: bool) -> str:
+    state = small_state()
+    state.prints_console_line = prints
+    evaluate_and_print_results(state, "iteration 5", sum_step, eval_loader(), [TinyModel()], state.cfg.model)
+    return capsys.readouterr().out
+
+
+def test_the_result_is_printed_between_two_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    rule, line, rule_again, _ = printed(capsys, True).split("\n")
+    number = r"\d\.\d{6}E[+-]\d\d"
+    assert re.fullmatch(
+        rf" validation loss at iteration 5 \| lm loss value: {number} \| lm loss PPL: {number} \| ", line
+    )
+    assert rule == rule_again == "-" * (len(line) + 1)
+    assert printed(capsys, False) == ""
+
+
+@pytest.mark.parametrize("shows", [False, True])
+def test_blocks_and_lines_are_bridges_unless_a_callback_shows_progress(
+    tiny_config: ConfigContainer, capsys: pytest.CaptureFixture[str], shows: bool
+) -> None:
+    pretrain(tiny_config, callbacks=[ProgressCallback(use_tqdm=False)] if shows else None)
+    output = capsys.readouterr().out
+    blocks = re.findall(r"^ validation loss at (.+?) \|", output, re.MULTILINE)
+    expected = ["iteration 5", "iteration 8 on validation set", "iteration 8 on test set"]
+    assert blocks == ([] if shows else expected)
+    assert len(re.findall(r"consumed samples", output)) == (0 if shows else 2)
+
+
+LINE = (
+    r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] iteration        8/       8 \| consumed samples:           32 \|"
+    r" elapsed time per iteration \(ms\): \d+\.\d \| learning rate: \d\.\d{6}E-\d\d \| global batch size:     4 \|"
+    r" lm loss: \d\.\d{6}E\+00 \| loss scale: 1\.0 \| grad norm: \d+\.\d{3} \|"
+    r" number of skipped iterations:   0 \| number of nan iterations:   0 \|"
+)
+
+
+def test_the_line_of_a_logged_step_has_bridges_fields(
+    tiny_config: ConfigContainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretrain(tiny_config)
+    assert re.search(f"^{LINE}$", capsys.readouterr().out, re.MULTILINE)
+
+
+def evaluated(config: ConfigContainer) -> list[tuple[str, int]]:
+    """The evaluations and tests of a run, with the step after which each was made."""
+    manager, told = CallbackManager(), []
+    for kind in ("eval", "test"):
+        name = f"on_{kind}_end"
+        manager.register(name, lambda context: told.append((context.event[3:7], context.state.train_state.step)))
+    pretrain(config, callbacks=manager)
+    return told
+
+
+def test_validation_and_test_follow_the_training(tiny_config: ConfigContainer) -> None:
+    tiny_config.validation.eval_interval = 4
+    assert evaluated(tiny_config) == [("eval", 4), ("eval", 8), ("eval", 8), ("test", 8)]
+
+
+def test_nothing_is_evaluated_after_training_where_that_is_not_wanted(tiny_config: ConfigContainer) -> None:
+    tiny_config.validation.eval_after_training = False
+    assert evaluated(tiny_config) == [("eval", 5)]
+    tiny_config.validation.eval_interval = None
+    assert evaluated(tiny_config) == []
+
+
+def test_evaluation_may_start_before_training_and_later_than_its_interval(tiny_config: ConfigContainer) -> None:
+    validation = tiny_config.validation
+    validation.eval_on_start, validation.eval_interval, validation.start_eval_at_iter = True, 2, 5
+    validation.eval_after_training = False
+    assert evaluated(tiny_config) == [("eval", 0), ("eval", 6), ("eval", 8)]
+
+
+def test_a_run_that_only_evaluates_takes_no_length_and_no_learning_rate(tiny_config: ConfigContainer) -> None:
+    tiny_config.validation.skip_train = True
+    tiny_config.train.train_iters = tiny_config.optimizer.lr = None
+    tiny_config.validation.eval_after_training = False
+    assert evaluated(tiny_config) == [("eval", 0), ("test", 0)]
+
+
+@pytest.mark.parametrize(("first", "expected"), [(None, [3, 6, 9]), (2, [6, 9]), (2.5, [9])])
+def test_each_epoch_may_be_evaluated_from_some_epoch_on(first: float | None, expected: list[int]) -> None:
+    manager, state, told = CallbackManager(), small_state(train_iters=9), []
+    state.cfg.validation.eval_each_epoch, state.cfg.validation.start_eval_at_epoch = True, first
+    manager.register("on_eval_end", lambda context: told.append(context.state.train_state.step))
+    run(state, manager, valid=eval_loader())
+    assert told == expected
+
+
+def test_a_logging_interval_does_not_count_the_time_of_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1_000_000))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    state = small_state(train_iters=1)
+
+    def slow_step(data_iterator: Any, model: nn.Module) -> Any:
+        if not model.training:
+            for _ in range(10_000):
+                next(clock)
+        return sum_step(data_iterator, model)
+
+    state.cfg.validation.eval_interval = 1
+    run(state, step=slow_step, valid=eval_loader())
+    assert next(clock) - state.interval_start < 1000

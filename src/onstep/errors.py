@@ -21,5 +21,13 @@ class NonFiniteError(OnstepError, ArithmeticError):
     """A loss or gradient norm was NaN or infinite; the update was not applied."""
 
 
+class CheckpointError(OnstepError):
+    """A checkpoint that cannot be written, found, verified or loaded; the message says which and what to do."""
+
+
+class UnsupportedStateError(CheckpointError, TypeError):
+    """A state holds something that a checkpoint has no form for; the message gives its path."""
+
+
 class MissingExtraError(OnstepError, ImportError):
     """An optional dependency is needed; the message gives the install line."""

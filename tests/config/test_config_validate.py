@@ -51,7 +51,7 @@ def test_a_plain_configuration_is_valid() -> None:
         ("train.train_iters=null train.train_samples=7", "less than one step"),
         ("train.train_iters=-5", "train.train_iters=-5 must be > 0"),
         ("train.loss_weighting=token", "must be auto | tokens | samples | microbatches. Did you mean 'tokens'"),
-        ("train.on_nonfinite=skip", "train.on_nonfinite='skip' must be raise"),
+        ("train.on_nonfinite=ignore", "train.on_nonfinite='ignore' must be raise | stop | skip | rollback"),
         ("optimizer.lr=null", "optimizer.lr is not set"),
         ("optimizer.lr=0.0", "optimizer.lr=0.0 must be > 0"),
         ("optimizer.lr=.nan", "optimizer.lr=nan must be a finite number"),

@@ -6,6 +6,8 @@ from onstep.config.lengths import steps_of_epochs, steps_per_epoch, train_iters
 from onstep.config.load import apply_overrides, dump_yaml, from_dict, load_yaml, merge, parse_yaml, save_yaml
 from onstep.config.part import ConfigPart
 from onstep.config.parts import (
+    AnomalyConfig,
+    CheckpointConfig,
     ConfigContainer,
     DatasetConfig,
     DistributedDataParallelConfig,
@@ -13,6 +15,7 @@ from onstep.config.parts import (
     LoggerConfig,
     ModelConfig,
     OptimizerConfig,
+    RerunStateMachineConfig,
     RNGConfig,
     RunConfig,
     SchedulerConfig,
@@ -25,6 +28,8 @@ from onstep.config.training_arguments import TrainingArguments, UnknownArgumentE
 from onstep.config.validate import resolve, validate
 
 __all__ = [
+    "AnomalyConfig",
+    "CheckpointConfig",
     "ConfigContainer",
     "ConfigPart",
     "DatasetConfig",
@@ -34,6 +39,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "RNGConfig",
+    "RerunStateMachineConfig",
     "RunConfig",
     "SchedulerConfig",
     "TokenizerConfig",

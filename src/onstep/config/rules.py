@@ -23,9 +23,29 @@ def dotted(names: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
 
 POSITIVE = dotted(
     {
-        "train": ("micro_batch_size", "global_batch_size", "train_iters", "train_samples", "num_epochs"),
+        "train": (
+            "micro_batch_size",
+            "global_batch_size",
+            "train_iters",
+            "train_samples",
+            "num_epochs",
+            "exit_interval",
+            "exit_duration_in_mins",
+            "data_timeout",
+        ),
         "validation": ("eval_interval", "eval_global_batch_size", "eval_micro_batch_size"),
-        "optimizer": ("lr", "adam_eps"),
+        "optimizer": (
+            "lr",
+            "adam_eps",
+            "loss_scale",
+            "initial_loss_scale",
+            "min_loss_scale",
+            "loss_scale_window",
+            "hysteresis",
+        ),
+        "checkpoint": ("save_interval", "non_persistent_save_interval", "keep_every_n"),
+        "anomaly": ("spike_threshold", "spike_window", "spike_warmup", "rollback_lr_factor"),
+        "rerun_state_machine": ("spiky_loss_factor",),
         "scheduler": ("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples", "max_steps"),
         "model": (
             "num_layers",
@@ -62,6 +82,9 @@ NOT_NEGATIVE = dotted(
         ),
         "dataset": ("num_workers",),
         "logger": ("log_interval", "logging_level"),
+        "checkpoint": ("ckpt_step", "keep_best_n"),
+        "anomaly": ("max_skips", "max_rollbacks"),
+        "rerun_state_machine": ("error_injection_rate",),
         "rng": ("seed", "data_seed"),
     }
 )
@@ -75,7 +98,12 @@ BELOW_ONE = dotted(
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "train.loss_weighting": ("auto", "tokens", "samples", "microbatches"),
-    "train.on_nonfinite": ("raise",),
+    "train.on_nonfinite": ("raise", "stop", "skip", "rollback"),
+    "anomaly.on_spike": ("ignore", "raise", "stop", "skip", "rollback"),
+    "checkpoint.on_save_error": ("stop", "continue"),
+    "checkpoint.on_config_change": ("error", "keep", "apply"),
+    "rerun_state_machine.rerun_mode": ("disabled", "validate_results", "report_determinism_stats"),
+    "rerun_state_machine.error_injection_type": ("correct_result", "transient_error", "persistent_error"),
     "optimizer.optimizer": ("adam", "sgd"),
     "scheduler.lr_decay_style": DECAY_STYLES,
     "scheduler.lr_wsd_decay_style": WSD_DECAY_STYLES,

@@ -21,6 +21,10 @@ class NonFiniteError(OnstepError, ArithmeticError):
     """A loss or gradient norm was NaN or infinite; the update was not applied."""
 
 
+class AnomalyError(OnstepError, ArithmeticError):
+    """A loss or gradient norm far above the last ones, or more skips or rollbacks than the configuration allows."""
+
+
 class CheckpointError(OnstepError):
     """A checkpoint that cannot be written, found, verified or loaded; the message says which and what to do."""
 

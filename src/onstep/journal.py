@@ -16,6 +16,7 @@ import os
 import re
 import weakref
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,17 @@ from typing import Any
 from onstep.errors import OnstepError
 
 Record = dict[str, Any]
+
+WALL_CLOCK_FIELDS = (
+    "timestamp",
+    "*_runtime",
+    "*_per_second",
+    "tok_per_sec",
+    "mfu",
+    "peak_mem",
+    "peak_mem_allocated",
+)
+"""What a record tells of the clock and the machine; all else is the same in a run that was killed and resumed."""
 
 _CLOSING = b"\n]"
 _BLANK = " \t\r\n\x00"
@@ -163,16 +175,17 @@ def read_records(path: str | Path) -> list[Record]:
     return _decode(Path(path))[0]
 
 
-def align(path: str | Path, last_step: int | None = None) -> Path | None:
+def align(path: str | Path, last_step: int | None = None, *, num_records: int | None = None) -> Path | None:
     """Make the journal at `path` end at `last_step`, so that a run which continues from there can append to it.
 
-    Records with a `global_step` beyond `last_step` are kept aside in ``<name>.branch-<n>.json``; a record without
-    `global_step` counts as step 0. A file that is no journal is renamed to ``<name>.unreadable-<n>.json``, after which
+    Records with a `global_step` beyond `last_step`, and those beyond the first `num_records`, are kept aside in
+    ``<name>.branch-<n>.json``; a record without `global_step` counts as step 0. A file that is no journal is renamed to ``<name>.unreadable-<n>.json``, after which
     `path` is free. The journal is replaced in one atomic step, and left untouched where nothing is to be done.
 
     Args:
         path: The journal.
         last_step: The last step to keep; None keeps all and only repairs what a crash left.
+        num_records: How many records to keep at the most; None sets no limit.
 
     Returns:
         The file that was set aside, or None.
@@ -189,16 +202,36 @@ def align(path: str | Path, last_step: int | None = None) -> Path | None:
         except JournalError:
             return _rename_aside(path, "unreadable-")
         limit = math.inf if last_step is None else last_step
-        cut = [record for record in records if _step_of(record) > limit]
+        kept = [record for record in records[:num_records] if not _step_of(record) > limit]
+        cut = [record for record in records[:num_records] if _step_of(record) > limit]
+        cut += [] if num_records is None else records[num_records:]
         if is_complete and not cut:
             return None
         branch = _free_name(path, "branch-") if cut else None
         if branch is not None:
             _replace(branch, cut)
-        _replace(path, [record for record in records if not _step_of(record) > limit])
+        _replace(path, kept)
         return branch
     finally:
         os.close(descriptor)
+
+
+def fork(path: str | Path, target: str | Path, *, num_records: int | None = None) -> None:
+    """Begin a journal at `target` with the first records of another run's at `path`, which is left as it is.
+
+    Args:
+        path: The journal to take from; it may be open in a live writer.
+        target: Where to begin; nothing may be there.
+        num_records: How many records to take; None takes all.
+
+    Raises:
+        JournalError: when `target` exists.
+    """
+    target = Path(target)
+    if target.exists():
+        raise JournalError(f"{target} exists; move it aside first.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _replace(target, read_records(path)[:num_records])
 
 
 def set_aside(path: str | Path) -> Path:
@@ -220,6 +253,11 @@ def numbered_name(path: str | Path) -> Path:
     """The first of ``<name>.1.json``, ``<name>.2.json``, ... that does not exist."""
     path = Path(path)
     return next(name for name in _names(path, "") if not name.exists())
+
+
+def without_wall_clock(record: Record) -> Record:
+    """The record without `WALL_CLOCK_FIELDS`: what an uninterrupted run and a resumed one have in common."""
+    return {key: value for key, value in record.items() if not any(fnmatchcase(key, one) for one in WALL_CLOCK_FIELDS)}
 
 
 def encode(record: Record) -> str:

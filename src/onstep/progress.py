@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+_BRIDGE_KEYS = {
+    "step": "int64",
+    "consumed_train_samples": "int64",
+    "skipped_train_samples": "int64",
+    "consumed_valid_samples": "int64",
+    "floating_point_operations_so_far": "float64",
+    "do_train": "bool",
+    "do_valid": "bool",
+    "do_test": "bool",
+}
+"""The fields of Megatron Bridge's TrainState, which its checkpoints hold as 0-d tensors of these types."""
 
 
 @dataclass
@@ -35,3 +47,30 @@ class TrainState:
     do_valid: bool = False
     do_test: bool = False
     overrides: dict[str, Any] = field(default_factory=dict)
+    skip_list: list[list[int]] = field(default_factory=list)
+    """`[epoch, sample id]` of what an anomaly left out: from the next epoch on it is not met again."""
+    num_skips: int = 0
+    """Steps whose update an anomaly left out."""
+    num_rollbacks: int = 0
+    """Times that the run went back to a checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All fields; those that Megatron Bridge's TrainState has are 0-d tensors, as there."""
+        import torch  # not at the top: configuration and events read progress without torch
+
+        state = {one.name: getattr(self, one.name) for one in fields(self)}
+        for key, dtype in _BRIDGE_KEYS.items():
+            state[key] = torch.tensor(state[key], dtype=getattr(torch, dtype))
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state; fields that it does not have stay as they are.
+
+        Raises:
+            KeyError: when one of Megatron Bridge's fields is missing.
+        """
+        for key in _BRIDGE_KEYS:
+            setattr(self, key, state_dict[key].item())
+        for one in fields(self):
+            if one.name in state_dict and one.name not in _BRIDGE_KEYS:
+                setattr(self, one.name, state_dict[one.name])

@@ -120,7 +120,7 @@ def test_keyword_arguments_of_a_continued_run_are_recorded_again_only_when_they_
 def test_continued_run_cuts_what_the_checkpoint_does_not_know(start: Any, path: Path) -> None:
     first = start(JsonLogger())
     state = first.train(0, 3)
-    assert state == {"log_path": str(path), "last_step": 3}
+    assert state == {"log_path": str(path), "last_step": 3, "num_records": 3}
     first.tell("on_log", 4, logs={"loss": 9.0})  # and then it was killed
     first.callback._journal._release()
     run = start(JsonLogger())
@@ -132,15 +132,16 @@ def test_continued_run_cuts_what_the_checkpoint_does_not_know(start: Any, path: 
     assert steps(path.with_name("trainer_logs.branch-1.json")) == [4]
 
 
-def test_record_of_the_checkpoint_step_written_after_it_stays(start: Any, path: Path) -> None:
+def test_record_of_the_checkpoint_step_written_after_it_is_cut_and_written_again(start: Any, path: Path) -> None:
     first = start(JsonLogger())
     state = first.train(0, 2)
-    first.tell("on_evaluate", 3, metrics={"eval_loss": 1.0})
-    first.end(3)
+    first.tell("on_evaluate", 2, metrics={"eval_loss": 1.0})
+    first.end(2)
     run = start(JsonLogger())
     run.callback.load_state_dict(state)
-    run.train(3, 4)  # the checkpoint was of step 3
-    assert steps(path) == [1, 2, 3, 4]
+    run.train(2, 3)
+    assert steps(path) == [1, 2, 3]
+    assert [record["eval_loss"] for record in read_records(path.with_name("trainer_logs.branch-1.json"))] == [1.0]
 
 
 def test_continued_run_appends_in_the_original_folder(start: Any, args: Any, path: Path, tmp_path: Path) -> None:
@@ -227,7 +228,7 @@ def test_evaluating_a_checkpoint_adds_to_the_journal_and_cuts_nothing(start: Any
 
 def test_state_before_anything_was_recorded(start: Any, path: Path) -> None:
     callback = JsonLogger()
-    assert callback.state_dict() == {"log_path": None, "last_step": -1}
+    assert callback.state_dict() == {"log_path": None, "last_step": -1, "num_records": 0}
     callback.load_state_dict({"log_path": None, "last_step": -1})
     start(callback).train(0, 1)
     assert steps(path) == [1]

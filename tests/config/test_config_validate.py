@@ -80,7 +80,7 @@ def test_a_plain_configuration_is_valid() -> None:
         ("validation.eval_micro_batch_size=3 train.global_batch_size=8", r"eval_micro_batch_size \* ranks = 3 \* 2"),
         ("validation.eval_interval=0", "validation.eval_interval=0 must be > 0"),
         ("logger.log_interval=-1", "logger.log_interval=-1 must be >= 0"),
-        ("mixed_precision=fp16_mixed", "comes with a later version"),
+        ("mixed_precision=fp16", "Did you mean 'fp16"),
         ("mixed_precision=bf16", "Did you mean 'bf16"),
         ("dist.device=gpu", "dist.device='gpu' must be cpu, cuda"),
         ("dist.device=cpu dist.distributed_backend=nccl", "takes GPUs"),
@@ -113,9 +113,9 @@ def test_no_evaluation_takes_no_evaluation_batch() -> None:
     validate(config_with(validation__eval_iters=0, validation__eval_micro_batch_size=3))
 
 
-@pytest.mark.parametrize("spelling", ["bf16_mixed", "bf16-mixed"])
-def test_bf16_has_two_spellings_and_one_meaning(spelling: str) -> None:
-    assert resolve(config_with(mixed_precision=spelling)).mixed_precision == "bf16_mixed"
+@pytest.mark.parametrize("spelling", ["bf16_mixed", "bf16-mixed", "fp16_mixed", "fp16-mixed"])
+def test_a_precision_has_two_spellings_and_one_meaning(spelling: str) -> None:
+    assert resolve(config_with(mixed_precision=spelling)).mixed_precision == spelling.replace("-", "_")
 
 
 def test_a_warmup_longer_than_the_schedule_is_cut_with_a_warning() -> None:

@@ -79,7 +79,23 @@ CHOICES: dict[str, list[Any]] = {
     "run.output_dir": ["runs", "/tmp/a", "."],
     "run.recipe": [None, "tiny_gpt"],
     "run.fresh": [True, False],
-    "mixed_precision": [None, "bf16_mixed", "bf16-mixed"],
+    "validation.eval_on_save": [True, False],
+    "checkpoint.save": [None, "ckpt"],
+    "checkpoint.save_interval": [None, 5, 100],
+    "checkpoint.save_each_epoch": [True, False],
+    "checkpoint.save_on_best": [True, False],
+    "checkpoint.save_at_end": [True, False],
+    "checkpoint.async_save": [True, False],
+    "checkpoint.save_optim": [True, False],
+    "checkpoint.save_rng": [True, False],
+    "checkpoint.components": [None, ["model", "trainer"]],
+    "checkpoint.resume": [True, False],
+    "checkpoint.load": [None, "other/checkpoint-7"],
+    "checkpoint.exit_on_missing_checkpoint": [True, False],
+    "checkpoint.most_recent_k": [-1, 1, 3],
+    "checkpoint.keep_best_n": [0, 1, 2],
+    "checkpoint.load_best_model_at_end": [True, False],
+    "mixed_precision": [None, "bf16_mixed", "bf16-mixed", "fp16_mixed", "fp16-mixed"],
     "env_vars": [{}, {"A": "1"}],
     "trainer": [{}, {"label_names": ["labels"], "optim": "adamw_torch"}, {"seed": 99, "warmup_steps": 0.5}],
 }
@@ -157,6 +173,7 @@ OTHER_VALUES: dict[str, Any] = {
     "gradient_accumulation_steps": 5,
     "max_grad_norm": 0.0,
     "bf16": True,
+    "fp16": True,
     "logging_strategy": "epoch",
     "logging_steps": 11,
     "logging_first_step": True,
@@ -176,6 +193,7 @@ OTHER_VALUES: dict[str, Any] = {
     "save_strategy": "epoch",
     "save_steps": 17,
     "save_total_limit": 2,
+    "load_best_model_at_end": True,
     "metric_for_best_model": "accuracy",
     "greater_is_better": False,
     "seed": 1,
@@ -201,7 +219,14 @@ OTHER_VALUES: dict[str, Any] = {
     "mixed_precision": "bf16",
     "max_eval_steps": 4,
     "logging_dir": "logs",
-    "save_safetensors": False,
+    "restore_callback_states_from_checkpoint": True,
+    "enable_jit_checkpoint": True,
+    "eval_on_save": True,
+    "preserve_best_model": True,
+    "preserve_n_best": 3,
+    "best_model_metric": "accuracy",
+    "best_model_greater_is_better": False,
+    "checkpoint_components": ["model", "trainer"],
     "config_overrides": {"model.num_layers": 7, "run.fresh": True},
 }
 IMPLEMENTED = {f.name for f in dataclasses.fields(TrainingArguments)} - {
@@ -228,7 +253,7 @@ def test_args_to_config_to_args_keeps_the_field(name: str) -> None:
 
 
 def test_args_to_config_to_args_keeps_all_fields_at_once() -> None:
-    args = made(**{**OTHER_VALUES, "mixed_precision": None})
+    args = made(**{**OTHER_VALUES, "mixed_precision": None, "fp16": False})
     assert config_to_args(args_to_config(args)) == args
 
 
@@ -241,7 +266,7 @@ def test_every_implemented_field_reaches_the_configuration(name: str) -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_random_arguments_survive_the_round_trip(seed: int) -> None:
     rng = random.Random(seed)
-    names = [name for name in OTHER_VALUES if rng.random() < 0.4 and name != "mixed_precision"]
+    names = [name for name in OTHER_VALUES if rng.random() < 0.4 and name not in ("mixed_precision", "fp16")]
     args = made(**{name: OTHER_VALUES[name] for name in names})
     assert config_to_args(args_to_config(args, world_size=2), world_size=2) == args
 
@@ -276,6 +301,12 @@ def test_the_defaults_mean_hugging_faces_run() -> None:
         "validation.eval_iters": None,
         "validation.eval_global_batch_size": 16,
         "logger.log_interval": 500,
+        "checkpoint.save_interval": 500,
+        "checkpoint.save_at_end": True,
+        "checkpoint.most_recent_k": -1,
+        "checkpoint.resume": True,
+        "checkpoint.load": None,
+        "train.exit_signal_handler": True,
         "dataset.num_workers": 0,
         "dataset.persistent_workers": False,
         "dist.distributed_timeout_minutes": 30.0,
@@ -297,6 +328,8 @@ def test_the_defaults_mean_hugging_faces_run() -> None:
         ({"optim": "sgd"}, {"optimizer.optimizer": "sgd", "optimizer.sgd_momentum": 0.0}),
         ({"bf16": True}, {"mixed_precision": "bf16_mixed"}),
         ({"mixed_precision": "bf16"}, {"mixed_precision": "bf16_mixed"}),
+        ({"fp16": True}, {"mixed_precision": "fp16_mixed"}),
+        ({"mixed_precision": "fp16"}, {"mixed_precision": "fp16_mixed"}),
         ({"mixed_precision": "no"}, {"mixed_precision": None}),
         ({"logging_strategy": "no"}, {"logger.log_interval": 0, "logger.log_on_each_epoch": False}),
         ({"logging_strategy": "epoch"}, {"logger.log_interval": 0, "logger.log_on_each_epoch": True}),
@@ -319,6 +352,44 @@ def test_the_defaults_mean_hugging_faces_run() -> None:
         ({"ddp_timeout": 90}, {"dist.distributed_timeout_minutes": 1.5}),
         ({"use_cpu": True}, {"dist.device": "cpu"}),
         ({"log_level": "info"}, {"logger.logging_level": 20}),
+        (
+            {"save_strategy": "no"},
+            {"checkpoint.save_interval": None, "checkpoint.save_each_epoch": False, "checkpoint.save_at_end": False},
+        ),
+        (
+            {"save_strategy": "epoch"},
+            {"checkpoint.save_interval": None, "checkpoint.save_each_epoch": True, "checkpoint.save_at_end": True},
+        ),
+        (
+            {"save_strategy": "best", "eval_strategy": "epoch", "metric_for_best_model": "accuracy"},
+            {"checkpoint.save_on_best": True, "checkpoint.save_interval": None, "checkpoint.save_at_end": False},
+        ),
+        ({"save_steps": 0.1, "max_steps": 95}, {"checkpoint.save_interval": 10}),
+        ({"save_total_limit": 3}, {"checkpoint.most_recent_k": 3}),
+        ({"save_only_model": True}, {"checkpoint.save_optim": False, "checkpoint.save_rng": False}),
+        ({"checkpoint_components": ["model"]}, {"checkpoint.components": ["model"]}),
+        (
+            {"load_best_model_at_end": True},
+            {"checkpoint.load_best_model_at_end": True, "validation.metric_for_best_model": "loss"},
+        ),
+        ({"preserve_n_best": 3}, {"checkpoint.keep_best_n": 0}),
+        (
+            {"preserve_best_model": True, "preserve_n_best": 2, "best_model_metric": "accuracy"},
+            {"checkpoint.keep_best_n": 2, "validation.metric_for_best_model": "accuracy"},
+        ),
+        (
+            {"preserve_best_model": True, "best_model_greater_is_better": True},
+            {"validation.metric_for_best_model": "loss", "validation.greater_is_better": True},
+        ),
+        ({"preserve_best_model": True, "metric_for_best_model": "f1"}, {"validation.metric_for_best_model": "f1"}),
+        ({"eval_on_save": True}, {"validation.eval_on_save": True}),
+        ({"resume_from_checkpoint": True}, {"checkpoint.resume": True, "checkpoint.load": None}),
+        ({"resume_from_checkpoint": False}, {"checkpoint.resume": False, "checkpoint.load": None}),
+        (
+            {"resume_from_checkpoint": "o/checkpoint-5"},
+            {"checkpoint.resume": True, "checkpoint.load": "o/checkpoint-5"},
+        ),
+        ({"enable_jit_checkpoint": False}, {"train.exit_signal_handler": True}),
         ({"metric_for_best_model": "accuracy"}, {"validation.greater_is_better": None}),
         ({"train_sampling_strategy": "sequential"}, {"dataset.shuffle": False}),
         ({"label_names": ["y"]}, {"trainer": {"label_names": ["y"]}}),
@@ -342,7 +413,7 @@ def test_a_share_of_a_run_by_epochs_takes_the_length_of_the_data() -> None:
 
 
 def test_only_shares_of_a_run_come_back_as_steps() -> None:
-    assert SHARES == ("logging_steps", "eval_steps")
+    assert SHARES == ("logging_steps", "eval_steps", "save_steps")
     args = TrainingArguments(eval_strategy="steps", eval_steps=0.25, max_steps=100)
     assert config_to_args(args_to_config(args)).eval_steps == 25
 

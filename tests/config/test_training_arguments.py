@@ -11,6 +11,7 @@ import pytest
 import transformers
 
 from onstep.config import TrainingArguments, UnknownArgumentError
+from onstep.config.argument_rules import check_best_model
 from onstep.config.reserved_arguments import ReservedArguments
 from onstep.errors import ConfigError
 
@@ -31,6 +32,8 @@ FORGATHER_ONLY = {
     "preserve_best_model": False,
     "preserve_n_best": 1,
     "best_model_metric": "loss",
+    "best_model_greater_is_better": None,
+    "checkpoint_components": None,
     "fuse_optim_with_backward": False,
     "mixed_precision": None,
     "logging_dir": None,
@@ -78,11 +81,13 @@ def test_a_refused_token_is_not_shown() -> None:
     ("values", "message"),
     [
         ({"fsdp": "full_shard"}, r"fsdp='full_shard' is not supported yet .*leave it at its default None"),
-        ({"fp16": True}, r"fp16=True is not supported yet .*use bf16=True"),
+        ({"fp16": True, "bf16": True}, r"bf16=True contradicts fp16=True"),
+        ({"fp16": True, "mixed_precision": "bf16"}, r"fp16=True contradicts mixed_precision='bf16'"),
+        ({"fp16": True, "mixed_precision": "no"}, r"fp16=True contradicts mixed_precision='no'"),
         ({"optim": "adamw_torch_8bit"}, r"optim='adamw_torch_8bit' .*Did you mean 'adamw_torch'"),
         ({"lr_scheduler_type": "polynomial"}, r"lr_scheduler_type='polynomial' is not supported; use one of 'linear'"),
         ({"eval_strategy": "step"}, r"eval_strategy='step' .*Did you mean 'steps'"),
-        ({"mixed_precision": "fp16"}, r"mixed_precision='fp16' is not supported"),
+        ({"mixed_precision": "fp8"}, r"mixed_precision='fp8' is not supported"),
         ({"ddp_backend": "mpi"}, r"ddp_backend='mpi' is not supported"),
         ({"bf16": True, "mixed_precision": "no"}, r"bf16=True contradicts mixed_precision='no'"),
         ({"learning_rate": "fast"}, r"learning_rate='fast' must be float"),
@@ -92,7 +97,15 @@ def test_a_refused_token_is_not_shown() -> None:
         ({"num_train_epochs": 0}, r"num_train_epochs=0.0 must be > 0"),
         ({"logging_steps": 0}, r"logging_steps=0 must be > 0 with the strategy 'steps'"),
         ({"logging_steps": 2.5}, r"logging_steps=2.5 must be a whole number of steps, or a share below 1"),
-        ({"resume_from_checkpoint": "out/checkpoint-5"}, r"checkpoints come with a later version"),
+        ({"save_total_limit": 0}, r"save_total_limit=0 would keep no checkpoint; use None for all, or at least 1"),
+        ({"save_total_limit": -1}, r"save_total_limit=-1 would keep no checkpoint"),
+        ({"preserve_n_best": 0}, r"preserve_n_best=0 must be > 0"),
+        ({"save_steps": 0}, r"save_steps=0 must be > 0 with the strategy 'steps'; use 'no' for never"),
+        ({"save_steps": 2.5}, r"save_steps=2.5 must be a whole number of steps, or a share below 1"),
+        ({"save_strategy": "bests"}, r"save_strategy='bests' .*Did you mean 'best'"),
+        ({"ignore_data_skip": True}, r"ignore_data_skip=True .*at the very sample"),
+        ({"save_safetensors": False}, r"save_safetensors=False .*never a pickle"),
+        ({"save_on_each_node": True}, r"save_on_each_node=True .*storage that all nodes see"),
         ({"include_for_metrics": ["logits"]}, r"'logits'; it may hold 'inputs' and 'loss'"),
         ({"average_tokens_across_devices": False}, r"average_tokens_across_devices=False is not supported"),
     ],
@@ -113,6 +126,9 @@ def test_a_value_that_cannot_work_is_refused_at_construction(values: dict[str, A
         {"remove_unused_columns": False},
         {"resume_from_checkpoint": True},
         {"resume_from_checkpoint": False},
+        {"resume_from_checkpoint": "out/checkpoint-5"},
+        {"restore_callback_states_from_checkpoint": True},
+        {"enable_jit_checkpoint": True},
         {"max_grad_norm": None},
         {"learning_rate": "3e-4"},
         {"local_rank": 3},
@@ -134,12 +150,80 @@ def test_a_name_of_older_transformers_says_what_to_use() -> None:
         TrainingArguments(warmup_ratio=0.1)  # type: ignore[call-arg]
 
 
-def test_checkpoint_settings_are_accepted_with_one_warning() -> None:
-    with pytest.warns(UserWarning, match="only the final weights are written") as warned:
-        args = TrainingArguments(save_steps=100, save_total_limit=2, save_only_model=True)
-    assert len(warned) == 1
-    assert args.save_total_limit == 2
-    assert warned[0].filename == __file__
+def test_the_metric_of_the_best_model_is_loss_unless_named() -> None:
+    assert TrainingArguments().metric_for_best_model is None
+    for asked in ({"load_best_model_at_end": True}, {"preserve_best_model": True}):
+        args = TrainingArguments(**asked)
+        assert (args.metric_for_best_model, args.greater_is_better) == ("loss", False)
+    args = TrainingArguments(load_best_model_at_end=True, metric_for_best_model="accuracy")
+    assert (args.metric_for_best_model, args.greater_is_better) == ("accuracy", True)
+    args = TrainingArguments(preserve_best_model=True, best_model_metric="accuracy", best_model_greater_is_better=False)
+    assert (args.metric_for_best_model, args.greater_is_better) == ("accuracy", False)
+
+
+MEETING: list[dict[str, Any]] = [
+    {"eval_strategy": "steps", "eval_steps": 50, "save_steps": 100},
+    {"eval_strategy": "steps", "eval_steps": 0.1, "save_steps": 0.3},
+    {"eval_strategy": "epoch", "save_strategy": "epoch"},
+    {"eval_strategy": "steps", "eval_steps": 30, "save_strategy": "best"},
+]
+MISSING: list[dict[str, Any]] = [
+    {},
+    {"eval_strategy": "epoch"},
+    {"eval_strategy": "steps", "save_strategy": "epoch"},
+    {"eval_strategy": "steps", "eval_steps": 100, "save_steps": 50},
+    {"eval_strategy": "steps", "eval_steps": 0.1, "save_steps": 50},
+    {"eval_strategy": "steps", "eval_steps": 0.3, "save_steps": 0.1},
+]
+
+
+@pytest.mark.parametrize("options", MEETING)
+def test_saves_that_meet_evaluations_may_choose_the_best_model_as_in_transformers(options: dict[str, Any]) -> None:
+    transformers.TrainingArguments(use_cpu=True, load_best_model_at_end=True, **options)
+    check_best_model(TrainingArguments(load_best_model_at_end=True, **options))
+    check_best_model(TrainingArguments(preserve_best_model=True, **{"metric_for_best_model": "loss", **options}))
+
+
+@pytest.mark.parametrize("options", MISSING)
+def test_saves_that_miss_evaluations_cannot_choose_the_best_model_as_in_transformers(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="load_best_model_at_end requires"):
+        transformers.TrainingArguments(use_cpu=True, load_best_model_at_end=True, **options)
+    with pytest.raises(ConfigError, match=r"load_best_model_at_end=True takes checkpoints of evaluated steps, got"):
+        check_best_model(TrainingArguments(load_best_model_at_end=True, **options))
+    with pytest.raises(ConfigError, match=r"preserve_best_model=True takes checkpoints of evaluated steps, got"):
+        check_best_model(TrainingArguments(preserve_best_model=True, **options))
+
+
+def test_eval_on_save_lets_any_save_choose_the_best_model() -> None:
+    check_best_model(TrainingArguments(preserve_best_model=True, eval_on_save=True, save_steps=7))
+    with pytest.raises(ConfigError, match="eval_strategy='no' and save_strategy='no'"):
+        check_best_model(TrainingArguments(load_best_model_at_end=True, save_strategy="no"))
+    with pytest.raises(ConfigError, match="save_strategy='no'"):
+        check_best_model(TrainingArguments(preserve_best_model=True, eval_on_save=True, save_strategy="no"))
+
+
+def test_what_overrides_change_about_checkpoints_is_left_to_the_rules_of_the_configuration() -> None:
+    check_best_model(
+        TrainingArguments(load_best_model_at_end=True, config_overrides={"checkpoint": {"save_on_best": True}})
+    )
+    with pytest.raises(ConfigError, match="takes checkpoints of evaluated steps"):
+        check_best_model(TrainingArguments(load_best_model_at_end=True, config_overrides={"run.fresh": True}))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"save_strategy": "best"}, "save_strategy='best' takes metric_for_best_model"),
+        ({"save_strategy": "best", "metric_for_best_model": "loss"}, "takes evaluations; set eval_strategy"),
+        (
+            {"preserve_best_model": True, "best_model_metric": "f1", "metric_for_best_model": "loss"},
+            "best_model_metric='f1' contradicts metric_for_best_model='loss'",
+        ),
+    ],
+)
+def test_a_best_model_that_nothing_can_choose_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_best_model(TrainingArguments(**options))
 
 
 def test_the_output_folder_may_be_given_by_position() -> None:

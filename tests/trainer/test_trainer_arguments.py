@@ -13,7 +13,7 @@ from small_models import LogitsModel, Regression, Stream, arguments, quiet, ragg
 from torch.utils.data import DataLoader, TensorDataset
 
 from onstep import Trainer, TrainerCallback, TrainingArguments
-from onstep.errors import ConfigError, DataError, RunExistsError
+from onstep.errors import CheckpointError, ConfigError, DataError, RunExistsError
 
 
 def hf_arguments(folder: Path, **options: Any) -> transformers.TrainingArguments:
@@ -177,6 +177,7 @@ def test_train_refuses_before_the_first_step(tmp_path: Path, options: dict[str, 
     [
         ({"eval_strategy": "epoch"}, "eval_strategy='epoch' needs an eval_dataset"),
         ({"eval_on_start": True}, "eval_on_start=True needs an eval_dataset"),
+        ({"eval_on_save": True}, "eval_on_save=True needs an eval_dataset"),
         (
             {"config_overrides": {"train.global_batch_size": 10}},
             r"global_batch_size=10 must be a multiple of micro_batch_size \* ranks = 4 \* 1 = 4; choose 8 or 12",
@@ -192,9 +193,61 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path: Path, options: dict[str
         make(tmp_path, args=arguments(tmp_path, **options)).train()
 
 
-def test_a_checkpoint_to_resume_from_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="writes no checkpoints to resume from"):
-        make(tmp_path).train(resume_from_checkpoint=str(tmp_path))
+@pytest.mark.parametrize("as_argument", [True, False])
+def test_a_mistyped_checkpoint_to_resume_from_is_an_error_and_never_a_fresh_start(
+    tmp_path: Path, as_argument: bool
+) -> None:
+    mistyped = str(tmp_path / "chekpoint-5")
+    steps: list[int] = []
+    options = {"resume_from_checkpoint": mistyped} if as_argument else {}
+    trainer = make(tmp_path, args=arguments(tmp_path, **options), callbacks=[counting(steps)])
+    with pytest.raises(CheckpointError, match="chekpoint-5"):
+        trainer.train(resume_from_checkpoint=None if as_argument else mistyped)
+    assert steps == []
+
+
+def test_a_folder_without_checkpoints_is_no_start_either(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    args = arguments(tmp_path, resume_from_checkpoint=str(tmp_path / "empty"))
+    with pytest.raises(CheckpointError, match="empty"):
+        make(tmp_path, args=args).train()
+
+
+def test_what_is_no_path_is_refused_as_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"resume_from_checkpoint=5 must be the path of a checkpoint, True or None"):
+        make(tmp_path).train(resume_from_checkpoint=5)
+
+
+def counting(steps: list[int]) -> TrainerCallback:
+    """A callback that notes each step that begins."""
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            steps.append(state.global_step)
+
+    return Steps()
+
+
+def test_the_best_model_takes_saves_that_meet_evaluations(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="load_best_model_at_end=True takes checkpoints of evaluated steps"):
+        make(tmp_path, args=arguments(tmp_path, load_best_model_at_end=True))
+    theirs = hf_arguments(tmp_path, load_best_model_at_end=True, eval_strategy="no", save_strategy="no")
+    with pytest.raises(ConfigError, match="got eval_strategy='no' and save_strategy='no'"):
+        quiet(Regression(), theirs)
+
+
+def test_evaluation_alone_takes_arguments_that_choose_a_best_model(tmp_path: Path) -> None:
+    args = arguments(
+        tmp_path,
+        eval_strategy="steps",
+        eval_steps=0.5,
+        save_strategy="steps",
+        save_steps=0.5,
+        load_best_model_at_end=True,
+        eval_on_save=True,
+    )
+    metrics = make(tmp_path, args=args, eval_dataset=regression_rows()).evaluate()
+    assert metrics["eval_loss"] > 0
 
 
 @pytest.mark.parametrize(

@@ -125,20 +125,30 @@ def test_another_configuration_is_refused_with_the_first_key_that_differs(config
     assert content_of(folder_of(config)) == before
 
 
-@pytest.mark.parametrize(("error", "status"), [(None, "stopped"), (SystemExit(3), "stopped")])
-def test_an_unfinished_run_is_refused_with_the_way_out(
-    config: ConfigContainer, error: BaseException | None, status: str
+def test_a_stopped_run_stays_stopped(config: ConfigContainer, capsys: pytest.CaptureFixture[str]) -> None:
+    stopping(config)
+    assert (record(config)["status"], record(config)["step"]) == ("stopped", 1)
+    assert pretrain(config).train_state.step == 0
+    assert "was stopped: 1 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(RuntimeError("broken"), "failed"), (SystemExit(3), "paused"), (KeyboardInterrupt(), "failed")]
+)
+def test_a_run_that_ended_half_way_is_continued(
+    config: ConfigContainer, error: BaseException, status: str
 ) -> None:
+    config.checkpoint.save_interval = 1
     stopping(config, error=error)
-    assert (record(config)["status"], record(config)["step"]) == (status, 1)
-    with pytest.raises(RunExistsError, match=rf"unfinished run \(status '{status}', step 1\).*run\.name=mine-new"):
-        pretrain(config)
+    assert record(config)["status"] == status
+    assert pretrain(config).train_state.step == 2
+    assert record(config)["status"] == "completed"
 
 
-def test_a_run_that_failed_half_way_is_refused(config: ConfigContainer) -> None:
+def test_an_unfinished_run_is_refused_where_it_may_not_be_continued(config: ConfigContainer) -> None:
     stopping(config, error=RuntimeError("broken"))
-    assert record(config)["status"] == "failed"
-    with pytest.raises(RunExistsError, match=r"status 'failed', step 1"):
+    config.checkpoint.resume = False
+    with pytest.raises(RunExistsError, match=r"unfinished run \(status 'failed', step 1\).*run\.name=mine-new"):
         pretrain(config)
 
 
@@ -193,7 +203,8 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(config: Conf
         ("{", "cannot be read"),
         ("[]", "not the record of a run"),
         ('{"config": 3}', "not the record of a run"),
-        ('{"config": {"train": {"no_such_key": 1}}}', "stored configuration cannot be read"),
+        ('{"config": {"train": {"train_iters": "many"}}}', "stored configuration cannot be read"),
+        ('{"config": {"model": {"num_layers": 3}}}', "does not fit"),
     ],
 )
 def test_a_broken_record_is_refused_with_help(config: ConfigContainer, text: str, says: str) -> None:

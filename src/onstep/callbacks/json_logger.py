@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onstep.events import TrainerCallback
-from onstep.journal import Journal, JournalHeldError, align, encode, numbered_name, read_records, set_aside
+from onstep.journal import Journal, JournalHeldError, align, encode, fork, numbered_name, read_records, set_aside
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class JsonLogger(TrainerCallback):
     over those three. The file is valid JSON after every record, whatever happens to the process. The first record of a
     journal has the constructor's keyword arguments under ``"experiment_info"``; it has no `loss`.
 
-    A run that continues (with this callback's state from a checkpoint, or at a step > 0) continues its journal; what
+    A run that starts from another run's checkpoint begins with that run's records. A run that continues (with this callback's state from a checkpoint, or at a step > 0) continues its journal; what
     was recorded after that step is kept aside in ``trainer_logs.branch-<n>.json``. A run that begins where a journal
     exists moves that one to ``trainer_logs.<n>.json``. An evaluation without training adds to the journal there is. A
     file that is no journal is renamed, never overwritten. Where another live run writes the file, this one takes the
@@ -45,6 +45,8 @@ class JsonLogger(TrainerCallback):
         """Step of the last record; -1 before the first."""
         self._resume_step: int | None = None
         """Step of the last record when the checkpoint was saved that training is about to continue from."""
+        self._num_records: int | None = 0
+        """Records of the open journal; when continuing, those that the checkpoint covers, None where it does not say."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the journal, cut to the step that training continues from."""
@@ -78,8 +80,15 @@ class JsonLogger(TrainerCallback):
         self._close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the journal's path, and the step of its last record (-1 before the first)."""
-        return {"log_path": None if self._path is None else str(self._path), "last_step": self._last_step}
+        """What a checkpoint keeps: the journal's path, the step of its last record (-1 before the first), and how many.
+
+        What was recorded later, even at the same step, does not belong to the checkpoint.
+        """
+        return {
+            "log_path": None if self._path is None else str(self._path),
+            "last_step": self._last_step,
+            "num_records": self._num_records,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue a checkpoint's journal when training begins; while training, go back to the checkpoint at once."""
@@ -87,28 +96,43 @@ class JsonLogger(TrainerCallback):
         self._close()
         log_path = state_dict["log_path"]
         self._path = None if log_path is None else Path(log_path)
-        self._last_step = state_dict["last_step"]
+        self._last_step = self._resume_step = state_dict["last_step"]
+        self._num_records = state_dict.get("num_records")
         if self._path is None:
-            return
-        if goes_back:
+            self._resume_step = None
+        elif goes_back:
             self._make_ready(self._path, self._last_step)
-        else:
-            self._resume_step = self._last_step
+            self._open(self._path)
+            self._resume_step = None
 
     def _path_to_train(self, target: Path) -> Path:
         if self._resume_step is None or self._path is None:
             return target
         if not self._path.exists():
             logger.warning("%s, the journal to continue, is gone; recording in %s", self._path, target)
+            self._num_records = None
             return target
+        if self._path.resolve() != target.resolve() and (self._path.parent / "run.json").exists():
+            return self._fork(self._path, target)
         return self._path
+
+    def _fork(self, path: Path, target: Path) -> Path:
+        """A run that starts from another run's checkpoint takes over the records, and leaves that run's journal alone."""
+        if target.exists():
+            set_aside(target)
+        fork(path, target, num_records=self._num_records)
+        logger.info("%s begins with the records of %s", target, path)
+        return target
 
     def _make_ready(self, path: Path, step: int) -> None:
         """Leave at `path` what a run at `step` continues, or nothing."""
         if not path.exists():
             return
-        if step > 0 or self._resume_step is not None or self._is_own_beginning(path):
-            aside = align(path, max(step, self._resume_step or 0))
+        if self._resume_step is not None:
+            last_step = max(step, self._resume_step) if self._num_records is None else None
+            aside = align(path, last_step, num_records=self._num_records)
+        elif step > 0 or self._is_own_beginning(path):
+            aside = align(path, step)
         else:
             aside = set_aside(path)
         if aside is not None:
@@ -121,6 +145,7 @@ class JsonLogger(TrainerCallback):
     def _open(self, path: Path) -> None:
         self._journal = Journal.open(path)
         self._path = path
+        self._num_records = len(read_records(path))
 
     def _open_own(self, path: Path, error: JournalHeldError) -> None:
         own = numbered_name(path)
@@ -151,6 +176,7 @@ class JsonLogger(TrainerCallback):
         head = {"timestamp": time.time(), "global_step": state.global_step, "epoch": state.epoch}
         self._journal.append({**head, **metrics})
         self._last_step = state.global_step
+        self._num_records = (self._num_records or 0) + 1
 
     def _close(self) -> None:
         if self._journal is not None:

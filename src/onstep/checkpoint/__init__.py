@@ -1,1 +1,48 @@
 """Checkpoints: what they hold, how they are written so that no crash can harm them, and how they are read."""
+
+from onstep.checkpoint.codec import check_encodable, decode_state, encode_state
+from onstep.checkpoint.components import SharingPattern, StateComponent, Stateful
+from onstep.checkpoint.discovery import CheckpointInfo, checkpoints, newest_verified, resolve
+from onstep.checkpoint.loading import LoadReport
+from onstep.checkpoint.manager import CheckpointManager
+from onstep.checkpoint.manifest import Manifest, read_manifest, verify
+from onstep.checkpoint.model_state import ModelState
+from onstep.checkpoint.retention import Retention, best, to_delete
+from onstep.checkpoint.rng import RngState
+from onstep.checkpoint.saving import SavedCheckpoint, SaveRequest
+from onstep.checkpoint.store import FileStore, Operation
+from onstep.checkpoint.tensor_file import FileDigest, read_header, read_tensors, write_tensors
+from onstep.checkpoint.transaction import SaveTransaction, sweep
+
+__all__ = [
+    "CheckpointInfo",
+    "CheckpointManager",
+    "FileDigest",
+    "FileStore",
+    "LoadReport",
+    "Manifest",
+    "ModelState",
+    "Operation",
+    "Retention",
+    "RngState",
+    "SaveRequest",
+    "SaveTransaction",
+    "SavedCheckpoint",
+    "SharingPattern",
+    "StateComponent",
+    "Stateful",
+    "best",
+    "check_encodable",
+    "checkpoints",
+    "decode_state",
+    "encode_state",
+    "newest_verified",
+    "read_header",
+    "read_manifest",
+    "read_tensors",
+    "resolve",
+    "sweep",
+    "to_delete",
+    "verify",
+    "write_tensors",
+]

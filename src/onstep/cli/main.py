@@ -13,6 +13,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("onstep.cli.train", "Train a model: onstep train [config.yaml] [key=value ...]"),
     "generate": ("onstep.cli.generate", 'Continue a text with a trained run: onstep generate runs/NAME "def "'),
     "config": ("onstep.cli.config", "Show a configuration: onstep config show|defaults"),
+    "why": ("onstep.cli.why", "Explain why a run stopped, saved, skipped or went back: onstep why RUN [--step N]"),
 }
 """Command name: module with its `app`, and one line of help."""
 

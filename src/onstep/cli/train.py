@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onstep.cli.configuration import configuration, import_file, load_callback
-from onstep.cli.exit_codes import ERROR
+from onstep.cli.exit_codes import ERROR, PREEMPTED
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager
 
@@ -28,28 +28,37 @@ def train(
     imports: Annotated[
         list[str] | None, typer.Option("--import", help="Python file with your code; may be given again.")
     ] = None,
+    on_config_change: Annotated[
+        str | None, typer.Option(help="Where values changed since the run started: error, keep (stored) or apply (new).")
+    ] = None,
 ) -> None:
     """Train a model. Without arguments: a tiny GPT on the source of Python's own standard library.
 
-    The run is kept in runs/NAME. Your own callbacks: --import my.py callbacks='[my:MyCallback]'
+    The run is kept in runs/NAME; the same command continues one that was interrupted, from its newest checkpoint.
+    Your own callbacks: --import my.py callbacks='[my:MyCallback]'
     """
     logging.basicConfig(level=logging.INFO if _is_main() else logging.WARNING, format="%(message)s")
     config, names = configuration(words or [], recipe)
     if config.run.name is None:
         config.run.name = config.run.recipe or "run"
+    if on_config_change is not None:
+        config.checkpoint.on_config_change = on_config_change
     for path in imports or []:
         import_file(path)
     from onstep.training import pretrain
+    from onstep.training.signals import Preempted
 
     manager = _callbacks(config.run.default_callbacks, names)
     try:
         state = pretrain(config, callbacks=manager)
-    except KeyboardInterrupt:
-        print("\ninterrupted: the run is unfinished, and this version writes no checkpoints to continue from.")
-        print("Start it anew beside this one with run.fresh=true, or delete its folder.")
-        raise typer.Exit(ERROR) from None
+    except Preempted as preempted:
+        if _is_main():
+            print(f"{preempted}.", flush=True)
+        raise typer.Exit(PREEMPTED) from None
     if _is_main() and state.train_state.step > 0:
         _say_where(state)
+    if state.ended_by_anomaly:
+        raise typer.Exit(ERROR)
 
 
 def _callbacks(with_defaults: bool, names: list[str]) -> CallbackManager:

@@ -1,5 +1,7 @@
 """The configuration of a run: dataclasses, YAML, `a.b=c` overrides and `TrainingArguments`."""
 
+from onstep.config.change_classes import ChangeClass, classify, meaning
+from onstep.config.changes import ABSENT, Change, changes, decide, describe
 from onstep.config.conversion import args_to_config, config_to_args
 from onstep.config.keys import diff, nearest_key, to_flat
 from onstep.config.lengths import steps_of_epochs, steps_per_epoch, train_iters
@@ -28,7 +30,10 @@ from onstep.config.training_arguments import TrainingArguments, UnknownArgumentE
 from onstep.config.validate import resolve, validate
 
 __all__ = [
+    "ABSENT",
     "AnomalyConfig",
+    "Change",
+    "ChangeClass",
     "CheckpointConfig",
     "ConfigContainer",
     "ConfigPart",
@@ -49,11 +54,16 @@ __all__ = [
     "ValidationConfig",
     "apply_overrides",
     "args_to_config",
+    "changes",
+    "classify",
     "config_to_args",
+    "decide",
+    "describe",
     "diff",
     "dump_yaml",
     "from_dict",
     "load_yaml",
+    "meaning",
     "merge",
     "nearest_key",
     "parse_split",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any, Protocol
 
 from onstep.config.part import nearest
@@ -33,7 +34,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "train_sampling_strategy": ("random", "sequential"),
     "ddp_backend": (None, "gloo", "nccl"),
     "log_level": tuple(LOG_LEVELS),
-    "mixed_precision": (None, "no", "bf16"),
+    "mixed_precision": (None, "no", "bf16", "fp16"),
 }
 
 POSITIVE = (
@@ -42,6 +43,7 @@ POSITIVE = (
     "gradient_accumulation_steps",
     "adam_epsilon",
     "eval_accumulation_steps",
+    "preserve_n_best",
     "ddp_timeout",
 )
 NOT_NEGATIVE = (
@@ -65,7 +67,7 @@ RENAMED = {
     "per_gpu_train_batch_size": "per_device_train_batch_size",
     "per_gpu_eval_batch_size": "per_device_eval_batch_size",
     "tpu_num_cores": "torchrun to start more than one process",
-    "half_precision_backend": "bf16",
+    "half_precision_backend": "bf16 or fp16",
 }
 """Names of earlier transformers that 5.23 no longer has, and what to use."""
 
@@ -93,16 +95,63 @@ def check_arguments(args: Values) -> None:
     _check_length(args)
     _check_interval("logging_steps", args.logging_strategy, args.logging_steps)
     _check_interval("eval_steps", args.eval_strategy, args.eval_steps)
-    if args.bf16 and args.mixed_precision == "no":
-        raise ConfigError("TrainingArguments: bf16=True contradicts mixed_precision='no'; drop one of them.")
-    if isinstance(args.resume_from_checkpoint, str):
+    _check_interval("save_steps", args.save_strategy, args.save_steps)
+    _check_precision(args)
+    if args.save_total_limit is not None and args.save_total_limit < 1:
         raise ConfigError(
-            f"TrainingArguments.resume_from_checkpoint={args.resume_from_checkpoint!r}: checkpoints come with a later "
-            "version; leave it out."
+            f"TrainingArguments.save_total_limit={args.save_total_limit} would keep no checkpoint; use None for all, "
+            f"or at least 1: the newest one."
         )
     foreign = [name for name in args.include_for_metrics if name not in ("inputs", "loss")]
     if foreign:
         raise ConfigError(f"TrainingArguments.include_for_metrics has {foreign[0]!r}; it may hold 'inputs' and 'loss'.")
+
+
+def check_best_model(args: Values) -> None:
+    """Refuse what can never give a best checkpoint: it is one that was evaluated, by one metric.
+
+    What `config_overrides` change about checkpoints or evaluations is left to the rules of the configuration.
+
+    Raises:
+        ConfigError: naming the fields, the rule and the remedy.
+
+    Source: the rules of transformers 5.23 for load_best_model_at_end and save_strategy='best'.
+    """
+    if any(str(key).startswith(("checkpoint", "validation")) for key in args.config_overrides or {}):
+        return
+    if args.save_strategy == "best" and args.metric_for_best_model is None:
+        raise ConfigError("TrainingArguments.save_strategy='best' takes metric_for_best_model, such as 'loss'.")
+    if args.save_strategy == "best" and args.eval_strategy == "no":
+        raise ConfigError("TrainingArguments.save_strategy='best' takes evaluations; set eval_strategy.")
+    if args.preserve_best_model and args.best_model_metric not in ("loss", args.metric_for_best_model):
+        raise ConfigError(
+            f"TrainingArguments.best_model_metric={args.best_model_metric!r} contradicts "
+            f"metric_for_best_model={args.metric_for_best_model!r}: one metric chooses; drop one of them."
+        )
+    asked = {"load_best_model_at_end": args.load_best_model_at_end, "preserve_best_model": args.preserve_best_model}
+    names = [f"{name}=True" for name, value in asked.items() if value]
+    if names and not _saves_meet_evaluations(args):
+        shown = f"eval_strategy={args.eval_strategy!r} and save_strategy={args.save_strategy!r}"
+        if args.eval_strategy == args.save_strategy == "steps":
+            shown = f"eval_steps={args.eval_steps} and save_steps={args.save_steps}"
+        raise ConfigError(
+            f"TrainingArguments.{' and '.join(names)} takes checkpoints of evaluated steps, got {shown}; use the same "
+            f"strategy for both, save_steps a multiple of eval_steps, or save_strategy='best', or eval_on_save=True."
+        )
+
+
+def _saves_meet_evaluations(args: Values) -> bool:
+    if args.save_strategy == "best":
+        return True
+    if args.eval_on_save:
+        return bool(args.save_strategy != "no")
+    if args.save_strategy != args.eval_strategy or args.save_strategy == "no":
+        return False
+    if args.save_strategy == "epoch":
+        return True
+    if (args.save_steps < 1) != (args.eval_steps < 1):
+        return False  # a share of the run and a number of steps need not meet
+    return bool(Fraction(str(args.save_steps)) % Fraction(str(args.eval_steps)) == 0)
 
 
 def _not_supported(name: str, value: Any, choices: tuple[Any, ...]) -> ConfigError:
@@ -110,6 +159,16 @@ def _not_supported(name: str, value: Any, choices: tuple[Any, ...]) -> ConfigErr
     hint = nearest(value, known) if isinstance(value, str) else ""
     spelled = ", ".join(repr(choice) for choice in choices)
     return ConfigError(f"TrainingArguments.{name}={value!r} is not supported; use one of {spelled}.{hint}")
+
+
+def _check_precision(args: Values) -> None:
+    """Several arguments may say the precision; they must say the same."""
+    given = {"bf16=True": "bf16"} if args.bf16 else {}
+    given |= {"fp16=True": "fp16"} if args.fp16 else {}
+    given |= {f"mixed_precision={args.mixed_precision!r}": args.mixed_precision} if args.mixed_precision else {}
+    if len(set(given.values())) > 1:
+        first, second, *_ = given
+        raise ConfigError(f"TrainingArguments: {first} contradicts {second}; drop one of them.")
 
 
 def _check_length(args: Values) -> None:

@@ -20,6 +20,9 @@ SAME_VALUE = {
     "per_device_eval_batch_size": ("validation", "eval_micro_batch_size"),
     "dataloader_drop_last": ("train", "drop_last"),
     "eval_on_start": ("validation", "eval_on_start"),
+    "eval_on_save": ("validation", "eval_on_save"),
+    "load_best_model_at_end": ("checkpoint", "load_best_model_at_end"),
+    "checkpoint_components": ("checkpoint", "components"),
     "metric_for_best_model": ("validation", "metric_for_best_model"),
     "greater_is_better": ("validation", "greater_is_better"),
     "learning_rate": ("optimizer", "lr"),
@@ -45,7 +48,19 @@ DDP_FIELDS = {
 }
 """Arguments whose None is the default of a field of `config.ddp`."""
 
-SHARES = ("logging_steps", "eval_steps")
+NULLABLE = (
+    "logging_dir",
+    "ddp_backend",
+    "data_seed",
+    "metric_for_best_model",
+    "greater_is_better",
+    "save_total_limit",
+    "checkpoint_components",
+    "resume_from_checkpoint",
+)
+"""Arguments that may be None; for the others, None in a configuration has no name."""
+
+SHARES = ("logging_steps", "eval_steps", "save_steps")
 """Intervals that may be a share of the run; a configuration holds the number of steps that the share meant."""
 
 
@@ -70,6 +85,7 @@ def args_to_config(
     _set_optimizer(args, config)
     set_schedule(args, config, _total_steps(args, config, num_samples_per_epoch))
     _set_logging(args, config, num_samples_per_epoch)
+    _set_checkpoints(args, config, num_samples_per_epoch)
     _set_distributed(args, config)
     config.trainer = _without_a_name(args, config, world_size)
     if args.config_overrides:
@@ -145,8 +161,10 @@ def _set_optimizer(args: TrainingArguments, config: ConfigContainer) -> None:
     if optimizer.optimizer == "sgd":
         optimizer.sgd_momentum = 0.0
     optimizer.clip_grad = args.max_grad_norm or None
-    is_bf16 = args.bf16 or args.mixed_precision == "bf16"
-    config.mixed_precision = "bf16_mixed" if is_bf16 else None
+    if args.bf16 or args.mixed_precision == "bf16":
+        config.mixed_precision = "bf16_mixed"
+    elif args.fp16 or args.mixed_precision == "fp16":
+        config.mixed_precision = "fp16_mixed"
 
 
 def _set_logging(args: TrainingArguments, config: ConfigContainer, num_samples: int | None) -> None:
@@ -155,6 +173,22 @@ def _set_logging(args: TrainingArguments, config: ConfigContainer, num_samples: 
         config.logger.log_interval = _steps("logging_steps", args, config, num_samples)
     config.logger.log_on_each_epoch = args.logging_strategy == "epoch"
     config.logger.logging_level = LOG_LEVELS[args.log_level]
+
+
+def _set_checkpoints(args: TrainingArguments, config: ConfigContainer, num_samples: int | None) -> None:
+    checkpoint, strategy = config.checkpoint, args.save_strategy
+    if strategy == "steps":
+        checkpoint.save_interval = _steps("save_steps", args, config, num_samples)
+    checkpoint.save_each_epoch = strategy == "epoch"
+    checkpoint.save_on_best = strategy == "best"
+    checkpoint.save_at_end = strategy in ("steps", "epoch")
+    checkpoint.save_optim = checkpoint.save_rng = not args.save_only_model
+    checkpoint.most_recent_k = -1 if args.save_total_limit is None else args.save_total_limit
+    checkpoint.keep_best_n = args.preserve_n_best if args.preserve_best_model else 0
+    if isinstance(args.resume_from_checkpoint, str):
+        checkpoint.load = args.resume_from_checkpoint
+        checkpoint.exit_on_missing_checkpoint = True  # a mistyped path is an error, never a fresh start
+    checkpoint.resume = args.resume_from_checkpoint is not False
 
 
 def _set_distributed(args: TrainingArguments, config: ConfigContainer) -> None:
@@ -196,13 +230,14 @@ def _named_arguments(config: ConfigContainer, world_size: int) -> dict[str, Any]
     named |= _named_run(config, world_size)
     named |= _named_evaluation(config)
     named |= _named_logging(config)
+    named |= _named_checkpoints(config)
     named |= _named_distributed(config)
     named |= schedule_arguments(config.scheduler, config.optimizer)
     named["optim"] = "sgd" if config.optimizer.optimizer == "sgd" else "adamw_torch_fused"
     named["max_grad_norm"] = config.optimizer.clip_grad or 0.0
-    named["bf16"] = config.mixed_precision is not None
-    nullable = ("logging_dir", "ddp_backend", "data_seed", "metric_for_best_model", "greater_is_better")
-    return {name: value for name, value in named.items() if value is not None or name in nullable}
+    named["bf16"] = config.mixed_precision in ("bf16_mixed", "bf16-mixed")
+    named["fp16"] = config.mixed_precision in ("fp16_mixed", "fp16-mixed")
+    return {name: value for name, value in named.items() if value is not None or name in NULLABLE}
 
 
 def _named_run(config: ConfigContainer, world_size: int) -> dict[str, Any]:
@@ -240,6 +275,23 @@ def _named_logging(config: ConfigContainer) -> dict[str, Any]:
         named |= {"logging_strategy": "steps", "logging_steps": logger.log_interval}
     elif logger.log_on_each_epoch:
         named["logging_strategy"] = "epoch"
+    return named
+
+
+def _named_checkpoints(config: ConfigContainer) -> dict[str, Any]:
+    checkpoint = config.checkpoint
+    named: dict[str, Any] = {"save_strategy": "no"}
+    if checkpoint.save_interval is not None:
+        named |= {"save_strategy": "steps", "save_steps": checkpoint.save_interval}
+    elif checkpoint.save_each_epoch:
+        named["save_strategy"] = "epoch"
+    elif checkpoint.save_on_best:
+        named["save_strategy"] = "best"
+    if checkpoint.keep_best_n > 0:
+        named |= {"preserve_best_model": True, "preserve_n_best": checkpoint.keep_best_n}
+    named["save_only_model"] = not (checkpoint.save_optim or checkpoint.save_rng)
+    named["save_total_limit"] = checkpoint.most_recent_k if checkpoint.most_recent_k > 0 else None
+    named["resume_from_checkpoint"] = checkpoint.load or (None if checkpoint.resume else False)
     return named
 
 

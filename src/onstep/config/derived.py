@@ -17,6 +17,9 @@ def fill(config: ConfigContainer, world_size: int) -> ConfigContainer:
     _fill_batches(filled, world_size)
     _fill_optimizer(filled)
     _fill_model(filled.model)
+    chosen = filled.checkpoint
+    if chosen.keep_best_n or chosen.load_best_model_at_end or chosen.save_on_best:
+        filled.validation.metric_for_best_model = filled.validation.metric_for_best_model or "loss"
     if filled.rng.data_seed is None:
         filled.rng.data_seed = filled.rng.seed
     if filled.mixed_precision is not None:

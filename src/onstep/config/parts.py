@@ -85,8 +85,11 @@ class ValidationConfig(ConfigPart):
     """Evaluate before the first step."""
     eval_each_epoch: bool = False
     """Evaluate at the end of each epoch."""
+    eval_on_save: bool = False
+    """Evaluate before each checkpoint that `checkpoint.save_interval` or `save_each_epoch` writes."""
     metric_for_best_model: str | None = None
-    """The metric that `best_metric` follows and early stopping watches, with or without its `eval_` prefix."""
+    """The metric that `best_metric` follows, early stopping watches and the best checkpoints are chosen by, with or
+    without its `eval_` prefix; None is `loss` where checkpoints are chosen."""
     greater_is_better: bool | None = None
     """None is False for names that end in `loss` or `perplexity`, else True."""
     start_eval_at_epoch: float | None = None
@@ -263,6 +266,8 @@ class CheckpointConfig(ConfigPart):
     """Steps between checkpoints; None saves at the end, on request and on signals only."""
     save_each_epoch: bool = False
     """Save at the end of each epoch."""
+    save_on_best: bool = False
+    """Save when an evaluation gives the best `validation.metric_for_best_model` so far."""
     save_at_end: bool = True
     """Save after the last step, so that the run can be extended."""
     non_persistent_save_interval: int | None = None

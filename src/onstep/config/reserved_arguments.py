@@ -7,20 +7,15 @@ from typing import Any
 
 from onstep.errors import ConfigError
 
-_CHECKPOINTS = "checkpoints come with a later version"
 _SHARDING = "sharded training comes with a later version"
 _TRACKERS = "trackers come with a later version; until then, write a callback"
 _HUB = "nothing is uploaded; push the folder of the final weights yourself"
 _COMPILE = "pass a compiled model instead"
 
 REASONS = {
-    "ignore_data_skip": _CHECKPOINTS,
-    "restore_callback_states_from_checkpoint": _CHECKPOINTS,
-    "enable_jit_checkpoint": _CHECKPOINTS,
-    "load_best_model_at_end": _CHECKPOINTS,
-    "eval_on_save": _CHECKPOINTS,
-    "preserve_best_model": _CHECKPOINTS,
-    "preserve_n_best": _CHECKPOINTS,
+    "ignore_data_skip": "a resumed run goes on at the very sample where it was",
+    "save_on_each_node": "checkpoints are on storage that all nodes see",
+    "save_safetensors": "checkpoints hold safetensors and JSON, never a pickle",
     "fsdp": _SHARDING,
     "fsdp_config": _SHARDING,
     "deepspeed": _SHARDING,
@@ -32,7 +27,6 @@ REASONS = {
     "torch_compile": _COMPILE,
     "torch_compile_backend": _COMPILE,
     "torch_compile_mode": _COMPILE,
-    "fp16": "float16 with loss scaling comes with a later version; use bf16=True",
     "optim_args": "what the optimizer takes is in config_overrides, such as {'optimizer.sgd_momentum': 0.9}",
     "average_tokens_across_devices": "the loss is the mean over the tokens of all ranks",
     "overwrite_output_dir": "config_overrides={'run.fresh': True} starts a new run beside the old one",
@@ -76,7 +70,6 @@ class ReservedArguments:
     optim_target_modules: Any = None
     average_tokens_across_devices: bool = True
     label_smoothing_factor: float = 0.0
-    fp16: bool = False
     bf16_full_eval: bool = False
     fp16_full_eval: bool = False
     tf32: bool | None = None
@@ -105,7 +98,6 @@ class ReservedArguments:
     eval_use_gather_object: bool = False
     batch_eval_metrics: bool = False
     save_on_each_node: bool = False
-    enable_jit_checkpoint: bool = False
     push_to_hub: bool = False
     hub_token: str | None = None
     hub_private_repo: bool | None = None
@@ -113,9 +105,7 @@ class ReservedArguments:
     hub_strategy: str = "every_save"
     hub_always_push: bool = False
     hub_revision: str | None = None
-    load_best_model_at_end: bool = False
     ignore_data_skip: bool = False
-    restore_callback_states_from_checkpoint: bool = False
     full_determinism: bool = False
     accelerator_config: Any = None
     parallelism_config: Any = None
@@ -133,10 +123,7 @@ class ReservedArguments:
     overwrite_output_dir: bool = False
     epoch_train_steps: int = 100000
     gc_threshold: float = 0.5
-    eval_on_save: bool = False
-    preserve_best_model: bool = False
-    preserve_n_best: int = 1
-    best_model_metric: str = "loss"
+    save_safetensors: bool = True
     fuse_optim_with_backward: bool = False
     speed_metrics_start_step: int = 1
     set_dataset_epoch: bool = True

@@ -12,7 +12,12 @@ from onstep.errors import ConfigError
 
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_DECAY_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
-PRECISIONS = {"bf16_mixed": "bf16_mixed", "bf16-mixed": "bf16_mixed"}
+PRECISIONS = {
+    "bf16_mixed": "bf16_mixed",
+    "bf16-mixed": "bf16_mixed",
+    "fp16_mixed": "fp16_mixed",
+    "fp16-mixed": "fp16_mixed",
+}
 """Spellings of `mixed_precision` and the one used inside."""
 
 
@@ -162,13 +167,9 @@ def parse_split(text: str) -> tuple[float, float, float]:
 def _check_precision(value: str | None) -> None:
     if value is None or value in PRECISIONS:
         return
-    if value in ("fp16_mixed", "fp16-mixed"):
-        raise ConfigError(
-            f"mixed_precision={value!r}: float16 with loss scaling comes with a later version; "
-            "use 'bf16_mixed' or null."
-        )
     raise ConfigError(
-        f"mixed_precision={value!r} must be null (float32) or 'bf16_mixed'.{nearest(value, list(PRECISIONS))}"
+        f"mixed_precision={value!r} must be null (float32), 'bf16_mixed' or 'fp16_mixed'."
+        f"{nearest(value, list(PRECISIONS))}"
     )
 
 

@@ -21,9 +21,6 @@ from onstep.errors import ConfigError
 
 Arguments = TypeVar("Arguments", bound=type)
 
-CHECKPOINT_FIELDS = ("save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_safetensors")
-"""Accepted with a warning: scripts that are written for Hugging Face nearly always set them."""
-
 
 class UnknownArgumentError(ConfigError, TypeError):
     """A keyword that `TrainingArguments` does not have; a TypeError as Python itself would raise."""
@@ -91,6 +88,9 @@ class TrainingArguments(ReservedArguments):
     """Largest global gradient norm; 0 or None does not clip."""
     bf16: bool = False
     """bfloat16 autocast over float32 weights."""
+    fp16: bool = False
+    """float16 autocast over float32 weights, with a dynamic loss scale (`optimizer.loss_scale`, ... in
+    `config_overrides`)."""
     logging_strategy: str = "steps"
     """no | steps | epoch"""
     logging_steps: int | float = 500
@@ -114,11 +114,19 @@ class TrainingArguments(ReservedArguments):
     """Accepted as it is: predictions leave the device with every batch."""
     include_for_metrics: list[str] = field(default_factory=list)
     save_only_model: bool = False
+    """Leave the optimizer, the scheduler and the random generators out of checkpoints."""
     save_strategy: str = "steps"
+    """no | steps | epoch | best: when an evaluation gives the best `metric_for_best_model` so far. `steps` and `epoch`
+    save at the end of the run too; all of them, `no` included, when a signal ends it."""
     save_steps: int | float = 500
+    """Steps; below 1 it is a share of the run."""
     save_total_limit: int | None = None
+    """Keep the newest so many checkpoints, and the best ones beyond them; None keeps all."""
+    load_best_model_at_end: bool = False
+    """Load the weights of the best checkpoint after training. Saves and evaluations have to meet."""
     metric_for_best_model: str | None = None
-    """What `best_metric` and early stopping follow."""
+    """What `best_metric` and early stopping follow and the best checkpoints are chosen by; None becomes 'loss' with
+    `load_best_model_at_end`."""
     greater_is_better: bool | None = None
     """None is False for names that end in `loss` or `perplexity`, else True."""
     seed: int = 42
@@ -145,29 +153,39 @@ class TrainingArguments(ReservedArguments):
     do_eval: bool = False
     do_predict: bool = False
     resume_from_checkpoint: bool | str | None = None
+    """A checkpoint, or a folder of them, to start from; None and True continue the run in `output_dir` from its newest
+    checkpoint, if there is one; False does not continue it."""
+    restore_callback_states_from_checkpoint: bool = False
+    """Accepted as it is: the states of callbacks are always restored."""
+    enable_jit_checkpoint: bool = False
+    """Accepted as it is: SIGTERM always saves a checkpoint and ends the run."""
     local_rank: int = -1
     """Accepted for old launchers; the rank is `local_process_index`."""
 
     mixed_precision: str | None = None
-    """Forgather's spelling of `bf16`: None | no | bf16."""
+    """Forgather's spelling of `bf16` and `fp16`: None | no | bf16 | fp16."""
     max_eval_steps: int = -1
     """Global batches of one evaluation; -1 is the whole set."""
     logging_dir: str | None = None
     """Where the journal is written; None is `output_dir`."""
-    save_safetensors: bool = True
+    eval_on_save: bool = False
+    """Evaluate before each checkpoint, so that it can be compared."""
+    preserve_best_model: bool = False
+    """Keep the best checkpoints beyond `save_total_limit`. Saves and evaluations have to meet."""
+    preserve_n_best: int = 1
+    """How many of them."""
+    best_model_metric: str = "loss"
+    """Forgather's name of `metric_for_best_model`, with `preserve_best_model`."""
+    best_model_greater_is_better: bool | None = None
+    """Forgather's name of `greater_is_better`, with `preserve_best_model`."""
+    checkpoint_components: list[str] | None = None
+    """Parts to save: model, optimizer, scheduler, trainer, dataset, rng, callbacks; None is all."""
     config_overrides: dict[str, Any] | None = None
     """Values of the `ConfigContainer` that have no name above, by section or dotted key; they win."""
 
     def __post_init__(self) -> None:
         self._settle()
         self.check()
-        changed = [name for name in CHECKPOINT_FIELDS if getattr(self, name) != _default(name)]
-        if changed and self.save_strategy != "no":
-            warnings.warn(
-                f"{', '.join(changed)}: checkpoints come with a later version; only the final weights are written.",
-                UserWarning,
-                stacklevel=4,
-            )
 
     def check(self) -> None:
         """Check all values, as the constructor does; call it again after assigning to fields.
@@ -196,8 +214,18 @@ class TrainingArguments(ReservedArguments):
             self.eval_steps = self.logging_steps
         if self.eval_strategy != "no":
             self.do_eval = True
+        self._settle_best()
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             self.greater_is_better = is_greater_better(self.metric_for_best_model)
+
+    def _settle_best(self) -> None:
+        """One metric chooses the best checkpoints, under whichever of its two names it was given."""
+        if self.metric_for_best_model is None and self.preserve_best_model:
+            self.metric_for_best_model = self.best_model_metric
+        if self.metric_for_best_model is None and self.load_best_model_at_end:
+            self.metric_for_best_model = "loss"
+        if self.greater_is_better is None and self.preserve_best_model:
+            self.greater_is_better = self.best_model_greater_is_better
 
     @property
     def train_batch_size(self) -> int:
@@ -280,7 +308,3 @@ def made_silently(values: dict[str, Any]) -> TrainingArguments:
 _OWN_FIELDS = frozenset(each.name for each in fields(TrainingArguments)) - frozenset(
     each.name for each in fields(ReservedArguments)
 )
-
-
-def _default(name: str) -> Any:
-    return TrainingArguments.__dataclass_fields__[name].default

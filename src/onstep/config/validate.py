@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+from onstep.config.checkpoint_rules import check_checkpoints
 from onstep.config.derived import cut_warmup, fill
 from onstep.config.keys import to_flat, typed_copy
 from onstep.config.lengths import train_iters, warmup_and_decay
@@ -37,6 +38,7 @@ def validate(config: ConfigContainer, world_size: int = 1) -> None:
     _check_model(config)
     _check_data(config)
     _check_run(config)
+    check_checkpoints(config)
     _check_trainer(config)
     _check_schedule_lengths(filled)
 
@@ -45,7 +47,8 @@ def resolve(config: ConfigContainer, world_size: int = 1) -> ConfigContainer:
     """A validated deep copy with every value filled in that follows from others; the caller's is never written to.
 
     Filled in: micro and global batch sizes, also of evaluation; the model's `ffn_hidden_size`, `num_query_groups` and
-    `kv_channels`; `min_lr`, start and end of the weight decay, `data_seed`; the warm-up is cut to the schedule.
+    `kv_channels`; `min_lr`, start and end of the weight decay, `data_seed`; `metric_for_best_model` where checkpoints
+    are chosen by it; the warm-up is cut to the schedule.
     Left as they are: `train_iters` of runs by samples or epochs (see `train_iters()`), what takes the tokenizer
     (`vocab_size`), the machine (`device`, backend) or the run's folder.
 

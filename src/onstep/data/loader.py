@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -10,6 +10,7 @@ from onstep.data.fetch import Collate
 from onstep.data.order import SampleOrder
 from onstep.data.row_reader import RowReader
 from onstep.data.rows import FetchedRow, RowLayout, rows_of_epoch
+from onstep.data.skip_list import ids_in_force
 from onstep.data.step_batches import StepBatches, step_of
 from onstep.errors import DataError
 
@@ -50,6 +51,8 @@ class TrainLoader:
         self._layout = RowLayout(micro_batch_size, rank, world_size)
         self._layout.check_global_batch(global_batch_size)
         self._num_samples = len(dataset)
+        self._left_out: list[tuple[int, int]] = []
+        self._out_of_epoch: list[int] = []
         self._drop_last = drop_last
         self._check_size(global_batch_size)
         self._seed = seed
@@ -80,10 +83,37 @@ class TrainLoader:
         """Samples of the dataset."""
         return self._num_samples
 
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples of the running epoch: those of the dataset, less those left out of it."""
+        return self._num_samples - len(self._out_of_epoch)
+
     def steps_per_epoch(self, num_microbatches: int) -> int:
-        """Steps of `num_microbatches` rows in a whole epoch."""
+        """Steps of `num_microbatches` rows in a whole epoch, with the samples of the running one."""
         step_size = num_microbatches * self._layout.row_size
-        return self._num_samples // step_size if self._drop_last else -(-self._num_samples // step_size)
+        num_samples = self.samples_per_epoch
+        return num_samples // step_size if self._drop_last else -(-num_samples // step_size)
+
+    def leave_out(self, entries: Iterable[Sequence[int]]) -> None:
+        """Leave samples out: the whole list of `[epoch, sample id]`, each in force from the epoch after its own.
+
+        Call it with a list that has grown, and before continuing from a saved position. The running epoch goes on as
+        it is, since no entry of its own is in force in it. Every rank must give the same list.
+
+        Raises:
+            DataError: for an id that is not a sample of this dataset.
+        """
+        left_out = [(int(added_in), int(sample_id)) for added_in, sample_id in entries]
+        beyond = [sample_id for _, sample_id in left_out if not 0 <= sample_id < self._num_samples]
+        if beyond:
+            raise DataError(
+                f"sample {beyond[0]} is to be left out of a dataset of {self._num_samples} samples; continue with the "
+                "data that the list of skipped samples was made with"
+            )
+        self._left_out = left_out
+        before, self._out_of_epoch = self._out_of_epoch, ids_in_force(left_out, self._epoch)
+        if self._out_of_epoch != before:  # the list of a checkpoint: the order is another one
+            self._stream = None
 
     def read(self, num_microbatches: int) -> StepBatches | None:
         """This rank's micro-batches of the next step; None at the end of the epoch.
@@ -114,13 +144,15 @@ class TrainLoader:
         Raises:
             DataError: for a position that this dataset does not have.
         """
-        if epoch < 0 or not 0 <= samples_in_epoch <= self._num_samples:
+        out_of_epoch = ids_in_force(self._left_out, epoch)
+        if epoch < 0 or not 0 <= samples_in_epoch <= self._num_samples - len(out_of_epoch):
             raise DataError(
                 f"position (epoch {epoch}, sample {samples_in_epoch}) is outside this dataset of {self._num_samples} "
                 "samples; continue with the data that the position was saved with"
             )
         self._epoch = epoch
         self._samples_in_epoch = samples_in_epoch
+        self._out_of_epoch = out_of_epoch
         self._stream = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,9 +171,9 @@ class TrainLoader:
     def _rows_of_next_step(self, num_microbatches: int) -> int:
         if num_microbatches < 1:
             raise DataError(f"num_microbatches must be >= 1, got {num_microbatches}")
-        rows_left = self._layout.num_rows(self._num_samples - self._samples_in_epoch)
-        is_short = num_microbatches * self._layout.row_size > self._num_samples - self._samples_in_epoch
-        return 0 if is_short and self._drop_last else min(num_microbatches, rows_left)
+        samples_left = self.samples_per_epoch - self._samples_in_epoch
+        is_short = num_microbatches * self._layout.row_size > samples_left
+        return 0 if is_short and self._drop_last else min(num_microbatches, self._layout.num_rows(samples_left))
 
     def _end_epoch(self, num_microbatches: int) -> None:
         if self._samples_in_epoch == 0:  # else the caller would pass through empty epochs for ever
@@ -149,14 +181,19 @@ class TrainLoader:
         self.seek(self._epoch + 1, 0)
 
     def _open(self) -> Iterator[FetchedRow]:
-        order = SampleOrder(self._num_samples, self._seed, self._epoch, self._shuffle)
+        order = SampleOrder(self._num_samples, self._seed, self._epoch, self._shuffle, self._out_of_epoch)
         return self._reader.open(rows_of_epoch(order, self._layout, self._samples_in_epoch))
 
     def _check_size(self, step_size: int) -> None:
         if self._num_samples == 0:
             raise DataError("the training dataset is empty: it has 0 samples")
-        if self._drop_last and self._num_samples < step_size:
+        num_left_out = self._num_samples - self.samples_per_epoch
+        if num_left_out == self._num_samples:
+            raise DataError(f"all {num_left_out} samples of the training dataset were skipped as anomalies; look at it")
+        if self._drop_last and self.samples_per_epoch < step_size:
+            without = f" ({num_left_out} more were skipped as anomalies)" if num_left_out else ""
             raise DataError(
-                f"the training dataset has {self._num_samples} samples, fewer than one global batch of {step_size}; "
-                "drop_last=True drops a shorter tail: use a smaller global_batch_size, more data, or drop_last=False"
+                f"the training dataset has {self.samples_per_epoch} samples{without}, fewer than one global batch of "
+                f"{step_size}; drop_last=True drops a shorter tail: use a smaller global_batch_size, more data, or "
+                "drop_last=False"
             )

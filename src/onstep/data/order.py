@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -24,16 +25,21 @@ class SampleOrder:
     The permutation is a Feistel network over the next power of two, walked until it lands inside. The arithmetic is
     64-bit integers alone, so that the order is the same on every machine. ``shuffle=False`` is the identity.
 
+    Samples in `leave_out` have no position: the others keep their order and close ranks, so that there are
+    ``num_samples - len(leave_out)`` positions. That takes memory for the positions left out, and no other.
+
     Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002), section 4 (cycle walking).
 
     Raises:
-        DataError: for a negative `num_samples`.
+        DataError: for a negative `num_samples`, or one to leave out that is not a sample.
     """
 
-    def __init__(self, num_samples: int, seed: int, epoch: int, shuffle: bool = True) -> None:
+    def __init__(
+        self, num_samples: int, seed: int, epoch: int, shuffle: bool = True, leave_out: Collection[int] = ()
+    ) -> None:
         if num_samples < 0:
             raise DataError(f"num_samples must be >= 0, got {num_samples}")
-        self.num_samples = num_samples
+        self._domain = num_samples
         self._shuffle = shuffle
         self._keys = _keys_of(seed, epoch)
         self._table = self._sorted_by_hash() if shuffle and num_samples <= _SORTED_UP_TO else None
@@ -41,6 +47,11 @@ class SampleOrder:
         self._low_bits = np.uint64(num_bits // 2)
         self._low_mask = np.uint64((1 << (num_bits // 2)) - 1)
         self._high_mask = np.uint64((1 << (num_bits - num_bits // 2)) - 1)
+        # Positions of the whole epoch before the k-th gap hold as many samples as that position minus k.
+        gaps = np.sort(self.positions_of(np.array(sorted(set(leave_out)), dtype=np.int64)))
+        self._samples_before_gap = gaps - np.arange(gaps.size)
+        self.num_samples = num_samples - gaps.size
+        """Positions of the epoch."""
 
     def indices(self, start: int, stop: int) -> IntArray:
         """The dataset indices at the positions ``start <= p < stop``."""
@@ -56,28 +67,55 @@ class SampleOrder:
             raise DataError(
                 f"positions {positions.min()} to {positions.max()} lie outside an epoch of {self.num_samples} samples"
             )
+        if self._samples_before_gap.size:
+            positions = positions + np.searchsorted(self._samples_before_gap, positions, side="right")
         if not self._shuffle:
             return positions
         if self._table is not None:
             return self._table[positions]
-        return self._walk(positions.astype(np.uint64)).astype(np.int64)
+        return self._walk(positions.astype(np.uint64), self._network).astype(np.int64)
+
+    def positions_of(self, ids: IntArray) -> IntArray:
+        """Where the samples `ids` stand in the whole epoch, before any is left out: the inverse of the permutation.
+
+        Raises:
+            DataError: for an id that is not a sample.
+        """
+        if ids.size and not (ids.min() >= 0 and ids.max() < self._domain):
+            raise DataError(
+                f"samples {ids.min()} to {ids.max()} are to be left out of a dataset of {self._domain} samples; "
+                "continue with the data that the list of skipped samples was made with"
+            )
+        if not self._shuffle:
+            return ids
+        if self._table is not None:
+            return np.argsort(self._table)[ids]
+        return self._walk(ids.astype(np.uint64), self._inverse_network).astype(np.int64)
 
     def _sorted_by_hash(self) -> IntArray:
-        words = _mix(np.arange(self.num_samples, dtype=np.uint64) ^ self._keys[0])
+        words = _mix(np.arange(self._domain, dtype=np.uint64) ^ self._keys[0])
         return np.argsort(_mix(words ^ self._keys[1]), kind="stable").astype(np.int64)
 
-    def _walk(self, words: _Words) -> _Words:
-        """Applies the network until each word is below `num_samples`: fewer than two rounds on average."""
-        words = self._network(words)
-        outside = np.flatnonzero(words >= self.num_samples)
+    def _walk(self, words: _Words, network: Callable[[_Words], _Words]) -> _Words:
+        """Applies the network until each word is a sample of the dataset: fewer than two rounds on average."""
+        words = network(words)
+        outside = np.flatnonzero(words >= self._domain)
         while outside.size:
-            words.flat[outside] = self._network(words.flat[outside])
-            outside = outside[words.flat[outside] >= self.num_samples]
+            words.flat[outside] = network(words.flat[outside])
+            outside = outside[words.flat[outside] >= self._domain]
         return words
 
     def _network(self, words: _Words) -> _Words:
+        return self._rounds(words, range(_NUM_ROUNDS))
+
+    def _inverse_network(self, words: _Words) -> _Words:
+        return self._rounds(words, reversed(range(_NUM_ROUNDS)))
+
+    def _rounds(self, words: _Words, numbers: Iterable[int]) -> _Words:
+        """Each round is its own inverse, so the network backwards is its rounds in reverse."""
         low, high = words & self._low_mask, words >> self._low_bits
-        for number, key in enumerate(self._keys):
+        for number in numbers:
+            key = self._keys[number]
             if number % 2:
                 low ^= _mix(high ^ key) & self._low_mask
             else:

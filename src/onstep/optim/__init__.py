@@ -1,7 +1,8 @@
-"""Optimizers, the finite gate, and the schedules of learning rate and weight decay."""
+"""Optimizers, the finite gate, the loss scaler, and the schedules of learning rate and weight decay."""
 
-from onstep.optim.build import build_optimizer, wrap_optimizer
+from onstep.optim.build import build_loss_scaler, build_optimizer, wrap_optimizer
 from onstep.optim.finite_gate import DeviceFiniteGate, FiniteGate, HostFiniteGate, finite_gate
+from onstep.optim.loss_scaler import LossScaler
 from onstep.optim.optimizer import TrainingOptimizer
 from onstep.optim.param_scheduler import OptimizerParamScheduler, ParamScheduler
 from onstep.optim.param_schedules import LrSchedule, WdSchedule, learning_rate, weight_decay
@@ -12,12 +13,14 @@ __all__ = [
     "DeviceFiniteGate",
     "FiniteGate",
     "HostFiniteGate",
+    "LossScaler",
     "LrSchedule",
     "OptimizerParamScheduler",
     "ParamScheduler",
     "TorchSchedulerAdapter",
     "TrainingOptimizer",
     "WdSchedule",
+    "build_loss_scaler",
     "build_optimizer",
     "build_scheduler",
     "finite_gate",

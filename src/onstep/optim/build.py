@@ -10,6 +10,7 @@ from torch import nn
 from onstep.config.part import nearest
 from onstep.config.parts import OptimizerConfig
 from onstep.errors import ConfigError
+from onstep.optim.loss_scaler import LossScaler
 from onstep.optim.optimizer import TrainingOptimizer
 
 OPTIMIZERS = ("adam", "adamw", "sgd")
@@ -18,12 +19,17 @@ _FUSED_DEVICES = ("cpu", "cuda")
 Foreign = TypeVar("Foreign")
 
 
-def build_optimizer(model_chunks: list[nn.Module], config: OptimizerConfig) -> TrainingOptimizer:
+def build_optimizer(
+    model_chunks: list[nn.Module], config: OptimizerConfig, *, scaler: LossScaler | None = None
+) -> TrainingOptimizer:
     """The configured optimizer over the trainable parameters of all chunks, a shared parameter counted once.
 
     `adam` and `adamw` are both AdamW (decoupled weight decay), as in Megatron-Core; torch's fused kernels are used on
     CPU and CUDA. There are two groups: matrices and larger, with weight decay (`wd_mult` 1), and biases and other
     parameters of fewer than two dimensions, such as the scales of norms, without (`wd_mult` 0).
+
+    Args:
+        scaler: what scales the loss; see `build_loss_scaler`.
 
     Raises:
         ConfigError: the optimizer is unknown, it has no learning rate, or nothing is trainable.
@@ -37,20 +43,41 @@ def build_optimizer(model_chunks: list[nn.Module], config: OptimizerConfig) -> T
         raise ConfigError(f"optimizer.lr must be a number >= 0, got {config.lr}; set it, for example to 3e-4")
     groups = _param_groups(model_chunks, config.weight_decay)
     optimizer = _torch_optimizer(groups, config, config.lr)
-    return TrainingOptimizer(optimizer, clip_grad=config.clip_grad, order=list(_trainable(model_chunks)))
+    order = list(_trainable(model_chunks))
+    return TrainingOptimizer(optimizer, clip_grad=config.clip_grad, order=order, scaler=scaler)
 
 
-def wrap_optimizer(optimizer: Foreign, clip_grad: float | None) -> TrainingOptimizer | Foreign:
+def build_loss_scaler(config: OptimizerConfig, mixed_precision: str | None) -> LossScaler | None:
+    """The loss scaler that the configuration asks for; None for any precision but float16.
+
+    Raises:
+        ConfigError: the scale starts below its minimum or above 2**96.
+    """
+    if mixed_precision != "fp16_mixed":
+        return None
+    if config.loss_scale is not None:
+        return LossScaler.constant(config.loss_scale)
+    return LossScaler(
+        config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        window=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+    )
+
+
+def wrap_optimizer(
+    optimizer: Foreign, clip_grad: float | None, *, scaler: LossScaler | None = None
+) -> TrainingOptimizer | Foreign:
     """What the loop drives for a user's own `optimizer`.
 
-    A torch optimizer is wrapped. Anything else whose `step()` follows Megatron's convention, returning
-    (update_successful, grad_norm, num_zeros), comes back as it is, and clips by itself.
+    A torch optimizer is wrapped, with the `scaler`. Anything else whose `step()` follows Megatron's convention,
+    returning (update_successful, grad_norm, num_zeros), comes back as it is, and clips by itself.
 
     Raises:
         ConfigError: it has no `step()`.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
-        return TrainingOptimizer(optimizer, clip_grad=clip_grad)
+        return TrainingOptimizer(optimizer, clip_grad=clip_grad, scaler=scaler)
     if not callable(getattr(optimizer, "step", None)):
         raise ConfigError(
             f"an optimizer must have a step() method, got {type(optimizer).__name__}; pass a torch.optim.Optimizer"

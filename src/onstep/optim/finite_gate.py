@@ -132,17 +132,18 @@ class DeviceFiniteGate:
     def poll(self, force: bool = False) -> int | None:
         """The first bad step, or None while none is known.
 
-        Call it once a step: it starts a copy every `COPY_INTERVAL` updates, and never waits for a younger one. With
-        `force` it waits for everything queued so far (a host synchronisation).
+        Call it once a step: it starts a copy every `COPY_INTERVAL` updates, and reads it when the next one is due, not
+        earlier: what a rank knows depends on its steps alone, never on how far its device is, so that all ranks learn
+        of a bad step at the same one. With `force` it waits for everything queued so far (a host synchronisation).
         """
         if self.first_bad_step is None:
-            is_due = self._updates_since_copy >= COPY_INTERVAL
-            if self._is_copying:
-                self._finish_copy(wait=is_due or force)
-            if force or (is_due and self.first_bad_step is None):
+            is_due = force or self._updates_since_copy >= COPY_INTERVAL
+            if is_due and self._is_copying:
+                self._finish_copy()
+            if is_due and self.first_bad_step is None:
                 self._start_copy()
-            if force:
-                self._finish_copy(wait=True)
+            if force and self._is_copying:
+                self._finish_copy()
         return self.first_bad_step
 
     def reset(self) -> None:
@@ -160,12 +161,9 @@ class DeviceFiniteGate:
         self._is_copying = True
         self._updates_since_copy = 0
 
-    def _finish_copy(self, wait: bool) -> None:
+    def _finish_copy(self) -> None:
         if self._copied is not None:
-            if wait:
-                self._copied.synchronize()
-            elif not self._copied.query():
-                return
+            self._copied.synchronize()
         self._is_copying = False
         bad_step_plus_one = int(self._landed)
         if bad_step_plus_one:

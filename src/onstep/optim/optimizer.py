@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from onstep.errors import ConfigError
 from onstep.optim.finite_gate import DeviceFiniteGate, FiniteGate, finite_gate
+from onstep.optim.loss_scaler import LossScaler
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -21,14 +22,19 @@ class TrainingOptimizer:
     the gate's flag on the device; for any other optimizer on an accelerator, and for the first update of each, the flag
     is read once before the update, which waits for the device.
 
+    With a `scaler`, the gradients are taken to be those of the loss times `scaler.scale`: `prepare` unscales them,
+    reads once whether they overflowed, and then skips the step without telling the gate; see `LossScaler` for what is
+    an overflow and what an anomaly. The scaler's state is in `state_dict` as `scaler`.
+
     Args:
         clip_grad: largest global L2 norm of the gradients; None or 0 does not clip.
         gate: the gate to use; None makes one for the device of the first parameter.
         order: parameters in the order in which their gradients enter the global norm, which its last bits depend on;
             None is the order of the groups.
+        scaler: the loss scaler of float16 mixed precision; None does not scale.
 
     Raises:
-        ConfigError: `clip_grad` is negative, or the optimizer needs a closure.
+        ConfigError: `clip_grad` is negative, the optimizer needs a closure, or a scaler is to serve float16 weights.
     """
 
     def __init__(
@@ -38,6 +44,7 @@ class TrainingOptimizer:
         clip_grad: float | None = 1.0,
         gate: FiniteGate | None = None,
         order: list[Parameter] | None = None,
+        scaler: LossScaler | None = None,
     ) -> None:
         if clip_grad is not None and not clip_grad >= 0:
             raise ConfigError(f"clip_grad must be > 0, got {clip_grad}; pass None or 0 for no clipping")
@@ -52,7 +59,25 @@ class TrainingOptimizer:
         # torch's own zero_grad spends most of its time on profiling; a subclass may mean something else by it.
         self._clears_plainly = type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad
         self._must_read = self._always_reads = False
+        self._observed_loss: Tensor | None = None
+        self.overflowed = False
+        """Whether the gradients of the step that was prepared last overflowed, which skips its update."""
+        self._scaler = scaler
         self._survey()
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """What the loss must be scaled by; assigning is for between two steps."""
+        return self._scaler
+
+    @scaler.setter
+    def scaler(self, scaler: LossScaler | None) -> None:
+        _check_scalable(scaler, self._params())
+        self._scaler, self.overflowed, self._observed_loss = scaler, False, None
+
+    def get_loss_scale(self) -> Tensor:
+        """The current loss scale as Megatron-Core gives it, (1,) on the host; 1 without a scaler."""
+        return torch.tensor([1.0 if self._scaler is None else self._scaler.scale])
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -84,17 +109,33 @@ class TrainingOptimizer:
         self._survey()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the wrapped optimizer; the gate is not part of it."""
-        return self.optimizer.state_dict()
+        """The state of the wrapped optimizer, and the scaler's as `scaler`; the gate is not part of it."""
+        state = self.optimizer.state_dict()
+        return state if self._scaler is None else {**state, "scaler": self._scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state into the wrapped optimizer."""
-        self.optimizer.load_state_dict(state_dict)
+        """Load a state into the wrapped optimizer and the scaler.
+
+        Without a scaler's state in it, as where the run did not use float16 before, a scaler starts anew; without a
+        scaler its state is passed over.
+
+        Raises:
+            CheckpointError: the state of the scaler is none.
+        """
+        state = dict(state_dict)
+        scaler_state = state.pop("scaler", None)
+        self.optimizer.load_state_dict(state)
+        if self._scaler is not None:
+            self._scaler.reset()
+            if scaler_state is not None:
+                self._scaler.load_state_dict(scaler_state)
         self._survey()
 
     def observe_loss(self, loss: Tensor) -> None:
         """Close the gate if `loss`, a tensor of one element, is not finite; see `FiniteGate.observe_loss`."""
         self.gate.observe_loss(loss)
+        if self._scaler is not None:
+            self._observed_loss = loss
 
     def prepare(self, grad_scale: Tensor | float | None = None) -> Tensor:
         """Scale the gradients, take their global norm, clip them and tell the gate.
@@ -106,16 +147,21 @@ class TrainingOptimizer:
             grad_scale: factor > 0 on all gradients, a number or a 0-d tensor; it costs no pass of its own.
 
         Returns:
-            The L2 norm of the scaled gradients before clipping, 0-d on their device; the host does not wait for it.
+            The L2 norm of the scaled gradients before clipping, 0-d on their device; the host waits for it only with a
+            scaler. Of gradients that overflowed it is not finite.
         """
         grads = [grad for param in self._ordered if (grad := param.grad) is not None]
         with torch.no_grad():
             norm = self._global_norm(grads)
+            if self._scaler is not None:
+                grad_scale = self._unscaling(self._scaler, norm, grad_scale)
             if grad_scale is not None:
                 grad_scale = _like(norm, grad_scale)
                 norm = norm * grad_scale
-            known_norm = self.gate.observe_norm(norm)
-            coefficient = self._coefficient(norm, known_norm, grad_scale)
+            coefficient = grad_scale
+            if not self.overflowed:  # else the gate is not told: a lower scale will mend it
+                known_norm = self.gate.observe_norm(norm)
+                coefficient = self._coefficient(norm, known_norm, grad_scale)
             if coefficient is not None and grads:
                 self._multiply(grads, coefficient)
         return norm
@@ -127,7 +173,7 @@ class TrainingOptimizer:
             False if the host knows that nothing was updated. On an accelerator a closed gate of which the host has not
             heard yet gives True although the device updated nothing; `gate.poll` tells at most 10 steps later.
         """
-        if self.gate.first_bad_step is not None:
+        if self.overflowed or self.gate.first_bad_step is not None:
             return False
         if self._must_read and self.gate.poll(force=True) is not None:
             return False
@@ -138,12 +184,13 @@ class TrainingOptimizer:
     def step(self) -> tuple[bool, Tensor | None, int | None]:
         """Both halves in one, with Megatron-Core's result: (update_successful, grad_norm, num_zeros).
 
-        The gate counts these calls as steps, until `gate.begin_step` says otherwise. Zeros are not counted: None.
+        The gate counts these calls as steps, until `gate.begin_step` says otherwise. Zeros are not counted: None. A
+        step that overflowed has no norm: (False, None, None).
         """
         norm = self.prepare()
         is_applied = self.apply()
         self.gate.begin_step(self.gate.step + 1)
-        return is_applied, norm, None
+        return is_applied, None if self.overflowed else norm, None
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.optimizer.param_groups for param in group["params"]]
@@ -151,6 +198,7 @@ class TrainingOptimizer:
     def _survey(self) -> None:
         """Note what prepare and apply need to know of the parameters, so that they need not look at every step."""
         params = self._params()
+        _check_scalable(self._scaler, params)
         rank: dict[Tensor, int] = {param: place for place, param in enumerate(self._order)}
         self._ordered = sorted(params, key=lambda param: rank.get(param, len(rank)))
         dtypes = {param.dtype for param in params}
@@ -173,6 +221,17 @@ class TrainingOptimizer:
             vars(self.optimizer)["found_inf"] = self.gate.found_inf
         # The first update makes the optimizer's state, and fused SGD would leave a skipped momentum uninitialised.
         self._must_read = True
+
+    def _unscaling(self, scaler: LossScaler, norm: Tensor, grad_scale: Tensor | float | None) -> Tensor:
+        """The factor that makes up for the loss scale too, 0-d; notes whether the scaled gradients overflowed.
+
+        Args:
+            norm: norm of the gradients as the backward pass left them.
+        """
+        factor = _like(norm, 1.0 if grad_scale is None else grad_scale) / scaler.scale
+        self.overflowed = scaler.is_overflow(norm, self._observed_loss)
+        self._observed_loss = None
+        return factor
 
     def _global_norm(self, grads: list[Tensor]) -> Tensor:
         """The L2 norm over all `grads`, 0-d."""
@@ -198,6 +257,14 @@ class TrainingOptimizer:
                 grad.mul_(coefficient.to(grad.device))
         else:
             torch._foreach_mul_(grads, coefficient)
+
+
+def _check_scalable(scaler: LossScaler | None, params: list[Tensor]) -> None:
+    if scaler is not None and any(param.dtype is torch.float16 for param in params):
+        raise ConfigError(
+            "float16 mixed precision must have float32 weights, got a parameter of torch.float16, whose gradient would "
+            "be rounded again when it is unscaled; load the model in float32 (model.float())"
+        )
 
 
 def _like(norm: Tensor, factor: Tensor | float) -> Tensor:

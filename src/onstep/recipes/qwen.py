@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from onstep.config import (
+    CheckpointConfig,
     ConfigContainer,
     DatasetConfig,
     LoggerConfig,
@@ -38,6 +39,7 @@ def qwen25_500m_pretrain_config() -> ConfigContainer:
         dataset=DatasetConfig(seq_length=SEQ_LENGTH),
         validation=ValidationConfig(eval_interval=500, eval_iters=32),
         logger=LoggerConfig(log_interval=10),
+        checkpoint=CheckpointConfig(save_interval=500, most_recent_k=3, keep_every_n=10_000),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from onstep.config import (
+    CheckpointConfig,
     ConfigContainer,
     DatasetConfig,
     LoggerConfig,
@@ -32,4 +33,5 @@ def tiny_gpt_pretrain_config() -> ConfigContainer:
         dataset=DatasetConfig(seq_length=128, num_workers=0),
         validation=ValidationConfig(eval_interval=250, eval_iters=20, eval_on_start=True),
         logger=LoggerConfig(log_interval=25),
+        checkpoint=CheckpointConfig(save_interval=100, most_recent_k=3),
     )

@@ -6,7 +6,16 @@ import copy
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
-from onstep.config import ConfigContainer, TrainingArguments, args_to_config, resolve
+from onstep.config import (
+    AnomalyConfig,
+    CheckpointConfig,
+    ConfigContainer,
+    TrainingArguments,
+    TrainingConfig,
+    args_to_config,
+    resolve,
+)
+from onstep.config.argument_rules import check_best_model
 from onstep.errors import ConfigError
 
 
@@ -19,6 +28,12 @@ def own_arguments(args: Any) -> TrainingArguments:
     Raises:
         ConfigError: for anything else, and for a value that is not supported.
     """
+    own = _own(args)
+    check_best_model(own)
+    return own
+
+
+def _own(args: Any) -> TrainingArguments:
     if args is None:
         return TrainingArguments()
     if isinstance(args, TrainingArguments):
@@ -36,12 +51,17 @@ def config_of(
 ) -> ConfigContainer:
     """The validated configuration of one call of the Trainer.
 
-    An evaluation on its own has no length, so intervals that are a share of the run mean nothing in it.
+    An evaluation on its own has no length, so intervals that are a share of the run mean nothing in it. It saves
+    nothing and never goes back, so what training does about checkpoints and anomalies is left out.
     """
-    if not for_training:
-        args = copy.copy(args)
-        args.logging_strategy = args.eval_strategy = "no"
-    return resolve(args_to_config(args, num_samples_per_epoch=num_samples, world_size=world_size), world_size)
+    if for_training:
+        return resolve(args_to_config(args, num_samples_per_epoch=num_samples, world_size=world_size), world_size)
+    args = copy.copy(args)
+    args.logging_strategy = args.eval_strategy = args.save_strategy = "no"
+    config = args_to_config(args, num_samples_per_epoch=num_samples, world_size=world_size)
+    config.checkpoint, config.anomaly = CheckpointConfig(), AnomalyConfig()
+    config.train.on_nonfinite, config.validation.eval_on_save = TrainingConfig().on_nonfinite, False
+    return resolve(config, world_size)
 
 
 def shown_arguments(args: TrainingArguments, folder: str | None) -> TrainingArguments:

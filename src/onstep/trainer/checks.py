@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from types import NoneType
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -23,19 +25,21 @@ def check_training(trainer: BaseTrainer, resume_from_checkpoint: Any = None) -> 
         raise ConfigError("This Trainer is training or evaluating already; a callback may evaluate, but not train.")
     if dataset is None:
         raise ConfigError("Trainer.train needs a train_dataset; pass one to the constructor.")
-    if resume_from_checkpoint not in (None, True, False):
+    if not isinstance(resume_from_checkpoint, (bool, str, os.PathLike, NoneType)):
         raise ConfigError(
-            f"resume_from_checkpoint={resume_from_checkpoint!r}: this version writes no checkpoints to resume from; "
-            f"leave it out."
+            f"resume_from_checkpoint={resume_from_checkpoint!r} must be the path of a checkpoint, True or None (the "
+            f"run's newest, where there is one), or False (do not continue)."
         )
     num_samples = num_samples_of(dataset)
     if num_samples is None and args.max_steps <= 0:
         raise ConfigError("The train_dataset has no length, so num_train_epochs cannot end the run; set max_steps.")
     if num_samples == 0:
         raise DataError("The train_dataset is empty: it has 0 samples.")
-    if trainer.eval_dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
-        asked = "eval_on_start=True" if args.eval_strategy == "no" else f"eval_strategy={args.eval_strategy!r}"
-        raise ConfigError(f"{asked} needs an eval_dataset; pass one to the constructor.")
+    asked = {"eval_on_start=True": args.eval_on_start, "eval_on_save=True": args.eval_on_save}
+    asked = {f"eval_strategy={args.eval_strategy!r}": args.eval_strategy != "no", **asked}
+    if trainer.eval_dataset is None and any(asked.values()):
+        name = next(name for name, value in asked.items() if value)
+        raise ConfigError(f"{name} needs an eval_dataset; pass one to the constructor.")
     check_optimizers(trainer)
 
 

@@ -13,6 +13,7 @@ from onstep.optim import (
     OptimizerParamScheduler,
     TorchSchedulerAdapter,
     TrainingOptimizer,
+    build_loss_scaler,
     build_optimizer,
     wrap_optimizer,
 )
@@ -57,9 +58,10 @@ def make_optimizer(trainer: BaseTrainer, module: nn.Module, config: ConfigContai
         given = cls(_trainable(module) if has_decay else _groups(module, config.optimizer.weight_decay), **keywords)
     elif given is not None and not _is_object(given):
         given = given(_trainable(module))
+    scaler = build_loss_scaler(config.optimizer, config.mixed_precision)
     if given is None:
-        return build_optimizer([module], config.optimizer)
-    optimizer = wrap_optimizer(given, config.optimizer.clip_grad)
+        return build_optimizer([module], config.optimizer, scaler=scaler)
+    optimizer = wrap_optimizer(given, config.optimizer.clip_grad, scaler=scaler)
     _check_parameters(optimizer, module)
     return optimizer
 

@@ -9,34 +9,39 @@ from onstep.distributed import World
 from onstep.errors import RunExistsError
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.training.pretrain import claim_for_all
-from onstep.training.run_folder import RunFolder
+from onstep.training.run_folder import FINISHED, Claim, RunFolder
+from onstep.training.run_lock import RunLock
 
 
-def claim_folder(trainer: BaseTrainer, config: ConfigContainer, world: World) -> RunFolder | None:
-    """Take the run's folder, or take it again if this Trainer has it already; None for a run without one. Collective.
+def claim_folder(trainer: BaseTrainer, config: ConfigContainer, world: World) -> tuple[Claim | None, RunLock | None]:
+    """Take the run's folder: a new one, one to continue, or again the one that this Trainer completed. Collective.
+
+    A Trainer that has completed its run and trains again starts a new one in the same folder; the checkpoints of the
+    run before are kept aside.
 
     Raises:
-        RunExistsError: when the folder holds another run, or a completed one of the same arguments.
+        RunExistsError: when the folder holds another run, or one that another process completed.
         ConfigError: when it cannot be written.
     """
     if config.run.name is None:
-        return None
+        return None, None
     asked = Path(config.run.output_dir).absolute() / config.run.name
     folder = trainer.owned_folders.get(asked)
-    if folder is not None:
-        if world.is_main:
-            folder.write({**folder.read(), "status": "running", "step": 0})
-        return folder
-    folder = _claim(config, world, asked)
-    trainer.owned_folders[asked] = folder
-    return folder
+    if folder is not None and world.is_main and folder.read().get("status") in FINISHED:
+        folder.begin_again()
+    world.barrier()
+    claim, lock = _claim(config, world, asked, folder)
+    trainer.owned_folders[asked] = claim.folder
+    return claim, lock
 
 
-def _claim(config: ConfigContainer, world: World, asked: Path) -> RunFolder:
+def _claim(config: ConfigContainer, world: World, asked: Path, owned: RunFolder | None) -> tuple[Claim, RunLock | None]:
+    if owned is not None:
+        config.run.fresh, config.run.name = False, owned.path.name
     beside = f"config_overrides={{'run.fresh': True}} for {asked.name}-2 beside it"
     ways_out = f"In TrainingArguments: another output_dir, or {beside}."
     try:
-        claim = claim_for_all(config, world)
+        claim, lock = claim_for_all(config, world)
     except RunExistsError as error:
         raise RunExistsError(f"{error} {ways_out}") from None
     assert claim is not None
@@ -44,4 +49,4 @@ def _claim(config: ConfigContainer, world: World, asked: Path) -> RunFolder:
         raise RunExistsError(
             f"{claim.folder.path} holds a completed run of the same arguments. Nothing was touched. {ways_out}"
         )
-    return claim.folder
+    return claim, lock

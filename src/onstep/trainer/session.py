@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import inspect
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from onstep.config import ConfigContainer
+from onstep.config import ConfigContainer, resolve
 from onstep.config.lengths import train_iters
 from onstep.distributed import World, data_parallel, open_world, world_size_from_environment
 from onstep.errors import ConfigError
@@ -28,6 +29,9 @@ from onstep.trainer.loss_convention import Convention
 from onstep.trainer.model_step import ModelStep
 from onstep.trainer.optimizers import make_optimizer, make_scheduler
 from onstep.trainer.run_claim import claim_folder
+from onstep.training.checkpointing import open_checkpoints
+from onstep.training.exits import handled_signals
+from onstep.training.pretrain import record_end, say_changes
 from onstep.training.run_folder import RunFolder
 from onstep.training.scope import RunScope
 from onstep.training.setup import count_steps, seed_everything
@@ -59,7 +63,7 @@ class Session:
         """Whether this rank writes the final weights to the run's folder."""
         state = self.state
         wanted = state.run_folder is not None and state.cfg.run.save_weights and state.world.is_main
-        return wanted and not state.control.should_abort_without_save
+        return wanted and not state.control.should_abort_without_save and state.exits.decided is None
 
     def release(self) -> None:
         """End worker processes and let go of the data-parallel wrapper."""
@@ -69,22 +73,35 @@ class Session:
 
 
 @contextmanager
-def training_session(trainer: BaseTrainer) -> Iterator[Session]:
+def training_session(trainer: BaseTrainer, resume_from_checkpoint: Any = None) -> Iterator[Session]:
     """Set up the ranks, the run's folder, the model, optimizer, scheduler and data. Collective."""
     num_samples = num_samples_of(trainer.train_dataset)
     size = world_size_from_environment()
     config = config_of(trainer.args, num_samples=num_samples, world_size=size, for_training=True)
+    if resume_from_checkpoint is False:
+        config.checkpoint.resume = False
+    elif isinstance(resume_from_checkpoint, (str, os.PathLike)):
+        config.checkpoint.load = os.fspath(resume_from_checkpoint)
     with _world(config) as world:
-        folder = claim_folder(trainer, config, world)
-        state = _state(trainer, config, world, folder)
+        claim, lock = claim_folder(trainer, config, world)
+        if claim is not None:
+            config = resolve(claim.config, size)
+            say_changes(claim, world)
+        state = _state(trainer, config, world, None if claim is None else claim.folder)
         try:
-            with _session(trainer, state, seeds=True) as session:
-                _build_training(trainer, session, num_samples)
-                session.tell("on_init_end")
-                yield session
+            with handled_signals(state), _session(trainer, state, seeds=True) as session:
+                state.checkpoints = open_checkpoints(state, session.tell)
+                try:
+                    _build_training(trainer, session, num_samples)
+                    session.tell("on_init_end")
+                    yield session
+                finally:
+                    if state.checkpoints is not None:
+                        state.checkpoints.close()
         finally:
-            if folder is not None and world.is_main:
-                folder.finish(state.ended or "failed", state.train_state.step)
+            record_end(state)
+            if lock is not None:
+                lock.release()
 
 
 @contextmanager
@@ -212,6 +229,8 @@ def _build_training(trainer: BaseTrainer, session: Session, num_samples: int | N
     session.optimizer = tell.optimizer = make_optimizer(trainer, session.module, config)
     iters = train_iters(config, num_samples)
     session.scheduler = tell.scheduler = make_scheduler(trainer, session.optimizer, config, iters)
+    if state.checkpoints is not None and state.checkpoints.find() is not None:
+        state.checkpoints.load_progress(session.model, session.optimizer, session.scheduler)
     tell("on_data_init_start")
     session.train_data = train_loader(trainer.train_dataset, session.collate, config, state.world)
     state.train_dataloader = session.train_data

@@ -15,6 +15,7 @@ from onstep.trainer.saving import save_model
 from onstep.trainer.session import Session, evaluation_session, training_session
 from onstep.training.best_metric import note_best_metric
 from onstep.training.log_step import publish
+from onstep.training.pretrain import load_best_model
 from onstep.training.state import GlobalState
 from onstep.training.train import train
 
@@ -78,7 +79,7 @@ class Trainer(BaseTrainer):
         check_training(self, resume_from_checkpoint)
         if self.model_init is not None:
             self.model = None
-        with training_session(self) as session:
+        with training_session(self, resume_from_checkpoint) as session:
 
             def evaluation() -> None:
                 if self.eval_dataset is not None:
@@ -96,6 +97,7 @@ class Trainer(BaseTrainer):
                 callback_manager=self.callback_manager,
                 evaluation=evaluation,
             )
+            load_best_model(session.state, session.model)
             if session.saves_weights:
                 save_model(session.module, session.state.run_folder.model, self.processing_class)
             return _train_output(session.state)

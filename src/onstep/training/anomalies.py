@@ -1,16 +1,32 @@
-"""What is not finite is never applied and never hidden: the error names step, rank and samples."""
+"""What is not finite, or a spike, is never applied unseen: the gate before each update, and what follows from it."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from onstep.errors import NonFiniteError
-from onstep.optim import TrainingOptimizer, finite_gate
-from onstep.training.losses import MicroLoss
+from onstep.data.skip_list import SkipList
+from onstep.events import Request
+from onstep.events.control import BEFORE_UPDATE
+from onstep.optim import HostFiniteGate, TrainingOptimizer, finite_gate
+from onstep.training.anomaly import Anomaly, too_many
+from onstep.training.buffer_guard import BufferGuard
+from onstep.training.culprits import StepInputs, innocent, investigate
+from onstep.training.decisions import write_decision
+from onstep.training.log_step import publish
+from onstep.training.losses import MicroLoss, StepLoss, Weight
+from onstep.training.rollback import RollBack
+from onstep.training.spikes import SpikeDetector
 from onstep.training.state import GlobalState
+
+logger = logging.getLogger(__name__)
+
+PART = "anomalies"
+"""Name of the watch among `GlobalState.loop_parts`, which checkpoints save."""
 
 _REMEMBERED_STEPS = 16
 """A device tells of a bad step at most 10 steps late."""
@@ -23,13 +39,18 @@ class StepRecord:
     step: int
     sample_ids: list[list[int]] | None
     micros: list[MicroLoss]
+    loss: StepLoss | None
 
 
 class AnomalyWatch:
-    """Watches the finite gate and remembers the last steps, to name what was in a bad one.
+    """The gate before each update. All ranks find the same, since they are shown the same loss and gradient norm.
 
-    A `TrainingOptimizer` has its own gate; for any other optimizer `train_step` keeps one in `state.gate`. Both start
-    open: what an earlier `train()` met is over.
+    Under `train.on_nonfinite` raise and stop the finite gate is sticky, and an accelerator is not waited for: the host
+    learns of a bad step late, and until then every update is a no-op. Under skip and rollback, and where spikes are
+    looked for, the host reads loss and norm at each step before the update, so that only that one is left out.
+
+    A `TrainingOptimizer` has its own finite gate; for any other optimizer `train_step` keeps one in `state.gate`. Both
+    start open: what an earlier `train()` met is over.
     """
 
     def __init__(self, state: GlobalState, optimizer: Any) -> None:
@@ -39,57 +60,247 @@ class AnomalyWatch:
             self._gate.reset()
         else:
             self._gate = state.gate = finite_gate(state.world.device)
+        self._on_nonfinite, self._on_spike = state.cfg.train.on_nonfinite, state.cfg.anomaly.on_spike
+        stops_at_once = self._on_nonfinite == "stop" and isinstance(self._gate, HostFiniteGate)
+        self._reads = stops_at_once or self._on_nonfinite in ("skip", "rollback") or self.looks_for_spikes
+        self._spikes = SpikeDetector(state.cfg.anomaly)
         self._records: deque[StepRecord] = deque(maxlen=_REMEMBERED_STEPS)
+        self._buffers: BufferGuard | None = None
+        self._inputs: StepInputs | None = None
+        self._found: Anomaly | None = None
+        self._has_agreed_on_listeners = False
+        self._has_warned_of_ids = False
+        self._history: dict[str, list[str]] = {"skip": [], "rollback": []}
+        state.ended_by_anomaly = False
+        state.loop_parts[PART] = self
+
+    @property
+    def looks_for_spikes(self) -> bool:
+        """Whether loss and gradient norm of each step are compared with those before."""
+        return self._on_spike != "ignore"
 
     def begin_step(self) -> None:
         """Number the step that starts."""
         self._gate.begin_step(self._state.train_state.step + 1)
 
+    def begin_forward(self, inputs: StepInputs) -> None:
+        """Keep what the step starts from. Collective at the first step."""
+        self._inputs = inputs
+        if self._reads:
+            self._buffers = self._buffers or BufferGuard(inputs.model)
+            self._buffers.keep()
+        control, on = self._state.control, inputs.tell.on
+        control.hears_before_update = any(getattr(on, event) for event in BEFORE_UPDATE)
+        if not self._has_agreed_on_listeners:  # from the next step on it is part of the agreement at each step's end
+            self._has_agreed_on_listeners = True
+            [heard] = self._state.world.agree([int(control.hears_before_update)])
+            control.is_heard_before_update = bool(heard)
+
+    def admits(self, loss: StepLoss, grad_norm: Weight | None) -> bool:
+        """Whether this step's update is to be applied; the same on all ranks.
+
+        Waits for the device where the policy says so. Collective where a callback listens to a moment before the
+        update, which may ask for it to be left out.
+
+        Args:
+            loss: the step's loss, reduced over the ranks.
+            grad_norm: global L2 norm before clipping; None where float16 gradients overflowed, which is no anomaly.
+        """
+        step = self._state.train_state.step + 1
+        values: dict[str, float] = {}
+        if self._reads:
+            is_bad = self._gate.poll(force=True) is not None
+            if is_bad or (self.looks_for_spikes and grad_norm is not None):
+                values = _read(loss, grad_norm)
+            self._found = self._judge(step, is_bad, values)
+        asked = self._asked_to_skip()
+        if asked is not None and self._found is None:
+            values = values or _read(loss, grad_norm)
+            self._found = Anomaly(step, str(asked), "skip", values["loss"], values.get("grad_norm"), asked)
+        if self._found is None and values:
+            self._spikes.accept(step, values)
+        return self._found is None
+
     def end_step(self, sample_ids: list[list[int]] | None, micros: list[MicroLoss]) -> None:
-        """Remember the step, and raise if the gate already knows of a bad one.
+        """Remember the step; find out who is to blame if it was bad, before the counters move on.
 
         Raises:
-            NonFiniteError: on all ranks at the same step.
+            NonFiniteError: under the policy `raise`, on all ranks at the same step.
+            AnomalyError: for a spike under the policy `raise`.
         """
-        self._records.append(StepRecord(self._state.train_state.step + 1, sample_ids, micros))
-        self.check()
+        step = self._state.train_state.step + 1
+        self._records.append(StepRecord(step, sample_ids, micros, self._state.last_step_loss))
+        if self._found is None:
+            self.check()
+        else:
+            self._explain(self._found)
+
+    def conclude_step(self) -> None:
+        """Publish what was found, remember its samples, and ask for what follows, when the counters have moved on.
+
+        Raises:
+            AnomalyError: when there were more skips than `anomaly.max_skips`.
+        """
+        found, self._found = self._found, None
+        if found is None:
+            return
+        if found.action in ("skip", "rollback"):
+            self._leave_out(found)
+        self._publish(found)
+        if found.action == "skip":
+            self._note_skip(found)
+        else:
+            self._decide(found)
 
     def check(self, wait: bool = False) -> None:
-        """Raise if a bad step is known; `wait` asks the device for certain, as at logged steps.
+        """Act on a bad step that the host has only now learned of; `wait` asks the device for certain.
 
         Raises:
-            NonFiniteError: naming the first bad step, its rank and its samples.
+            NonFiniteError: under the policy `raise`, naming the first bad step, its rank and its samples.
         """
-        step = self._gate.poll(force=wait)
-        if step is not None:
-            raise NonFiniteError(self._describe(step))
-
-    def _describe(self, step: int) -> str:
+        step = None if self._state.ended_by_anomaly or self._found is not None else self._gate.poll(force=wait)
+        if step is None:
+            return
         record = next((one for one in self._records if one.step == step), None)
-        mine = None if record is None else _bad_micro_batches(record)
+        values = _read(record.loss, None) if record is not None and record.loss is not None else {"loss": math.nan}
+        what = "non-finite gradient" if math.isfinite(values["loss"]) else "non-finite loss"
+        self._explain(Anomaly(step, what, self._on_nonfinite, values["loss"], None))
+        if wait:  # the counters have moved on already
+            self.conclude_step()
+
+    def rollback(self) -> RollBack | None:
+        """The rollback that the ranks have agreed on, to be done now; None where there is none. Call it after `agree`.
+
+        Raises:
+            AnomalyError: when there were more than `anomaly.max_rollbacks`.
+        """
+        request = self._state.control.take_rollback()
+        if request is None:
+            return None
+        progress, most = self._state.train_state, self._state.cfg.anomaly.max_rollbacks
+        bad_step = request.details.get("bad_step", progress.step)
+        progress.num_rollbacks += 1
+        self._history["rollback"].append(f"step {bad_step} ({request.reason or request.author})")
+        if progress.num_rollbacks > most:
+            raise too_many("rollback", progress.num_rollbacks, most, self._history["rollback"])
+        return RollBack.at(progress, bad_step, request, self._state.cfg.anomaly.rollback_lr_factor)
+
+    def rolled_back(self, rollback: RollBack) -> None:
+        """Carry over, into the state that a checkpoint brought, what a rollback must not undo."""
+        progress = self._state.train_state
+        rollback.carry_over(progress)
+        self._spikes.forget_after(progress.step)
+        self._gate.reset()
+        self._records.clear()
+        details = {"bad_step": rollback.bad_step, "to_step": progress.step, "lr_factor": rollback.lr_factor}
+        done = replace(rollback.request, flag="rolled_back", details={**rollback.request.details, **details})
+        write_decision(self._state, done)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last accepted losses and norms, and what was skipped or rolled back, in words."""
+        return {"spikes": self._spikes.state_dict(), "history": {key: list(one) for key, one in self._history.items()}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue with saved values; a rollback keeps the words of the branch that it leaves."""
+        self._spikes.load_state_dict(state_dict["spikes"])
+        for key, saved in state_dict["history"].items():
+            if len(saved) > len(self._history[key]):
+                self._history[key] = list(saved)
+
+    def _judge(self, step: int, is_bad: bool, values: dict[str, float]) -> Anomaly | None:
+        if is_bad:
+            what = "non-finite gradient" if math.isfinite(values["loss"]) else "non-finite loss"
+            return Anomaly(step, what, self._on_nonfinite, values["loss"], values.get("grad_norm"))
+        spike = self._spikes.find(values) if values else None
+        if spike is None:
+            return None
+        return Anomaly(step, f"spike: {spike}", self._on_spike, values["loss"], values.get("grad_norm"))
+
+    def _asked_to_skip(self) -> Request | None:
+        """The first request of any rank to leave out this update. Collective where somebody may ask."""
+        state, mine = self._state, self._state.control.take_skips()
+        if state.world.size > 1:
+            if not state.control.is_heard_before_update:  # a callback that joined in this very step, on this rank
+                if mine:
+                    logger.warning("skip asked by '%s' came in the step that it joined; ignored", mine[0].author)
+                return None
+            [is_asked] = state.world.agree([int(bool(mine))])
+            everyone = state.world.gather([vars(one) for one in mine]) if is_asked else []
+            mine = [Request(**fields) for fields_of_rank in everyone for fields in fields_of_rank]
+        return mine[0] if mine else None
+
+    def _explain(self, found: Anomaly) -> None:
+        """Name the culprits; from here on the step is over and the gate is open for the next. Collective.
+
+        Raises:
+            NonFiniteError: under the policy `raise`.
+            AnomalyError: the same for a spike.
+        """
+        record = next((one for one in self._records if one.step == found.step), None)
         ids = None if record is None else record.sample_ids
-        # every rank learns of it at the same step, from a norm that all of them share, so asking is safe
-        by_rank = self._state.world.gather((mine, ids))
-        culprits = [f"rank {rank}, {where}" for rank, (where, _) in enumerate(by_rank) if where]
-        found = "; ".join(culprits) or (
-            "every local loss was finite, so a gradient overflowed or became NaN in the backward pass of "
-            + "; ".join(f"rank {rank}, sample ids {read}" for rank, (_, read) in enumerate(by_rank) if read)
-        )
-        return (
-            f"NaN or infinity in the loss or gradient norm of step {step}: {found}. train.on_nonfinite=raise: the "
-            f"update was not applied and the weights are those of step {step - 1}. Look at these samples, or lower "
-            f"optimizer.lr."
-        )
+        is_this_step = found.step == self._state.train_state.step + 1
+        if found.is_non_finite and record is not None:
+            inputs = self._inputs if is_this_step else None
+            findings = investigate(self._state, record.micros, ids, inputs)
+        else:
+            findings = innocent(self._state, ids)
+        if self._buffers is not None and is_this_step:
+            self._buffers.restore()
+        self._found = replace(found, findings=findings)
+        if found.action == "raise":
+            raise self._found.error()
+        if found.is_non_finite and found.action != "stop":
+            self._gate.reset()
+
+    def _leave_out(self, found: Anomaly) -> None:
+        """Put the samples to blame into the skip list."""
+        state, ids = self._state, found.findings.sample_ids
+        if ids is not None:
+            SkipList(state.train_state.skip_list).add(state.train_state.epoch, ids)
+        elif not self._has_warned_of_ids:
+            self._has_warned_of_ids = True
+            logger.warning("the data has no sample ids, so what is skipped now will be met again in the next epoch")
+
+    def _publish(self, found: Anomaly) -> None:
+        """Show it in every sink, at its own step, and on the console."""
+        if self._state.world.is_main:
+            logger.warning("%s; action: %s", found, found.action)
+        assert self._inputs is not None
+        publish(self._state, {"epoch": self._state.trainer_state.epoch, **found.logs()}, self._inputs.tell)
+
+    def _note_skip(self, found: Anomaly) -> None:
+        """Count the samples as skipped and record the decision; only the gate's own skips are limited."""
+        state, progress = self._state, self._state.train_state
+        assert self._inputs is not None
+        num_samples = self._inputs.batches.num_samples
+        progress.skipped_train_samples += num_samples or state.cfg.train.global_batch_size or 1
+        write_decision(state, found.request("skip", state.world.rank))
+        if found.asked is not None:
+            return
+        progress.num_skips += 1
+        self._history["skip"].append(str(found))
+        most = state.cfg.anomaly.max_skips
+        if progress.num_skips > most:
+            raise too_many("skip", progress.num_skips, most, self._history["skip"])
+
+    def _decide(self, found: Anomaly) -> None:
+        """Put the decision to the control as the gate's: once for all ranks, which have all come to it."""
+        control = self._state.control
+        flag = "should_training_stop" if found.action == "stop" else "rollback"
+        if self._state.world.is_main:
+            control.ask(found.request(flag, self._state.world.rank))
+        elif found.action == "stop":
+            control.decide(flag)
+        self._state.ended_by_anomaly = self._state.ended_by_anomaly or found.action == "stop"
 
 
-def _bad_micro_batches(record: StepRecord) -> str:
-    bad = [number for number, micro in enumerate(record.micros) if not math.isfinite(float(micro.loss))]
-    with_labels = [number for number in bad if float(record.micros[number].weight) != 0]
-    return "; ".join(_describe_micro_batch(record, number) for number in with_labels or bad)
+def watch_of(state: GlobalState) -> AnomalyWatch | None:
+    """The watch of the running `train()`; None where `train_step` is called by itself."""
+    watch = state.loop_parts.get(PART)
+    return watch if isinstance(watch, AnomalyWatch) else None
 
 
-def _describe_micro_batch(record: StepRecord, number: int) -> str:
-    micro = record.micros[number]
-    ids = "" if record.sample_ids is None else f", sample ids {record.sample_ids[number]}"
-    empty = "" if float(micro.weight) else ", no labels in it"
-    return f"micro-batch {number}: loss {float(micro.loss)}{ids}{empty}"
+def _read(loss: StepLoss, grad_norm: Weight | None) -> dict[str, float]:
+    """Loss and gradient norm on the host; waits for the device."""
+    values = {"loss": float(loss.value())}
+    return values if grad_norm is None else {**values, "grad_norm": float(grad_norm)}

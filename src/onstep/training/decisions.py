@@ -2,30 +2,57 @@
 
 from __future__ import annotations
 
-import json
-import logging
+import os
 import time
+from pathlib import Path
+from typing import Any
 
 from onstep.events import Request
 from onstep.events.control import STICKY
+from onstep.journal import encode
 from onstep.training.state import GlobalState
 
-logger = logging.getLogger(__name__)
+_CONFIGURED: dict[str, tuple[str, str]] = {
+    "log_interval": ("logger", "log_interval"),
+    "eval_interval": ("validation", "eval_interval"),
+    "save_interval": ("checkpoint", "save_interval"),
+    "train_iters": ("train", "train_iters"),
+}
+
+
+def setting(state: GlobalState, key: str) -> Any:
+    """The value in force of something that may change while the run goes on (`control.set`), else the configured one.
+
+    `lr_factor`, which no configuration has, is 1 until it is set.
+    """
+    if key in state.train_state.overrides:
+        return state.train_state.overrides[key]
+    if key == "lr_factor":
+        return 1.0
+    part, name = _CONFIGURED[key]
+    return getattr(getattr(state.cfg, part), name)
 
 
 def agree(state: GlobalState) -> None:
     """Make the control's flags the same on all ranks; over ranks, set wins. Collective.
 
     Who asked, and why, travels in a second collective, and only when something was asked. What was decided goes to the
-    run's `decisions.jsonl`.
+    run's `decisions.jsonl`; values that were set are in force when this returns.
     """
     control, world = state.control, state.world
+    votes = [*state.exits.votes(state), int(control.hears_before_update)]
     if world.size == 1:
+        *exits, _ = votes
+        state.exits.adopt(exits)
         _forget_withdrawn_stop(state)
         if control.requests:
             record(state, control.drain())
         return
-    is_asked = control.adopt(world.agree(control.vector()))
+    agreed = world.agree([*votes, *control.vector()])
+    *exits, heard = agreed[: len(votes)]
+    state.exits.adopt(exits)
+    control.is_heard_before_update = bool(heard)
+    is_asked = control.adopt(agreed[len(votes) :])
     _forget_withdrawn_stop(state)
     if is_asked:
         everyone = world.gather([vars(request) for request in control.drain()])
@@ -33,17 +60,43 @@ def agree(state: GlobalState) -> None:
 
 
 def record(state: GlobalState, requests: list[Request]) -> None:
-    """Remember who asked for the end of training, and append the requests to the run's `decisions.jsonl`."""
+    """Act on the requests of all ranks, in rank order, and append them to the run's `decisions.jsonl`.
+
+    Remembered are who asked for the end of training and for a rollback; of two values for one key the later one holds.
+    """
     is_training = state.train_started and not state.train_ended
     for request in requests:
         if request.flag in STICKY and state.stopped_by is None and is_training:
             state.stopped_by = request
+        if request.flag == "rollback" and state.control.rollback_request is None:
+            state.control.rollback_request = request
+        if request.flag == "set":
+            _set(state, request.details["key"], request.details["value"])
+        write_decision(state, request)
+
+
+def write_decision(state: GlobalState, request: Request) -> None:
+    """Append a decision to the run's `decisions.jsonl`, on rank 0; a crash costs at most its line."""
     if state.run_folder is None or not state.world.is_main:
         return
-    step, now = state.train_state.step, time.time()
-    with state.run_folder.decisions.open("a", encoding="utf-8") as file:
-        for request in requests:
-            file.write(json.dumps({"timestamp": now, "step": step, **vars(request)}) + "\n")
+    head = {"timestamp": time.time(), "step": state.train_state.step}
+    _append_line(state.run_folder.decisions, encode({**head, **vars(request)}))
+
+
+def _set(state: GlobalState, key: str, value: Any) -> None:
+    if value is None:
+        state.train_state.overrides.pop(key, None)
+    else:
+        state.train_state.overrides[key] = value
+
+
+def _append_line(path: Path, line: str) -> None:
+    """One write for the line; it starts a new one where an earlier crash left a torn one."""
+    with path.open("ab+", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        is_torn = size > 0 and file.read(1) != b"\n"
+        file.write(b"\n" * is_torn + line.encode() + b"\n")
 
 
 def _forget_withdrawn_stop(state: GlobalState) -> None:

@@ -16,6 +16,7 @@ from onstep.data import EvalLoader, StepBatches
 from onstep.distributed import World
 from onstep.events import CallbackManager
 from onstep.training.decisions import agree
+from onstep.training.exits import leave_if_decided
 from onstep.training.forward_step import prepare_forward_step_func
 from onstep.training.losses import MicroLoss, evaluation_sums, read_loss
 from onstep.training.state import GlobalState
@@ -70,6 +71,7 @@ def evaluate(
         metrics |= extra_metrics() if extra_metrics is not None else {}
         metrics["epoch"] = state.trainer_state.epoch
         state.last_metrics = metrics
+        state.evaluation_is_whole = False
         state.facts.log_history.append({**metrics, "step": state.train_state.step})
         tell(f"on_{kind}_end", total_loss_dict=means, metrics=metrics)
     finally:
@@ -116,6 +118,7 @@ def _sum_batches(
             totals.add(micros, state.world)
         tell(end_event)
         agree(state)
+        leave_if_decided(state)
         totals.samples += step.num_samples or 0
         totals.batches += 1
     state.train_state.consumed_valid_samples += totals.samples

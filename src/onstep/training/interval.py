@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,6 +77,39 @@ class IntervalMeter:
         self.reset()
         return report
 
+    def state_dict(self) -> dict[str, Any]:
+        """Everything since the last flush, as it is: folding it now would change the last bits of the mean."""
+        return {
+            "num_steps": self.num_steps,
+            "num_skipped": self.num_skipped,
+            "numerators": _packed([loss.numerator for loss in self._losses]),
+            "weights": _packed([loss.weight for loss in self._losses]),
+            "tokens": _packed([loss.tokens for loss in self._losses]),
+            "reports": [list(loss.reports) for loss in self._losses],
+            "report_values": _packed([value for loss in self._losses for value in loss.reports.values()]),
+            "norms": _packed(self._norms),
+            "num_norms": self._num_norms,
+            "sums": dict(self._sums),
+            "counts": dict(self._counts),
+            "max_norm": self._max_norm,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any], device: torch.device | None = None) -> None:
+        """Continue the interval of a checkpoint, with its tensors on `device`."""
+        device = device or torch.device("cpu")
+        columns = [_unpacked(state_dict[name], device) for name in ("numerators", "weights", "tokens")]
+        values = iter(_unpacked(state_dict["report_values"], device))
+        self.reset()
+        self.num_steps, self.num_skipped = state_dict["num_steps"], state_dict["num_skipped"]
+        for (numerator, weight, tokens), names in zip(zip(*columns, strict=True), state_dict["reports"], strict=True):
+            self._losses.append(StepLoss(numerator, weight, tokens, {name: next(values) for name in names}))
+        self._norms = _unpacked(state_dict["norms"], device)
+        self._num_norms = state_dict["num_norms"]
+        self._sums = {name: value.to(device) for name, value in state_dict["sums"].items()}
+        self._counts = dict(state_dict["counts"])
+        max_norm = state_dict["max_norm"]
+        self._max_norm = None if max_norm is None else max_norm.to(device)
+
     def _report(self, sums: dict[str, float], max_norm: float | None) -> IntervalReport:
         steps = self.num_steps
         others = {name: sums[f"report/{name}"] / count for name, count in self._counts.items()}
@@ -113,6 +147,19 @@ class IntervalMeter:
 
     def _grow(self, name: str, amount: Tensor) -> None:
         self._sums[name] = self._sums[name] + amount if name in self._sums else amount
+
+
+def _packed(values: Sequence[Any]) -> Any:
+    """A list of 0-d tensors of one type as one tensor; any other list as it is."""
+    if values and all(isinstance(one, Tensor) and one.ndim == 0 and one.dtype == values[0].dtype for one in values):
+        return torch.stack(list(values))
+    return list(values)
+
+
+def _unpacked(packed: Any, device: torch.device) -> list[Any]:
+    if isinstance(packed, Tensor):
+        return list(packed.to(device).unbind())
+    return [one.to(device) if isinstance(one, Tensor) else one for one in packed]
 
 
 def _stack(numbers: Sequence[Weight], device: torch.device) -> Tensor:

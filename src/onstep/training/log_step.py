@@ -60,6 +60,9 @@ def build_logs(state: GlobalState, report: IntervalReport, optimizer: Any) -> di
             "total_flos": progress.floating_point_operations_so_far,
         }
     logs["learning_rate"] = learning_rate(optimizer)
+    scaler = state.loss_scaler(optimizer)
+    if scaler is not None:
+        logs["loss_scale"] = scaler.scale
     if state.world.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(state.world.device)
         torch.cuda.reset_peak_memory_stats(state.world.device)
@@ -91,7 +94,7 @@ def console_line(state: GlobalState, report: IntervalReport, logs: dict[str, Any
         f" learning rate: {logs['learning_rate'] or 0.0:.6E} |",
         f" global batch size: {config.train.global_batch_size or 0:5d} |",
         *(f" {key}: {value:.6E} |" for key, value in losses.items()),
-        " loss scale: 1.0 |",
+        f" loss scale: {logs.get('loss_scale', 1.0):.1f} |",
     ]
     if report.grad_norm is not None:
         parts.append(f" grad norm: {report.grad_norm:.3f} |")
@@ -144,8 +147,8 @@ def final_metrics(state: GlobalState, start: RunStart) -> dict[str, Any]:
     per_second = 1 / runtime if steps > 0 and runtime > 0 else math.nan
     return {
         "train_runtime": runtime,
-        "train_samples": steps * batch_size,
-        "step": steps,
+        "train_samples": progress.consumed_train_samples,
+        "step": progress.step,
         "train_samples_per_second": round(steps * batch_size * per_second, 3),
         "train_steps_per_second": round(steps * per_second, 3),
         "epoch": state.trainer_state.epoch,

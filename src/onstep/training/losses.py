@@ -9,7 +9,8 @@ A forward step's loss function may return, as in Megatron Bridge,
   of the whole step (Hugging Face's `num_items_in_batch`).
 
 Every backward pass starts from `loss * weight / nominal`, with one `nominal` for all micro-batches and ranks; when the
-step's true weight is known, gradients are scaled once by `nominal / weight`, folded into clipping.
+step's true weight is known, gradients are scaled once by `nominal / weight`, folded into clipping. float16 multiplies
+the start by its loss scale, which the same factor takes back.
 
 The mean over no labels at all is NaN and counts nothing. Its gradients must be zeros, as those of torch's losses are: a
 sum divided by a count of 0 has NaN gradients, and the step is refused as not finite.
@@ -68,7 +69,9 @@ class MicroLoss:
         if start is None:
             self.loss.backward()  # type: ignore[no-untyped-call]
         else:
-            gradient = as_scalar(start, self.loss.dtype, self.loss.device)
+            # by way of float32: a loss scale is beyond float16, where it must become infinity and not an error
+            wide = torch.promote_types(self.loss.dtype, torch.float32)
+            gradient = as_scalar(start, wide, self.loss.device).to(self.loss.dtype)
             self.loss.backward(gradient.reshape(self.loss.shape))  # type: ignore[no-untyped-call]
 
 
@@ -160,12 +163,21 @@ def count_samples(batch: Any) -> int:
     return 1
 
 
-def backward_start(micro: MicroLoss, alone: bool, nominal: float, world_size: int) -> Weight | None:
-    """What a micro-batch's backward pass starts from.
+def backward_start(
+    micro: MicroLoss, alone: bool, nominal: float, world_size: int, loss_scale: float | None = None
+) -> Weight | None:
+    """What a micro-batch's backward pass starts from; None is 1.
 
     `alone` is a step of one micro-batch on one rank, whose weight is known at once. Data parallelism divides the summed
     gradients by the number of ranks; a share must not be divided.
     """
+    start = _unscaled_start(micro, alone, nominal, world_size)
+    if loss_scale is None:
+        return start
+    return loss_scale if start is None else start * loss_scale
+
+
+def _unscaled_start(micro: MicroLoss, alone: bool, nominal: float, world_size: int) -> Weight | None:
     if micro.kind == "share":
         if _is_nothing(micro.weight):
             return 0.0

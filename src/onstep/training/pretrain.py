@@ -7,13 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 from onstep.config import ConfigContainer, resolve
+from onstep.config.changes import describe
 from onstep.distributed import World, open_world, world_size_from_environment
 from onstep.events import CallbackManager, Control, normalize_callbacks
 from onstep.events.context import unwrap
 from onstep.models import save_hf
+from onstep.training.checkpointing import open_checkpoints
 from onstep.training.evaluation import evaluate_and_print_results
+from onstep.training.exits import handled_signals
 from onstep.training.forward_step import forward_step
-from onstep.training.run_folder import Claim, RunFolder, claim_run_folder
+from onstep.training.run_folder import Claim, RunFolder, Status, claim_run_folder
+from onstep.training.run_lock import RunLock
 from onstep.training.scope import RunScope
 from onstep.training.setup import Parts, set_environment, set_up
 from onstep.training.state import GlobalState
@@ -63,7 +67,9 @@ def pretrain(
 def _run(
     config: ConfigContainer, world: World, forward_step_func: Callable[..., Any], manager: CallbackManager | None
 ) -> GlobalState:
-    claim = claim_for_all(config, world)
+    claim, lock = claim_for_all(config, world)
+    if claim is not None:
+        config = resolve(claim.config, world.size)
     state = GlobalState(cfg=config, world=world, control=Control(rank=world.rank))
     state.run_folder = claim.folder if claim is not None else None
     if claim is not None and claim.is_finished:
@@ -71,21 +77,37 @@ def _run(
             print(already_finished(claim.folder), flush=True)  # noqa: T201 - the answer to the command
         return state
     if claim is not None:
+        say_changes(claim, world)
         config.run.name = claim.folder.path.name
         config.logger.logging_dir = config.logger.logging_dir or str(claim.folder.path)
     state.prints_console_line = not shows_progress(manager)
     tell = Teller(manager, state)
     try:
-        with RunScope(tell):
+        with handled_signals(state), RunScope(tell):
+            state.checkpoints = open_checkpoints(state, tell)
             parts = set_up(state, tell)
             try:
                 _train_and_evaluate(state, parts, forward_step_func, manager, tell)
             finally:
                 parts.close()
+                if state.checkpoints is not None:
+                    state.checkpoints.close()
     finally:
-        if state.run_folder is not None and world.is_main:
-            state.run_folder.finish(state.ended or "failed", state.train_state.step)
+        record_end(state)
+        if lock is not None:
+            lock.release()
     return state
+
+
+def record_end(state: GlobalState) -> None:
+    """Write into run.json how the run ended, on rank 0."""
+    if state.run_folder is None or not state.world.is_main:
+        return
+    status: Status = state.ended or "failed"
+    left_early = state.exits.decided in ("interval", "duration") or not state.was_stopped
+    if status == "stopped" and left_early:  # also by a callback's own sys.exit
+        status = "paused"
+    state.run_folder.finish(status, state.train_state.step)
 
 
 def _train_and_evaluate(
@@ -107,8 +129,10 @@ def _train_and_evaluate(
             state,
             callback_manager=manager,
         )
+        load_best_model(state, parts.model)
         save_weights(state, parts)
-    if state.control.should_abort_without_save or not is_evaluated_after_training(state):
+    aborted = state.control.should_abort_without_save or state.exits.decided is not None
+    if aborted or not is_evaluated_after_training(state):
         return
     for is_wanted, data, name, is_test in (
         (progress.do_valid, parts.valid_data, "validation", False),
@@ -133,38 +157,55 @@ def save_weights(state: GlobalState, parts: Parts) -> None:
     folder = state.run_folder
     if folder is None or not state.world.is_main or not state.cfg.run.save_weights:
         return
-    if state.control.should_abort_without_save:
+    if state.control.should_abort_without_save or state.exits.decided is not None:
         return
     save_hf(unwrap(parts.model[0]), folder.model)
 
 
-def claim_for_all(config: ConfigContainer, world: World) -> Claim | None:
+def claim_for_all(config: ConfigContainer, world: World) -> tuple[Claim | None, RunLock | None]:
     """Take the run's folder on rank 0 and tell the others; None for a run without a name. Collective.
+
+    Returns:
+        The claim, and on rank 0 the lock that keeps a second process out of a run that is not finished.
 
     Raises:
         RunExistsError: on all ranks alike.
     """
     if config.run.name is None:
-        return None
+        return None, None
     outcome: Claim | Exception | None = None
+    lock: RunLock | None = None
     if world.is_main:
         try:
-            outcome = claim_run_folder(config)
+            outcome, lock = claim_run_folder(config)
         except Exception as error:  # noqa: BLE001 - raised below, on every rank
             outcome = error
     outcome = world.share(outcome)
     if isinstance(outcome, Exception):
         raise outcome
-    return outcome
+    return outcome, lock
+
+
+def say_changes(claim: Claim, world: World) -> None:
+    """Show which values of the configuration differ from those that the run started with, on rank 0."""
+    if claim.changes and world.is_main:
+        logger.info("the configuration has changed since this run started:\n%s", describe(list(claim.changes)))
+
+
+def load_best_model(state: GlobalState, model: list[Any]) -> None:
+    """With `checkpoint.load_best_model_at_end`, load the weights of the best checkpoint; progress stays. Collective."""
+    if state.cfg.checkpoint.load_best_model_at_end and state.checkpoints is not None and state.exits.decided is None:
+        state.checkpoints.load_best_model(model)
 
 
 def already_finished(folder: RunFolder) -> str:
     """What a finished run says when it is started again."""
     content = folder.read()
+    how = "is finished" if content.get("status") == "completed" else "was stopped"
     return (
-        f"{folder.path} is finished: {content.get('step', 0)} steps, nothing left to do.\n"
-        f"To train a new run beside it: run.fresh=true. To give a run another name: run.name=NAME. A run cannot be "
-        f"extended yet: that takes checkpoints."
+        f"{folder.path} {how}: {content.get('step', 0)} steps, nothing left to do.\n"
+        f"To extend it: more train.train_iters (or num_epochs) with --on-config-change apply. To train a new run beside "
+        f"it: run.fresh=true. To give a run another name: run.name=NAME."
     )
 
 

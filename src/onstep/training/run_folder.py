@@ -13,33 +13,48 @@ from typing import Any, Literal
 
 import torch
 
-from onstep.config import ConfigContainer, diff, from_dict
+from onstep.config import ConfigContainer
+from onstep.config.change_classes import ChangeClass
+from onstep.config.changes import Change, changes, decide, of_kind
 from onstep.errors import ConfigError, RunExistsError
+from onstep.training.run_lock import RunLock
 
-Status = Literal["running", "completed", "stopped", "preempted", "failed"]
+Status = Literal["running", "completed", "stopped", "paused", "preempted", "failed", "again"]
+"""How a run stands: paused is left by `exit_interval` or `exit_duration_in_mins`, preempted by a signal, again by a
+Trainer that is about to start a new run in its own folder."""
 
-HARMLESS = (
-    "run.",
-    "logger.",
-    "trainer.",
-    "env_vars",
-    "dist.",
-    "ddp.",
-    "train.micro_batch_size",
-    "train.manual_gc",
-    "validation.eval_micro_batch_size",
-    "dataset.num_workers",
-    "dataset.pin_memory",
-    "dataset.persistent_workers",
-)
-"""Keys that do not change what is learned; the same run may be asked for on other ranks."""
+FINISHED = ("completed", "stopped")
+"""A run that ends so is not continued by the same command."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """`<output_dir>/<name>/`: run.json, trainer_logs.json, decisions.jsonl, model/ and the loss plot."""
+    """`<output_dir>/<name>/`: run.json, trainer_logs.json, decisions.jsonl, checkpoints/, model/ and the loss plot."""
 
     path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """The run's checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def lock(self) -> Path:
+        """Held by rank 0 while it works on the run; the system lets go of it however the process ends."""
+        return self.path / ".run.lock"
+
+    @property
+    def run_id(self) -> str:
+        """What tells this run from any other; all its checkpoints hold it."""
+        return str(self.read().get("run_id", ""))
+
+    def has_started_from(self, asked: str) -> bool:
+        """Whether the run once continued from the checkpoint that is asked for; it then goes on with its own."""
+        return self.read().get("started_from") == asked
+
+    def note_start(self, asked: str) -> None:
+        """Record which checkpoint the user asked to start from."""
+        self.write({**self.read(), "started_from": asked})
 
     @property
     def run_json(self) -> Path:
@@ -92,6 +107,15 @@ class RunFolder:
             os.fsync(file.fileno())
         temporary.replace(self.run_json)
 
+    def begin_again(self) -> None:
+        """Make room for a new run in this folder; the checkpoints of the one before stay in `checkpoints-<n>`."""
+        if self.checkpoints.exists():
+            number = 1
+            while (aside := self.path / f"checkpoints-{number}").exists():
+                number += 1
+            self.checkpoints.rename(aside)
+        self.write({**self.read(), "status": "again"})
+
     def finish(self, status: Status, step: int) -> None:
         """Record how the run ended."""
         self.write({**self.read(), "status": status, "step": step, "ended_at": time.time()})
@@ -102,33 +126,101 @@ class Claim:
     """The outcome of asking for a run's folder."""
 
     folder: RunFolder
-    is_finished: bool
+    config: ConfigContainer
+    """What the run works with: today's configuration, or with `checkpoint.on_config_change=keep` the stored values."""
+    is_finished: bool = False
     """The same run was completed here already; nothing was changed."""
+    changes: tuple[Change, ...] = ()
+    """Keys whose value is another one than when the run started."""
 
 
-def claim_run_folder(config: ConfigContainer) -> Claim:
-    """Take the folder of the run that `config` names, on rank 0.
+def claim_run_folder(config: ConfigContainer) -> tuple[Claim, RunLock | None]:
+    """Take the folder of the run that `config` names, on rank 0: a new one, or one to continue.
+
+    Returns:
+        The claim, and the lock that keeps other processes out; None for a run that is finished.
 
     Raises:
-        RunExistsError: when the folder holds another run, an unfinished one, or other files.
+        RunExistsError: when the folder holds another run, other files, or one that a live process works on.
         ConfigError: when it cannot be written.
     """
     assert config.run.name is not None
     folder = RunFolder(Path(config.run.output_dir) / config.run.name)
     if config.run.fresh:
         folder = _next_free(folder)
-    if folder.run_json.exists() and not _failed_before_its_first_step(folder):
-        _check_same_run(folder, config)
-        return Claim(folder, is_finished=True)
     if not folder.run_json.exists():
         _make_writable(folder)
-    _start(folder, config)
-    return Claim(folder, is_finished=False)
+    elif not _may_be_replaced(folder):
+        claim = _judge(folder, config)
+        if claim.is_finished:
+            return claim, None
+    lock = RunLock(folder.lock)
+    try:
+        return _take(folder, config), lock
+    except BaseException:
+        lock.release()
+        raise
 
 
-def _failed_before_its_first_step(folder: RunFolder) -> bool:
-    """Whether the run there never trained: a mended configuration may take its place."""
+def _take(folder: RunFolder, config: ConfigContainer) -> Claim:
+    """Start a run, or go on with the one that is there; nobody else can by now."""
+    if not folder.run_json.exists() or _may_be_replaced(folder):
+        _start(folder, config)
+        return Claim(folder, config)
+    claim = _judge(folder, config)
+    folder.write(
+        {**folder.read(), "status": "running", "config": claim.config.to_dict(), "continued_at": time.time()}
+    )
+    return claim
+
+
+def _judge(folder: RunFolder, config: ConfigContainer) -> Claim:
+    """Whether the run that is there is finished, may go on, or is another one than `config` describes."""
     content = folder.read()
+    policy = config.checkpoint.on_config_change
+    found = stored_changes(folder, content, config)
+    try:
+        decided = decide(found, config, policy)
+    except ConfigError as error:
+        raise RunExistsError(
+            f"{folder.path} holds another run: {error} Nothing was touched; {_ways_out(folder)}."
+        ) from None
+    is_extended = policy == "apply" and bool(of_kind(found, ChangeClass.TRAJECTORY))
+    status = content.get("status")
+    if status in FINISHED and not is_extended:
+        return Claim(folder, decided, is_finished=True)
+    if not config.checkpoint.resume:
+        raise RunExistsError(
+            f"{folder.path} holds an unfinished run (status {status!r}, step {content.get('step', 0)}), and "
+            f"checkpoint.resume=false says not to continue it. Nothing was touched; {_ways_out(folder)}."
+        )
+    return Claim(folder, decided, changes=tuple(found))
+
+
+def stored_changes(folder: RunFolder, content: dict[str, Any], config: ConfigContainer) -> list[Change]:
+    """What differs between the configuration that the run was started with and today's.
+
+    Raises:
+        RunExistsError: when the stored one cannot be read.
+    """
+    try:
+        return changes(content["config"], config)
+    except ConfigError as error:
+        raise RunExistsError(f"The stored configuration cannot be read: {error} {_ways_out(folder)}.") from None
+
+
+def _ways_out(folder: RunFolder) -> str:
+    return (
+        f"choose another name (run.name={folder.path.name}-new), start {folder.path.name}-2 beside it "
+        f"(run.fresh=true), or delete the folder"
+    )
+
+
+def _may_be_replaced(folder: RunFolder) -> bool:
+    """Whether the run there never trained (a mended configuration may take its place), or its owner begins again."""
+    content = folder.read()
+    if content.get("status") == "again":
+        return True
     return content.get("status") == "failed" and not content.get("step") and not folder.journal.exists()
 
 
@@ -141,42 +233,8 @@ def _next_free(folder: RunFolder) -> RunFolder:
     return candidate
 
 
-def _check_same_run(folder: RunFolder, config: ConfigContainer) -> None:
-    """Raise unless the folder holds this very run, completed."""
-    content = folder.read()
-    ways_out = (
-        f"choose another name (run.name={folder.path.name}-new), start {folder.path.name}-2 beside it "
-        f"(run.fresh=true), or delete the folder"
-    )
-    changed = first_difference(content["config"], config)
-    if changed is not None:
-        key, old, new = changed
-        raise RunExistsError(
-            f"{folder.path} holds another run: {key} is {old!r} there and {new!r} here. Nothing was touched; "
-            f"{ways_out}."
-        )
-    status = content.get("status")
-    if status != "completed":
-        raise RunExistsError(
-            f"{folder.path} holds an unfinished run (status {status!r}, step {content.get('step', 0)}), and this "
-            f"version writes no checkpoints to continue from. Nothing was touched; {ways_out}."
-        )
-
-
-def first_difference(stored: dict[str, Any], config: ConfigContainer) -> tuple[str, Any, Any] | None:
-    """The first key that changes what is learned, with its stored value and today's; None where there is none."""
-    try:
-        before = from_dict(stored)
-    except ConfigError as error:
-        raise RunExistsError(f"The stored configuration cannot be read: {error} Choose another run.name.") from None
-    for key, old, new in diff(before, config):
-        if not key.startswith(HARMLESS):
-            return key, old, new
-    return None
-
-
 def _make_writable(folder: RunFolder) -> None:
-    if folder.path.is_dir() and any(folder.path.iterdir()):
+    if folder.path.is_dir() and any(each != folder.lock for each in folder.path.iterdir()):
         raise RunExistsError(
             f"{folder.path} holds files but no run.json, so they are not a run's. Nothing was touched; choose another "
             f"run.name or run.output_dir, or run.fresh=true."

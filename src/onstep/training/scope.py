@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
+from onstep.training.signals import Preempted
 from onstep.training.state import GlobalState, Reason
 from onstep.training.telling import Teller
 
@@ -55,6 +56,8 @@ class RunScope:
 
     def reason(self, error: BaseException | None) -> Reason:
         """How the run ended; a callback that exits the process has stopped it."""
+        if isinstance(error, Preempted):
+            return "preempted"
         if error is not None:
             return "stopped" if isinstance(error, SystemExit) else "failed"
         return "stopped" if self.state.was_stopped else "completed"

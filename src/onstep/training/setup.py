@@ -17,7 +17,7 @@ from onstep.data import EvalLoader, TrainLoader, build_datasets, build_tokenizer
 from onstep.distributed import World, data_parallel
 from onstep.errors import ConfigError
 from onstep.models import build_transformer
-from onstep.optim import build_optimizer, build_scheduler
+from onstep.optim import build_loss_scaler, build_optimizer, build_scheduler
 from onstep.training.state import GlobalState
 from onstep.training.telling import Teller
 
@@ -52,9 +52,12 @@ def set_up(state: GlobalState, tell: Teller) -> Parts:
     model = build_model(config, world, state)
     seed_everything(config.rng.seed + world.rank)
     trains, iters = not config.validation.skip_train, train_iters(config)
-    optimizer = build_optimizer(model, config.optimizer) if trains else None
+    scaler = build_loss_scaler(config.optimizer, config.mixed_precision)
+    optimizer = build_optimizer(model, config.optimizer, scaler=scaler) if trains else None
     scheduler = scheduler_for(config, optimizer, iters) if trains and iters is not None else None
     tell.model, tell.optimizer, tell.scheduler = model, optimizer, scheduler
+    if state.checkpoints is not None and state.checkpoints.find() is not None:
+        state.checkpoints.load_progress(model, optimizer, scheduler)
     tell("on_data_init_start")
     train_data, valid_data, test_data = build_data(config, world, state.tokenizer)
     if scheduler is None and train_data is not None:

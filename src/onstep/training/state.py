@@ -7,15 +7,22 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from onstep.config import ConfigContainer, config_to_args
 from onstep.distributed import World
 from onstep.events import Control, Request, RunFacts, TrainerState
-from onstep.optim import FiniteGate
+from onstep.optim import FiniteGate, LossScaler, TrainingOptimizer, build_loss_scaler
 from onstep.progress import TrainState
+from onstep.training.exits import ExitWatch
+
+if TYPE_CHECKING:
+    from onstep.training.certificate import Certificate
+    from onstep.training.checkpointing import RunCheckpoints
+
+_AUTOCAST = {"bf16_mixed": torch.bfloat16, "fp16_mixed": torch.float16}
 
 Reason = Literal["completed", "stopped", "preempted", "failed"]
 """How a run ends."""
@@ -56,6 +63,38 @@ class GlobalState:
     """`IntervalReport` of the steps after the last logged one, when training has ended."""
     loss_sum: float = 0.0
     loss_steps: int = 0
+    checkpoints: RunCheckpoints | None = None
+    """None for a run without a folder for them."""
+    exits: ExitWatch = field(default_factory=ExitWatch)
+    """Signals and time limits; ranks agree on them."""
+    loop_parts: dict[str, Any] = field(default_factory=dict)
+    """What the loop remembers between steps, alike on all ranks; saved with every checkpoint."""
+    rank_parts: dict[str, Any] = field(default_factory=dict)
+    """The same, each rank its own."""
+    is_resumed: bool = False
+    """Whether this process continues from a checkpoint."""
+    has_stepped: bool = False
+    """Whether this process has completed a step since it started."""
+    is_unsaved: bool = False
+    """Whether anything has changed since the newest checkpoint."""
+    saves_at_end: bool = False
+    """The training is at its end, where it saves anyway: a save that is due waits for that."""
+    saved_step: int | None = None
+    """Step of the newest durable checkpoint of this process."""
+    evaluation_is_whole: bool = True
+    """Nothing of the evaluation that runs was reported yet, so it may be given up and made again."""
+    evaluated_at: int | None = None
+    """Step of `last_metrics`."""
+    epoch_is_open: bool = False
+    """Between `on_epoch_start` and `on_epoch_end`."""
+    was_concluded: bool = False
+    """The final metrics of the training are logged."""
+    certificate: Certificate | None = None
+    """This rank's hash chain, with `checkpoint.certify`."""
+    ended_by_anomaly: bool = False
+    """The policy `stop` of the anomaly gate ended the run; the command line answers with exit code 1."""
+    flops_at_start: float = 0.0
+    """Floating-point operations of the run when this process started."""
     warned_of_saving: bool = False
     data_exhausted: bool = False
     evaluates_last_step: bool = False
@@ -109,7 +148,20 @@ class GlobalState:
         return self.loss_sum / self.loss_steps if self.loss_steps else float("nan")
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The precision of a forward pass: bfloat16 autocast over float32 weights, or nothing."""
+        """The precision of a forward pass: bfloat16 or float16 autocast over float32 weights, or nothing."""
         if self.cfg.mixed_precision is None:
             return nullcontext()
-        return torch.autocast(self.world.device.type, dtype=torch.bfloat16)
+        return torch.autocast(self.world.device.type, dtype=_AUTOCAST[self.cfg.mixed_precision])
+
+    @cached_property
+    def foreign_scaler(self) -> LossScaler | None:
+        """What scales the loss for an optimizer that has no scaler of its own; None for any precision but float16."""
+        return build_loss_scaler(self.cfg.optimizer, self.cfg.mixed_precision)
+
+    def loss_scaler(self, optimizer: Any) -> LossScaler | None:
+        """What scales the loss for `optimizer`: a `TrainingOptimizer`'s own, which it is given where it lacks one."""
+        if not isinstance(optimizer, TrainingOptimizer):
+            return self.foreign_scaler
+        if optimizer.scaler is None and self.foreign_scaler is not None:
+            optimizer.scaler = self.foreign_scaler
+        return optimizer.scaler

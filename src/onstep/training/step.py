@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from onstep.data import IteratorReader, StepBatches
 from onstep.distributed import no_sync
 from onstep.optim import TrainingOptimizer, finite_gate
-from onstep.training.devices import to_device
+from onstep.training.anomalies import watch_of
+from onstep.training.culprits import StepInputs
 from onstep.training.losses import (
     MicroLoss,
     StepLoss,
@@ -25,6 +26,7 @@ from onstep.training.losses import (
     read_loss,
     reduce_step,
 )
+from onstep.training.micro_batches import MicroBatches as MicroBatches
 from onstep.training.state import GlobalState
 from onstep.training.telling import Teller
 
@@ -42,46 +44,6 @@ class TrainStepResult(NamedTuple):
     grad_norm: Weight | None
     """Global L2 norm before clipping; a device tensor of our optimizers."""
     num_zeros_in_grad: int | None
-
-
-class MicroBatches(Iterator[Any]):
-    """A step's micro-batches as the forward step sees them; each is moved to the device right before its turn."""
-
-    def __init__(self, batches: StepBatches, device: torch.device) -> None:
-        self.batches = batches
-        self.device = device
-        self.items: dict[str, Any] = {}
-        """What a forward step wants to remember from one micro-batch of the step to the next."""
-        self._next = 0
-        self._staged: tuple[int, Any] | None = None
-
-    def __len__(self) -> int:
-        return len(self.batches.micro_batches)
-
-    def is_filler(self) -> bool:
-        """Whether the micro-batch that was handed out last must count as zero."""
-        return bool(self.batches.is_filler[self._next - 1])
-
-    def stage(self, index: int) -> Any:
-        """Move micro-batch `index` to the device; the next `next()` returns it."""
-        batch = to_device(self.batches.micro_batches[index], self.device)
-        self._staged = (index, batch)
-        self._next = index
-        return batch
-
-    def __next__(self) -> Any:
-        index = self._next
-        if index >= len(self):
-            raise StopIteration
-        self._next = index + 1
-        staged = self._staged
-        return staged[1] if staged is not None and staged[0] == index else self.stage_and_pass(index)
-
-    def stage_and_pass(self, index: int) -> Any:
-        """Move a micro-batch that a forward step reads beyond its own."""
-        batch = self.stage(index)
-        self._next = index + 1
-        return batch
 
 
 def train_step(
@@ -108,7 +70,12 @@ def train_step(
     tell = tell or Teller(None, global_state)
     batches = step_batches(data_iterator, global_state.num_microbatches, global_state.world.size)
     optimizer.zero_grad()
-    micros = forward_backward(forward_step_func, batches, model, global_state, tell)
+    watch = watch_of(global_state)
+    if watch is not None:
+        watch.begin_forward(StepInputs(forward_step_func, batches, model, tell))
+    scaler = global_state.loss_scaler(optimizer)
+    loss_scale = None if scaler is None else scaler.scale
+    micros = forward_backward(forward_step_func, batches, model, global_state, tell, loss_scale)
     step_loss = reduce_step(micros, global_state.world)
     factor = gradient_factor(step_loss, micros, global_state.nominal_step_size, global_state.world.size)
     successful, grad_norm, num_zeros = update(model, optimizer, factor, step_loss, tell)
@@ -147,8 +114,12 @@ def forward_backward(
     model: list[nn.Module],
     state: GlobalState,
     tell: Teller,
+    loss_scale: float | None = None,
 ) -> list[MicroLoss]:
-    """Forward and backward of each micro-batch; data-parallel communication happens with the last."""
+    """Forward and backward of each micro-batch; data-parallel communication happens with the last.
+
+    Gradients are those of the loss times `loss_scale`; the losses themselves are not scaled.
+    """
     iterator = MicroBatches(batches, state.world.device)
     weighting = state.cfg.train.loss_weighting
     last = len(iterator) - 1
@@ -162,7 +133,7 @@ def forward_backward(
             with state.autocast():
                 output, loss_function = forward_step_func(iterator, model[0])
                 micro = read_loss(loss_function(output), batch, weighting, batches.is_filler[index])
-            micro.backward(backward_start(micro, alone, nominal, state.world.size))
+            micro.backward(backward_start(micro, alone, nominal, state.world.size, loss_scale))
         del output, loss_function
         micro.loss = micro.loss.detach()
         micros.append(micro)
@@ -178,7 +149,7 @@ def update(
 ) -> tuple[bool, Weight | None, int | None]:
     """Apply one update: `(successful, gradient norm before clipping, number of zero gradients)`.
 
-    Whatever is not finite is not applied.
+    Whatever is not finite is not applied. A step whose float16 gradients overflowed has no norm.
     """
     one_update = update_ours if isinstance(optimizer, TrainingOptimizer) else update_foreign
     successful, grad_norm, num_zeros = one_update(model, optimizer, factor, step_loss, tell)
@@ -190,26 +161,52 @@ def update(
 def update_ours(
     model: list[nn.Module], optimizer: TrainingOptimizer, factor: Weight | None, step_loss: StepLoss, tell: Teller
 ) -> tuple[bool, Weight | None, int | None]:
-    """In halves, so that `on_pre_optimizer_step` sees clipped gradients; the host need not wait for the device."""
+    """In halves, so that `on_pre_optimizer_step` sees clipped gradients.
+
+    The host need not wait for the device, but with a loss scaler, which reads it once.
+    """
     optimizer.observe_loss(step_loss.numerator)
-    grad_norm = optimizer.prepare(factor)
+    norm = optimizer.prepare(factor)
+    grad_norm = None if optimizer.overflowed else norm
     if tell.on.on_pre_optimizer_step:
         tell("on_pre_optimizer_step", grad_norm=grad_norm)
+    if not is_admitted(tell.state, step_loss, grad_norm):
+        return False, grad_norm, None
     return optimizer.apply(), grad_norm, None
 
 
 def update_foreign(
     model: list[nn.Module], optimizer: Any, factor: Weight | None, step_loss: StepLoss, tell: Teller
 ) -> tuple[bool, Weight | None, int | None]:
-    """Loss and raw gradients are read once before `step()`, which waits for the device; then it clips by itself."""
+    """Loss and raw gradients are read once before `step()`, which waits for the device; then it clips by itself.
+
+    Of float16 it knows nothing: its gradients are unscaled, and a step that overflowed is skipped before it.
+    """
+    scaler = tell.state.foreign_scaler
+    if scaler is not None:
+        factor = (1.0 if factor is None else factor) / scaler.scale
     scale_gradients(model, factor)
-    is_finite = watch_gradients(tell.state, model, step_loss)
+    overflowed = scaler is not None and scaler.is_overflow(gradient_norm(model, step_loss), step_loss.numerator)
+    is_finite = not overflowed and watch_gradients(tell.state, model, step_loss)
     if tell.on.on_pre_optimizer_step:
         tell("on_pre_optimizer_step")
-    if not is_finite:
+    norm = None if overflowed or not looks_for_spikes(tell.state) else gradient_norm(model, step_loss)
+    if not is_admitted(tell.state, step_loss, norm) or not is_finite:
         return False, None, None
     successful, grad_norm, num_zeros = optimizer.step()
     return bool(successful), grad_norm, num_zeros
+
+
+def is_admitted(state: GlobalState, step_loss: StepLoss, grad_norm: Weight | None) -> bool:
+    """Whether the anomaly gate lets this update through: the same on all ranks. Collective where callbacks may ask."""
+    watch = watch_of(state)
+    return watch is None or watch.admits(step_loss, grad_norm)
+
+
+def looks_for_spikes(state: GlobalState) -> bool:
+    """Whether the anomaly gate wants the gradient norm of each step."""
+    watch = watch_of(state)
+    return watch is not None and watch.looks_for_spikes
 
 
 def scale_gradients(model: list[nn.Module], factor: Weight | None) -> None:
@@ -224,10 +221,18 @@ def watch_gradients(state: GlobalState, model: list[nn.Module], step_loss: StepL
     if state.gate is None:
         state.gate = finite_gate(state.world.device)
     state.gate.observe_loss(step_loss.numerator)
-    gradients = _gradients(model)
-    if gradients:
-        state.gate.observe_norm(torch.stack(torch._foreach_norm(gradients)).norm())
+    if _gradients(model):
+        state.gate.observe_norm(gradient_norm(model, step_loss))
     return state.gate.poll(force=True) is None
+
+
+def gradient_norm(model: list[nn.Module], step_loss: StepLoss) -> Tensor:
+    """The L2 norm of all gradients, 0-d; 0 where there are none, on the loss's device."""
+    gradients = _gradients(model)
+    if not gradients:
+        return torch.zeros((), device=step_loss.numerator.device)
+    norm: Tensor = torch.stack(torch._foreach_norm(gradients)).norm()
+    return norm
 
 
 def _gradients(model: list[nn.Module]) -> list[Tensor]:

@@ -1,0 +1,274 @@
+"""The leaves of a state: values with one exact form in JSON, from a fixed table of kinds.
+
+Nothing in a document is ever imported, looked up by name outside these tables, or called.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import datetime
+import math
+import re
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
+from typing import Any
+
+import numpy as np
+import torch
+
+MAX_PLAIN_INT = 2**53
+"""Up to here every JSON reader keeps an integer exact; beyond, it is written in hexadecimal."""
+MAX_HEX_DIGITS = 2**18
+"""An integer of a million bits."""
+
+TORCH_DTYPES = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if type(value) is torch.dtype
+}
+NUMPY_DTYPE = re.compile(
+    r"[|<>](b1|[iu][1248]|f[248]|c(8|16)|[SU][1-9][0-9]{0,5}|[mM]8(\[[0-9]{0,9}[a-zA-Zμ]{1,7}\])?)"
+)
+"""Arrays of plain items; objects, structures and platform-dependent sizes are not among them."""
+DEVICE = re.compile(r"[a-z]{1,20}(:[0-9]{1,5})?")
+PATH_KINDS: dict[str, type[Any]] = {
+    "path": Path,
+    "pure_posix_path": PurePosixPath,
+    "pure_windows_path": PureWindowsPath,
+}
+
+
+class MalformedError(ValueError):
+    """Not what the kind takes; the codec adds the path to the message."""
+
+
+def expect(condition: bool, rule: str) -> None:
+    """Refuse a payload that breaks the rule."""
+    if not condition:
+        raise MalformedError(rule)
+
+
+def shown(payload: Any) -> str:
+    """A payload as it may stand in an error: cut, and never walked."""
+    return repr(payload[:100]) if isinstance(payload, str) else type(payload).__name__
+
+
+def are_plain_numbers(values: Sequence[Any]) -> bool:
+    """Whether all are short integers, or all finite floats: their JSON is themselves, and there may be millions."""
+    kinds = set(map(type, values))
+    if kinds == {int}:
+        return bool(max(values) <= MAX_PLAIN_INT and min(values) >= -MAX_PLAIN_INT)
+    return kinds == {float} and all(map(math.isfinite, values))
+
+
+def encode_int(value: int) -> Any:
+    """A JSON number, or hexadecimal if it is long."""
+    if -MAX_PLAIN_INT <= value <= MAX_PLAIN_INT:
+        return value
+    digits = hex(value)
+    if len(digits) > MAX_HEX_DIGITS:
+        raise MalformedError(f"an integer of {value.bit_length()} bits is too long for a checkpoint; use bytes")
+    return {"int": digits}
+
+
+def _decode_int(payload: Any) -> int:
+    expect(
+        isinstance(payload, str) and len(payload) <= MAX_HEX_DIGITS, "int takes a hexadecimal text of bounded length"
+    )
+    expect(re.fullmatch("-?0x[0-9a-f]+", payload) is not None, "int takes a hexadecimal text")
+    return int(payload, 16)
+
+
+def encode_float(value: float) -> Any:
+    """A JSON number (Python writes the shortest text that reads back to the same bits), or the bits of NaN and inf."""
+    return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
+
+
+def _decode_float(payload: Any) -> float:
+    expect(isinstance(payload, str) and re.fullmatch("[0-9a-f]{16}", payload) is not None, "float takes 16 hex digits")
+    (value,) = struct.unpack(">d", bytes.fromhex(payload))
+    return float(value)
+
+
+def encode_str(value: str) -> Any:
+    """A JSON text; one with lone surrogates, which no UTF-8 file can hold, as bytes."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return {"surrogates": _base64(value.encode("utf-8", "surrogatepass"))}
+    return value
+
+
+def _decode_surrogates(payload: Any) -> str:
+    try:
+        return _unbase64(payload).decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise MalformedError(f"surrogates takes UTF-8 bytes ({error.reason})") from error
+
+
+def _base64(value: bytes) -> str:
+    return base64.b64encode(value).decode("ascii")
+
+
+def _unbase64(payload: Any) -> bytes:
+    expect(isinstance(payload, str), "bytes are written as base64 text")
+    try:
+        return base64.b64decode(payload, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise MalformedError(f"this is no base64 ({error})") from error
+
+
+def _decode_complex(payload: Any) -> complex:
+    expect(isinstance(payload, list) and len(payload) == 2, "complex takes two numbers")
+    real, imaginary = (part if type(part) is float and math.isfinite(part) else _decode_float(part) for part in payload)
+    return complex(real, imaginary)
+
+
+def _encode_complex(value: complex) -> Any:
+    return {
+        "complex": [part if math.isfinite(part) else encode_float(part)["float"] for part in (value.real, value.imag)]
+    }
+
+
+def _decode_size(payload: Any) -> torch.Size:
+    valid = isinstance(payload, list) and all(type(size) is int and abs(size) < 2**63 for size in payload)
+    expect(valid, "torch.Size takes a list of integers")
+    return torch.Size(payload)
+
+
+def _decode_torch_dtype(payload: Any) -> torch.dtype:
+    expect(isinstance(payload, str) and payload in TORCH_DTYPES, f"torch has no dtype {shown(payload)}")
+    return TORCH_DTYPES[payload]
+
+
+def _decode_device(payload: Any) -> torch.device:
+    expect(isinstance(payload, str) and DEVICE.fullmatch(payload) is not None, "torch.device takes a name and an index")
+    try:
+        return torch.device(payload)
+    except RuntimeError as error:
+        raise MalformedError(f"torch has no device {payload!r}") from error
+
+
+def numpy_dtype(payload: Any) -> np.dtype[Any]:
+    """The dtype of that name, if it is one of plain items."""
+    valid = isinstance(payload, str) and NUMPY_DTYPE.fullmatch(payload) is not None
+    expect(valid, f"NumPy dtype {shown(payload)} is not among the plain ones")
+    try:
+        dtype: np.dtype[Any] = np.dtype(payload)
+    except (TypeError, ValueError) as error:
+        raise MalformedError(f"NumPy has no dtype {payload!r}") from error
+    return dtype
+
+
+def is_plain_dtype(dtype: np.dtype[Any]) -> bool:
+    """Whether arrays of it can be stored."""
+    return dtype.fields is None and dtype.subdtype is None and NUMPY_DTYPE.fullmatch(dtype.str) is not None
+
+
+def check_items(items: np.ndarray[Any, Any]) -> None:
+    """Refuse bytes that are no value of the dtype: bools beyond 0 and 1, characters beyond Unicode."""
+    raw = np.ascontiguousarray(items).reshape(-1)
+    if items.dtype.kind == "b":
+        expect(not (raw.view(np.uint8) > 1).any(), "an array of bools has bytes other than 0 and 1")
+    if items.dtype.kind == "U":
+        codes = raw.view(np.dtype(items.dtype.byteorder + "u4"))
+        expect(not (codes > 0x10FFFF).any(), "an array of text has characters beyond Unicode")
+
+
+def _encode_numpy_scalar(value: np.generic) -> Any:
+    if not is_plain_dtype(value.dtype):
+        raise MalformedError(f"a NumPy scalar of {value.dtype} has no exact form; convert it to a Python value")
+    return {"numpy_scalar": [value.dtype.str, _base64(value.tobytes())]}
+
+
+def _decode_numpy_scalar(payload: Any) -> Any:
+    expect(isinstance(payload, list) and len(payload) == 2, "numpy_scalar takes a dtype and bytes")
+    dtype, raw = numpy_dtype(payload[0]), _unbase64(payload[1])
+    expect(len(raw) == dtype.itemsize, f"a scalar of {dtype} has {dtype.itemsize} bytes, got {len(raw)}")
+    items = np.frombuffer(raw, dtype)
+    check_items(items)
+    return items[0]
+
+
+def _encode_path(kind: str) -> Callable[[Any], Any]:
+    return lambda value: {kind: encode_str(str(value))}
+
+
+def _decode_path(kind: str) -> Callable[[Any], Any]:
+    def decode(payload: Any) -> Any:
+        is_escaped = isinstance(payload, dict) and set(payload) == {"surrogates"}
+        text = _decode_surrogates(payload["surrogates"]) if is_escaped else payload
+        expect(isinstance(text, str), f"{kind} takes a text")
+        return PATH_KINDS[kind](text)
+
+    return decode
+
+
+def _encode_datetime(value: datetime.datetime) -> Any:
+    text = value.isoformat()
+    read = datetime.datetime.fromisoformat(text)
+    if repr(read) != repr(value):
+        raise MalformedError(f"{value!r} has no exact form; give it a fixed offset: .astimezone(datetime.timezone.utc)")
+    return {"datetime": text}
+
+
+def _decode_moment(kind: type[datetime.datetime] | type[datetime.date]) -> Callable[[Any], Any]:
+    def decode(payload: Any) -> Any:
+        expect(isinstance(payload, str) and len(payload) <= 64, "a moment takes an ISO 8601 text")
+        try:
+            return kind.fromisoformat(payload)
+        except ValueError as error:
+            raise MalformedError(f"{payload!r} is no moment in ISO 8601") from error
+
+    return decode
+
+
+def _decode_timedelta(payload: Any) -> datetime.timedelta:
+    valid = isinstance(payload, list) and len(payload) == 3 and all(type(part) is int for part in payload)
+    expect(valid and abs(payload[0]) <= 999_999_999, "timedelta takes days, seconds and microseconds")
+    expect(0 <= payload[1] < 86_400 and 0 <= payload[2] < 10**6, "timedelta takes days, seconds and microseconds")
+    return datetime.timedelta(*payload)
+
+
+VALUE_ENCODERS: dict[type[Any], Callable[[Any], Any]] = {
+    type(None): lambda value: value,
+    bool: lambda value: value,
+    int: encode_int,
+    float: encode_float,
+    str: encode_str,
+    complex: _encode_complex,
+    bytes: lambda value: {"bytes": _base64(value)},
+    torch.Size: lambda value: {"torch.Size": list(value)},
+    torch.dtype: lambda value: {"torch.dtype": str(value).removeprefix("torch.")},
+    torch.device: lambda value: {"torch.device": str(value)},
+    PosixPath: _encode_path("path"),
+    WindowsPath: _encode_path("path"),
+    PurePosixPath: _encode_path("pure_posix_path"),
+    PureWindowsPath: _encode_path("pure_windows_path"),
+    datetime.datetime: _encode_datetime,
+    datetime.date: lambda value: {"date": value.isoformat()},
+    datetime.timedelta: lambda value: {"timedelta": [value.days, value.seconds, value.microseconds]},
+    **dict.fromkeys(
+        {np.dtype(code).type for code in "?bBhHiIlLqQefdFDSUmM"},
+        _encode_numpy_scalar,
+    ),
+}
+"""By exact type: a subclass may hold more than its base, so it is refused."""
+
+VALUE_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "int": _decode_int,
+    "float": _decode_float,
+    "surrogates": _decode_surrogates,
+    "complex": _decode_complex,
+    "bytes": _unbase64,
+    "torch.Size": _decode_size,
+    "torch.dtype": _decode_torch_dtype,
+    "torch.device": _decode_device,
+    "path": _decode_path("path"),
+    "pure_posix_path": _decode_path("pure_posix_path"),
+    "pure_windows_path": _decode_path("pure_windows_path"),
+    "datetime": _decode_moment(datetime.datetime),
+    "date": _decode_moment(datetime.date),
+    "timedelta": _decode_timedelta,
+    "numpy_scalar": _decode_numpy_scalar,
+}

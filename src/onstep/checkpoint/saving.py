@@ -1,0 +1,145 @@
+"""What a save is asked to write, what becomes of it, and the manifest that makes it a checkpoint."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from onstep.checkpoint.component_io import WrittenFile
+from onstep.checkpoint.components import StateComponent
+from onstep.checkpoint.manifest import ComponentEntry, Manifest
+from onstep.checkpoint.transaction import SaveTransaction
+from onstep.errors import CheckpointError, ConfigError
+
+LIBRARIES = ("onstep", "torch", "numpy", "safetensors")
+"""Whose versions a manifest keeps, beside Python's."""
+
+SPACE_MARGIN = 1.05
+"""Free space that a save asks for, in multiples of its tensors' bytes."""
+
+
+@dataclass
+class SaveRequest:
+    """One checkpoint to be written."""
+
+    step: int
+    components: list[StateComponent]
+    config: dict[str, Any]
+    """The run's configuration, plain JSON."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What retention judges the checkpoint by."""
+    layout: dict[str, Any] = field(default_factory=dict)
+    """How the work is divided among ranks, plain JSON."""
+    persistent: bool = True
+    """False: deleted as soon as a newer one is there."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Anything else for the manifest, plain JSON."""
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that no crash can take away any more."""
+
+    step: int
+    path: Path
+    metrics: dict[str, float]
+
+
+@dataclass
+class PendingSave:
+    """A save whose files are being written, or wait to be committed."""
+
+    request: SaveRequest
+    writing: Future[list[WrittenFile]]
+    transaction: SaveTransaction | None
+    """On rank 0."""
+
+
+def check_keys(components: Sequence[StateComponent]) -> None:
+    """Refuse components that would write the same files.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    keys = [component.key for component in components]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError(f"{keys.count(key)} components have the key {key!r}; give each a key of its own.")
+
+
+def build_manifest(request: SaveRequest, run_id: str, world_size: int, everyone: list[list[WrittenFile]]) -> Manifest:
+    """The manifest of the files that all ranks have written; `everyone` is in rank order."""
+    files = {written.path: written.digest for one in everyone for written in one}
+    return Manifest(
+        step=request.step,
+        run_id=run_id,
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        world_size=world_size,
+        layout=request.layout,
+        config=request.config,
+        versions={name: version(name) for name in LIBRARIES} | {"python": platform.python_version()},
+        metrics=request.metrics,
+        persistent=request.persistent,
+        extra=request.extra,
+        components={
+            component.key: entry
+            for component in request.components
+            if (entry := _entry(component, everyone)) is not None
+        },
+        files=files,
+    )
+
+
+def _entry(component: StateComponent, everyone: list[list[WrittenFile]]) -> ComponentEntry | None:
+    """None for an optional component that no rank could write."""
+    own = [(rank, written) for rank, one in enumerate(everyone) for written in one if written.key == component.key]
+    if not own:
+        return None
+    return ComponentEntry(
+        sharing_pattern=component.sharing_pattern.value,
+        ranks=sorted({rank for rank, _ in own}),
+        files=[written.path for _, written in own],
+        size_bytes=sum(written.digest.size for _, written in own),
+        required=component.required,
+        metadata=component.metadata,
+    )
+
+
+def check_visible(folder: Path, everyone: list[list[WrittenFile]]) -> None:
+    """Refuse a save whose files do not all lie where rank 0 commits them.
+
+    Raises:
+        CheckpointError: naming the rank and the file.
+    """
+    for rank, one in enumerate(everyone):
+        for written in one:
+            path = folder / written.path
+            size = path.stat().st_size if path.is_file() else None
+            if size != written.digest.size:
+                found = "does not see it" if size is None else f"sees {size} bytes"
+                raise CheckpointError(
+                    f"rank {rank} wrote {path} ({written.digest.size} bytes) and rank 0 {found}; all ranks must "
+                    f"save to one shared file system."
+                )
+
+
+def check_free_space(root: Path, tensor_bytes: int) -> None:
+    """Refuse a save that there is no room for.
+
+    Raises:
+        CheckpointError: naming what is needed and what is free.
+    """
+    existing = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
+    needed, free = int(tensor_bytes * SPACE_MARGIN), shutil.disk_usage(existing).free
+    if needed > free:
+        raise CheckpointError(
+            f"{root} has {free} bytes free and the checkpoint needs {needed}; make room, or keep fewer checkpoints "
+            f"(checkpoint.most_recent_k)."
+        )

@@ -1,0 +1,107 @@
+"""Copies of tensors in memory that is kept from save to save, so that training goes on while they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+"""Bytes: each copy starts at a multiple, which suits every dtype and the processor's cache lines."""
+
+
+class WarmBuffers:
+    """Host memory that grows to the largest state it was given and stays.
+
+    Fresh memory costs a page fault every few kilobytes, several times the copy itself; memory that is kept costs it
+    once. What comes from a GPU is copied into page-locked memory, without waiting for it.
+    """
+
+    def __init__(self) -> None:
+        self._plain = _Arena(is_pinned=False)
+        self._pinned = _Arena(is_pinned=True)
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory held."""
+        return self._plain.size_bytes + self._pinned.size_bytes
+
+    def copy(self, tensors: Sequence[Tensor]) -> Snapshot:
+        """Copy the values as they are at this point of each device's stream; overwrites the copy before.
+
+        What is done to the tensors afterwards, in place and on the same stream, does not reach the copies.
+        """
+        on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
+        on_host = [tensor for tensor in tensors if not tensor.is_cuda]
+        host_copies, gpu_copies = iter(self._plain.copy(on_host)), iter(self._pinned.copy(on_gpu))
+        copies = [next(gpu_copies if tensor.is_cuda else host_copies) for tensor in tensors]
+        return Snapshot(copies, _recorded(on_gpu))
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._plain = _Arena(is_pinned=False)
+        self._pinned = _Arena(is_pinned=True)
+
+
+class Snapshot:
+    """Copies that may still be under way from a GPU."""
+
+    def __init__(self, copies: list[Tensor], events: list[torch.cuda.Event]) -> None:
+        self._copies = copies
+        self._events = events
+
+    def wait(self) -> list[Tensor]:
+        """The copies in the order of the tensors, once they are complete; may be called from another thread."""
+        for event in self._events:
+            event.synchronize()
+        return self._copies
+
+
+class _Arena:
+    """One piece of memory, divided among the tensors of a state; the same tensors find their places again."""
+
+    def __init__(self, is_pinned: bool) -> None:
+        self._is_pinned = is_pinned
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._kinds: list[tuple[torch.dtype, torch.Size]] = []
+        self._places: list[Tensor] = []
+
+    @property
+    def size_bytes(self) -> int:
+        return self._memory.numel()
+
+    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        if kinds != self._kinds:
+            self._places = self._divided(tensors)
+            self._kinds = kinds
+        for place, tensor in zip(self._places, tensors, strict=True):
+            place.copy_(tensor.detach(), non_blocking=True)
+        return self._places
+
+    def _divided(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        needed = sum(_aligned(tensor.nbytes) for tensor in tensors)
+        if needed > self._memory.numel():
+            self._memory, self._places = self._memory[:0], []  # the old memory goes before the new is taken
+            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=self._is_pinned)
+        places, start = [], 0
+        for tensor in tensors:
+            part = self._memory[start : start + tensor.nbytes]
+            places.append(part.view(tensor.dtype).view(tensor.shape))
+            start += _aligned(tensor.nbytes)
+        return places
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _recorded(tensors: Sequence[Tensor]) -> list[torch.cuda.Event]:
+    events = []
+    for device in {tensor.device for tensor in tensors}:
+        with torch.cuda.device(device):
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            events.append(event)
+    return events

@@ -1,0 +1,231 @@
+"""A save, from a temporary folder to a checkpoint: it becomes one by one rename, after all of it is durable."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from onstep.checkpoint.manifest import MANIFEST, Manifest, check_file, verify
+from onstep.checkpoint.save_lock import SaveLock, is_held
+from onstep.checkpoint.store import TEMPORARY, TRASH, FileStore
+from onstep.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest"
+"""Name of the file that names the newest checkpoint: a hint for people and scripts, never trusted here."""
+SUPERSEDED = ".superseded-"
+"""Prefix of a checkpoint that makes way for one of the same step."""
+_OF_A_SAVE = re.compile(r"\.(?P<kind>tmp|superseded)-(?P<save>checkpoint-[0-9]+-[0-9a-f]{8})(?P<end>|\.lock|\.latest)")
+_TRASH = re.compile(re.escape(TRASH) + r".+-[0-9a-f]{8}")
+
+
+class SaveTransaction:
+    """One save of one step, on the process that commits it.
+
+    `prepare`, write all files below `folder` (any rank may), then `commit`, or `abandon` after a failure. A lock file
+    beside the folder keeps sweeps of other processes away from it.
+    """
+
+    def __init__(self, store: FileStore, root: Path, step: int) -> None:
+        self.step = step
+        self._store = store
+        self._root = root
+        self._lock: SaveLock | None = None
+        self._name_anew()
+
+    def _name_anew(self) -> None:
+        self._unique = f"checkpoint-{self.step}-{secrets.token_hex(4)}"
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are written; no two saves share one."""
+        return self._root / f"{TEMPORARY}{self._unique}"
+
+    @property
+    def target(self) -> Path:
+        """What the folder is called once it is a checkpoint."""
+        return self._root / f"checkpoint-{self.step}"
+
+    def prepare(self) -> None:
+        """Make and lock the folder.
+
+        Raises:
+            CheckpointError: when something that is no checkpoint has the name of this one, or the disk refuses.
+        """
+        self._check_not_foreign()
+        self._store.make_root(self._root)
+        self._lock = self._take_lock()
+        self._store.make_folder(self.folder)
+
+    def commit(self, manifest: Manifest, *, replace: bool = False) -> Path:
+        """Make the folder a checkpoint and give its path; on return it is durable.
+
+        Args:
+            manifest: lists every file in the folder.
+            replace: take the place of a verified checkpoint of the same step; a damaged one always makes way.
+
+        Raises:
+            CheckpointError: when a file is not there as listed, when a verified checkpoint of this step is in the way,
+                or when the disk refuses; the checkpoints before it are as they were.
+        """
+        self._check_files(manifest)
+        if not replace:
+            self._check_not_in_the_way()
+        for folder in _folders_below(self.folder):
+            self._store.sync_folder(folder)
+        self._store.write_file(self.folder / MANIFEST, manifest.to_bytes())
+        self._store.sync_folder(self.folder)
+        self._publish()
+        self._point_here()
+        self._store.remove_tree(self._superseded)
+        self._release()
+        return self.target
+
+    def abandon(self) -> None:
+        """Remove what the save has left, after a failure; what cannot be removed is left to a later sweep."""
+        try:
+            if _exists(self._superseded) and not _exists(self.target):
+                self._store.rename(self._superseded, self.target)
+            self._store.remove_tree(self._superseded)
+            self._store.remove_tree(self.folder)
+            self._store.unlink(self._pointer)
+        except CheckpointError as error:
+            logger.warning("Leftovers of the save of step %s stay until the next start: %s", self.step, error)
+        self._release()
+
+    @property
+    def _superseded(self) -> Path:
+        return self._root / f"{SUPERSEDED}{self._unique}"
+
+    @property
+    def _pointer(self) -> Path:
+        return self._root / f"{TEMPORARY}{self._unique}.latest"
+
+    def _take_lock(self) -> SaveLock:
+        while (lock := SaveLock.take(self._store, self._root / f"{TEMPORARY}{self._unique}.lock")) is None:
+            self._name_anew()
+        return lock
+
+    def _release(self) -> None:
+        if self._lock is None:
+            return
+        try:
+            self._lock.release()
+        except CheckpointError as error:
+            logger.warning("A lock file of the save of step %s stays until the next start: %s", self.step, error)
+
+    def _check_not_foreign(self) -> None:
+        target = self.target
+        if _exists(target) and (target.is_symlink() or not _exists(target / MANIFEST)):
+            raise CheckpointError(
+                f"{target} exists and is no checkpoint (it has no {MANIFEST} of its own); move it away, or save to "
+                f"another folder."
+            )
+
+    def _check_not_in_the_way(self) -> None:
+        if not _exists(self.target):
+            return
+        try:
+            verify(self.target)
+        except CheckpointError as error:
+            logger.warning("A damaged checkpoint makes way for one of the same step: %s", error)
+        else:
+            raise CheckpointError(f"{self.target} exists and is verified; commit with replace=True to take its place.")
+
+    def _check_files(self, manifest: Manifest) -> None:
+        if manifest.step != self.step:
+            raise CheckpointError(f"a manifest of step {manifest.step} cannot make a checkpoint of step {self.step}.")
+        for name, digest in manifest.files.items():
+            check_file(self.folder, name, digest, hashed=False)
+
+    def _publish(self) -> None:
+        self._check_not_foreign()
+        if _exists(self.target):
+            self._store.rename(self.target, self._superseded)
+        self._store.rename(self.folder, self.target)
+        self._store.sync_folder(self._root)
+
+    def _point_here(self) -> None:
+        self._store.write_file(self._pointer, f"{self.target.name}\n".encode())
+        self._store.rename(self._pointer, self._root / LATEST)
+        self._store.sync_folder(self._root)
+
+
+def sweep(store: FileStore, root: Path, report: Callable[[str], None] = logger.warning) -> list[Path]:
+    """Remove what dead saves and interrupted deletions have left in `root`, and give what was removed.
+
+    Files of a live save, of any process, stay; so does everything that no save made. A checkpoint that had been moved
+    aside for one that never came is put back.
+
+    Args:
+        store: what touches the files.
+        root: the folder of the checkpoints; it may be missing.
+        report: told what cannot be removed, and why.
+    """
+    removed = []
+    for path in _leftovers(root):
+        try:
+            if _sweep_one(store, root, path):
+                removed.append(path)
+        except CheckpointError as error:
+            report(f"A leftover of an earlier save cannot be removed: {error}")
+    return removed
+
+
+def _leftovers(root: Path) -> list[Path]:
+    """What our naming says is no checkpoint (yet, or any more); lock files last, since they guard the rest."""
+    try:
+        names = sorted(os.listdir(root))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{root} cannot be listed ({error.strerror}); see to its permissions.") from error
+    ours = [name for name in names if _OF_A_SAVE.fullmatch(name) or _TRASH.fullmatch(name)]
+    return [root / name for name in sorted(ours, key=lambda name: name.endswith(".lock"))]
+
+
+def _sweep_one(store: FileStore, root: Path, path: Path) -> bool:
+    """Whether it was removed."""
+    match = _OF_A_SAVE.fullmatch(path.name)
+    if match is None:
+        store.remove_tree(path)
+        return True
+    if is_held(root / f"{TEMPORARY}{match['save']}.lock"):
+        return False
+    if match["end"]:
+        store.unlink(path)
+    elif match["kind"] == "superseded" and _is_needed(root, path):
+        _put_back(store, root, path)
+        return False
+    else:
+        store.remove_tree(path)
+    return True
+
+
+def _is_needed(root: Path, superseded: Path) -> bool:
+    """Whether the checkpoint it made way for never came."""
+    return not _exists(_place_of(root, superseded)) and _exists(superseded / MANIFEST)
+
+
+def _put_back(store: FileStore, root: Path, superseded: Path) -> None:
+    store.rename(superseded, _place_of(root, superseded))
+    store.sync_folder(root)
+
+
+def _place_of(root: Path, superseded: Path) -> Path:
+    return root / superseded.name.removeprefix(SUPERSEDED).rpartition("-")[0]
+
+
+def _folders_below(folder: Path) -> list[Path]:
+    """All folders in it, inner ones first."""
+    return sorted((Path(path) for path, _, _ in os.walk(folder) if Path(path) != folder), reverse=True)
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is anything of that name, be it a link to nowhere."""
+    return os.path.lexists(path)

@@ -1,0 +1,161 @@
+"""`onstep why`: the decisions of a run, in plain words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from onstep.config.part import nearest
+from onstep.errors import ConfigError
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+Decision = dict[str, Any]
+
+_WHAT = {
+    "should_training_stop": "stop",
+    "should_abort_without_save": "abort, without a final save",
+    "should_epoch_stop": "end of the epoch",
+    "should_save": "save",
+    "should_evaluate": "evaluation",
+    "should_log": "log",
+    "skip": "update left out",
+    "rollback": "rollback decided",
+    "rolled_back": "rolled back",
+    "set": "value set",
+}
+_EVERYDAY = ("should_log", "should_evaluate")
+"""Shown only for a step that is asked about."""
+_STATUS = {
+    "running": "is running, or was killed",
+    "completed": "completed",
+    "stopped": "was stopped",
+    "preempted": "was preempted; the same command continues it",
+    "failed": "failed",
+}
+
+
+@app.command()
+def why(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Folder of a run, or its name below runs/.")],
+    step: Annotated[int | None, typer.Option(help="Tell of this step only, with its logs and evaluations.")] = None,
+) -> None:
+    """Explain why a run stopped, saved, skipped or went back: every decision, the newest last."""
+    folder = find_run(run)
+    decisions = read_decisions(folder / "decisions.jsonl")
+    for line in [headline(folder, decisions), *explain(decisions, step)]:
+        print(line)
+
+
+def find_run(run: str) -> Path:
+    """The folder of a run, given as a path or as a name below `runs/`.
+
+    Raises:
+        ConfigError: when there is none, with a near name.
+    """
+    candidates = [Path(run)] + ([Path("runs") / run] if len(Path(run).parts) == 1 else [])
+    for folder in candidates:
+        if (folder / "run.json").is_file() or (folder / "decisions.jsonl").is_file():
+            return folder
+    parent = candidates[-1].parent
+    known = sorted(path.parent.name for path in parent.glob("*/run.json"))
+    there = f" {parent} has {', '.join(known[:10])}." if known else f" {parent} has no runs."
+    raise ConfigError(f"there is no run {run!r}.{nearest(Path(run).name, known)}{there}")
+
+
+def read_decisions(path: Path) -> list[Decision]:
+    """The decisions in the order they were written; a line that a crash has torn is passed over."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [decision for line in lines if (decision := _decoded(line)) is not None]
+
+
+def headline(folder: Path, decisions: Iterable[Decision]) -> str:
+    """How the run stands, and which decision ended it."""
+    content = _run_json(folder / "run.json")
+    status = str(content.get("status", "unknown"))
+    at = f" at step {content['step']}" if content.get("step") else ""
+    line = f"{folder} {_STATUS.get(status, f'has the status {status}')}{at}."
+    ending = [one for one in decisions if one.get("flag") in ("should_training_stop", "should_abort_without_save")]
+    if status in ("stopped", "preempted") and ending:
+        line += f" The last decision to stop: {_by_whom(ending[-1])}."
+    error = content.get("error")
+    return f"{line} {error}" if error else line
+
+
+def explain(decisions: Iterable[Decision], step: int | None = None) -> list[str]:
+    """One entry for each decision, of one step or of all; logs and evaluations only where a step is asked about."""
+    chosen = [one for one in decisions if (one.get("step") == step if step is not None else _is_notable(one))]
+    if not chosen:
+        return ["No decisions are on record." if step is None else f"Nothing was decided at step {step}."]
+    return [line for one in chosen for line in _lines(one)]
+
+
+def _is_notable(decision: Decision) -> bool:
+    return decision.get("flag") not in _EVERYDAY
+
+
+def _lines(decision: Decision) -> list[str]:
+    flag, details = str(decision.get("flag", "?")), _details(decision)
+    what = _WHAT.get(flag, flag)
+    if flag == "set":
+        value = details.get("value")
+        what = f"{details.get('key')} set to {'the configured value' if value is None else value}"
+    if flag == "rolled_back":
+        what = f"rolled back to step {details.get('to_step')}"
+    lines = [f"step {decision.get('step', '?')}: {what}, {_by_whom(decision)} ({_when(decision)})"]
+    if flag in ("skip", "rollback", "should_training_stop") and "anomaly" in details:
+        lines.append(f"    loss {details.get('loss')}, gradient norm {details.get('grad_norm')}")
+    if flag in ("skip", "rollback") and details.get("sample_ids") is not None:
+        lines.append(f"    not met again from the next epoch on: samples {_shortened(details['sample_ids'])}")
+    if flag == "rolled_back":
+        factor = details.get("lr_factor", 1.0)
+        rate = "" if factor == 1.0 else f"; the learning rate is multiplied by {factor}"
+        lines.append(f"    the data goes on behind step {details.get('bad_step')}{rate}")
+    return lines
+
+
+def _by_whom(decision: Decision) -> str:
+    event, rank, reason = decision.get("event"), decision.get("rank", 0), decision.get("reason")
+    where = f" during {event}" if event else ""
+    on = f" on rank {rank}" if rank else ""
+    return f"by {decision.get('author', 'somebody')}{where}{on}" + (f": {reason}" if reason else "")
+
+
+def _when(decision: Decision) -> str:
+    timestamp = decision.get("timestamp")
+    return f"{datetime.fromtimestamp(timestamp):%Y-%m-%d %H:%M:%S}" if isinstance(timestamp, int | float) else "no time"
+
+
+def _details(decision: Decision) -> dict[str, Any]:
+    details = decision.get("details")
+    return details if isinstance(details, dict) else {}
+
+
+def _shortened(ids: Any, most: int = 12) -> str:
+    if not isinstance(ids, list) or len(ids) <= most:
+        return str(ids)
+    return f"{ids[:most]} and {len(ids) - most} more"
+
+
+def _decoded(line: str) -> Decision | None:
+    try:
+        decision = json.loads(line)
+    except ValueError:
+        return None
+    return decision if isinstance(decision, dict) else None
+
+
+def _run_json(path: Path) -> dict[str, Any]:
+    """The record of the run; empty where it cannot be read, which leaves the decisions to tell."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

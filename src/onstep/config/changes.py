@@ -1,0 +1,204 @@
+"""What changed in the configuration of a run that goes on, and which configuration it goes on with.
+
+A run that continues compares the configuration it was started with to today's. Each key has one class (see
+`onstep.config.change_classes`): a safe change is taken over without a question, an incompatible one is always an error,
+and for one that changes the trajectory the policy `checkpoint.on_config_change` decides: `error` refuses it, `keep`
+goes on with the stored values, `apply` with today's. What `apply` does:
+
+- learning rate, weight decay and schedule: they are pure functions of progress, so from the next step on they are what
+  today's configuration gives for the step reached; nothing is blended.
+- length (`train_iters`, `train_samples`, `num_epochs`): the run ends later or sooner. A schedule that ends with the run
+  is recomputed, so the learning rate jumps; set `scheduler.lr_decay_iters` for one that stays.
+- `global_batch_size`: the position in samples stays, so that no sample is lost or met twice; the steps count on.
+- data, its order and seeds: the position stays a number of samples, in the order of today.
+- `micro_batch_size` and the number of ranks are safe: they only split a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from onstep.config.change_classes import OPEN_SECTIONS, ChangeClass, classify, meaning
+from onstep.config.derived import fill
+from onstep.config.keys import leaves, to_flat, typed_copy
+from onstep.config.load import from_dict, merge
+from onstep.config.part import ConfigPart
+from onstep.config.parts import ConfigContainer
+from onstep.config.rules import CHOICES, not_a_choice
+from onstep.config.validate import validate
+from onstep.errors import ConfigError
+
+POLICIES = CHOICES["checkpoint.on_config_change"]
+WIDTH = 40
+"""Characters of a value that `describe` shows."""
+
+
+class Absent(Enum):
+    """Stands for a value where a configuration lacks the key: written by another version, or a dictionary's entry."""
+
+    ABSENT = "(absent)"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+ABSENT = Absent.ABSENT
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key whose value is another one than when the run was started."""
+
+    key: str
+    old: Any
+    """The stored value; ABSENT for a key that the version that stored it did not have."""
+    new: Any
+    """Today's value; ABSENT for a key that this version does not have."""
+    kind: ChangeClass
+
+
+def changes(stored: ConfigContainer | Mapping[str, Any], today: ConfigContainer) -> list[Change]:
+    """What differs between a stored configuration and today's, both resolved, in the order of the keys.
+
+    A key that the stored one lacks counts as its default; where that is today's value, it is listed as a safe change
+    from ABSENT. A stored key that no longer exists is listed as a safe change to ABSENT.
+
+    Raises:
+        ConfigError: for a stored value that no field can hold.
+    """
+    before, missing, gone = _read(stored)
+    old, new = _flat(before), _flat(today)
+    found = [
+        Change(key, old.get(key, ABSENT), new.get(key, ABSENT), classify(key))
+        for key in _in_order(new, old)
+        if old.get(key, ABSENT) != new.get(key, ABSENT)
+    ]
+    differing = {one.key for one in found}
+    added = [Change(key, ABSENT, new[key], ChangeClass.SAFE) for key in missing if key in new and key not in differing]
+    dropped = [Change(key, value, ABSENT, ChangeClass.SAFE) for key, value in gone.items()]
+    return found + added + dropped
+
+
+def of_kind(found: Iterable[Change], kind: ChangeClass) -> list[Change]:
+    """The changes of one class."""
+    return [one for one in found if one.kind is kind]
+
+
+def decide(found: Sequence[Change], today: ConfigContainer, policy: str, world_size: int = 1) -> ConfigContainer:
+    """The configuration to go on with: a copy of today's, with the stored trajectory under the policy `keep`.
+
+    Raises:
+        ConfigError: for an incompatible change, and under `error` for one that changes the trajectory; it names the
+            keys, both values and the ways out. Also where stored and today's values do not go together.
+    """
+    if policy not in POLICIES:
+        raise not_a_choice("checkpoint.on_config_change", policy, POLICIES)
+    unfit, moved = of_kind(found, ChangeClass.INCOMPATIBLE), of_kind(found, ChangeClass.TRAJECTORY)
+    if unfit:
+        raise ConfigError(
+            f"{_listed(unfit)}, and the stored state does not fit that; put the stored "
+            f"{'value' if len(unfit) == 1 else 'values'} back."
+        )
+    if moved and policy == "error":
+        more = f" (and {len(moved) - 1} more: {', '.join(one.key for one in moved[1:])})" if len(moved) > 1 else ""
+        raise ConfigError(
+            f"{_listed(moved[:1])}{more}, which changes what is learned; go on with today's values by "
+            f"--on-config-change apply, with the stored ones by --on-config-change keep."
+        )
+    config = typed_copy(today)
+    if policy == "keep" and moved:
+        for one in moved:
+            _put_back(config, one)
+        validate(config, world_size)
+    return config
+
+
+def describe(found: Sequence[Change]) -> str:
+    """The changes as a table, most serious first, with what `apply` does; '' where there are none."""
+    order = [ChangeClass.INCOMPATIBLE, ChangeClass.TRAJECTORY, ChangeClass.SAFE]
+    changed = [one for one in found if not _is_of_another_version(one) and one.key != "checkpoint.on_config_change"]
+    rows = [
+        (one.key, _shown(one.old), _shown(one.new), one.kind.value, meaning(one.key))
+        for one in sorted(changed, key=lambda one: order.index(one.kind))
+    ]
+    lines = _aligned([("key", "was", "is", "class", "with apply"), *rows]) if rows else []
+    added = [one.key for one in found if _is_of_another_version(one) and one.old is ABSENT]
+    dropped = [one.key for one in found if _is_of_another_version(one) and one.new is ABSENT]
+    if added:
+        lines.append(f"new in this version, at their defaults: {', '.join(added)}")
+    if dropped:
+        lines.append(f"not known to this version, without effect: {', '.join(dropped)}")
+    return "\n".join(lines)
+
+
+def _is_of_another_version(change: Change) -> bool:
+    """Whether one of the two versions does not have the key at all; an entry of a dictionary just is not there."""
+    return ABSENT in (change.old, change.new) and change.key.partition(".")[0] not in OPEN_SECTIONS
+
+
+def _read(stored: ConfigContainer | Mapping[str, Any]) -> tuple[ConfigContainer, list[str], dict[str, Any]]:
+    """A stored configuration; the keys that it lacks; the values whose keys do not exist any more."""
+    if isinstance(stored, ConfigContainer):
+        return stored, [], {}
+    known, gone = _split(stored, ConfigContainer(), "")
+    config = from_dict(known)
+    missing = [key for key, _, _ in leaves(config) if key not in known]
+    return fill(config, 1), missing, gone
+
+
+def _split(values: Mapping[str, Any], part: ConfigPart, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Stored values by dotted key: those that this version has, and those that it has not."""
+    known: dict[str, Any] = {}
+    gone: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        current = getattr(part, name) if name in part.field_names() else None
+        if name not in part.field_names():
+            gone[key] = value
+        elif isinstance(current, ConfigPart) and isinstance(value, Mapping):
+            inner, inner_gone = _split(value, current, f"{key}.")
+            known |= inner
+            gone |= inner_gone
+        else:
+            known[key] = value
+    return known, gone
+
+
+def _flat(config: ConfigContainer) -> dict[str, Any]:
+    """Every value by its dotted key, the entries of open dictionaries too."""
+    flat = to_flat(config)
+    for section in OPEN_SECTIONS:
+        flat |= {f"{section}.{name}": value for name, value in flat.pop(section).items()}
+    return flat
+
+
+def _in_order(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:
+    return [*new, *(key for key in old if key not in new)]
+
+
+def _put_back(config: ConfigContainer, change: Change) -> None:
+    section, _, name = change.key.partition(".")
+    if section in OPEN_SECTIONS:
+        entries = getattr(config, section)
+        entries.pop(name, None)
+        if change.old is not ABSENT:
+            entries[name] = change.old
+    else:
+        merge(config, {change.key: change.old})
+
+
+def _listed(found: Sequence[Change]) -> str:
+    return ", ".join(f"{one.key} is {one.old!r} there and {one.new!r} here" for one in found)
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) and value else repr(value)
+    return text if len(text) <= WIDTH else f"{text[: WIDTH - 3]}..."
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,143 @@
+"""The loss scale of float16: what lifts small gradients over float16's smallest number."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onstep.errors import CheckpointError, ConfigError
+
+GROWTH = 2.0
+BACKOFF = 0.5
+LARGEST_SCALE = 2.0**96
+"""Where growth ends: the scale times any weight of a loss, and its reciprocal, stay normal numbers of float32."""
+
+
+class LossScaler:
+    """Decides by how much the loss is multiplied before the backward pass.
+
+    The scale doubles after `window` clean steps in a row. It halves, down to `min_scale`, with the `hysteresis`-th
+    overflow and with every further one; only a doubling forgives earlier overflows. A scale that cannot fall (at its
+    minimum, or constant) has no overflows: what is not finite there is an anomaly, and the finite gate's business. So
+    is a loss that is not finite, at any scale: the forward pass does not know the scale, so a lower one cannot help.
+
+    The scale is a number of the host, where `is_overflow` learns of a step's gradients by one read of the device.
+
+    Args:
+        initial_scale: where the scale starts.
+        min_scale: smallest scale, > 0.
+        window: clean steps after which the scale doubles; None never does.
+        hysteresis: overflows, since the start or the last doubling, from which on the scale halves.
+
+    Raises:
+        ConfigError: a value out of range.
+
+    Source: Micikevicius et al. 2018, "Mixed Precision Training" (arXiv:1710.03740), section 3.2.
+    """
+
+    def __init__(
+        self,
+        initial_scale: float = 2.0**32,
+        *,
+        min_scale: float = 1.0,
+        window: int | None = 1000,
+        hysteresis: int = 2,
+    ) -> None:
+        if not 0 < min_scale <= initial_scale <= LARGEST_SCALE:
+            raise ConfigError(
+                f"the loss scale must start at 2**96 or less and not below its minimum, which is > 0, got "
+                f"{initial_scale} with the minimum {min_scale}; set optimizer.initial_loss_scale (or loss_scale) and "
+                f"optimizer.min_loss_scale"
+            )
+        if hysteresis < 1 or (window is not None and window < 1):
+            raise ConfigError(
+                f"optimizer.loss_scale_window and optimizer.hysteresis must be >= 1, got {window} and {hysteresis}"
+            )
+        self.initial_scale, self.min_scale = initial_scale, min_scale
+        self.window, self.hysteresis = window, hysteresis
+        self.reset()
+
+    @classmethod
+    def constant(cls, scale: float) -> LossScaler:
+        """A scale that never changes."""
+        return cls(scale, min_scale=scale, window=None)
+
+    def reset(self) -> None:
+        """Start anew at the initial scale."""
+        self.scale = self.initial_scale
+        self.clean_steps = 0
+        """Steps without an overflow since the last overflow or doubling."""
+        self.hysteresis_left = self.hysteresis
+        """Overflows until the scale halves; 1 and less: with the next one."""
+
+    def is_overflow(self, norm: Tensor, loss: Tensor | None = None) -> bool:
+        """Take up one step, and tell whether its gradients overflowed because the scale was too high.
+
+        Waits for the device. Ranks that pass the same values keep the same scale, without communication.
+
+        Args:
+            norm: norm of the scaled gradients, 0-d, the same on all ranks.
+            loss: the step's loss, one element, the same on all ranks; None trusts it.
+        """
+        norm_is_finite, loss_is_finite = _are_finite(norm, norm if loss is None else loss)
+        if norm_is_finite:
+            self._take_up_clean_step()
+            return False
+        if loss is not None and not loss_is_finite:
+            return False
+        return self._take_up_overflow()
+
+    def _take_up_clean_step(self) -> None:
+        self.clean_steps += 1
+        if self.window is None or self.clean_steps < self.window:
+            return
+        self.clean_steps = 0
+        self.hysteresis_left = self.hysteresis
+        if self.scale * GROWTH <= LARGEST_SCALE:
+            self.scale *= GROWTH
+
+    def _take_up_overflow(self) -> bool:
+        self.clean_steps = 0
+        if self.scale <= self.min_scale:
+            return False
+        self.hysteresis_left = max(self.hysteresis_left - 1, 0)
+        if self.hysteresis_left == 0:
+            self.scale = max(self.scale * BACKOFF, self.min_scale)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and its two counters, as plain numbers."""
+        return {"scale": self.scale, "clean_steps": self.clean_steps, "hysteresis_left": self.hysteresis_left}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where another scaler stood, within today's limits; a constant scale stays what it is.
+
+        Raises:
+            CheckpointError: a key is missing, or its value is none that a scaler saves.
+        """
+        scale, clean_steps = state_dict.get("scale"), state_dict.get("clean_steps")
+        hysteresis_left = state_dict.get("hysteresis_left")
+        is_scale = isinstance(scale, float) and 0 < scale <= LARGEST_SCALE
+        if not is_scale or not all(isinstance(count, int) and count >= 0 for count in (clean_steps, hysteresis_left)):
+            raise CheckpointError(
+                f"The state of a loss scaler must have a scale between 0 and 2**96 and two counts, got {state_dict}; "
+                f"resume from another checkpoint, or leave the state out to start at the initial scale."
+            )
+        if self.window is None:
+            return
+        self.scale = max(state_dict["scale"], self.min_scale)
+        self.clean_steps = state_dict["clean_steps"]
+        self.hysteresis_left = min(state_dict["hysteresis_left"], self.hysteresis)
+
+
+def _are_finite(*values: Tensor) -> list[bool]:
+    """Whether each tensor of one element is finite: by NumPy's view of host memory, else by one read of the device."""
+    if any(value.device.type != "cpu" for value in values):
+        flags: list[bool] = torch.stack([value.detach().isfinite().reshape(()) for value in values]).tolist()
+        return flags
+    # bfloat16 is the one type that NumPy does not have
+    known = [value.detach().float() if value.dtype is torch.bfloat16 else value.detach() for value in values]
+    return [math.isfinite(value.numpy().item()) for value in known]

@@ -1,0 +1,123 @@
+"""The states of callbacks in a checkpoint, each under an id that does not depend on its place in the list."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from typing import Any
+
+from onstep.errors import CheckpointError
+from onstep.events import CallbackManager
+
+logger = logging.getLogger(__name__)
+
+_PLAIN = (str, int, float, bool, type(None))
+
+
+class CallbackStates:
+    """Saves and loads every callback that has `state_dict` and `load_state_dict`.
+
+    The id of a callback is its class's full name; of several of one class, also its `state_key` attribute, or else a
+    digest of the plain values that it was made with. Equal ones are told apart by their order. The ids are taken when
+    the run starts, before anything changes a callback.
+    """
+
+    def __init__(self, manager: CallbackManager | None) -> None:
+        stateful = [one for one in (manager.callbacks if manager is not None else []) if _is_stateful(one)]
+        self._manager = manager
+        self._ids: dict[int, str] = {}
+        self._owners: dict[int, Any] = {}
+        self._name(stateful)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states by id."""
+        return {key: callback.state_dict() for key, callback in self._current().items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Hand every callback its state, and report by name what has no counterpart.
+
+        Raises:
+            CheckpointError: when a callback cannot take its own state.
+        """
+        callbacks = self._current()
+        pairs = _matched(callbacks, state_dict)
+        for key, saved_key in pairs.items():
+            try:
+                callbacks[key].load_state_dict(state_dict[saved_key])
+            except Exception as error:
+                raise CheckpointError(
+                    f"callback {key} cannot take the state that the checkpoint has for it: {type(error).__name__}: "
+                    f"{error}. Remove the callback, or continue with the version that saved it."
+                ) from error
+        without = [key for key in callbacks if key not in pairs]
+        if without:
+            logger.warning("the checkpoint has no state for callback %s; it starts anew", ", ".join(without))
+        unclaimed = [key for key in state_dict if key not in pairs.values()]
+        if unclaimed:
+            logger.warning(
+                "the checkpoint has a state for callback %s, which this run does not have (removed or renamed?)",
+                ", ".join(unclaimed),
+            )
+
+    def _current(self) -> dict[str, Any]:
+        """The callbacks that there are now, by id; one that joined later is named when it is first seen."""
+        present = [one for one in (self._manager.callbacks if self._manager is not None else []) if _is_stateful(one)]
+        new = [one for one in present if id(one) not in self._ids]
+        if new:
+            self._name(new)
+        return {self._ids[id(one)]: one for one in present}
+
+    def _name(self, callbacks: list[Any]) -> None:
+        counts = Counter(_class_name(one) for one in callbacks)
+        taken = set(self._ids.values())
+        for one in callbacks:
+            key = base = _class_name(one)
+            own = getattr(one, "state_key", None)
+            if isinstance(own, str):
+                key = base = f"{base}[{own}]"
+            elif counts[base] > 1 or base in taken:
+                key = base = f"{base}[{_digest(one)}]"
+            number = 2
+            while key in taken:
+                key, number = f"{base}#{number}", number + 1
+            taken.add(key)
+            self._ids[id(one)], self._owners[id(one)] = key, one
+
+
+def _is_stateful(callback: Any) -> bool:
+    has_both = callable(getattr(callback, "state_dict", None)) and callable(getattr(callback, "load_state_dict", None))
+    return has_both and not hasattr(callback, "get_last_lr")  # a scheduler that is a callback too is saved as scheduler
+
+
+def _class_name(callback: Any) -> str:
+    return f"{type(callback).__module__}.{type(callback).__qualname__}"
+
+
+def _digest(callback: Any) -> str:
+    """Eight hex digits of the plain values that the callback holds."""
+    plain = {key: value for key, value in sorted(vars(callback).items()) if isinstance(value, _PLAIN)}
+    return hashlib.blake2b(repr(plain).encode(), digest_size=4).hexdigest()
+
+
+def _matched(callbacks: dict[str, Any], saved: dict[str, Any]) -> dict[str, str]:
+    """Each callback's id with the saved id whose state it takes: the same one, else the only one left of its class."""
+    pairs = {key: key for key in callbacks if key in saved}
+    for key in callbacks:
+        if key in pairs:
+            continue
+        free = [one for one in saved if one not in pairs.values() and _base(one) == _base(key)]
+        alike = [one for one in callbacks if one not in pairs and _base(one) == _base(key)]
+        if len(free) == 1 and len(alike) == 1:
+            pairs[key] = free[0]
+            if _is_made_otherwise(key, free[0]):
+                logger.warning("callback %s takes the state of %s, the only one of its class", key, free[0])
+    return pairs
+
+
+def _is_made_otherwise(key: str, saved: str) -> bool:
+    return "[" in key and "[" in saved
+
+
+def _base(key: str) -> str:
+    return key.partition("[")[0].partition("#")[0]

@@ -1,0 +1,125 @@
+"""Waiting for a training batch, but not for ever once the run was asked to leave."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+from onstep.errors import OnstepError
+from onstep.training.signals import DistributedSignalHandler
+
+T = TypeVar("T")
+
+_RETRY_SECONDS = 0.05
+
+
+class DataTimeout(OnstepError):  # noqa: N818 - ends a wait, and the run then saves; nothing went wrong
+    """A signalled run gave up on a training batch. The reader stands where it stood before the read."""
+
+
+def wait_for_data(read: Callable[[], T], handler: DistributedSignalHandler | None, data_timeout: float | None) -> T:
+    """`read()`, given up `data_timeout` seconds after a signal has come (before or during it); None waits on.
+
+    A read is interrupted in the main thread, by an exception between two of its bytecodes, while SIGALRM and the
+    real-time timer are borrowed and given back. It must be a Python function whose loader leaves no half-read stream
+    behind, as those of `onstep.data`. Workers that are stuck take up to five seconds more to end.
+
+    Raises:
+        DataTimeout: when the time is over, or when the signal has ended the data workers too. What was read so far is
+            dropped.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if handler is None or not handler.is_installed or not in_main_thread:
+        return read()
+    try:
+        return _watched_read(read, handler.innermost, data_timeout)
+    except (RuntimeError, OSError, EOFError) as error:
+        if handler.received and (handler.lost_workers or "DataLoader worker" in str(error)):
+            raise DataTimeout(f"the data workers ended with {handler.signal_name}: {error}") from error
+        raise
+
+
+def _watched_read(read: Callable[[], T], handler: DistributedSignalHandler, seconds: float | None) -> T:
+    wait = _Wait(seconds)
+    before = handler.on_first_signal, handler.on_lost_worker
+    handler.on_first_signal, handler.on_lost_worker = wait.arm, wait.give_up
+    try:
+        if handler.received:
+            wait.arm()
+        return _run(read)
+    except _GiveUp:
+        why = f"no training batch within train.data_timeout={seconds} seconds after {handler.signal_name}"
+        raise DataTimeout(f"the data workers ended with {handler.signal_name}" if wait.lost_worker else why) from None
+    finally:
+        handler.on_first_signal, handler.on_lost_worker = before
+        wait.disarm()
+
+
+def _run(read: Callable[[], T]) -> T:
+    """The frame of this function on the stack, below another one, shows that the read has not returned yet."""
+    return read()
+
+
+class _GiveUp(BaseException):
+    """Not an Exception: a dataset that retries on errors must not swallow it."""
+
+
+class _Wait:
+    """Interrupts a read: by a borrowed real-time timer, or when its workers have died."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._has_given_up = False
+        self.lost_worker = False
+        self._armed_at: float | None = None
+        self._previous_handler: Any = None
+        self._previous_timer = (0.0, 0.0)
+
+    def arm(self) -> None:
+        """Start the timer, where there is a limit; once."""
+        if self._seconds is None or self._armed_at is not None:
+            return
+        self._armed_at = time.monotonic()
+        self._previous_handler = signal.signal(signal.SIGALRM, self._expire)
+        self._previous_timer = signal.setitimer(signal.ITIMER_REAL, self._seconds, _RETRY_SECONDS)
+
+    def disarm(self) -> None:
+        """Give the timer back, with what is left of a user's own."""
+        if self._armed_at is None:
+            return
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        handler = self._previous_handler
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
+        delay, interval = self._previous_timer
+        if delay > 0:
+            left = delay - (time.monotonic() - self._armed_at)
+            signal.setitimer(signal.ITIMER_REAL, max(left, 1e-6), interval)
+
+    def give_up(self, frame: FrameType | None) -> None:
+        """Interrupt the read because its workers are gone; once, so that what unwinds is left in peace."""
+        if not self._has_given_up and _is_reading(frame):
+            self._has_given_up = self.lost_worker = True
+            raise _GiveUp
+
+    def _expire(self, number: int, frame: FrameType | None) -> None:
+        """Interrupt the read; one that has returned already, and moved the position, is not."""
+        is_late = self._armed_at is not None and time.monotonic() - self._armed_at >= (self._seconds or 0)
+        if not is_late or not _is_reading(frame):
+            return  # the timer comes again
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if not self._has_given_up:
+            self._has_given_up = True
+            raise _GiveUp
+
+
+def _is_reading(frame: FrameType | None) -> bool:
+    above = frame
+    while above is not None:
+        if above.f_code is _run.__code__:
+            return above is not frame
+        above = above.f_back
+    return False

@@ -1,0 +1,201 @@
+"""Checkpoints and exits at the end of a step: decided in one place, for all ranks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Literal
+
+from onstep.checkpoint import RngState
+from onstep.events import Request
+from onstep.schedules import is_due
+from onstep.training.progress_log import compute_throughputs_and_append_to_progress_log
+from onstep.training.signals import DistributedSignalHandler, Preempted
+
+if TYPE_CHECKING:
+    from onstep.training.state import GlobalState
+
+logger = logging.getLogger(__name__)
+
+ExitKind = Literal["signal", "duration", "interval"]
+
+
+class EvaluationInterrupted(Preempted):
+    """A signal or time limit ended an evaluation; the training saves from before it, anything else just leaves."""
+
+
+@dataclass
+class ExitWatch:
+    """What ends the process before the run is done, and what a pending save waits for; ranks agree on it."""
+
+    handler: DistributedSignalHandler | None = None
+    """None outside of a run and where `train.exit_signal_handler` is off."""
+    deadline: float | None = None
+    """When `train.exit_duration_in_mins` is over, in seconds of the monotonic clock."""
+    decided: ExitKind | None = None
+    some_rank_writes: bool = False
+    """Whether a rank is still writing its files of an asynchronous save."""
+
+    def start(self, state: GlobalState) -> None:
+        """Forget an earlier decision, and start the clock of `train.exit_duration_in_mins` if it does not run yet."""
+        if self.decided != "signal":
+            self.decided = None
+        minutes = state.cfg.train.exit_duration_in_mins
+        if minutes is not None and self.deadline is None:
+            self.deadline = time.monotonic() + 60 * minutes - (time.time() - state.start_time)
+
+    def votes(self, state: GlobalState) -> list[int]:
+        """What this rank knows: a signal came; the time is over (rank 0's clock); its save is not written yet."""
+        signalled = self.handler is not None and self.handler.received
+        is_late = self.deadline is not None and state.world.is_main and time.monotonic() >= self.deadline
+        checkpoints = state.checkpoints
+        return [int(signalled), int(is_late), int(checkpoints is not None and checkpoints.is_writing)]
+
+    def adopt(self, votes: list[int]) -> None:
+        """Take the votes of all ranks; a signal wins over the clock."""
+        signalled, is_late, writes = votes
+        if signalled:
+            self.decided = "signal"
+        elif is_late and self.decided is None:
+            self.decided = "duration"
+        self.some_rank_writes = bool(writes)
+
+
+def checkpoint_and_decide_exit(
+    state: GlobalState,
+    model: list[Any],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    num_floating_point_operations_so_far: float,
+    checkpointing_context: dict[str, Any] | None,
+    train_data_iterator: Any,
+) -> bool:
+    """Save what is due or asked for, and decide whether the process leaves now. Collective; it only reads decisions.
+
+    A process that leaves (signal, `train.exit_duration_in_mins`, `train.exit_interval`) saves first, once, where there
+    are checkpoints and anything has changed since the last one.
+
+    Returns:
+        True if training should end here; `state.exits.decided` says why.
+    """
+    step, exits = state.train_state.step, state.exits
+    is_last = state.train_iters is not None and step >= state.train_iters
+    if exits.decided == "duration" and is_last:
+        exits.decided = None
+    if exits.decided is None and not is_last and state.has_stepped and is_due(step, state.cfg.train.exit_interval):
+        exits.decided = "interval"
+    leaves = exits.decided is not None
+    persistent_is_due = state.control.should_save
+    state.control.honoured("should_save")
+    non_persistent_is_due = is_due(step, state.cfg.checkpoint.non_persistent_save_interval)
+    if (persistent_is_due and not state.saves_at_end) or (leaves and state.is_unsaved):
+        non_persistent = False
+    elif non_persistent_is_due and state.is_unsaved and not persistent_is_due:
+        non_persistent = True
+    else:
+        return leaves and say_exit(state)
+    save_checkpoint_and_time(
+        state,
+        model,
+        optimizer,
+        opt_param_scheduler,
+        num_floating_point_operations_so_far,
+        checkpointing_context,
+        non_persistent_ckpt=non_persistent,
+        train_data_iterator=train_data_iterator,
+    )
+    return leaves and say_exit(state)
+
+
+def save_checkpoint_and_time(
+    state: GlobalState,
+    model: list[Any],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    num_floating_point_operations_so_far: float,
+    checkpointing_context: dict[str, Any] | None,
+    non_persistent_ckpt: bool = False,
+    train_data_iterator: Any = None,
+) -> None:
+    """Save a checkpoint; the time it takes belongs to no logging interval. Collective.
+
+    A run without checkpoints warns once.
+
+    Raises:
+        CheckpointError: when it cannot be written and `checkpoint.on_save_error` is stop; on all ranks alike.
+    """
+    if state.checkpoints is None:
+        _warn_that_nothing_is_saved(state)
+        return
+    started = time.perf_counter()
+    state.checkpoints.save(model, optimizer, opt_param_scheduler, train_data_iterator, not non_persistent_ckpt)
+    if state.cfg.logger.log_progress and not non_persistent_ckpt:
+        compute_throughputs_and_append_to_progress_log(state, num_floating_point_operations_so_far)
+    state.interval_start += time.perf_counter() - started
+
+
+def leave_if_decided(state: GlobalState) -> None:
+    """End an evaluation of which nothing was reported yet; a further set of the same evaluation is finished.
+
+    Raises:
+        EvaluationInterrupted: once ranks agree that the process leaves.
+    """
+    if state.exits.decided is not None and state.evaluation_is_whole:
+        raise EvaluationInterrupted(f"preempted in an evaluation at step {state.train_state.step}")
+
+
+@contextmanager
+def handled_signals(state: GlobalState) -> Iterator[None]:
+    """Turn `train.exit_signals` into a request to save and leave while the block runs; nested blocks share one."""
+    train = state.cfg.train
+    if not train.exit_signal_handler or state.exits.handler is not None:
+        yield
+        return
+    with DistributedSignalHandler(train.exit_signals) as handler:
+        state.exits.handler = handler
+        try:
+            yield
+        finally:
+            state.exits.handler = None
+
+
+def random_state_before(state: GlobalState) -> Any:
+    """The random generators before something that a signal may interrupt; None where no signal is handled."""
+    return None if state.exits.handler is None else RngState(state.world.device).state_dict()
+
+
+def restore_random_state(state: GlobalState, before: Any) -> None:
+    """Put the random generators back."""
+    if before is not None:
+        RngState(state.world.device).load_state_dict(before)
+
+
+def say_exit(state: GlobalState) -> bool:
+    """Print why the process leaves, in Megatron Bridge's words, and remember it as the end's reason; True."""
+    step = state.train_state.step
+    if state.exits.decided == "signal":
+        handler = state.exits.handler
+        name = (handler.signal_name if handler is not None else None) or "a signal on another rank"
+        text, author = f"exiting program after receiving {name}.", "signal"
+    elif state.exits.decided == "duration":
+        minutes = (time.time() - state.start_time) / 60
+        text, author = f"exiting program after {minutes:.2f} minutes", "exit_duration_in_mins"
+    else:
+        text, author = f"exiting program at iteration {step}", "exit_interval"
+    state.stopped_by = Request("should_training_stop", author, "", text, state.world.rank)
+    if state.world.is_main:
+        print(f"[{text}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S} ", flush=True)  # noqa: T201 - Bridge's line
+    return True
+
+
+def _warn_that_nothing_is_saved(state: GlobalState) -> None:
+    if state.world.is_main and not state.warned_of_saving:
+        state.warned_of_saving = True
+        logger.warning(
+            "a save is due at step %d, but this run has no folder to save in; set run.name or checkpoint.save",
+            state.train_state.step,
+        )

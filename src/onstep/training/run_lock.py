@@ -1,0 +1,53 @@
+"""One live process for a run: a lock that the system lets go of however the process ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import weakref
+from pathlib import Path
+
+from onstep.errors import RunExistsError
+
+
+class RunLock:
+    """Holds `path` until `release` or the process's end. A forked child (a data loader's worker) does not hold it.
+
+    Raises:
+        RunExistsError: when a live process holds it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._descriptor, 200, 0).decode("utf-8", "replace").strip()
+            self.release()
+            raise RunExistsError(
+                f"{path.parent} is being worked on by a live process ({holder or 'unknown'}); wait for it or end it, "
+                f"or choose another run.name."
+            ) from None
+        except OSError:
+            pass  # a file system without locks (some network mounts): nothing tells two processes apart there
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        _release_in_forked_children(self)
+
+    def release(self) -> None:
+        """Let go; doing it twice is harmless."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _release_in_forked_children(lock: RunLock) -> None:
+    reference = weakref.ref(lock)
+
+    def release() -> None:
+        inherited = reference()
+        if inherited is not None:
+            inherited.release()
+
+    os.register_at_fork(after_in_child=release)

@@ -1,0 +1,273 @@
+"""Signals that mean: save and leave. A handler only sets a flag, and the loop acts where all ranks agree."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Any, TypeGuard
+
+import torch.distributed as dist
+
+from onstep.distributed import World
+from onstep.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PREEMPTED_EXIT_CODE = 75
+"""`EX_TEMPFAIL`: the run was asked to leave and has saved; the same command goes on."""
+
+REPEAT_WINDOW_SECONDS = 1.0
+"""A signal this soon after the first is the same request once more: schedulers signal a whole process group and
+`torchrun` passes the same signal on, so that every rank gets it twice."""
+
+_REFUSED = {
+    "SIGKILL": "no process can handle it",
+    "SIGSTOP": "no process can handle it",
+    "SIGSEGV": "it tells of a broken process",
+    "SIGBUS": "it tells of a broken process",
+    "SIGFPE": "it tells of a broken process",
+    "SIGILL": "it tells of a broken process",
+    "SIGABRT": "it tells of a broken process",
+    "SIGTRAP": "it tells of a broken process",
+    "SIGSYS": "it tells of a broken process",
+    "SIGCHLD": "data workers use it",
+    "SIGALRM": "train.data_timeout uses it",
+}
+
+Handler = Callable[[int, FrameType | None], Any]
+
+
+class Preempted(SystemExit):
+    """Ends the process with exit code 75, after the run was asked to leave and has saved what it could."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(PREEMPTED_EXIT_CODE)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def signal_numbers(names: Iterable[str | int]) -> list[signal.Signals]:
+    """The signals of `names` (as in `train.exit_signals`), or of their numbers; each once.
+
+    Raises:
+        ConfigError: for a name that this system does not have, or a signal that cannot ask for a graceful stop.
+    """
+    return list(dict.fromkeys(_signal_number(name) for name in names))
+
+
+class DistributedSignalHandler:
+    """While entered, remembers that one of some signals came; leaving restores the handlers from before.
+
+    The handler sets a flag, writes one line to standard error and calls the handler that a user had installed before
+    (Python's own for SIGINT is not called). A second signal, later than `REPEAT_WINDOW_SECONDS` after the first, leaves
+    at once by the default action of that signal. Python runs handlers between two bytecodes: a process that hangs in a
+    collective learns of neither.
+
+    Handlers are installed in the main thread only; elsewhere nothing is, with a warning. Entered inside another one (a
+    `train()` within a callback), it installs nothing for signals that the outer one handles, and tells what that knows.
+    In forked processes these signals set nothing: SIGTERM ends them, others are ignored, so that the workers of a
+    data loader go on while the main process finishes its step.
+
+    Args:
+        sig: one signal, or several, as numbers, names or `signal.Signals`.
+        world: the ranks that `signals_received` asks; None is torch's default process group.
+
+    Raises:
+        ConfigError: see `signal_numbers`.
+    """
+
+    def __init__(self, sig: Any = signal.SIGTERM, *, world: World | None = None) -> None:
+        several = isinstance(sig, Iterable) and not isinstance(sig, str)
+        self._signals = signal_numbers(sig if several else [sig])
+        self._world = world
+        self._previous: dict[signal.Signals, Any] = {}
+        self._outer: DistributedSignalHandler | None = None
+        self._entries = 0
+        self._pid = 0
+        self._first_time: float | None = None
+        self._first_signal: signal.Signals | None = None
+        self._lines: dict[int, bytes] = {}
+        self._children = _QuietChildren(self)
+        self.on_first_signal: Callable[[], None] | None = None
+        """Called by the handler with the first signal; it must be quick and take no locks."""
+        self.on_lost_worker: Callable[[FrameType | None], None] | None = None
+        """Called with the interrupted frame when a worker of a data loader has died after the first signal."""
+
+    def __enter__(self) -> DistributedSignalHandler:
+        self._entries += 1
+        if self._entries == 1:
+            self._first_time, self._first_signal = None, None
+            self._install()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._entries -= 1
+        if self._entries == 0:
+            self.release()
+
+    @property
+    def received(self) -> bool:
+        """Whether this process got one of the signals."""
+        return self._first_signal is not None or (self._outer is not None and self._outer.received)
+
+    @property
+    def signal_name(self) -> str | None:
+        """The first signal that came, as `SIGTERM`; None as long as none did."""
+        if self._first_signal is not None:
+            return self._first_signal.name
+        return None if self._outer is None else self._outer.signal_name
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether signals reach this handler, or the one it was entered inside of."""
+        return bool(self._previous) or (self._outer is not None and self._outer.is_installed)
+
+    @property
+    def lost_workers(self) -> bool:
+        """Whether a worker of a data loader died after the first signal, most likely of the same one."""
+        return self._children.has_lost or (self._outer is not None and self._outer.lost_workers)
+
+    @property
+    def innermost(self) -> DistributedSignalHandler:
+        """The handler that signals reach: this one, or the one it was entered inside of."""
+        return self if self._outer is None or self._previous else self._outer.innermost
+
+    def signals_received(self) -> list[bool]:
+        """Whether each rank got one of the signals, in rank order. Collective."""
+        if self._world is not None:
+            return [bool(one) for one in self._world.gather(self.received)]
+        if not dist.is_available() or not dist.is_initialized():
+            return [self.received]
+        flags: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(flags, self.received)
+        return [bool(flag) for flag in flags]
+
+    def release(self) -> bool:
+        """Restore the handlers from before; False if that was done already, or nothing was installed."""
+        was_installed = bool(self._previous)
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._handle:  # a handler that somebody put over ours stays theirs
+                signal.signal(number, _restorable(previous))
+        self._previous = {}
+        self._outer = None
+        self._children.stop()
+        return was_installed
+
+    def _install(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            names = ", ".join(one.name for one in self._signals)
+            logger.warning(
+                "training outside the main thread: Python handles signals in the main thread only, so %s will not save "
+                "and leave; run the training in the main thread for that",
+                names,
+            )
+            return
+        self._pid = os.getpid()
+        for number in self._signals:
+            previous = signal.getsignal(number)
+            owner = getattr(previous, "__self__", None)
+            if isinstance(owner, DistributedSignalHandler) and owner._pid == self._pid:
+                self._outer = owner
+                continue
+            self._lines[number] = f"Received signal {int(number)} ({number.name}), initiating graceful stop\n".encode()
+            self._previous[number] = previous
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """What runs between two bytecodes of the main thread: no locks, no logging, nothing that waits."""
+        if os.getpid() != self._pid:
+            if number == signal.SIGTERM:
+                self._leave_at_once(number)
+            return
+        now = time.monotonic()
+        if self._first_time is not None:
+            if now - self._first_time > REPEAT_WINDOW_SECONDS:
+                self._leave_at_once(number)
+        else:
+            self._first_time, self._first_signal = now, signal.Signals(number)
+            self._children.start()
+            with suppress(OSError):  # standard error may be closed
+                os.write(2, self._lines.get(number, b""))
+            if self.on_first_signal is not None:
+                self.on_first_signal()
+        previous = self._previous.get(signal.Signals(number))
+        if _is_users(previous):
+            previous(number, frame)
+
+    def _leave_at_once(self, number: int) -> None:
+        """End the process as if it had never handled the signal."""
+        for one in self._signals:
+            signal.signal(one, signal.SIG_DFL)
+        signal.raise_signal(number)
+        os._exit(128 + number)  # the first process of a container does not die of its own signals
+
+
+class _QuietChildren:
+    """Keeps the death of a data worker from interrupting the step, once a signal came.
+
+    A signal to the process group, as `torchrun` sends it, ends the workers of a torch DataLoader too. Torch then raises
+    a RuntimeError in the main thread wherever it is, also in the middle of a save.
+    """
+
+    def __init__(self, owner: DistributedSignalHandler) -> None:
+        self._owner = owner
+        self.has_lost = False
+        self._torch_handler: Handler | None = None
+
+    def start(self) -> None:
+        current = signal.getsignal(signal.SIGCHLD)
+        if getattr(current, "__module__", None) == "torch.utils.data._utils.signal_handling" and callable(current):
+            self._torch_handler = current
+            signal.signal(signal.SIGCHLD, self._child_ended)
+
+    def stop(self) -> None:
+        if self._torch_handler is not None and signal.getsignal(signal.SIGCHLD) == self._child_ended:
+            signal.signal(signal.SIGCHLD, self._torch_handler)
+        self._torch_handler = None
+
+    def _child_ended(self, number: int, frame: FrameType | None) -> None:
+        if self._torch_handler is None:
+            return
+        try:
+            self._torch_handler(number, frame)
+        except RuntimeError:  # what torch raises for a dead worker
+            self.has_lost = True
+            if self._owner.on_lost_worker is not None:
+                self._owner.on_lost_worker(frame)
+
+
+def _signal_number(name: str | int) -> signal.Signals:
+    valid = [one.name for one in signal.Signals if one.name not in _REFUSED]
+    try:
+        number = signal.Signals[name] if isinstance(name, str) else signal.Signals(name)
+    except (KeyError, ValueError):
+        raise ConfigError(f"train.exit_signals has no signal {name!r}; {_known(valid)}") from None
+    if number.name in _REFUSED:
+        raise ConfigError(
+            f"train.exit_signals cannot have {number.name}: {_REFUSED[number.name]}; {_known(valid)}"
+        ) from None
+    return number
+
+
+def _known(names: Sequence[str]) -> str:
+    return f"it takes {', '.join(names)}."
+
+
+def _is_users(handler: Any) -> TypeGuard[Handler]:
+    """Whether a previous handler is to be called: not the default, not Python's for SIGINT, not a parent's of ours."""
+    if not callable(handler) or handler is signal.default_int_handler or isinstance(handler, signal.Handlers):
+        return False
+    return not isinstance(getattr(handler, "__self__", None), DistributedSignalHandler)
+
+
+def _restorable(handler: Any) -> Any:
+    """A handler to install again; one that was not installed by Python cannot be, and becomes the default."""
+    return signal.SIG_DFL if handler is None else handler

@@ -1,0 +1,234 @@
+"""Saves that go on while training does: what was saved is the moment of the call, and no failure is lost."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from onstep.checkpoint import (
+    CheckpointManager,
+    FileStore,
+    Operation,
+    Retention,
+    SavedCheckpoint,
+    SaveRequest,
+    SharingPattern,
+    StateComponent,
+    verify,
+)
+from onstep.checkpoint.snapshot import WarmBuffers
+from onstep.distributed import World
+from onstep.errors import CheckpointError
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+class Box:
+    """A state of any content."""
+
+    def __init__(self, **content: Any) -> None:
+        self.content = content
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.content
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.content = state_dict
+
+
+class Gate:
+    """A disk that waits until it is opened, or fails."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.opened.set()
+        self.is_broken = False
+        self.store = FileStore(self._on_operation)
+
+    def _on_operation(self, operation: Operation) -> None:
+        if operation.kind == "write" and threading.current_thread() is not threading.main_thread():
+            assert self.opened.wait(30)
+            if self.is_broken:
+                raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture
+def open_manager(tmp_path: Path, gate: Gate) -> Iterator[Callable[..., CheckpointManager]]:
+    managers: list[CheckpointManager] = []
+
+    def make(**options: Any) -> CheckpointManager:
+        managers.append(CheckpointManager(tmp_path, World(), async_save=True, store=gate.store, **options))
+        return managers[-1]
+
+    yield make
+    gate.opened.set()
+    for manager in managers:
+        manager.close()
+
+
+def request(step: int, box: Box | None = None) -> SaveRequest:
+    return SaveRequest(step, [StateComponent("box", box or Box(step=step), SharingPattern.GLOBAL)], {})
+
+
+def load_newest(manager: CheckpointManager) -> Any:
+    info, box = manager.newest(), Box()
+    assert info is not None
+    manager.load(info, [StateComponent("box", box, SharingPattern.GLOBAL)])
+    return box.content
+
+
+def names(root: Path) -> list[str]:
+    return sorted(name for name in os.listdir(root) if not name.startswith("."))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_changes_after_save_is_not_in_the_checkpoint(
+    device: str, gate: Gate, open_manager: Callable[..., CheckpointManager]
+) -> None:
+    plain = torch.arange(200_000.0, device=device)
+    strided, tiny = torch.arange(12.0, device=device).view(3, 4).t(), torch.tensor(3, device=device)
+    array, counts = np.arange(5), [1, 2]
+    box = Box(plain=plain, view=plain[10:20], strided=strided, tiny=tiny, array=array, counts=counts)
+    manager = open_manager()
+    for step in (1, 2):  # the second one meets warm buffers
+        expected = [tensor.clone().cpu() for tensor in (plain, plain[10:20], strided, tiny)]
+        gate.opened.clear()
+        manager.save(request(step, box))
+        for tensor in (plain, strided, tiny):
+            tensor.add_(100)
+        array += 100
+        counts.append(3)
+        gate.opened.set()
+        manager.finalize()
+        loaded = load_newest(manager)
+        found = [loaded[name] for name in ("plain", "view", "strided", "tiny")]
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert loaded["array"].tolist() == [i + 100 * (step - 1) for i in range(5)]
+        assert loaded["counts"] == [1, 2, *[3] * (step - 1)]
+
+
+def test_save_returns_while_the_files_are_written_and_finalize_makes_it_durable(
+    tmp_path: Path, gate: Gate, open_manager: Callable[..., CheckpointManager]
+) -> None:
+    told: list[SavedCheckpoint] = []
+    manager = open_manager(on_durable=told.append)
+    gate.opened.clear()
+    manager.save(request(1))
+    assert (manager.is_saving, manager.is_written, told, names(tmp_path)) == (True, False, [], [])
+    gate.opened.set()
+    while not manager.is_written:
+        threading.Event().wait(0.001)
+    assert (manager.is_saving, told, names(tmp_path)) == (True, [], []), "only the loop makes it a checkpoint"
+    manager.finalize()
+    assert (manager.is_saving, manager.is_written) == (False, True)
+    assert [saved.step for saved in told] == [1]
+    assert verify(tmp_path / "checkpoint-1").step == 1
+    manager.finalize()
+    assert len(told) == 1, "with nothing pending there is nothing to finalise"
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path, open_manager: Callable[..., CheckpointManager]) -> None:
+    told: list[int] = []
+    manager = open_manager(on_durable=lambda saved: told.append(saved.step))
+    for step in (1, 2, 3):
+        manager.save(request(step))
+        assert told == list(range(1, step))
+    manager.finalize()
+    assert told == [1, 2, 3]
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3", "latest"]
+
+
+@pytest.mark.parametrize("where", ["finalize", "save"])
+def test_a_failure_of_the_thread_comes_out_at_the_next_call(
+    where: str, tmp_path: Path, gate: Gate, open_manager: Callable[..., CheckpointManager]
+) -> None:
+    manager = open_manager()
+    manager.save(request(1))
+    manager.finalize()
+    gate.is_broken = True
+    manager.save(request(2))
+    with pytest.raises(CheckpointError, match=r"step 2 failed.*Input/output error"):
+        manager.finalize() if where == "finalize" else manager.save(request(3))
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-1", "latest"]
+    gate.is_broken = False
+    manager.save(request(4))
+    manager.finalize()
+    assert load_newest(manager) == {"step": 4}
+
+
+def test_a_failure_is_warned_of_when_the_run_continues(
+    tmp_path: Path, gate: Gate, open_manager: Callable[..., CheckpointManager], caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[int] = []
+    manager = open_manager(on_save_error="continue", on_durable=lambda saved: told.append(saved.step))
+    with caplog.at_level(logging.WARNING, logger="onstep"):
+        gate.is_broken = True
+        manager.save(request(1))
+        manager.finalize()
+        gate.is_broken = False
+        manager.save(request(2))
+        manager.finalize()
+    assert told == [2]
+    assert "Input/output error" in caplog.text
+
+
+@pytest.mark.parametrize("is_broken", [False, True], ids=["written", "failed"])
+def test_close_abandons_what_is_not_finalised_and_says_so(
+    is_broken: bool,
+    tmp_path: Path,
+    gate: Gate,
+    open_manager: Callable[..., CheckpointManager],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gate.is_broken = is_broken
+    manager = open_manager()
+    manager.save(request(1))
+    with caplog.at_level(logging.WARNING, logger="onstep"):
+        manager.close()
+    assert "step 1 is abandoned" in caplog.text
+    assert ("Input/output error" in caplog.text) == is_broken
+    assert os.listdir(tmp_path) == []
+    assert not manager.is_saving
+
+
+def test_close_lets_deletions_in_the_background_end(
+    tmp_path: Path, open_manager: Callable[..., CheckpointManager]
+) -> None:
+    manager = open_manager(retention=Retention(most_recent_k=1))
+    for step in (1, 2, 3):
+        manager.save(request(step))
+    manager.finalize()
+    manager.close()
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-3", "latest"]
+
+
+def test_the_memory_of_the_copies_is_kept_and_grows_only_when_it_must() -> None:
+    buffers = WarmBuffers()
+    tensors = [torch.ones(1000), torch.zeros(3, dtype=torch.int8), torch.ones(0), torch.tensor(True)]
+    first = buffers.copy(tensors).wait()
+    assert all(torch.equal(one, other) for one, other in zip(first, tensors, strict=True))
+    size, places = buffers.size_bytes, [copy.data_ptr() for copy in first]
+    assert [copy.data_ptr() for copy in buffers.copy(tensors).wait()] == places
+    smaller = buffers.copy([torch.arange(10), torch.full((2, 2), 7.0)]).wait()
+    assert smaller[0].tolist() == list(range(10))
+    assert smaller[1].tolist() == [[7.0, 7.0], [7.0, 7.0]]
+    assert buffers.size_bytes == size
+    larger = buffers.copy([torch.ones(5000, dtype=torch.float64)]).wait()
+    assert larger[0].sum() == 5000
+    assert buffers.size_bytes == 40_000
+    buffers.release()
+    assert buffers.size_bytes == 0

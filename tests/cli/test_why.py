@@ -1,0 +1,121 @@
+"""`onstep why` tells what a run decided, whatever a crash left of its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onstep import pretrain
+from onstep.cli.main import main
+from onstep.config import ConfigContainer
+
+ANOMALY = {"bad_step": 7, "anomaly": "non-finite loss", "loss": float("nan"), "grad_norm": 2.5}
+
+
+def decision(step: int, flag: str, reason: str = "", **more: Any) -> dict[str, Any]:
+    head = {"timestamp": 1.7e9, "step": step, "flag": flag, "author": "anomaly gate", "event": "", "reason": reason}
+    return {**head, "rank": 0, "details": {}, **more}
+
+
+def made_run(folder: Path, decisions: list[dict[str, Any]], **record: Any) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"status": "stopped", "step": 9, "config": {}, **record}))
+    (folder / "decisions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in decisions))
+    return folder
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert main(["why", *arguments]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_every_kind_of_decision_is_told_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = made_run(
+        tmp_path / "run",
+        [
+            decision(3, "should_save", "milestone", author="Saver", event="on_step_end", rank=1),
+            decision(4, "should_log", author="Chatty"),
+            decision(5, "set", author="Tuner", details={"key": "lr_factor", "value": 0.5}),
+            decision(5, "set", author="Tuner", details={"key": "log_interval", "value": None}),
+            decision(7, "skip", "non-finite loss at step 7", details={**ANOMALY, "sample_ids": [4, 9]}),
+            decision(8, "rollback", "spike", details={**ANOMALY, "sample_ids": list(range(20))}),
+            decision(5, "rolled_back", "spike", details={**ANOMALY, "bad_step": 8, "to_step": 5, "lr_factor": 0.25}),
+            decision(9, "should_training_stop", "enough", author="Guard", event="on_step_end"),
+        ],
+    )
+    head, *lines = told(capsys, str(folder))
+    assert head == f"{folder} was stopped at step 9. The last decision to stop: by Guard during on_step_end: enough."
+    entries = [line.partition(" (20")[0] for line in lines if line.startswith("step")]
+    assert entries == [
+        "step 3: save, by Saver during on_step_end on rank 1: milestone",
+        "step 5: lr_factor set to 0.5, by Tuner",
+        "step 5: log_interval set to the configured value, by Tuner",
+        "step 7: update left out, by anomaly gate: non-finite loss at step 7",
+        "step 8: rollback decided, by anomaly gate: spike",
+        "step 5: rolled back to step 5, by anomaly gate: spike",
+        "step 9: stop, by Guard during on_step_end: enough",
+    ]
+    assert "    loss nan, gradient norm 2.5" in lines
+    assert "    not met again from the next epoch on: samples [4, 9]" in lines
+    assert any("[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11] and 8 more" in line for line in lines)
+    assert "    the data goes on behind step 8; the learning rate is multiplied by 0.25" in lines
+
+
+def test_one_step_is_told_with_its_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = made_run(tmp_path / "run", [decision(4, "should_log", author="Chatty"), decision(5, "should_save")])
+    assert [line.partition(" (20")[0] for line in told(capsys, str(folder), "--step", "4")[1:]] == [
+        "step 4: log, by Chatty"
+    ]
+    assert told(capsys, str(folder), "--step", "6")[1:] == ["Nothing was decided at step 6."]
+
+
+def test_torn_and_foreign_lines_and_a_broken_record_cost_only_themselves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = made_run(tmp_path / "run", [decision(3, "should_save", "first")])
+    with (folder / "decisions.jsonl").open("ab") as file:
+        file.write(b'{"step": 4, "fl\n[1, 2]\n\xff\xfe\n{"step": 5, "flag": "skip"}\n{"step": 6, "flag": "sh')
+    (folder / "run.json").write_text("{")
+    head, *lines = told(capsys, str(folder))
+    assert "has the status unknown" in head
+    assert [line.partition(",")[0] for line in lines] == ["step 3: save", "step 5: update left out"]
+
+
+def test_a_run_is_found_by_its_name_and_a_mistyped_one_is_answered_with_near_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_run(tmp_path / "runs" / "tiny_gpt", [])
+    monkeypatch.chdir(tmp_path)
+    assert told(capsys, "tiny_gpt")[1:] == ["No decisions are on record."]
+    for mistyped in ("tiny_gtp", "runs/tiny_gtp"):
+        assert main(["why", mistyped]) == 1
+        assert "Did you mean 'tiny_gpt'?" in capsys.readouterr().err
+    assert main(["why", str(tmp_path / "nowhere" / "x")]) == 1
+    assert "has no runs" in capsys.readouterr().err
+
+
+def test_what_a_real_run_decided_is_explained(
+    tiny_config: ConfigContainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from onstep import CallbackManager
+
+    def ask(context: Any) -> None:
+        if context.state.train_state.step == 2:
+            context.control.set("log_interval", 1, "look closer")
+        if context.state.train_state.step == 3:
+            context.control.stop("seen enough")
+
+    manager = CallbackManager()
+    manager.register("on_step_end", ask)
+    tiny_config.run.name, tiny_config.run.output_dir = "real", str(tmp_path)
+    tiny_config.validation.eval_iters = 0
+    pretrain(tiny_config, callbacks=manager)
+    capsys.readouterr()
+    head, *lines = told(capsys, str(tmp_path / "real"))
+    assert "was stopped at step 3. The last decision to stop: by" in head
+    assert head.endswith("during on_step_end: seen enough.")
+    assert "log_interval set to 1" in lines[0]
+    assert "step 3: stop" in lines[1]

@@ -1,0 +1,188 @@
+"""A disk that loses what was not fsynced: from a list of operations, the folders that POSIX allows after a power cut.
+
+What POSIX promises: the bytes of a file are safe after an fsync of the file, the entries of a folder (what was created,
+renamed or removed in it) after an fsync of the folder. Everything else may or may not have happened, in any order; only
+one rename is never half done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+
+from onstep.checkpoint.store import Operation
+
+Tree = tuple[tuple[str, bytes | None], ...]
+"""All paths below the root, in order, with the bytes of files and None for folders."""
+
+LOSSES = ("nothing", "all", "half", "zeros")
+"""What becomes of bytes that were not fsynced: all is there, none is, the first half, or zeros in their place."""
+
+
+@dataclass
+class FileNode:
+    """A file as the processes see it, and as the disk surely has it."""
+
+    content: bytes = b""
+    durable: bytes = b""
+
+    def after(self, loss: str) -> bytes:
+        """The bytes after a power cut."""
+        unsafe = self.content[len(self.durable) :]
+        left = {"nothing": unsafe, "all": b"", "half": unsafe[: len(unsafe) // 2], "zeros": bytes(len(unsafe))}
+        return self.durable + left[loss]
+
+
+@dataclass
+class Change:
+    """One change of a folder's entries that no fsync has covered."""
+
+    removed: str | None = None
+    added: tuple[str, FileNode | FolderNode] | None = None
+
+
+@dataclass
+class FolderNode:
+    """A folder: its entries as processes see them, as the disk surely has them, and what happened in between."""
+
+    entries: dict[str, FileNode | FolderNode] = field(default_factory=dict)
+    durable: dict[str, FileNode | FolderNode] = field(default_factory=dict)
+    pending: list[Change] = field(default_factory=list)
+
+    def change(self, change: Change) -> None:
+        """Make a change that processes see at once."""
+        self.pending.append(change)
+        _apply(self.entries, change)
+
+
+class Disk:
+    """The file system below one folder."""
+
+    def __init__(self, root: Path, at_start: Path) -> None:
+        """All that lies below `at_start` is durable at the path `root` at first; a missing folder is an empty disk."""
+        self._root = root
+        self._top = _read(at_start) if at_start.is_dir() else FolderNode()
+
+    def apply(self, operation: Operation) -> None:
+        """Let an operation of the store happen."""
+        name = operation.path.name
+        match operation.kind:
+            case "fsync_folder":
+                folder = self._folder(operation.path)
+                folder.durable, folder.pending = dict(folder.entries), []
+            case "write":
+                self._file(operation.path).content += bytes(operation.data)
+            case "fsync":
+                self._file(operation.path).durable = self._file(operation.path).content
+            case "mkdir":
+                self._folder(operation.path.parent).change(Change(added=(name, FolderNode())))
+            case "open":
+                self._folder(operation.path.parent).change(Change(added=(name, FileNode())))
+            case "unlink" | "rmdir":
+                self._folder(operation.path.parent).change(Change(removed=name))
+            case "rename":
+                assert operation.target is not None
+                assert operation.target.parent == operation.path.parent, "the model knows renames in one folder"
+                folder = self._folder(operation.path.parent)
+                folder.change(Change(removed=name, added=(operation.target.name, folder.entries[name])))
+
+    def after_power_loss(self, most_combinations: int) -> Iterator[Tree]:
+        """States that the disk may be in; every one if there are at most this many choices, else the extreme ones."""
+        pending = [change for folder in _folders(self._top) for change in folder.pending]
+        for happened in _choices(len(pending), most_combinations):
+            chosen = {id(change) for change, is_in in zip(pending, happened, strict=True) if is_in}
+            for loss in LOSSES:
+                yield tuple(sorted(_tree(self._top, chosen, loss, "")))
+
+    def _folder(self, path: Path) -> FolderNode:
+        node = self._node(path)
+        assert isinstance(node, FolderNode)
+        return node
+
+    def _file(self, path: Path) -> FileNode:
+        node = self._node(path)
+        assert isinstance(node, FileNode)
+        return node
+
+    def _node(self, path: Path) -> FileNode | FolderNode:
+        node: FileNode | FolderNode = self._top
+        for part in path.relative_to(self._root).parts:
+            assert isinstance(node, FolderNode)
+            node = node.entries[part]
+        return node
+
+
+def states_after_power_loss(
+    disk: Disk, operations: Sequence[Operation], most_combinations: int
+) -> Iterator[tuple[int, Tree]]:
+    """States at every moment, each with the number of operations that had been done when the power went."""
+    for done in range(len(operations) + 1):
+        if done:
+            disk.apply(operations[done - 1])
+        for tree in disk.after_power_loss(most_combinations):
+            yield done, tree
+
+
+def write_tree(tree: Tree, root: Path) -> None:
+    """Make a state a real folder."""
+    root.mkdir(parents=True)
+    for name, content in tree:
+        if content is None:
+            (root / name).mkdir()
+        else:
+            (root / name).write_bytes(content)
+
+
+def _choices(number: int, most_combinations: int) -> Iterator[tuple[bool, ...]]:
+    """Which of the changes happened: all combinations, or none, all, each alone, all but each, and each beginning."""
+    if 2**number <= most_combinations:
+        yield from product((False, True), repeat=number)
+        return
+    for place in range(number + 1):
+        yield tuple(index < place for index in range(number))
+    for place in range(number):
+        yield tuple(index == place for index in range(number))
+        yield tuple(index != place for index in range(number))
+
+
+def _apply(entries: dict[str, FileNode | FolderNode], change: Change) -> None:
+    if change.removed is not None:
+        entries.pop(change.removed, None)
+    if change.added is not None:
+        entries[change.added[0]] = change.added[1]
+
+
+def _folders(top: FolderNode) -> list[FolderNode]:
+    """All folders that may be on the disk, also those that were removed without an fsync."""
+    found = [top]
+    for folder in found:
+        added = [change.added[1] for change in folder.pending if change.added is not None]
+        for node in [*folder.entries.values(), *folder.durable.values(), *added]:
+            if isinstance(node, FolderNode) and not any(node is known for known in found):
+                found.append(node)
+    return found
+
+
+def _tree(folder: FolderNode, chosen: set[int], loss: str, prefix: str) -> Iterator[tuple[str, bytes | None]]:
+    entries = dict(folder.durable)
+    for change in folder.pending:
+        if id(change) in chosen:
+            _apply(entries, change)
+    for name, node in entries.items():
+        path = f"{prefix}{name}"
+        if isinstance(node, FileNode):
+            yield path, node.after(loss)
+        else:
+            yield path, None
+            yield from _tree(node, chosen, loss, f"{path}/")
+
+
+def _read(path: Path) -> FolderNode:
+    folder = FolderNode()
+    for entry in path.iterdir():
+        content = None if entry.is_dir() else entry.read_bytes()
+        folder.entries[entry.name] = _read(entry) if content is None else FileNode(content, content)
+    folder.durable = dict(folder.entries)
+    return folder

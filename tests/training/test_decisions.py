@@ -1,0 +1,65 @@
+"""What was decided is on record, crash or not; values that were set are in force from the next step on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import run, small_state
+
+from onstep import CallbackManager
+from onstep.events import Request
+from onstep.training.decisions import setting, write_decision
+from onstep.training.run_folder import RunFolder
+
+
+@pytest.mark.parametrize("left", [b"", b'{"step": 1}\n', b'{"step": 1, "fl'])
+def test_a_torn_last_line_costs_only_itself(tmp_path: Path, left: bytes) -> None:
+    state = small_state()
+    state.run_folder = RunFolder(tmp_path)
+    state.run_folder.decisions.write_bytes(left)
+    state.train_state.step = 7
+    write_decision(state, Request("skip", "gate", "", "NaN", 0, {"loss": float("nan")}))
+    write_decision(state, Request("skip", "gate", "", "again"))
+    text = state.run_folder.decisions.read_bytes()
+    assert text.startswith(left)
+    rows = [json.loads(line) for line in text.splitlines()[-2:]]
+    assert [(row["step"], row["reason"]) for row in rows] == [(7, "NaN"), (7, "again")]
+    assert len(text.splitlines()) == 2 + bool(left)
+
+
+def test_only_rank_0_of_a_run_with_a_folder_writes(tmp_path: Path) -> None:
+    state = small_state()
+    write_decision(state, Request("skip", "gate", ""))
+    state.run_folder, state.world.rank = RunFolder(tmp_path), 1
+    write_decision(state, Request("skip", "gate", ""))
+    assert not state.run_folder.decisions.exists()
+
+
+def test_a_value_that_is_set_holds_from_the_next_step_until_it_is_taken_back() -> None:
+    seen: list[tuple[Any, Any]] = []
+
+    def ask(context: Any) -> None:
+        seen.append((setting(context.state, "log_interval"), setting(context.state, "lr_factor")))
+        if len(seen) == 2:
+            context.control.set("log_interval", 7)
+            context.control.set("lr_factor", 0.5)
+        if len(seen) == 3:
+            context.control.set("log_interval", None)
+
+    state, manager = small_state(train_iters=4), CallbackManager()
+    state.cfg.logger.log_interval = 100
+    manager.register("on_train_step_start", ask)
+    run(state, manager)
+    assert seen == [(100, 1.0), (100, 1.0), (7, 0.5), (100, 0.5)]
+    assert state.train_state.overrides == {"lr_factor": 0.5}
+
+
+def test_every_other_setting_is_the_configured_one() -> None:
+    state = small_state(train_iters=4)
+    state.cfg.validation.eval_interval, state.cfg.checkpoint.save_interval = 3, 9
+    assert [setting(state, key) for key in ("train_iters", "eval_interval", "save_interval")] == [4, 3, 9]
+    state.train_state.overrides = {"train_iters": 8, "save_interval": 0}
+    assert [setting(state, key) for key in ("train_iters", "eval_interval", "save_interval")] == [8, 3, 0]

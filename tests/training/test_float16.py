@@ -1,0 +1,383 @@
+"""float16 mixed precision: overflows skip steps and nothing else; what is not an overflow stays an anomaly."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import RaggedRows, TinyModel, loader, mean_step, run, small_state, split, sum_step
+
+from onstep import Callback, CallbackManager, Trainer, TrainingArguments, pretrain
+from onstep.config import ConfigContainer
+from onstep.errors import NonFiniteError
+from onstep.optim import LossScaler, TrainingOptimizer
+from onstep.training import GlobalState, train_step
+
+
+def float16_state(scale: float = 2.0**10, **train_fields: Any) -> GlobalState:
+    state = small_state(**train_fields)
+    state.cfg.mixed_precision = "fp16_mixed"
+    state.cfg.optimizer.initial_loss_scale, state.cfg.optimizer.hysteresis = scale, 1
+    return state
+
+
+class Overflowing:
+    """A forward step whose gradient is infinite in the given calls; the loss is not."""
+
+    def __init__(self, *calls: int, step: Any = sum_step, loss_is_nan: bool = False) -> None:
+        self.bad_calls, self.step, self.loss_is_nan, self.calls = calls, step, loss_is_nan, 0
+
+    def __call__(self, data_iterator: Any, model: Any) -> Any:
+        loss, function = self.step(data_iterator, model)
+        self.calls += 1
+        if self.calls in self.bad_calls and self.loss_is_nan:
+            loss = loss * math.nan
+        elif self.calls in self.bad_calls:
+            loss.register_hook(lambda gradient: gradient * math.inf)
+        return loss, function
+
+
+class Recorder(Callback):
+    """What every step did, as plain numbers."""
+
+    def __init__(self) -> None:
+        self.skipped: list[bool] = []
+        self.norms: list[float | None] = []
+        self.losses: list[float] = []
+        self.scales: list[float] = []
+        self.rates: list[float] = []
+        self.changed: list[bool] = []
+        self.logs: list[dict[str, Any]] = []
+
+    def on_train_step_start(self, context: Any) -> None:
+        self.before = [p.detach().clone() for p in context.model[0].parameters()]
+
+    def on_train_step_end(self, context: Any) -> None:
+        self.skipped.append(context.skipped_iter)
+        self.norms.append(None if context.grad_norm is None else float(context.grad_norm))
+        self.losses.append(next(iter(context.loss_dict.values())).item())
+        self.rates.append(context.optimizer.param_groups[0]["lr"])
+        if isinstance(context.optimizer, TrainingOptimizer):
+            self.scales.append(context.optimizer.get_loss_scale().item())
+        pairs = zip(self.before, context.model[0].parameters(), strict=True)
+        self.changed.append(not all(torch.equal(a, b) for a, b in pairs))
+
+    def on_log(self, context: Any) -> None:
+        self.logs.append(dict(context.logs))
+
+
+def recorded(state: GlobalState, **parts: Any) -> Recorder:
+    recorder, manager = Recorder(), CallbackManager()
+    manager.add(recorder)
+    run(state, manager, **parts)
+    return recorder
+
+
+def test_a_run_falls_from_bridges_scale_to_one_that_fits_and_learns(
+    tiny_config: ConfigContainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_config.validation.eval_iters, tiny_config.train.train_iters = 0, 28
+    exact, half = Recorder(), Recorder()
+    pretrain(tiny_config, callbacks=[exact])
+    capsys.readouterr()
+    tiny_config.mixed_precision = "fp16_mixed"
+    pretrain(tiny_config, callbacks=[half])
+    first = half.skipped.index(False)
+    assert half.skipped[:first] == [True] * first
+    assert first > 8
+    expected = [2.0**32, *(2.0 ** (32 - fall) for fall in range(1, first))]
+    assert half.scales[:first] == expected, "the first overflow costs nothing, each further one a half"
+    assert not any(changed for changed, skipped in zip(half.changed, half.skipped, strict=True) if skipped)
+    assert sum(half.changed) == half.skipped.count(False) - 1, "the first update has a learning rate of 0"
+    moves = [rate != before for before, rate in zip([0.0, *half.rates], half.rates, strict=False)]
+    assert moves == [not skipped for skipped in half.skipped], "the schedule must wait while steps overflow"
+    assert all((norm is None) is skipped for norm, skipped in zip(half.norms, half.skipped, strict=True))
+    assert all(math.isfinite(loss) for loss in half.losses)
+    assert half.losses[-1] < half.losses[0] - 0.3
+    assert half.losses[0] == pytest.approx(exact.losses[0], rel=1e-3)
+    pattern = r"loss scale: (\d+\.\d) \|.*skipped iterations: +(\d+) \|.*nan iterations: +(\d+)"
+    told = [half.skipped[at : at + 4] for at in range(0, 28, 4)]
+    expected_lines = [(f"{half.scales[4 * i + 3]:.1f}", str(sum(told[i])), "0") for i in range(7)]
+    assert re.findall(pattern, capsys.readouterr().out) == expected_lines
+    logs = [record for record in half.logs if "loss" in record]
+    assert [record["loss_scale"] for record in logs] == half.scales[3::4]
+    assert logs[0]["loss"] == pytest.approx(sum(half.losses[:4]) / 4), "a skipped step's loss is in the mean"
+    assert "grad_norm" not in logs[0]
+    assert all(math.isfinite(record["grad_norm"]) for record in logs[5:])
+
+
+def test_without_float16_nothing_tells_of_a_scale(tiny_config: ConfigContainer) -> None:
+    tiny_config.validation.eval_iters = 0
+    recorder = Recorder()
+    pretrain(tiny_config, callbacks=[recorder])
+    assert set(recorder.scales) == {1.0}
+    assert not any("loss_scale" in record for record in recorder.logs)
+
+
+def test_the_forward_pass_computes_in_float16_over_float32_weights() -> None:
+    model, seen = TinyModel(), []
+    model.out.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    run(float16_state(train_iters=2), model=model)
+    assert set(seen) == {torch.float16}
+    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("step", [sum_step, mean_step])
+@pytest.mark.parametrize("sizes", [[12], [5, 4, 3]], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 2.0**10, 1000.0])
+def test_norm_and_update_do_not_know_the_scale(step: Any, sizes: list[int], scale: float) -> None:
+    def stepped(state: GlobalState) -> tuple[float, list[torch.Tensor]]:
+        model = TinyModel()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        result = train_step(
+            step, split(RaggedRows(), sizes), [model], TrainingOptimizer(optimizer, clip_grad=0.05), None, state
+        )
+        return float(result.grad_norm), [p.detach() for p in model.parameters()]
+
+    norm, weights = stepped(float16_state(scale))
+    true_norm, true_weights = stepped(small_state())
+    assert norm == pytest.approx(true_norm, rel=3e-3)
+    for mine, theirs in zip(weights, true_weights, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_small_gradients_survive_by_their_scale_only() -> None:
+    """2**-30 is nothing in float16; with the scale it is learnt from."""
+
+    def tiny(data_iterator: Any, model: Any) -> Any:
+        loss, function = mean_step(data_iterator, model)
+        return loss * 2.0**-30, function
+
+    norms = {}
+    for scale in (1.0, 2.0**30):
+        state = float16_state(scale)
+        model = TinyModel()
+        optimizer = TrainingOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        norms[scale] = float(train_step(tiny, split(RaggedRows(), [12]), [model], optimizer, None, state).grad_norm)
+    assert norms[1.0] < norms[2.0**30] / 2
+    model = TinyModel()
+    model(**split(RaggedRows(), [12]).micro_batches[0], reduction="mean").backward()
+    true_norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
+    assert norms[2.0**30] * 2.0**30 == pytest.approx(true_norm, rel=3e-3)
+
+
+def test_an_overflow_in_one_micro_batch_skips_the_step_and_no_other() -> None:
+    state = float16_state(train_iters=5)
+    recorder = recorded(state, step=Overflowing(4))
+    assert recorder.skipped == [False, True, False, False, False]
+    assert recorder.changed == [True, False, True, True, True]
+    assert recorder.scales == [1024.0, 512.0, 512.0, 512.0, 512.0]
+    assert state.train_state.step == 5, "a skipped update counts as a step"
+
+
+def test_the_schedule_waits_while_steps_overflow() -> None:
+    model = TinyModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    state = float16_state(train_iters=4)
+    recorder = recorded(state, step=Overflowing(2, 5), model=model, optimizer=optimizer, scheduler=scheduler)
+    assert recorder.skipped == [True, False, True, False]
+    assert recorder.rates == [1.0, 0.5, 0.5, 0.25]
+
+
+LOWEST = [{"initial_loss_scale": 4.0, "min_loss_scale": 4.0}, {"loss_scale": 64.0}]
+
+
+@pytest.mark.parametrize("settings", LOWEST, ids=["min", "constant"])
+def test_an_overflow_that_no_lower_scale_can_mend_is_an_anomaly(settings: dict[str, float]) -> None:
+    state = float16_state(train_iters=5)
+    for name, value in settings.items():
+        setattr(state.cfg.optimizer, name, value)
+    with pytest.raises(NonFiniteError, match="step 3"):
+        run(state, step=Overflowing(5))
+
+
+def test_the_scale_falls_to_its_minimum_before_it_is_one() -> None:
+    recorder = Recorder()
+    manager = CallbackManager()
+    manager.add(recorder)
+    with pytest.raises(NonFiniteError, match="step 4"):
+        run(float16_state(8.0, train_iters=9), manager, step=Overflowing(*range(1, 99)))
+    assert recorder.skipped == [True] * 4
+    assert recorder.scales == [4.0, 2.0, 1.0, 1.0]
+
+
+def test_a_nan_loss_is_an_anomaly_at_any_scale() -> None:
+    recorder, manager = Recorder(), CallbackManager()
+    manager.add(recorder)
+    with pytest.raises(NonFiniteError, match="step 3"):
+        run(float16_state(2.0**20, train_iters=9), manager, step=Overflowing(6, loss_is_nan=True))
+    assert recorder.scales[1] == recorder.scales[2], "a NaN in the data must not lower the scale"
+
+
+def test_a_loss_in_float16_may_have_a_scale_beyond_float16() -> None:
+    def half_loss(data_iterator: Any, model: Any) -> Any:
+        loss, function = mean_step(data_iterator, model)
+        return loss.half(), function
+
+    model, state = TinyModel(), float16_state(2.0**18)
+    batches, optimizer = split(RaggedRows(), [12]), torch.optim.SGD(model.parameters(), lr=0.1)
+    ours = TrainingOptimizer(optimizer)
+    results = [train_step(half_loss, batches, [model], ours, None, state) for _ in range(6)]
+    assert [result.skipped_iter for result in results] == [1, 1, 1, 0, 0, 0]
+    assert ours.get_loss_scale().item() == 2.0**15
+    assert float(results[-1].grad_norm) < 10.0
+
+
+class Foreign:
+    """SGD in Megatron's convention, which knows nothing of float16."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.param_groups = [{"params": list(model.parameters()), "lr": 0.1}]
+        self.seen: list[list[torch.Tensor]] = []
+
+    def zero_grad(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = None
+
+    def step(self) -> tuple[bool, float | None, int | None]:
+        grads = [parameter.grad for parameter in self.param_groups[0]["params"]]
+        self.seen.append([grad.clone() for grad in grads])
+        with torch.no_grad():
+            for parameter, grad in zip(self.param_groups[0]["params"], grads, strict=True):
+                parameter.sub_(grad, alpha=0.1)
+        return True, 1.0, None
+
+
+@pytest.mark.parametrize("sizes", [[12], [5, 4, 3]], ids=str)
+def test_a_foreign_optimizer_gets_gradients_without_the_scale(sizes: list[int]) -> None:
+    seen = []
+    for state in (small_state(), float16_state()):
+        model = TinyModel()
+        optimizer = Foreign(model)
+        train_step(sum_step, split(RaggedRows(), sizes), [model], optimizer, None, state)
+        seen.append(optimizer.seen[0])
+    for exact, half in zip(*seen, strict=True):
+        torch.testing.assert_close(half, exact, rtol=1e-2, atol=1e-4)
+
+
+def test_a_foreign_optimizer_never_sees_an_overflow() -> None:
+    model = TinyModel()
+    optimizer, state = Foreign(model), float16_state(train_iters=5)
+    recorder = recorded(state, step=Overflowing(3), model=model, optimizer=optimizer)
+    assert recorder.skipped == [False, True, False, False, False]
+    assert len(optimizer.seen) == 4
+    assert all(grad.isfinite().all() for grads in optimizer.seen for grad in grads)
+    assert state.foreign_scaler is not None
+    assert state.foreign_scaler.scale == 512.0
+    with pytest.raises(NonFiniteError, match="step 2"):
+        run(float16_state(1.0, train_iters=5), step=Overflowing(3), model=model, optimizer=optimizer)
+
+
+def test_a_torch_optimizer_of_the_users_is_scaled_too() -> None:
+    model = TinyModel()
+    recorder = recorded(
+        float16_state(train_iters=3),
+        step=Overflowing(3),
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    assert recorder.scales == [1024.0, 512.0, 512.0]
+
+
+def test_a_run_that_loads_its_state_goes_on_with_the_same_bits() -> None:
+    """Model and optimizer state alone carry scale and counters: overflows and a doubling follow the cut."""
+
+    def built() -> tuple[TinyModel, TrainingOptimizer]:
+        model = TinyModel()
+        scaler = LossScaler(2.0**12, window=3, hysteresis=2)
+        return model, TrainingOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), scaler=scaler)
+
+    def steps(model: TinyModel, optimizer: TrainingOptimizer, first: int, last: int) -> list[tuple[int, float]]:
+        told = []
+        for step in range(first, last):
+            bad = Overflowing(*([1] if step in (1, 5, 6) else []), step=mean_step)
+            result = train_step(bad, split(RaggedRows(), [12]), [model], optimizer, None, float16_state())
+            told.append((result.skipped_iter, optimizer.get_loss_scale().item()))
+        return told
+
+    model, optimizer = built()
+    expected = steps(model, optimizer, 0, 14)
+    assert len({scale for _, scale in expected}) > 2
+    for cut in (2, 4, 6, 8):
+        first = built()
+        told = steps(*first, 0, cut)
+        saved = copy.deepcopy((first[0].state_dict(), first[1].state_dict()))
+        second = built()
+        second[0].load_state_dict(saved[0])
+        second[1].load_state_dict(saved[1])
+        assert told + steps(*second, cut, 14) == expected
+        pairs = zip(model.parameters(), second[0].parameters(), strict=True)
+        assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+@pytest.mark.parametrize("spelling", [{"fp16": True}, {"mixed_precision": "fp16"}], ids=str)
+def test_the_trainer_trains_in_float16(spelling: dict[str, Any], tmp_path: Path) -> None:
+    class Rows(RaggedRows):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            row = super().__getitem__(index)
+            return {"tokens": row["tokens"], "labels": row["labels"]}
+
+    class Model(TinyModel):
+        def forward(self, tokens: Any, labels: Any) -> Any:
+            return {"loss": super().forward(tokens, labels, reduction="mean")}
+
+    args = TrainingArguments(
+        str(tmp_path / "run"),
+        max_steps=6,
+        use_cpu=True,
+        logging_steps=2,
+        disable_tqdm=True,
+        config_overrides={"optimizer.initial_loss_scale": 2.0**10},
+        **spelling,
+    )
+    recorder = Recorder()
+    Trainer(Model(), args, train_dataset=Rows(), callbacks=[recorder]).train()
+    assert recorder.skipped == [False] * 6
+    assert [record["loss_scale"] for record in recorder.logs if "loss" in record] == [1024.0] * 3
+    assert recorder.losses[-1] < recorder.losses[0]
+
+
+@pytest.mark.distributed
+def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+    done = subprocess.run(
+        [*command, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    one, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    assert one["skipped"] == other["skipped"] == [False, True, False, False]
+    assert one["scales"] == other["scales"] == [1024.0, 512.0, 512.0, 512.0]
+    assert one["norms"] == other["norms"]
+    assert one["weights"] == other["weights"]
+
+
+def rank_main(folder: Path) -> None:
+    """One rank of the test above: rank 1 overflows in its second step, before gradients are reduced."""
+    from onstep.distributed import data_parallel, open_world
+
+    rank, state = int(os.environ["RANK"]), float16_state(train_iters=4)
+    state.cfg.dist.device = "cpu"
+    state.world = open_world(state.cfg.dist)
+    state.num_microbatches = 1
+    [model] = data_parallel([TinyModel()], state.world, state.cfg.ddp)
+    step = Overflowing(*([2] if rank == 1 else []))
+    recorder = recorded(state, step=step, model=model, data=loader(16, rank=rank, world_size=2))
+    result = {"skipped": recorder.skipped, "scales": recorder.scales, "norms": recorder.norms}
+    result["weights"] = [p.tolist() for p in model.parameters()]
+    (folder / f"rank-{rank}.json").write_text(json.dumps(result))
+    state.world.close()
+
+
+if __name__ == "__main__":
+    rank_main(Path(sys.argv[1]))

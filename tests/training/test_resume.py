@@ -1,0 +1,224 @@
+"""A run that is interrupted anywhere, as often as one likes, ends as the one that nobody touched."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from resuming import Interrupted, compare, outcome, start
+
+from onstep import CallbackManager, JsonLogger, pretrain
+from onstep.checkpoint import checkpoints
+from onstep.config import ConfigContainer, apply_overrides
+from onstep.errors import CheckpointError, RunExistsError
+from onstep.journal import read_records, without_wall_clock
+
+Make = Callable[..., ConfigContainer]
+
+
+@pytest.fixture
+def make(tiny_config: ConfigContainer, corpus: Path, tmp_path: Path) -> Make:
+    """Configurations of 11 steps with 6 steps an epoch: dropout, two micro-batches, logs and evaluations between."""
+
+    def made(name: str, *words: str) -> ConfigContainer:
+        import copy
+
+        config = copy.deepcopy(tiny_config)
+        config.run.name, config.run.output_dir = name, str(tmp_path / "runs")
+        config.dataset.paths = [str(corpus / "colorsys.py")]
+        config.dataset.seq_length = config.model.seq_length = 64
+        config.train.global_batch_size, config.train.micro_batch_size, config.train.train_iters = 8, 4, 11
+        config.model.num_layers, config.model.hidden_size = 1, 16
+        config.model.hidden_dropout = config.model.attention_dropout = 0.1
+        config.logger.log_interval, config.validation.eval_interval, config.validation.eval_iters = 3, 4, 1
+        config.checkpoint.save_interval, config.checkpoint.certify, config.checkpoint.most_recent_k = 2, True, -1
+        apply_overrides(config, list(words))
+        return config
+
+    return made
+
+
+def test_it_may_die_after_any_step(make: Make) -> None:
+    expected = None
+    for step in range(1, 12):
+        expected = compare(make, [("on_step_end", step)], expected)
+
+
+def test_it_may_die_in_a_forward_pass_an_evaluation_a_log_or_a_save(make: Make) -> None:
+    expected = None
+    for event in (
+        "on_forward_backward_start",
+        "on_train_step_end",
+        "on_eval_step_end",
+        "on_eval_end",
+        "on_log_step",
+        "on_log",
+        "on_checkpoint_save",
+        "on_epoch_end",
+        "on_train_end",
+        "on_test_end",
+    ):
+        expected = compare(make, [(event, 1)], expected)
+
+
+def test_it_may_die_again_and_again(make: Make) -> None:
+    compare(make, [("on_step_end", 3), ("on_step_end", 2), ("on_log", 1), ("on_step_end", 5), ("on_step_end", 4)])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "checkpoint.async_save=true",
+        "mixed_precision=bf16_mixed",
+        "mixed_precision=fp16_mixed optimizer.initial_loss_scale=1e9 optimizer.loss_scale_window=3",
+        "optimizer.optimizer=sgd",
+        "dataset.num_workers=2",
+        "train.drop_last=false train.train_iters=null train.num_epochs=2",
+        "checkpoint.save_interval=null checkpoint.save_each_epoch=true validation.eval_each_epoch=true",
+        "checkpoint.save_interval=5 validation.eval_each_epoch=true logger.log_on_each_epoch=true",
+        "checkpoint.save_interval=11 checkpoint.save_at_end=false checkpoint.non_persistent_save_interval=3",
+        "train.manual_gc=true validation.eval_on_start=true",
+    ],
+)
+def test_it_may_die_with_every_kind_of_run(make: Make, words: str) -> None:
+    def configured(name: str) -> ConfigContainer:
+        return make(name, *words.split())
+
+    expected = None
+    for deaths in ([("on_step_end", 4)], [("on_step_end", 5)], [("on_step_end", 7), ("on_step_end", 3)]):
+        expected = compare(configured, deaths, expected)
+
+
+def test_the_comparison_is_red_where_the_random_state_is_left_out(make: Make) -> None:
+    def configured(name: str) -> ConfigContainer:
+        return make(name, "checkpoint.save_rng=false")
+
+    with pytest.raises(AssertionError):
+        compare(configured, [("on_step_end", 7)])
+
+
+def test_a_run_that_dies_before_its_first_checkpoint_starts_anew(make: Make) -> None:
+    compare(make, [("on_step_end", 1), ("on_forward_backward_start", 1)])
+
+
+def test_early_stopping_stays_decided(make: Make) -> None:
+    class StopAtFour:
+        def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
+            if state.global_step == 4:  # type: ignore[attr-defined]
+                control.should_training_stop = True  # type: ignore[attr-defined]
+
+    config = make("stopped")
+    manager = CallbackManager()
+    manager.add([JsonLogger(), StopAtFour()])
+
+    def die(context: object) -> None:
+        raise Interrupted
+
+    manager.register("on_train_end", die)
+    with pytest.raises(Interrupted):
+        pretrain(config, callbacks=manager)
+    state = pretrain(config, callbacks=[JsonLogger()])  # without the callback that stopped it
+    assert state.train_state.step == 4
+    assert state.ended == "stopped"
+
+
+def test_a_finished_run_can_be_extended(make: Make) -> None:
+    first = make("longer", "scheduler.lr_decay_iters=14")
+    start(first)
+    longer = make("longer", "scheduler.lr_decay_iters=14", "train.train_iters=14")
+    with pytest.raises(RunExistsError, match=r"train\.train_iters is 11 there and 14 here.*--on-config-change apply"):
+        pretrain(longer)
+    longer.checkpoint.on_config_change = "apply"
+    whole = make("whole", "scheduler.lr_decay_iters=14", "train.train_iters=14")
+    expected = outcome(whole, start(whole))
+    found = outcome(longer, start(longer))
+    assert found["weights"] == expected["weights"]
+    assert found["certificate"] == expected["certificate"]
+
+
+def test_the_stored_values_are_kept_where_that_is_asked_for(make: Make) -> None:
+    config = make("kept")
+    start(config, dies_at=("on_step_end", 5))
+    other = make("kept", "optimizer.lr=0.5", "checkpoint.on_config_change=keep")
+    whole = make("whole")
+    expected = outcome(whole, start(whole))
+    assert outcome(other, start(other))["weights"] == expected["weights"]
+
+
+def test_a_step_may_be_chosen_and_newer_checkpoints_are_kept_aside(make: Make) -> None:
+    config = make("chosen")
+    start(config, dies_at=("on_step_end", 9))
+    again = make("chosen", "checkpoint.ckpt_step=4")
+    steps: list[int] = []
+    manager = CallbackManager()
+    manager.add(JsonLogger())
+    manager.register("on_checkpoint_load", lambda context: steps.append(context.checkpoint_step))
+    pretrain(again, callbacks=manager)
+    assert steps == [4]
+    root = Path(config.run.output_dir) / "chosen" / "checkpoints"
+    assert {info.step for info in checkpoints(root)} == {2, 4, 6, 8, 10, 11}
+    aside = sorted(path.name for path in root.rglob("checkpoint-*") if path.parent != root and path.is_dir())
+    assert aside == ["checkpoint-6", "checkpoint-8"]
+
+
+def test_a_mistyped_checkpoint_is_an_error(make: Make, tmp_path: Path) -> None:
+    config = make("typo", f"checkpoint.load={tmp_path / 'runs' / 'nothing'}")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        pretrain(config)
+
+
+def test_another_runs_checkpoint_may_be_continued(make: Make, tmp_path: Path) -> None:
+    first = make("first")
+    start(first, dies_at=("on_step_end", 9))
+    second = make("second", f"checkpoint.load={tmp_path / 'runs' / 'first'}", "checkpoint.ckpt_step=8")
+    start(make("whole"))
+    before = (tmp_path / "runs" / "first" / "trainer_logs.json").read_bytes()
+    start(second)
+    folders = [tmp_path / "runs" / name for name in ("whole", "second")]
+    assert len({(folder / "model" / "model.safetensors").read_bytes() for folder in folders}) == 1
+    whole_journal, forked = (read_records(folder / "trainer_logs.json") for folder in folders)
+    assert [without_wall_clock(one) for one in forked] == [without_wall_clock(one) for one in whole_journal]
+    assert (tmp_path / "runs" / "first" / "trainer_logs.json").read_bytes() == before, "the other run is left alone"
+
+
+def test_checkpoints_that_are_all_damaged_are_an_error_not_a_fresh_start(make: Make) -> None:
+    config = make("damaged")
+    start(config, dies_at=("on_step_end", 5))
+    root = Path(config.run.output_dir) / "damaged" / "checkpoints"
+    for info in checkpoints(root):
+        (info.path / "model" / "model.safetensors").write_bytes(b"rubbish")
+    with pytest.raises(CheckpointError, match=r"none of the checkpoints .* can be used"):
+        pretrain(config)
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_the_reason(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    whole = make("whole")
+    expected = outcome(whole, start(whole))
+    config = make("damaged")
+    start(config, dies_at=("on_step_end", 7))
+    path = Path(config.run.output_dir) / "damaged" / "checkpoints" / "checkpoint-6" / "model" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with caplog.at_level(logging.WARNING):
+        found = outcome(config, start(config))
+    assert "checkpoint-6 is refused" in caplog.text
+    assert found["weights"] == expected["weights"]
+    assert found["certificate"] == expected["certificate"]
+
+
+def test_a_second_process_is_kept_out_of_a_running_run(make: Make) -> None:
+    config = make("busy")
+    refused: list[str] = []
+
+    def enter(context: object) -> None:
+        with pytest.raises(RunExistsError, match="live process") as caught:
+            pretrain(config)
+        refused.append(str(caught.value))
+
+    manager = CallbackManager()
+    manager.register("on_train_start", enter)
+    pretrain(config, callbacks=manager)
+    assert len(refused) == 1

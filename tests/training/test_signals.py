@@ -1,0 +1,268 @@
+"""Real signals: a flag, never more; and nothing is left changed when the handler is gone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onstep.errors import ConfigError
+from onstep.training.signals import DistributedSignalHandler, Preempted, signal_numbers
+
+SCRIPT = Path(__file__).with_name("signal_script.py")
+
+
+@contextmanager
+def users_handler(number: int, handler: Any) -> Iterator[None]:
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@contextmanager
+def process(job: str, folder: Path, *words: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of `signal_script.py`, in a process group of its own."""
+    running = subprocess.Popen(
+        [sys.executable, str(SCRIPT), job, str(folder), *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield running
+    finally:
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)
+        running.communicate()
+
+
+def wait_for(path: Path, running: subprocess.Popen[str]) -> Any:
+    """What a process tells, once it does."""
+    return wait_until(path.exists, running) or json.loads(path.read_text())
+
+
+def wait_until(is_true: Callable[[], bool], running: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_true():
+        if running.poll() is not None and not is_true():
+            raise AssertionError(f"ended with {running.returncode}: {running.communicate()[1]}")
+        assert time.monotonic() < deadline, "the process did not get there in a minute"
+        time.sleep(0.01)
+
+
+def test_a_signal_sets_the_flag_and_says_so_on_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with DistributedSignalHandler([signal.SIGTERM, signal.SIGUSR1]) as handler:
+        assert (handler.received, handler.signal_name, handler.signals_received()) == (False, None, [False])
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert (handler.received, handler.signal_name, handler.signals_received()) == (True, "SIGUSR1", [True])
+    assert "Received signal 10 (SIGUSR1), initiating graceful stop" in capfd.readouterr().err
+
+
+def test_the_handlers_from_before_come_back() -> None:
+    def mine(number: int, frame: Any) -> None:
+        raise AssertionError("nobody sent it")
+
+    with users_handler(signal.SIGUSR1, mine), users_handler(signal.SIGUSR2, signal.SIG_IGN):
+        handler = DistributedSignalHandler(["SIGUSR1", "SIGUSR2"])
+        with handler:
+            assert signal.getsignal(signal.SIGUSR1) is not mine
+        assert signal.getsignal(signal.SIGUSR1) is mine
+        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
+        assert not handler.release()
+        with handler:
+            assert handler.release()
+            assert not handler.release()
+            assert signal.getsignal(signal.SIGUSR1) is mine
+
+
+def test_a_handler_that_was_put_over_ours_stays() -> None:
+    def mine(number: int, frame: Any) -> None:
+        raise AssertionError("nobody sent it")
+
+    with users_handler(signal.SIGUSR1, signal.SIG_IGN):
+        with DistributedSignalHandler("SIGUSR1"):
+            signal.signal(signal.SIGUSR1, mine)
+        assert signal.getsignal(signal.SIGUSR1) is mine
+
+
+def test_a_users_handler_is_called_too() -> None:
+    got: list[tuple[int, bool]] = []
+    with users_handler(signal.SIGUSR1, lambda number, frame: got.append((number, handler.received))):
+        with DistributedSignalHandler(signal.SIGUSR1) as handler:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert got == [(signal.SIGUSR1, True)]
+
+
+def test_pythons_keyboard_interrupt_is_not_raised() -> None:
+    with users_handler(signal.SIGINT, signal.default_int_handler):
+        with DistributedSignalHandler(["SIGINT"]) as handler:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert handler.received
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_same_request_passed_on_at_once_is_not_a_second_signal() -> None:
+    got: list[int] = []
+    with users_handler(signal.SIGTERM, lambda number, frame: got.append(number)):
+        with DistributedSignalHandler(["SIGTERM", "SIGUSR1"]) as handler:
+            for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1):
+                os.kill(os.getpid(), number)
+            assert handler.signal_name == "SIGTERM"
+        assert got == [signal.SIGTERM, signal.SIGTERM]
+
+
+def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
+    with process("twice", tmp_path) as running:
+        wait_for(tmp_path / "ready", running)
+        running.send_signal(signal.SIGTERM)
+        assert wait_for(tmp_path / "first", running) == "SIGTERM"
+        running.send_signal(signal.SIGINT)
+        assert running.wait(60) == -signal.SIGINT
+
+
+def test_preempted_ends_the_process_with_75() -> None:
+    with pytest.raises(SystemExit) as caught:
+        raise Preempted("saved at step 3")
+    assert (caught.value.code, str(caught.value)) == (75, "saved at step 3")
+
+
+def test_an_inner_handler_leaves_the_outer_one_in_place() -> None:
+    with users_handler(signal.SIGUSR1, signal.SIG_IGN):
+        with DistributedSignalHandler("SIGUSR1") as outer:
+            with DistributedSignalHandler("SIGUSR1") as inner:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                assert (inner.received, inner.signal_name, inner.is_installed) == (True, "SIGUSR1", True)
+                assert not inner.release()
+            assert outer.received
+            assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_IGN
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+
+
+def test_a_handler_entered_twice_is_released_once_the_last_leaves() -> None:
+    with users_handler(signal.SIGUSR1, signal.SIG_IGN):
+        handler = DistributedSignalHandler("SIGUSR1")
+        with handler:
+            with handler:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            assert handler.is_installed
+        assert handler.received
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+        with handler:
+            assert not handler.received
+
+
+def test_outside_the_main_thread_nothing_is_installed_and_one_warning_says_so(caplog: Any) -> None:
+    seen: dict[str, Any] = {}
+
+    def body() -> None:
+        with DistributedSignalHandler("SIGUSR1") as handler:
+            seen["handler"] = signal.getsignal(signal.SIGUSR1)
+            seen["installed"] = handler.is_installed
+            seen["flags"] = handler.signals_received()
+
+    before = signal.getsignal(signal.SIGUSR1)
+    with caplog.at_level(logging.WARNING):
+        thread = threading.Thread(target=body)
+        thread.start()
+        thread.join()
+    assert seen == {"handler": before, "installed": False, "flags": [False]}
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "SIGUSR1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["SIGTREM"], ["'SIGTREM'", "SIGTERM", "SIGUSR1"]),
+        (["SIGKILL"], ["SIGKILL", "no process can handle it"]),
+        (["SIGSTOP"], ["SIGSTOP", "no process can handle it"]),
+        (["SIGALRM"], ["data_timeout"]),
+        ([12345], ["12345"]),
+    ],
+)
+def test_names_that_cannot_ask_for_a_stop_are_refused(names: list[Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        DistributedSignalHandler(names)
+    assert all(word in str(caught.value) for word in ["train.exit_signals", *words])
+
+
+def test_signals_are_named_or_numbered() -> None:
+    assert signal_numbers(["SIGTERM", 15, signal.SIGINT]) == [signal.SIGTERM, signal.SIGINT]
+
+
+def test_a_forked_process_does_not_set_the_flag(tmp_path: Path) -> None:
+    with process("fork", tmp_path) as running:
+        assert wait_for(tmp_path / "result", running) == {"child_ended_by": signal.SIGTERM, "received": False}
+        assert wait_for(tmp_path / "child", running) is False
+
+
+def test_workers_survive_an_interrupt_of_the_process_group(tmp_path: Path) -> None:
+    with process("workers", tmp_path, "60") as running:
+        worker = wait_for(tmp_path / "waiting", running)
+        assert worker != running.pid
+        os.killpg(running.pid, signal.SIGINT)
+        (tmp_path / "go").touch()
+        result = wait_for(tmp_path / "result", running)
+        assert running.wait(60) == 75
+    assert result["seen"] == list(range(8))
+    assert (result["received"], result["given_up"]) == (True, None)
+
+
+def test_workers_that_end_with_the_signal_end_the_wait_and_nothing_else(tmp_path: Path) -> None:
+    with process("workers", tmp_path, "None") as running:
+        wait_for(tmp_path / "seen", running)
+        wait_for(tmp_path / "waiting", running)
+        os.killpg(running.pid, signal.SIGTERM)
+        result = wait_for(tmp_path / "result", running)
+        assert running.wait(60) == 75
+    assert result["received"]
+    assert "the data workers ended with SIGTERM" in result["given_up"]
+    assert result["position"] == {"epoch": 0, "samples_in_epoch": len(result["seen"])}
+    assert len(result["seen"]) < 8
+
+
+def test_workers_that_end_with_the_signal_do_not_interrupt_a_step(tmp_path: Path) -> None:
+    with process("step", tmp_path) as running:
+        wait_for(tmp_path / "ready", running)
+        os.killpg(running.pid, signal.SIGTERM)
+        assert wait_for(tmp_path / "result", running) is True
+        assert running.wait(60) == 0
+
+
+def test_a_stuck_worker_is_given_up(tmp_path: Path) -> None:
+    with process("workers", tmp_path, "0.1") as running:
+        wait_for(tmp_path / "waiting", running)
+        wait_until(lambda: (tmp_path / "seen").exists(), running)
+        os.kill(running.pid, signal.SIGTERM)
+        result = wait_for(tmp_path / "result", running)
+        assert running.wait(60) == 75
+    assert "train.data_timeout=0.1" in result["given_up"]
+    assert result["seen"] == [0, 1]
+    assert result["position"] == {"epoch": 0, "samples_in_epoch": 2}
+
+
+@pytest.mark.distributed
+def test_every_rank_learns_which_ranks_were_signalled(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with process("ranks", tmp_path, RANK="0", **place) as first, process("ranks", tmp_path, RANK="1", **place) as other:
+        told = [wait_for(tmp_path / "rank-0", first), wait_for(tmp_path / "rank-1", other)]
+        assert [first.wait(60), other.wait(60)] == [0, 0]
+    assert told == [[[False, False], [False, True], [False, True]]] * 2

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow check lint bench docs docs-serve clean
+.PHONY: demo test test-slow faults check lint bench docs docs-serve clean
 
 demo: $(READY)
 	$(BIN)/onstep train
@@ -17,6 +17,9 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
+
+faults: $(READY)
+	$(BIN)/python -m pytest -m "faults or not faults" tests/faults
 
 check: lint test
 

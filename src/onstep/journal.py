@@ -179,8 +179,9 @@ def align(path: str | Path, last_step: int | None = None, *, num_records: int | 
     """Make the journal at `path` end at `last_step`, so that a run which continues from there can append to it.
 
     Records with a `global_step` beyond `last_step`, and those beyond the first `num_records`, are kept aside in
-    ``<name>.branch-<n>.json``; a record without `global_step` counts as step 0. A file that is no journal is renamed to ``<name>.unreadable-<n>.json``, after which
-    `path` is free. The journal is replaced in one atomic step, and left untouched where nothing is to be done.
+    ``<name>.branch-<n>.json``; a record without `global_step` counts as step 0. A file that is no journal is renamed to
+    ``<name>.unreadable-<n>.json``, after which `path` is free. The journal is replaced in one atomic step, and
+    left untouched where nothing is to be done.
 
     Args:
         path: The journal.

@@ -141,6 +141,20 @@ def test_save_returns_while_the_files_are_written_and_finalize_makes_it_durable(
     assert len(told) == 1, "with nothing pending there is nothing to finalise"
 
 
+def test_what_is_done_to_the_request_after_save_is_not_in_the_manifest(
+    tmp_path: Path, open_manager: Callable[..., CheckpointManager]
+) -> None:
+    manager, asked = open_manager(), request(1)
+    asked.config, asked.metrics = {"train": {"lr": 0.1}}, {"loss": 1.0}
+    manager.save(asked)
+    asked.config["train"]["lr"], asked.metrics["loss"], asked.step = 0.2, 2.0, 5
+    asked.components.clear()
+    manager.finalize()
+    manifest = verify(tmp_path / "checkpoint-1")
+    assert (manifest.config, manifest.metrics) == ({"train": {"lr": 0.1}}, {"loss": 1.0})
+    assert list(manifest.components) == ["box"]
+
+
 def test_a_second_save_waits_for_the_first(tmp_path: Path, open_manager: Callable[..., CheckpointManager]) -> None:
     told: list[int] = []
     manager = open_manager(on_durable=lambda saved: told.append(saved.step))

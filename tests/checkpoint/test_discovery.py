@@ -85,7 +85,8 @@ def test_the_order_is_by_number_not_by_name_time_or_pointer(tmp_path: Path) -> N
 
 def test_what_only_looks_like_a_checkpoint_is_none(tmp_path: Path) -> None:
     real = write_checkpoint(tmp_path, 10)
-    for name in ("checkpoint-007", "checkpoint-abc", "checkpoint-", "checkpoint-11-best", "xcheckpoint-12"):
+    write_checkpoint(tmp_path, 7).rename(tmp_path / "checkpoint-007")
+    for name in ("checkpoint-abc", "checkpoint-", "checkpoint-11-best", "xcheckpoint-12"):
         (tmp_path / name).mkdir()
         (tmp_path / name / MANIFEST).write_bytes((real / MANIFEST).read_bytes())
     (tmp_path / "checkpoint-40").write_bytes(b"a file")

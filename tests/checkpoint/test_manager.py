@@ -25,6 +25,7 @@ from onstep.checkpoint import (
     StateComponent,
     verify,
 )
+from onstep.checkpoint.verify_bar import verify_shown
 from onstep.distributed import World
 from onstep.errors import CheckpointError, ConfigError
 
@@ -201,7 +202,8 @@ def test_after_a_failed_save_a_run_that_continues_saves_again(tmp_path: Path, ca
 
 def test_a_save_that_has_no_room_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     petabyte = torch.zeros(1).expand(2**48)
-    manager = CheckpointManager(tmp_path / "checkpoints", World())
+    store = failing_store(lambda operation: operation.kind == "write")  # or the test would fill the disk to tell
+    manager = CheckpointManager(tmp_path / "checkpoints", World(), store=store)
     with pytest.raises(CheckpointError, match=r"bytes free and the checkpoint needs 1182"):
         manager.save(request(1, box(value=petabyte)))
     assert names(tmp_path) == []
@@ -209,11 +211,11 @@ def test_a_save_that_has_no_room_is_refused_before_anything_is_written(tmp_path:
 
 def test_load_reports_what_is_missing_and_unexpected_and_skips_what_it_is_told_to(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, World())
-    manager.save(request(1, box("a", value=1), box("b", value=2), box("c", value=3)))
+    manager.save(request(1, box("a", value=1), box("b", value=2), box("c", value=3), box("d", value=4)))
     info = manager.newest()
     assert info is not None
     a, b, new = Box(value=0), Box(value=0), Box(value=0)
-    report = manager.load(info, [box("a", a), box("b", b), box("new", new, required=False)], skip={"b"})
+    report = manager.load(info, [box("a", a), box("b", b), box("new", new, required=False)], skip={"b", "d"})
     assert (report.missing, report.unexpected) == (["new"], ["c"])
     assert (a.content, b.content, new.content) == ({"value": 1}, {"value": 0}, {"value": 0})
 
@@ -322,6 +324,16 @@ def test_what_a_dead_save_has_left_is_swept_at_the_start(tmp_path: Path) -> None
     (debris / "box.safetensors").write_bytes(b"half")
     CheckpointManager(tmp_path, World()).newest()
     assert names(tmp_path) == ["checkpoint-1", "latest"]
+
+
+def test_a_large_checkpoint_is_verified_under_a_bar_and_a_small_one_without(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    CheckpointManager(tmp_path, World()).save(request(1))
+    assert verify_shown(tmp_path / "checkpoint-1").step == 1
+    assert capsys.readouterr().err == ""
+    assert verify_shown(tmp_path / "checkpoint-1", bar_bytes=1).step == 1
+    assert "verifying checkpoint-1: 100%" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -122,6 +122,15 @@ def test_a_new_loader_continues_at_the_same_sample_however_the_ranks_are_cut(num
     assert merged == expected[8:]
 
 
+def test_a_list_that_comes_after_reading_began_holds_from_the_position_on() -> None:
+    loader = TrainLoader(Numbers(12), micro_batch_size=2, global_batch_size=2, epoch=1, shuffle=False)
+    first = loader.read(1)
+    assert first is not None
+    assert first.sample_ids == [[0, 1]]
+    loader.leave_out([[0, 4], [1, 6]])
+    assert ids_of_epoch(loader) == [2, 3, 5, 6, 7, 8, 9, 10]
+
+
 def test_the_length_of_an_epoch_follows() -> None:
     loader = TrainLoader(Numbers(12), micro_batch_size=2, global_batch_size=4)
     loader.leave_out([[0, 5]])

@@ -20,7 +20,7 @@ from onstep.config.parts import DistributedInitConfig
 from onstep.data import TrainLoader
 from onstep.distributed import World, data_parallel, open_world
 from onstep.errors import OnstepError
-from onstep.optim import TrainingOptimizer
+from onstep.optim import DeviceFiniteGate, TrainingOptimizer
 from onstep.training import GlobalState, train
 
 RANK = int(os.environ["RANK"])
@@ -64,7 +64,7 @@ class Recorder(Callback):
         self.hashes.append(digest(context.model[0]))
 
     def on_train_step_end(self, context: Any) -> None:
-        self.sample_ids.append([one for ids in context.sample_ids for one in ids])
+        self.sample_ids.append([one for ids in context.sample_ids or [] for one in ids])
 
     def on_log(self, context: Any) -> None:
         if "anomaly" in context.logs:
@@ -96,12 +96,16 @@ def scenario(
     manager.add(recorder)
     if ask is not None:
         manager.register(event, ask)
-    data = TrainLoader(
+    data: Any = TrainLoader(
         Rows(spoiled), micro_batch_size=2, global_batch_size=8, rank=world.rank, world_size=world.size, shuffle=False
     )
+    gate = None
+    if options.get("learns_late"):  # the gate of an accelerator, and data that ends before the host learns of the step
+        gate = DeviceFiniteGate(torch.device("cpu"))
+        data = iter([batch for _ in range(3) for batch in data.read(2).micro_batches])
     result: dict[str, Any] = {"start": digest(model[0])}
     try:
-        optimizer = TrainingOptimizer(torch.optim.AdamW(model[0].parameters(), lr=1e-2))
+        optimizer = TrainingOptimizer(torch.optim.AdamW(model[0].parameters(), lr=1e-2, fused=True), gate=gate)
         train(step, model, optimizer, None, data, None, state, callback_manager=manager)
     except OnstepError as error:
         result["error"] = f"{type(error).__name__}: {error}"
@@ -116,6 +120,7 @@ def scenario(
         "num_skips": progress.num_skips,
         "overrides": progress.overrides,
         "ended_by_anomaly": state.ended_by_anomaly,
+        "was_stopped": state.was_stopped,
         "stopped_by": None if state.stopped_by is None else state.stopped_by.author,
     }
 
@@ -138,6 +143,7 @@ def scenarios(world: World) -> dict[str, Any]:
         "raise_gradient": scenario(world, "gradient"),
         "skip_spike": scenario(world, "spike", on_spike="skip"),
         "stop": scenario(world, "loss", on_nonfinite="stop"),
+        "stop_late": scenario(world, "loss", on_nonfinite="stop", learns_late=True),
         "asked_skip": scenario(
             world,
             ask=on_rank_1(at_step(4, lambda control: control.skip("rank 1 says so"), before=True)),

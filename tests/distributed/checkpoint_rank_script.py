@@ -170,13 +170,7 @@ def job_replication(world: World, folder: Path) -> dict[str, Any]:
     return found
 
 
-def job_together(world: World, folder: Path) -> dict[str, Any]:
-    """Jobs that end well, in one launch."""
-    jobs = {"failures": job_failures, "replication": job_replication, "patterns": job_patterns}
-    return {name: job(world, folder / name) for name, job in jobs.items()}
-
-
-def job_two_saves(world: World, folder: Path, rank: int | None, kind: str) -> dict[str, Any]:
+def job_two_saves(world: World, folder: Path, rank: int | None = None, kind: str = "") -> dict[str, Any]:
     """Two saves; `rank` dies by SIGKILL at an operation of the second."""
     step = 0
 
@@ -203,6 +197,13 @@ def job_resumed(world: World, folder: Path) -> dict[str, Any]:
     report = manager.load(info, [component("model", "replicated", model), component("rng", "per_rank", rng)])
     value = model.content["value"].tolist()
     return {"step": info.step, "model": value, "rng": rng.content, "other": report.other_ranks}
+
+
+def job_together(world: World, folder: Path) -> dict[str, Any]:
+    """Jobs that end well, in one launch."""
+    jobs = {"failures": job_failures, "replication": job_replication, "patterns": job_patterns}
+    job_two_saves(world, folder)
+    return {name: job(world, folder / name) for name, job in jobs.items()}
 
 
 def main() -> None:

@@ -91,6 +91,14 @@ def test_the_policy_stop_ends_both_ranks_at_the_bad_step(results: list[dict[str,
         assert unchanged_steps(result) == [2]
 
 
+def test_a_stop_that_the_host_learns_of_when_the_data_has_ended_is_known_to_both(
+    results: list[dict[str, Result]],
+) -> None:
+    for result in of(results, "stop_late"):
+        assert (result["step"], result["ended_by_anomaly"], result["was_stopped"]) == (3, True, True)
+        assert unchanged_steps(result) == [2, 3]
+
+
 def test_a_skip_asked_by_a_callback_of_rank_1_alone_is_done_on_both(results: list[dict[str, Result]]) -> None:
     first, second = of(results, "asked_skip")
     assert unchanged_steps(first) == [4]

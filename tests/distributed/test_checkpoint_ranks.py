@@ -37,9 +37,14 @@ def run_ranks(ranks: int, job: str, folder: Path, **settings: Any) -> list[dict[
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("together")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Results:
     """What both ranks met in the jobs that end well."""
-    return run_ranks(2, "together", tmp_path_factory.mktemp("together"))
+    return run_ranks(2, "together", folder)
 
 
 def test_each_pattern_is_written_by_one_rank_of_those_that_share_it_and_read_by_all(results: Results) -> None:
@@ -113,9 +118,8 @@ def test_a_rank_killed_in_a_save_costs_that_save_only(rank: int, kind: str, tmp_
     assert sorted(os.listdir(root)) == ["checkpoint-1", "latest"]
 
 
-def test_on_more_ranks_those_without_a_state_of_their_own_are_told(tmp_path: Path) -> None:
-    run_ranks(2, "two_saves", tmp_path, rank=None, kind="")
-    for rank, result in enumerate(run_ranks(3, "resumed", tmp_path)):
+def test_on_more_ranks_those_without_a_state_of_their_own_are_told(results: Results, folder: Path) -> None:
+    for rank, result in enumerate(run_ranks(3, "resumed", folder)):
         assert (result["step"], result["model"]) == (2, [2.0] * 10)
         has_own = rank < 2
         assert (result["rng"], result["other"]) == ({"rank": rank, "step": 2} if has_own else {}, not has_own)

@@ -115,12 +115,15 @@ class Disk:
 
 
 def states_after_power_loss(
-    disk: Disk, operations: Sequence[Operation], most_combinations: int
+    disk: Disk, operations: Sequence[Operation], most_combinations: int, start: int = 0
 ) -> Iterator[tuple[int, Tree]]:
-    """States at every moment, each with the number of operations that had been done when the power went."""
+    """States at every moment, each with the number of operations (at least `start`) that had been done when the power
+    went."""
     for done in range(len(operations) + 1):
         if done:
             disk.apply(operations[done - 1])
+        if done < start:
+            continue
         for tree in disk.after_power_loss(most_combinations):
             yield done, tree
 

@@ -32,7 +32,7 @@ def why_no_small_disk() -> str | None:
 
 
 @pytest.mark.skipif(why_no_small_disk() is not None, reason=str(why_no_small_disk()))
-@pytest.mark.parametrize("checked", ["checked", "unchecked"])
+@pytest.mark.parametrize("checked", [pytest.param("checked", marks=pytest.mark.slow), "unchecked"])
 def test_a_full_disk_leaves_the_old_checkpoint_and_the_next_save_works(checked: str, tmp_path: Path) -> None:
     script = Path(__file__).with_name("child_full_disk.py")
     job = 'mount -t tmpfs -o size=8m none "$1" && exec "$2" "$3" "$1/checkpoints" "$4"'

@@ -48,7 +48,7 @@ def check_aftermath(root: Path, driver: str, step: int, what: str) -> None:
     shutil.rmtree(root)
 
 
-@pytest.mark.parametrize("error_number", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("error_number", [errno.EIO, pytest.param(errno.ENOSPC, marks=pytest.mark.slow)])
 @short_and_long
 def test_an_operation_that_fails_leaves_a_verified_checkpoint(
     driver: str, step: int, error_number: int, fresh_copy: FreshCopy, operations_of_a_save: OperationsOf

@@ -204,8 +204,8 @@ def test_what_was_asked_and_by_whom_is_written_to_the_decisions(tmp_path: Path) 
     assert all(row["timestamp"] > 1e9 for row in rows)
 
 
-def test_a_saved_step_is_announced_once_as_nothing_saves(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_that_has_no_folder_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
     manager = CallbackManager()
     manager.register("on_step_end", lambda context: context.control.save())
     run(small_state(train_iters=3), manager)
-    assert sum("writes no checkpoints" in message for message in caplog.messages) == 1
+    assert sum("has no folder to save in" in message for message in caplog.messages) == 1

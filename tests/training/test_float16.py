@@ -340,8 +340,14 @@ def test_the_trainer_trains_in_float16(spelling: dict[str, Any], tmp_path: Path)
         config_overrides={"optimizer.initial_loss_scale": 2.0**10},
         **spelling,
     )
-    recorder = Recorder()
-    Trainer(Model(), args, train_dataset=Rows(), callbacks=[recorder]).train()
+    recorder, at_start = Recorder(), CallbackManager()
+    scales: list[float] = []
+    at_start.register(
+        "on_train_start", lambda context: scales.append(context.optimizer.state_dict()["scaler"]["scale"])
+    )
+    at_start.add(recorder)
+    Trainer(Model(), args, train_dataset=Rows(), callbacks=at_start).train()
+    assert scales == [1024.0], "the scaler must be there before a checkpoint is loaded"
     assert recorder.skipped == [False] * 6
     assert [record["loss_scale"] for record in recorder.logs if "loss" in record] == [1024.0] * 3
     assert recorder.losses[-1] < recorder.losses[0]

@@ -224,14 +224,12 @@ def test_what_is_not_fatal_goes_on(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_result_that_is_suspicious_only_the_second_time_is_transient() -> None:
-    def compute(run: int, value: float) -> float:
-        computed.append(value)
-        return math.nan if (run == 0 and len(computed) == 1) or (run == 1 and len(computed) == 4) else value
-
-    computed: list[float] = []
     one = machine()
-    _, decision = step(one, data(), compute)
-    assert decision == (False, True, 17)
+    values = iter([math.nan, 1.0, math.nan, math.nan])
+    while one.should_run_forward_backward():
+        for _ in range(2):
+            one.validate_result(torch.tensor(next(values)), is_nan)
+    assert one.should_checkpoint_and_exit() == (False, True, 17)
 
 
 def test_a_difference_within_the_tolerance_counts_as_the_same() -> None:
@@ -322,6 +320,15 @@ def test_a_result_is_large_against_the_first_ones() -> None:
     one = restarted(one, "elsewhere")
     assert is_large(501.0)
     assert not is_large(1.0, resample=True)
+
+
+def test_a_rerun_takes_no_samples_of_what_is_large() -> None:
+    one = machine()
+    for _ in range(2):
+        while one.should_run_forward_backward():
+            one.is_unexpectedly_large(1.0, 10.0, "loss")
+            one.validate_result(torch.tensor(math.nan), is_nan, fatal=False)
+    assert one.state_dict()["largest"]["loss"]["num_samples"] == 2
 
 
 def test_the_mode_changes_between_steps_only() -> None:

@@ -133,11 +133,10 @@ def test_a_stopped_run_stays_stopped(config: ConfigContainer, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(RuntimeError("broken"), "failed"), (SystemExit(3), "paused"), (KeyboardInterrupt(), "failed")]
+    ("error", "status"),
+    [(RuntimeError("broken"), "failed"), (SystemExit(3), "paused"), (KeyboardInterrupt(), "failed")],
 )
-def test_a_run_that_ended_half_way_is_continued(
-    config: ConfigContainer, error: BaseException, status: str
-) -> None:
+def test_a_run_that_ended_half_way_is_continued(config: ConfigContainer, error: BaseException, status: str) -> None:
     config.checkpoint.save_interval = 1
     stopping(config, error=error)
     assert record(config)["status"] == status

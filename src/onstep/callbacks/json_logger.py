@@ -24,11 +24,12 @@ class JsonLogger(TrainerCallback):
     over those three. The file is valid JSON after every record, whatever happens to the process. The first record of a
     journal has the constructor's keyword arguments under ``"experiment_info"``; it has no `loss`.
 
-    A run that starts from another run's checkpoint begins with that run's records. A run that continues (with this callback's state from a checkpoint, or at a step > 0) continues its journal; what
-    was recorded after that step is kept aside in ``trainer_logs.branch-<n>.json``. A run that begins where a journal
-    exists moves that one to ``trainer_logs.<n>.json``. An evaluation without training adds to the journal there is. A
-    file that is no journal is renamed, never overwritten. Where another live run writes the file, this one takes the
-    next ``trainer_logs.<n>.json``. Without `args.logging_dir` nothing is recorded.
+    A run that continues (with this callback's state from a checkpoint, or at a step > 0) continues its journal; what
+    was recorded after the checkpoint is kept aside in ``trainer_logs.branch-<n>.json``. A run that starts from another
+    run's checkpoint begins with that run's records. A run that begins where a journal exists moves that one to
+    ``trainer_logs.<n>.json``. An evaluation without training adds to the journal there is. A file that is no journal is
+    renamed, never overwritten. Where another live run writes the file, this one takes the next
+    ``trainer_logs.<n>.json``. Without `args.logging_dir` nothing is recorded.
 
     Args:
         **kwargs: Anything to record about the experiment when training starts.
@@ -46,7 +47,7 @@ class JsonLogger(TrainerCallback):
         self._resume_step: int | None = None
         """Step of the last record when the checkpoint was saved that training is about to continue from."""
         self._num_records: int | None = 0
-        """Records of the open journal; when continuing, those that the checkpoint covers, None where it does not say."""
+        """Records of the open journal; when continuing, those that the checkpoint covers (None: it does not say)."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the journal, cut to the step that training continues from."""
@@ -117,7 +118,7 @@ class JsonLogger(TrainerCallback):
         return self._path
 
     def _fork(self, path: Path, target: Path) -> Path:
-        """A run that starts from another run's checkpoint takes over the records, and leaves that run's journal alone."""
+        """Take over the records of the run that the checkpoint is of, and leave that run's journal alone."""
         if target.exists():
             set_aside(target)
         fork(path, target, num_records=self._num_records)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from onstep.checkpoint.discovery import CheckpointInfo, checkpoints
-from onstep.checkpoint.manifest import verify
 from onstep.checkpoint.retention import Retention, best
 from onstep.checkpoint.store import FileStore
+from onstep.checkpoint.verify_bar import verify_shown
 from onstep.errors import CheckpointError
 
 ASIDE = "aside"
@@ -32,7 +32,7 @@ def best_verified(root: Path, retention: Retention, report: Callable[[str], None
     infos = checkpoints(root)
     while (info := best(infos, retention)) is not None:
         try:
-            verify(info.path)
+            verify_shown(info.path)
         except CheckpointError as error:
             report(f"Checkpoint {info.path.name} is refused, falling back to the next best: {error}")
             infos.remove(info)

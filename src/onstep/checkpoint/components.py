@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any, Protocol
 
 from onstep.errors import ConfigError
@@ -21,7 +21,7 @@ class Stateful(Protocol):
         ...
 
 
-class SharingPattern(str, Enum):
+class SharingPattern(StrEnum):
     """On which ranks a component's state differs; the values are Forgather's."""
 
     GLOBAL = "global"
@@ -69,8 +69,8 @@ class StateComponent:
             raise ConfigError(f"{self.key}: PER_GROUP takes the name of its group; set process_group_name.")
         if self.validate_replication and self.sharing_pattern is not SharingPattern.REPLICATED:
             raise ConfigError(
-                f"{self.key}: validate_replication takes REPLICATED, got {self.sharing_pattern.name}; only replicas can "
-                f"be compared."
+                f"{self.key}: validate_replication takes REPLICATED, got {self.sharing_pattern.name}; only replicas "
+                f"can be compared."
             )
         if self.validation_level not in VALIDATION_LEVELS:
             raise ConfigError(

@@ -224,7 +224,7 @@ class CheckpointManager:
         transaction, error = attempt(lambda: self._prepare(request.step, total_bytes))
         raise_together(world, error, doing)
         folder = world.share(transaction.folder if transaction else None)
-        return PendingSave(request, self._start_writing(folder, taken.encoded), transaction)
+        return PendingSave(request.frozen(), self._start_writing(folder, taken.encoded), transaction)
 
     def _report_left_out(self, everywhere: list[dict[str, str]]) -> None:
         if self.world.is_main:
@@ -236,7 +236,7 @@ class CheckpointManager:
         """The transaction, on rank 0, if there is room for it."""
         if not self.world.is_main:
             return None
-        self._tidy()
+        self._sweep_once()
         if self._validate_free_space:
             check_free_space(self.root, total_bytes)
         transaction = SaveTransaction(self._store, self.root, step)
@@ -302,8 +302,12 @@ class CheckpointManager:
         return shared
 
     def _tidy(self) -> None:
-        """Let deletions end, and remove what dead saves have left before this manager's own first save; on rank 0."""
+        """Let deletions end and remove what dead saves have left, before rank 0 looks at what there is."""
         self._deleting.result()
+        self._sweep_once()
+
+    def _sweep_once(self) -> None:
+        """Remove what dead saves have left, at the latest before this manager's own first save."""
         if not self._is_swept:
             sweep(self._store, self.root)
             self._is_swept = True

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import platform
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import version
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,14 @@ class SaveRequest:
     extra: dict[str, Any] = field(default_factory=dict)
     """Anything else for the manifest, plain JSON."""
 
+    def frozen(self) -> SaveRequest:
+        """The same request, out of reach of what is done to this one while it is saved."""
+        plain = copy.deepcopy((self.config, self.metrics, self.layout, self.extra))
+        config, metrics, layout, extra = plain
+        return SaveRequest(
+            self.step, list(self.components), config, metrics, layout, persistent=self.persistent, extra=extra
+        )
+
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
@@ -74,6 +84,18 @@ def check_keys(components: Sequence[StateComponent]) -> None:
             raise ConfigError(f"{keys.count(key)} components have the key {key!r}; give each a key of its own.")
 
 
+@cache
+def versions() -> Mapping[str, str]:
+    """The libraries that write."""
+    found = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # run from its sources
+            found[name] = "not installed"
+    return found
+
+
 def build_manifest(request: SaveRequest, run_id: str, world_size: int, everyone: list[list[WrittenFile]]) -> Manifest:
     """The manifest of the files that all ranks have written; `everyone` is in rank order."""
     files = {written.path: written.digest for one in everyone for written in one}
@@ -84,7 +106,7 @@ def build_manifest(request: SaveRequest, run_id: str, world_size: int, everyone:
         world_size=world_size,
         layout=request.layout,
         config=request.config,
-        versions={name: version(name) for name in LIBRARIES} | {"python": platform.python_version()},
+        versions=dict(versions()),
         metrics=request.metrics,
         persistent=request.persistent,
         extra=request.extra,

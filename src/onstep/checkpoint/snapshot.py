@@ -77,7 +77,7 @@ class _Arena:
             self._places = self._divided(tensors)
             self._kinds = kinds
         for place, tensor in zip(self._places, tensors, strict=True):
-            place.copy_(tensor.detach(), non_blocking=True)
+            place.copy_(tensor.detach(), non_blocking=self._is_pinned)
         return self._places
 
     def _divided(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -29,7 +29,8 @@ def train(
         list[str] | None, typer.Option("--import", help="Python file with your code; may be given again.")
     ] = None,
     on_config_change: Annotated[
-        str | None, typer.Option(help="Where values changed since the run started: error, keep (stored) or apply (new).")
+        str | None,
+        typer.Option(help="Where values changed since the run started: error, keep (stored) or apply (new)."),
     ] = None,
 ) -> None:
     """Train a model. Without arguments: a tiny GPT on the source of Python's own standard library.

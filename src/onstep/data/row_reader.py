@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from onstep.data.fetch import Collate, as_it_is, fetch_function, pin, should_pin
 from onstep.data.rows import FetchedRow, Row
-from onstep.data.workers import batches_from_workers, end_workers
+from onstep.data.workers import batches_from_workers, end_workers, outlive_the_group
 from onstep.errors import DataError
 
 
@@ -79,6 +79,7 @@ class RowReader:
             pin_memory=self._pins_memory,
             persistent_workers=self._persistent_workers,
             generator=self._generator,
+            worker_init_fn=outlive_the_group if self._num_workers else None,
         )
 
 

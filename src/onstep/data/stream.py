@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from onstep.data.collate import default_data_collator
 from onstep.data.fetch import Collate, as_it_is, pin, should_pin
 from onstep.data.rows import FetchedRow, RowLayout
-from onstep.data.workers import batches_from_workers
+from onstep.data.workers import batches_from_workers, outlive_the_group
 from onstep.errors import DataError
 
 
@@ -61,6 +61,7 @@ class RowStream:
             num_workers=1,
             pin_memory=pin_memory,
             generator=generator,
+            worker_init_fn=outlive_the_group,
         )
         for row in batches_from_workers(loader):
             yield FetchedRow(*row)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,3 +28,20 @@ def end_workers(iterator: Any) -> None:
     and takes five seconds; a public `close` would let this go.
     """
     iterator._shutdown_workers()
+
+
+def outlive_the_group(worker_id: int) -> None:
+    """`worker_init_fn`: SIGTERM ends a worker only when its own parent sends it.
+
+    A scheduler that stops a job signals the whole process group. The main process then finishes its step and saves, for
+    which it may need the batches that its workers still read.
+    """
+    parent = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)

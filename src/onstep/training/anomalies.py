@@ -79,6 +79,11 @@ class AnomalyWatch:
         """Whether loss and gradient norm of each step are compared with those before."""
         return self._on_spike != "ignore"
 
+    @property
+    def left_out(self) -> bool:
+        """Whether the step that just ran was not applied, and gets a record of its own."""
+        return self._found is not None
+
     def begin_step(self) -> None:
         """Number the step that starts."""
         self._gate.begin_step(self._state.train_state.step + 1)

@@ -97,7 +97,7 @@ class Certificate:
 
 @contextmanager
 def certified(state: GlobalState) -> Iterator[None]:
-    """With `checkpoint.certify`, keep this rank's certificate while the block runs, in the run's folder if it has one."""
+    """With `checkpoint.certify`, keep this rank's certificate, in the run's folder if it has one."""
     if not state.cfg.checkpoint.certify:
         yield
         return

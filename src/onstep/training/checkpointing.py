@@ -118,10 +118,13 @@ class RunCheckpoints:
             self._load(self.start, [self._scheduler(scheduler)])
         self._load_position(self.start, reader)
 
-    def restore(self, info: CheckpointInfo, model: list[Any], optimizer: Any, scheduler: Any, reader: Any) -> None:
-        """Go back to a checkpoint while the run goes on, and tell `on_checkpoint_load`. Collective."""
+    def restore(self, info: CheckpointInfo, model: list[Any], optimizer: Any, scheduler: Any) -> None:
+        """Go back to a checkpoint while the run goes on, and tell `on_checkpoint_load`. Collective.
+
+        The data stays where it is: what led to this is not read again.
+        """
         self._load(info, self._progress_components(model, optimizer, scheduler))
-        self._load_position(info, reader)
+        self._load(info, self._position_components(None, loads=True))
         self._leave_branch(info)
         self.tell("on_checkpoint_load", checkpoint_step=info.step, checkpoint_path=str(info.path))
 
@@ -200,8 +203,8 @@ class RunCheckpoints:
         there = self.state.world.share(sorted(path.name for path in self.root.glob("checkpoint-*")))
         if self.start is None and there:
             raise CheckpointError(
-                f"none of the checkpoints in {self.root} can be used ({', '.join(there)}), and starting from nothing would "
-                f"hide that. Restore one of them, or start a new run: run.fresh=true, or another run.name."
+                f"none of the checkpoints in {self.root} can be used ({', '.join(there)}), and starting from nothing "
+                f"would hide that. Restore one of them, or start a new run: run.fresh=true, or another run.name."
             )
 
     def _leave_branch(self, info: CheckpointInfo) -> None:
@@ -257,12 +260,11 @@ class RunCheckpoints:
     def _scheduler(self, scheduler: Any) -> StateComponent:
         return StateComponent("scheduler", SchedulerPosition(scheduler), SharingPattern.REPLICATED, required=False)
 
-    def _position_components(self, position: DataPosition, loads: bool = False) -> list[StateComponent]:
+    def _position_components(self, position: DataPosition | None, loads: bool = False) -> list[StateComponent]:
         state, config, per_rank = self.state, self.state.cfg.checkpoint, SharingPattern.PER_RANK
-        parts = [
-            StateComponent("loop", LoopParts(state.loop_parts), SharingPattern.REPLICATED, required=False),
-            StateComponent("dataset", position, per_rank, required=False),
-        ]
+        parts = [StateComponent("loop", LoopParts(state.loop_parts), SharingPattern.REPLICATED, required=False)]
+        if position is not None:
+            parts.append(StateComponent("dataset", position, per_rank, required=False))
         if state.rank_parts:
             parts.append(StateComponent("rank", LoopParts(state.rank_parts), per_rank, required=False))
         if config.load_rng if loads else config.save_rng:
@@ -274,7 +276,6 @@ class RunCheckpoints:
         if self.state.cfg.checkpoint.async_save and self.state.cfg.logger.log_progress:
             log_async_checkpoint_saved(self.state, saved.step)
         self.tell("on_checkpoint_save", checkpoint_step=saved.step, checkpoint_path=str(saved.path))
-
 
     def load_best_model(self, model: list[Any]) -> None:
         """Load the weights of the best checkpoint into `model`; progress and optimizer stay. Collective."""

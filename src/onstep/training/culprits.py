@@ -32,6 +32,8 @@ class StepInputs:
     batches: StepBatches
     model: list[nn.Module]
     tell: Teller
+    loss_scale: float | None = None
+    """What the loss was multiplied by for the backward pass; None is 1."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ def _gradient_norms(inputs: StepInputs, state: GlobalState) -> Iterator[float]:
                 output, loss_function = inputs.forward_step_func(iterator, model[0])
                 weighting = state.cfg.train.loss_weighting
                 micro = read_loss(loss_function(output), batch, weighting, batches.is_filler[index])
-            micro.backward(backward_start(micro, alone, state.nominal_step_size, state.world.size))
+            micro.backward(backward_start(micro, alone, state.nominal_step_size, state.world.size, inputs.loss_scale))
         grads = [p.grad for chunk in model for p in chunk.parameters() if p.grad is not None]
         yield float(torch.stack(torch._foreach_norm(grads)).norm()) if grads else 0.0
 

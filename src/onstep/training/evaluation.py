@@ -62,7 +62,8 @@ def evaluate(
     try:
         tell(f"on_{kind}_start")
         started = time.perf_counter()
-        totals = _sum_batches(state, forward_step_func, data_iterator, model, tell, kind, verbose)
+        with state.rerun_state_machine.disabled():
+            totals = _sum_batches(state, forward_step_func, data_iterator, model, tell, kind, verbose)
         losses = {key: top / bottom.clamp(min=1) for key, (top, bottom) in totals.sums.items()}
         means = total_losses(losses)
         collected = non_loss_data_func(model) if non_loss_data_func is not None else None

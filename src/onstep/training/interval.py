@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +21,10 @@ class IntervalReport:
 
     num_steps: int
     num_skipped: int
+    num_losses: int
+    """Steps that the mean is taken over: all but those that an anomaly left out."""
     loss: float
-    """Mean of the steps' losses."""
+    """Mean of the steps' losses; NaN where every step was left out."""
     grad_norm: float | None
     """Root mean square of the steps' gradient norms."""
     max_grad_norm: float | None
@@ -45,6 +48,7 @@ class IntervalMeter:
         """Forget everything."""
         self.num_steps = 0
         self.num_skipped = 0
+        self._num_losses = 0
         self._losses: list[StepLoss] = []
         self._norms: list[Weight] = []
         self._num_norms = 0
@@ -52,10 +56,16 @@ class IntervalMeter:
         self._counts: dict[str, int] = {}
         self._max_norm: Tensor | None = None
 
-    def add(self, step_loss: StepLoss, grad_norm: Weight | None, successful: bool) -> None:
-        """Take up one step; the norm may be a plain number, as other optimizers give it."""
+    def add(self, step_loss: StepLoss | None, grad_norm: Weight | None, successful: bool) -> None:
+        """Take up one step; the norm may be a plain number, as other optimizers give it.
+
+        None is a step that an anomaly left out: it has a record of its own, and no part in the mean.
+        """
         self.num_steps += 1
         self.num_skipped += not successful
+        if step_loss is None:
+            return
+        self._num_losses += 1
         self._losses.append(step_loss)
         if grad_norm is not None:
             self._norms.append(grad_norm)
@@ -71,7 +81,7 @@ class IntervalMeter:
         values = [self._sums[name].double() for name in names]
         if self._max_norm is not None:
             values.append(self._max_norm.double())
-        numbers = torch.stack(values).tolist()
+        numbers = torch.stack(values).tolist() if values else []
         sums = dict(zip(names, numbers, strict=False))
         report = self._report(sums, numbers[-1] if self._max_norm is not None else None)
         self.reset()
@@ -82,6 +92,7 @@ class IntervalMeter:
         return {
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
+            "num_losses": self._num_losses,
             "numerators": _packed([loss.numerator for loss in self._losses]),
             "weights": _packed([loss.weight for loss in self._losses]),
             "tokens": _packed([loss.tokens for loss in self._losses]),
@@ -101,6 +112,7 @@ class IntervalMeter:
         values = iter(_unpacked(state_dict["report_values"], device))
         self.reset()
         self.num_steps, self.num_skipped = state_dict["num_steps"], state_dict["num_skipped"]
+        self._num_losses = state_dict["num_losses"]
         for (numerator, weight, tokens), names in zip(zip(*columns, strict=True), state_dict["reports"], strict=True):
             self._losses.append(StepLoss(numerator, weight, tokens, {name: next(values) for name in names}))
         self._norms = _unpacked(state_dict["norms"], device)
@@ -116,7 +128,8 @@ class IntervalMeter:
         return IntervalReport(
             num_steps=steps,
             num_skipped=self.num_skipped,
-            loss=sums["loss"] / steps,
+            num_losses=self._num_losses,
+            loss=sums["loss"] / self._num_losses if self._num_losses else math.nan,
             grad_norm=(sums["squared_norm"] / self._num_norms) ** 0.5 if self._num_norms else None,
             max_grad_norm=max_norm,
             tokens=round(sums["tokens"]) if "tokens" in sums else None,

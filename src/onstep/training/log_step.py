@@ -41,8 +41,9 @@ def advance_tokens(state: GlobalState, report: IntervalReport) -> None:
     """Bring the counters of tokens, FLOPs and the mean loss up to date."""
     tokens = report.tokens or 0
     state.train_state.consumed_tokens += tokens
-    state.loss_sum += report.loss * report.num_steps
-    state.loss_steps += report.num_steps
+    if report.num_losses:
+        state.loss_sum += report.loss * report.num_losses
+        state.loss_steps += report.num_losses
     state.train_state.floating_point_operations_so_far += tokens * state.flops_per_token
 
 

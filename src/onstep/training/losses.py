@@ -69,9 +69,7 @@ class MicroLoss:
         if start is None:
             self.loss.backward()  # type: ignore[no-untyped-call]
         else:
-            # by way of float32: a loss scale is beyond float16, where it must become infinity and not an error
-            wide = torch.promote_types(self.loss.dtype, torch.float32)
-            gradient = as_scalar(start, wide, self.loss.device).to(self.loss.dtype)
+            gradient = as_scalar(start, self.loss.dtype, self.loss.device)
             self.loss.backward(gradient.reshape(self.loss.shape))  # type: ignore[no-untyped-call]
 
 

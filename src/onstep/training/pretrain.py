@@ -204,8 +204,8 @@ def already_finished(folder: RunFolder) -> str:
     how = "is finished" if content.get("status") == "completed" else "was stopped"
     return (
         f"{folder.path} {how}: {content.get('step', 0)} steps, nothing left to do.\n"
-        f"To extend it: more train.train_iters (or num_epochs) with --on-config-change apply. To train a new run beside "
-        f"it: run.fresh=true. To give a run another name: run.name=NAME."
+        f"To extend it: more train.train_iters (or num_epochs) with --on-config-change apply. To train a new run "
+        f"beside it: run.fresh=true. To give a run another name: run.name=NAME."
     )
 
 

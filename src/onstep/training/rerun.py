@@ -223,6 +223,10 @@ class RerunStateMachine:
             return False, True, EXIT_CODE_RESUME_TO_DISAMBIGUATE
         return False, False, 0
 
+    def go_back(self) -> None:
+        """Put the random generators, and what the caller saves, back to before the step: for the next process."""
+        self._snapshot.go_back()
+
     def state_dict(self) -> dict[str, Any]:
         """What the next process has to know: values to compare with, and which results are in question."""
         pending = self.state is RerunState.WILL_RERUN_FROM_CHECKPOINT

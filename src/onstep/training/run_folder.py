@@ -168,9 +168,7 @@ def _take(folder: RunFolder, config: ConfigContainer) -> Claim:
         _start(folder, config)
         return Claim(folder, config)
     claim = _judge(folder, config)
-    folder.write(
-        {**folder.read(), "status": "running", "config": claim.config.to_dict(), "continued_at": time.time()}
-    )
+    folder.write({**folder.read(), "status": "running", "config": claim.config.to_dict(), "continued_at": time.time()})
     return claim
 
 

@@ -17,6 +17,7 @@ from onstep.events import Control, Request, RunFacts, TrainerState
 from onstep.optim import FiniteGate, LossScaler, TrainingOptimizer, build_loss_scaler
 from onstep.progress import TrainState
 from onstep.training.exits import ExitWatch
+from onstep.training.rerun import RerunStateMachine
 
 if TYPE_CHECKING:
     from onstep.training.certificate import Certificate
@@ -63,6 +64,8 @@ class GlobalState:
     """`IntervalReport` of the steps after the last logged one, when training has ended."""
     loss_sum: float = 0.0
     loss_steps: int = 0
+    rerun_state_machine: RerunStateMachine = field(default_factory=RerunStateMachine)
+    """Recomputes suspicious results, where `rerun_state_machine.rerun_mode` says so."""
     checkpoints: RunCheckpoints | None = None
     """None for a run without a folder for them."""
     exits: ExitWatch = field(default_factory=ExitWatch)
@@ -140,7 +143,7 @@ class GlobalState:
     @property
     def train_iters(self) -> int | None:
         """Optimizer steps of the run, also of one that is configured in epochs or samples; None is no limit."""
-        configured = self.cfg.train.train_iters
+        configured = self.train_state.overrides.get("train_iters", self.cfg.train.train_iters)
         return configured if configured is not None else self.facts.max_steps or None
 
     def mean_loss(self) -> float:

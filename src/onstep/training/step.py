@@ -27,6 +27,7 @@ from onstep.training.losses import (
     reduce_step,
 )
 from onstep.training.micro_batches import MicroBatches as MicroBatches
+from onstep.training.rerun_step import fresh_batches, validate_losses
 from onstep.training.state import GlobalState
 from onstep.training.telling import Teller
 
@@ -69,13 +70,21 @@ def train_step(
     """
     tell = tell or Teller(None, global_state)
     batches = step_batches(data_iterator, global_state.num_microbatches, global_state.world.size)
-    optimizer.zero_grad()
-    watch = watch_of(global_state)
-    if watch is not None:
-        watch.begin_forward(StepInputs(forward_step_func, batches, model, tell))
     scaler = global_state.loss_scaler(optimizer)
     loss_scale = None if scaler is None else scaler.scale
-    micros = forward_backward(forward_step_func, batches, model, global_state, tell, loss_scale)
+    watch = watch_of(global_state)
+    if watch is not None:
+        watch.begin_forward(StepInputs(forward_step_func, batches, model, tell, loss_scale))
+    micros: list[MicroLoss] = []
+    machine = global_state.rerun_state_machine
+    while machine.should_run_forward_backward():
+        optimizer.zero_grad()
+        given = fresh_batches(batches) if machine.is_enabled else batches
+        micros = forward_backward(forward_step_func, given, model, global_state, tell, loss_scale)
+        validate_losses(machine, micros, global_state.cfg.rerun_state_machine)
+    should_checkpoint, should_exit, exit_code = machine.should_checkpoint_and_exit()
+    if should_exit:
+        return TrainStepResult({}, 1, should_checkpoint, True, exit_code, None, None)
     step_loss = reduce_step(micros, global_state.world)
     factor = gradient_factor(step_loss, micros, global_state.nominal_step_size, global_state.world.size)
     successful, grad_norm, num_zeros = update(model, optimizer, factor, step_loss, tell)

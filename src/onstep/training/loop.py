@@ -1,0 +1,54 @@
+"""What every part of the training loop works with, and how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from onstep.training.anomalies import AnomalyWatch
+from onstep.training.interval import IntervalMeter
+from onstep.training.log_step import RunStart
+from onstep.training.state import GlobalState
+from onstep.training.telling import Teller
+
+Evaluation = Callable[[], None]
+
+
+@dataclass
+class Loop:
+    """What every part of the loop works with."""
+
+    forward_step_func: Callable[..., Any]
+    raw_forward_step_func: Callable[..., Any]
+    model: list[nn.Module]
+    optimizer: Any
+    scheduler: Any
+    reader: Any
+    valid_data_iterator: Any
+    state: GlobalState
+    tell: Teller
+    meter: IntervalMeter
+    watch: AnomalyWatch
+    start: RunStart
+    evaluation: Evaluation | None = None
+    position_before: dict[str, Any] | None = None
+    """Where the reader stood before the step's micro-batches were read; kept only where a step may be rerun."""
+
+
+def is_finished(state: GlobalState) -> bool:
+    """Whether the run has its steps, or somebody asked for its end."""
+    control = state.control
+    if control.should_training_stop or control.should_abort_without_save or state.data_exhausted:
+        return True
+    return state.exits.decided is not None or has_all_steps(state)
+
+
+def has_all_steps(state: GlobalState) -> bool:
+    """Whether the configured number of steps is done, or of epochs: one that was ended early counts as one."""
+    limit, num_epochs, progress = state.train_iters, state.cfg.train.num_epochs, state.train_state
+    if num_epochs is not None and progress.epoch >= num_epochs:
+        return True
+    return limit is not None and progress.step >= limit

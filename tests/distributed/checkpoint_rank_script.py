@@ -161,6 +161,7 @@ def job_replication(world: World, folder: Path) -> dict[str, Any]:
         "same": {"layers": [{"w": torch.zeros(50)}], "lr": 0.1},
         "tensor": {"layers": [{"w": torch.zeros(50).index_fill(0, torch.tensor([30]), float(RANK))}], "lr": 0.1},
         "value": {"layers": [{"w": torch.zeros(50)}], "lr": 0.1 + RANK},
+        "no form": {"kinds": {object()} if RANK else {1}},
     }
     for name, state in states.items():
         for level in ("none", "quick", "tensor", "full"):

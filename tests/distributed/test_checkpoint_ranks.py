@@ -96,7 +96,8 @@ def test_what_fails_on_one_rank_fails_on_all_and_nothing_is_committed(results: R
 def test_replicas_that_differ_are_refused_on_all_ranks_with_the_first_path(results: Results) -> None:
     for result in [one["replication"] for one in results]:
         refused = {name: text for name, text in result.items() if text != "None"}
-        assert sorted(refused) == ["tensor-full", "tensor-tensor", "value-full"]
+        assert sorted(refused) == ["no form-full", "tensor-full", "tensor-tensor", "value-full"]
+        assert "rank 1: " in refused.pop("no form-full")
         for text in refused.values():
             assert "'model' is REPLICATED, but not the same on rank 0 and on rank 1" in text
         assert "first at model.layers[0].w:" in refused["tensor-tensor"]

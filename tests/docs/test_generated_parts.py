@@ -56,7 +56,7 @@ def test_the_tables_of_keys_have_every_key_with_its_default(generate: ModuleType
     keys = [cell.strip("`") for cell in first_cells(tables)]
     assert keys == list(to_flat(ConfigContainer()))
     assert "| `optimizer.adam_beta2` | `float` | `0.999` |" in tables
-    assert "| `mixed_precision` | `str | None` | `None` | None (float32) or bf16_mixed" in tables
+    assert "| `mixed_precision` | `str | None` | `None` | None (float32), bf16_mixed or fp16_mixed" in tables
 
 
 def test_every_argument_is_in_one_of_two_tables(generate: ModuleType) -> None:

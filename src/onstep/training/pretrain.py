@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from onstep.config import ConfigContainer, resolve
-from onstep.config.changes import describe
+from onstep.config.differences import describe
 from onstep.distributed import World, open_world, world_size_from_environment
 from onstep.events import CallbackManager, Control, normalize_callbacks
 from onstep.events.context import unwrap

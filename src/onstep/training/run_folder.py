@@ -15,7 +15,7 @@ import torch
 
 from onstep.config import ConfigContainer
 from onstep.config.change_classes import ChangeClass
-from onstep.config.changes import Change, changes, decide, of_kind
+from onstep.config.differences import Change, changes, decide, of_kind
 from onstep.errors import ConfigError, RunExistsError
 from onstep.training.run_lock import RunLock
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from onstep.errors import CheckpointError
 from onstep.events import CallbackManager
+from onstep.training.saved_parts import is_stateful
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +87,9 @@ class CallbackStates:
 
 
 def _is_stateful(callback: Any) -> bool:
-    has_both = callable(getattr(callback, "state_dict", None)) and callable(getattr(callback, "load_state_dict", None))
-    return has_both and not hasattr(callback, "get_last_lr")  # a scheduler that is a callback too is saved as scheduler
+    return is_stateful(callback) and not hasattr(
+        callback, "get_last_lr"
+    )  # a scheduler that is a callback too is saved as scheduler
 
 
 def _class_name(callback: Any) -> str:

@@ -30,6 +30,7 @@ from onstep.training.saved_parts import (
     SchedulerPosition,
     check_has_state,
     finite_numbers,
+    is_stateful,
 )
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class RunCheckpoints:
             async_save=config.async_save,
             on_durable=self._tell_durable,
             on_save_error="continue" if config.on_save_error == "continue" else "stop",
+            groups=state.process_groups,
         )
 
     @property
@@ -237,7 +239,7 @@ class RunCheckpoints:
         if wanted is None:
             return components
         keep = {*wanted, *(("loop", "rank") if "trainer" in wanted else ())}
-        return [one for one in components if one.key in keep]
+        return [one for one in components if one.key in keep or one.key not in (*COMPONENTS, "loop", "rank")]
 
     def _progress_components(
         self, model: list[Any], optimizer: Any, scheduler: Any, loads: bool = False
@@ -255,6 +257,17 @@ class RunCheckpoints:
                 parts.append(self._scheduler(scheduler))
         parts.append(StateComponent("trainer", RunProgress(self.state), replicated, required=selected))
         parts.append(StateComponent("callbacks", self.callbacks, SharingPattern.PER_RANK, required=False))
+        return [*parts, *self._user_components()]
+
+    def _user_components(self) -> list[StateComponent]:
+        """What the user's objects bring: a forward step with a state, and the `state_components()` of callbacks."""
+        forward_step = self.state.forward_step_func
+        parts = []
+        if is_stateful(forward_step):
+            parts.append(StateComponent("forward_step", forward_step, SharingPattern.PER_RANK, required=False))
+        for callback in self.tell.manager.callbacks if self.tell.manager is not None else []:
+            of_callback = getattr(callback, "state_components", None)
+            parts += of_callback() if callable(of_callback) else []
         return parts
 
     def _scheduler(self, scheduler: Any) -> StateComponent:

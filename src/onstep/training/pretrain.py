@@ -84,6 +84,7 @@ def _run(
     tell = Teller(manager, state)
     try:
         with handled_signals(state), RunScope(tell):
+            state.forward_step_func = forward_step_func
             state.checkpoints = open_checkpoints(state, tell)
             parts = set_up(state, tell)
             try:

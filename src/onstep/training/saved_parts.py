@@ -112,13 +112,19 @@ class DataPosition:
         self._reader.seek(progress.epoch, progress.samples_in_epoch)
 
 
+def is_stateful(owner: Any) -> bool:
+    """Whether an object has a state that can be saved and loaded; a class or a module of code has none of its own."""
+    methods = (getattr(owner, "state_dict", None), getattr(owner, "load_state_dict", None))
+    return not isinstance(owner, type) and all(callable(one) for one in methods)
+
+
 def check_has_state(what: str, owner: Any, remedy: str) -> None:
     """Refuse what a checkpoint could not hold, before anything is trained.
 
     Raises:
         CheckpointError: naming it and the way out.
     """
-    if not (callable(getattr(owner, "state_dict", None)) and callable(getattr(owner, "load_state_dict", None))):
+    if not is_stateful(owner):
         raise CheckpointError(
             f"the {what} {type(owner).__name__} has no state_dict and load_state_dict, so no checkpoint can hold it; "
             f"{remedy}."

@@ -74,6 +74,10 @@ class GlobalState:
     """What the loop remembers between steps, alike on all ranks; saved with every checkpoint."""
     rank_parts: dict[str, Any] = field(default_factory=dict)
     """The same, each rank its own."""
+    process_groups: dict[str, Any] = field(default_factory=dict)
+    """Process groups by the name that a `StateComponent` of the pattern PER_GROUP gives."""
+    forward_step_func: Any = None
+    """The forward step as the user gave it; its state is saved where it has one."""
     is_resumed: bool = False
     """Whether this process continues from a checkpoint."""
     has_stepped: bool = False

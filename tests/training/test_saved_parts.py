@@ -1,0 +1,231 @@
+"""The parts of a checkpoint that are neither model nor optimizer: progress, callbacks, the log interval, the user's."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from resuming import Interrupted
+
+from onstep import CallbackManager, TrainerCallback, pretrain
+from onstep.checkpoint import SharingPattern, StateComponent, decode_state, encode_state
+from onstep.config import ConfigContainer
+from onstep.errors import CheckpointError, UnsupportedStateError
+from onstep.progress import TrainState
+from onstep.training import forward_step
+from onstep.training.callback_states import CallbackStates
+from onstep.training.certificate import Certificate, fingerprint
+from onstep.training.interval import IntervalMeter
+from onstep.training.losses import StepLoss
+
+
+class Counter(TrainerCallback):
+    def __init__(self, patience: int = 1) -> None:
+        self.patience, self.count = patience, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+
+
+class Renamed(Counter):
+    pass
+
+
+class Fussy(Counter):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise ValueError("what is this?")
+
+
+def states_of(*callbacks: Any) -> CallbackStates:
+    manager = CallbackManager()
+    manager.add(list(callbacks))
+    return CallbackStates(manager)
+
+
+def counted(callback: Counter, count: int) -> Counter:
+    callback.count = count
+    return callback
+
+
+def through_a_file(state: Any) -> Any:
+    return decode_state(*encode_state(state))
+
+
+def test_train_state_has_bridges_tensors_and_comes_back_whole() -> None:
+    progress = TrainState(step=7, consumed_train_samples=2**40, floating_point_operations_so_far=1e21, do_train=True)
+    progress.overrides, progress.skip_list, progress.best_metric = {"lr_factor": 0.5}, [[0, 3]], 1.25
+    state = progress.state_dict()
+    types = {key: value.dtype for key, value in state.items() if isinstance(value, torch.Tensor)}
+    assert types == {
+        "step": torch.int64,
+        "consumed_train_samples": torch.int64,
+        "skipped_train_samples": torch.int64,
+        "consumed_valid_samples": torch.int64,
+        "floating_point_operations_so_far": torch.float64,
+        "do_train": torch.bool,
+        "do_valid": torch.bool,
+        "do_test": torch.bool,
+    }
+    other = TrainState()
+    other.load_state_dict(through_a_file(state))
+    assert other == progress
+    assert {type(getattr(other, one.name)) for one in fields(other)} <= {int, float, bool, dict, list, type(None)}
+    with pytest.raises(KeyError):
+        other.load_state_dict({"step": torch.tensor(3)})
+
+
+def test_callbacks_find_their_states_in_any_order() -> None:
+    saved = states_of(counted(Counter(1), 5), counted(Renamed(), 7)).state_dict()
+    renamed, counter = Renamed(), Counter(1)
+    states_of(renamed, counter).load_state_dict(saved)
+    assert (counter.count, renamed.count) == (5, 7)
+
+
+def test_two_of_a_class_are_told_apart_by_what_they_were_made_with() -> None:
+    first, second = Counter(patience=2), Counter(patience=9)
+    states = states_of(first, second)
+    first.count, second.count = 20, 90  # what they are when the checkpoint is saved does not matter
+    saved = states.state_dict()
+    again_second, again_first = Counter(patience=9), Counter(patience=2)
+    states_of(again_second, again_first).load_state_dict(saved)
+    assert (again_first.count, again_second.count) == (20, 90)
+
+
+def test_two_equal_ones_are_told_apart_by_their_order_and_names() -> None:
+    saved = states_of(counted(Counter(), 1), counted(Counter(), 1)).state_dict()
+    assert len(saved) == 2
+    one, other = Counter(), Counter()
+    one.state_key, other.state_key = "train", "test"  # type: ignore[attr-defined]
+    keys = list(states_of(one, other).state_dict())
+    assert [key.partition("[")[2] for key in keys] == ["train]", "test]"]
+
+
+def test_missing_and_unclaimed_states_are_reported_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    saved = states_of(counted(Counter(), 5)).state_dict()
+    renamed = Renamed()
+    with caplog.at_level(logging.WARNING):
+        states_of(renamed).load_state_dict(saved)
+    assert renamed.count == 0
+    assert "no state for callback test_saved_parts.Renamed; it starts anew" in caplog.text
+    assert "a state for callback test_saved_parts.Counter, which this run does not have" in caplog.text
+
+
+def test_a_callback_that_refuses_its_state_is_named() -> None:
+    saved = states_of(Fussy()).state_dict()
+    with pytest.raises(CheckpointError, match=r"test_saved_parts\.Fussy cannot take the state.*what is this"):
+        states_of(Fussy()).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("num_steps", [1, 5, 63, 64, 100])
+def test_an_interval_that_is_saved_in_the_middle_reports_the_same_bits(num_steps: int) -> None:
+    def steps() -> list[tuple[StepLoss, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        return [
+            (
+                StepLoss(
+                    torch.rand((), generator=generator),
+                    float(index % 3 + 1),
+                    torch.tensor(index),
+                    {"aux": torch.rand((), generator=generator)} if index % 2 else {},
+                ),
+                torch.rand((), generator=generator),
+            )
+            for index in range(130)
+        ]
+
+    whole, first, second = IntervalMeter(), IntervalMeter(), IntervalMeter()
+    for loss, norm in steps():
+        whole.add(loss, norm, True)
+    for loss, norm in steps()[:num_steps]:
+        first.add(loss, norm, True)
+    second.load_state_dict(through_a_file(first.state_dict()))
+    for loss, norm in steps()[num_steps:]:
+        second.add(loss, norm, True)
+    assert second.flush() == whole.flush()
+
+
+def test_a_fingerprint_sees_a_single_bit() -> None:
+    tensors = [torch.randn(100), torch.randn(3, 3).to(torch.bfloat16), torch.zeros(0)]
+    before = fingerprint(tensors)
+    assert fingerprint([one.clone() for one in tensors]) == before
+    tensors[0].view(torch.int32)[50] ^= 1
+    assert fingerprint(tensors) != before
+
+
+def test_a_certificate_is_a_chain(tmp_path: Path) -> None:
+    model, optimizer = torch.nn.Linear(2, 2), torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+
+    def chain(ids: list[int]) -> str:
+        certificate = Certificate(None, torch.device("cpu"))
+        for one in ids:
+            certificate.extend(one, [one], optimizer, torch.tensor(1.0), [model])
+        return certificate.chain
+
+    assert chain([1, 2, 3]) == chain([1, 2, 3])
+    assert chain([1, 2, 3]) != chain([2, 1, 3])
+    assert chain([]) == ""
+
+
+@pytest.fixture
+def named(tiny_config: ConfigContainer, tmp_path: Path) -> ConfigContainer:
+    tiny_config.run.name, tiny_config.run.output_dir = "mine", str(tmp_path / "runs")
+    tiny_config.train.train_iters, tiny_config.checkpoint.save_interval = 4, 2
+    tiny_config.validation.eval_iters = 0
+    return tiny_config
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(named: ConfigContainer) -> None:
+    class Hoarder(Counter):
+        def state_dict(self) -> dict[str, Any]:
+            return {"model": torch.nn.Linear(1, 1)}
+
+    steps: list[int] = []
+    manager = CallbackManager()
+    manager.add(Hoarder())
+    manager.register("on_train_step_start", lambda context: steps.append(1))
+    with pytest.raises(UnsupportedStateError, match=r"callbacks.*Hoarder.*model"):
+        pretrain(named, callbacks=manager)
+    assert steps == []
+
+
+def test_a_forward_step_and_a_callback_may_bring_states_of_their_own(named: ConfigContainer) -> None:
+    class Step:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def __call__(self, data_iterator: Any, model: Any) -> Any:
+            self.calls += 1
+            return forward_step(data_iterator, model)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"calls": self.calls}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.calls = state_dict["calls"]
+
+    class WithComponents(TrainerCallback):
+        def __init__(self) -> None:
+            self.counter = Counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.counter.count += 1
+            if state.global_step == 3 and dies:
+                raise Interrupted
+
+        def state_components(self) -> list[StateComponent]:
+            return [StateComponent("counter", self.counter, SharingPattern.GLOBAL)]
+
+    dies = True
+    with pytest.raises(Interrupted):
+        pretrain(named, Step(), callbacks=[WithComponents()])
+    dies = False
+    step, callback = Step(), WithComponents()
+    pretrain(named, step, callbacks=[callback])
+    assert (step.calls, callback.counter.count) == (4, 4)

@@ -64,6 +64,7 @@ def of_every_layout() -> dict[str, Tensor]:
         "expanded": torch.tensor([1.0, 2.0]).expand(3, 2),
         "conjugated": torch.randn(4, dtype=torch.complex64).conj(),
         "negated": torch.randn(4, dtype=torch.complex64).conj().imag,
+        "negated and contiguous": torch._neg_view(torch.randn(4)),
         "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         "parameter": torch.nn.Parameter(torch.randn(2)),
         "ünïcode \n name": torch.ones(1),

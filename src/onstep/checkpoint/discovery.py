@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from onstep.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
+from onstep.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from onstep.checkpoint.transaction import SUPERSEDED
+from onstep.checkpoint.verify_bar import verify_shown
 from onstep.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ def newest_verified(
             continue
         try:
             _manifest_of_step(path, step)
-            return CheckpointInfo(path, step, verify(path))
+            return CheckpointInfo(path, step, verify_shown(path))
         except CheckpointError as error:
             report(f"Checkpoint {path.name} is refused, falling back to the one before: {error}")
     return None
@@ -93,7 +94,7 @@ def resolve(path: str | Path, step: int | None = None) -> CheckpointInfo:
 
 
 def _checkpoint_at(path: Path, step: int | None) -> CheckpointInfo:
-    manifest = verify(path)
+    manifest = verify_shown(path)
     if step is not None and manifest.step != step:
         raise CheckpointError(f"{path} is a checkpoint of step {manifest.step}, not of step {step}.")
     return CheckpointInfo(path, manifest.step, manifest)

@@ -289,7 +289,8 @@ class CheckpointManager:
     def _delete_surplus(self, saved_step: int) -> None:
         """Delete what is not to be kept; what cannot be deleted makes no save fail."""
         try:
-            for info in to_delete(checkpoints(self.root), self._retention, newest=saved_step):
+            there = checkpoints(self.root)
+            for info in to_delete(there, self._retention, newest=saved_step, run_id=self._run_id):
                 self._store.remove_tree(info.path)
         except CheckpointError as error:
             logger.warning("An old checkpoint could not be deleted: %s", error)

@@ -28,6 +28,7 @@ _WHAT = {
     "rollback": "rollback decided",
     "rolled_back": "rolled back",
     "set": "value set",
+    "saved": "checkpoint saved",
 }
 _EVERYDAY = ("should_log", "should_evaluate")
 """Shown only for a step that is asked about."""
@@ -35,6 +36,7 @@ _STATUS = {
     "running": "is running, or was killed",
     "completed": "completed",
     "stopped": "was stopped",
+    "paused": "left before its end; the same command continues it",
     "preempted": "was preempted; the same command continues it",
     "failed": "failed",
 }
@@ -83,7 +85,7 @@ def headline(folder: Path, decisions: Iterable[Decision]) -> str:
     at = f" at step {content['step']}" if content.get("step") else ""
     line = f"{folder} {_STATUS.get(status, f'has the status {status}')}{at}."
     ending = [one for one in decisions if one.get("flag") in ("should_training_stop", "should_abort_without_save")]
-    if status in ("stopped", "preempted") and ending:
+    if status in ("stopped", "preempted", "paused") and ending:
         line += f" The last decision to stop: {_by_whom(ending[-1])}."
     error = content.get("error")
     return f"{line} {error}" if error else line
@@ -107,6 +109,8 @@ def _lines(decision: Decision) -> list[str]:
     if flag == "set":
         value = details.get("value")
         what = f"{details.get('key')} set to {'the configured value' if value is None else value}"
+    if flag == "saved":
+        what = f"checkpoint of step {details.get('checkpoint_step')} saved"
     if flag == "rolled_back":
         what = f"rolled back to step {details.get('to_step')}"
     lines = [f"step {decision.get('step', '?')}: {what}, {_by_whom(decision)} ({_when(decision)})"]

@@ -21,7 +21,9 @@ from onstep.checkpoint import (
 )
 from onstep.config import ConfigContainer
 from onstep.errors import CheckpointError
+from onstep.events import Request
 from onstep.training.callback_states import CallbackStates
+from onstep.training.decisions import write_decision
 from onstep.training.progress_log import log_async_checkpoint_saved
 from onstep.training.saved_parts import (
     DataPosition,
@@ -88,13 +90,13 @@ class RunCheckpoints:
         folder = state.run_folder
         if asked is not None and not (folder is not None and folder.has_started_from(asked)):
             self.start = self._resolve()
-            if folder is not None and state.world.is_main:
-                folder.note_start(asked)
         elif state.cfg.checkpoint.resume:
             self.start = self.manager.newest()
             self._check_not_all_damaged()
         if self.start is not None:
             self._leave_branch(self.start)
+        if asked is not None and folder is not None and state.world.is_main:
+            folder.note_start(asked)  # after the branch was left: until then a crash must ask for the same start
         return self.start
 
     def load_progress(self, model: list[Any], optimizer: Any, scheduler: Any) -> None:
@@ -288,6 +290,8 @@ class RunCheckpoints:
         self.state.saved_step = saved.step
         if self.state.cfg.checkpoint.async_save and self.state.cfg.logger.log_progress:
             log_async_checkpoint_saved(self.state, saved.step)
+        details = {"checkpoint_step": saved.step, "path": str(saved.path)}
+        write_decision(self.state, Request("saved", "the loop", "", self.state.save_reason, 0, details))
         self.tell("on_checkpoint_save", checkpoint_step=saved.step, checkpoint_path=str(saved.path))
 
     def load_best_model(self, model: list[Any]) -> None:

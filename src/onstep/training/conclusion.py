@@ -61,6 +61,7 @@ def save_at_end(loop: Loop) -> None:
     state = loop.state
     if state.checkpoints is None or not state.cfg.checkpoint.save_at_end or not state.is_unsaved:
         return
+    state.save_reason = "the training ended"
     flops = state.train_state.floating_point_operations_so_far
     save_checkpoint_and_time(
         state, loop.model, loop.optimizer, loop.scheduler, flops, None, train_data_iterator=loop.reader
@@ -93,6 +94,7 @@ def leave_for_rerun(loop: Loop, result: TrainStepResult) -> NoReturn:
     state = loop.state
     if result.should_checkpoint:
         state.rerun_state_machine.go_back()
+        state.save_reason = "before leaving, for a result to be computed again"
         reader = loop.reader if loop.position_before is None else _Standing(loop.position_before)
         flops = state.train_state.floating_point_operations_so_far
         save_checkpoint_and_time(

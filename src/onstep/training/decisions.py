@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onstep.events import Request
 from onstep.events.control import STICKY
 from onstep.journal import encode
-from onstep.training.state import GlobalState
+
+if TYPE_CHECKING:
+    from onstep.training.state import GlobalState
 
 _CONFIGURED: dict[str, tuple[str, str]] = {
     "log_interval": ("logger", "log_interval"),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from onstep.checkpoint import RngState
 from onstep.events import Request
 from onstep.schedules import is_due
+from onstep.training.decisions import setting, write_decision
 from onstep.training.progress_log import compute_throughputs_and_append_to_progress_log
 from onstep.training.signals import DistributedSignalHandler, Preempted
 
@@ -94,8 +95,10 @@ def checkpoint_and_decide_exit(
     non_persistent_is_due = is_due(step, state.cfg.checkpoint.non_persistent_save_interval)
     if (persistent_is_due and not state.saves_at_end) or (leaves and state.is_unsaved):
         non_persistent = False
+        state.save_reason = _why_saved(state, persistent_is_due)
     elif non_persistent_is_due and state.is_unsaved and not persistent_is_due:
         non_persistent = True
+        state.save_reason = f"every {state.cfg.checkpoint.non_persistent_save_interval} steps, not persistent"
     else:
         return leaves and say_exit(state)
     save_checkpoint_and_time(
@@ -187,9 +190,17 @@ def say_exit(state: GlobalState) -> bool:
     else:
         text, author = f"exiting program at iteration {step}", "exit_interval"
     state.stopped_by = Request("should_training_stop", author, "", text, state.world.rank)
+    write_decision(state, state.stopped_by)
     if state.world.is_main:
         print(f"[{text}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S} ", flush=True)  # noqa: T201 - Bridge's line
     return True
+
+
+def _why_saved(state: GlobalState, is_due_or_asked: bool) -> str:
+    if not is_due_or_asked:
+        return f"before leaving ({state.exits.decided})"
+    every = setting(state, "save_interval")
+    return f"every {every} steps" if is_due(state.train_state.step, every) else "asked for, or an epoch ended"
 
 
 def _warn_that_nothing_is_saved(state: GlobalState) -> None:

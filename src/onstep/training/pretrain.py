@@ -108,7 +108,7 @@ def record_end(state: GlobalState) -> None:
     left_early = state.exits.decided in ("interval", "duration") or not state.was_stopped
     if status == "stopped" and left_early:  # also by a callback's own sys.exit
         status = "paused"
-    state.run_folder.finish(status, state.train_state.step)
+    state.run_folder.finish(status, state.train_state.step, state.error)
 
 
 def _train_and_evaluate(

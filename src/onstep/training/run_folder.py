@@ -116,9 +116,11 @@ class RunFolder:
             self.checkpoints.rename(aside)
         self.write({**self.read(), "status": "again"})
 
-    def finish(self, status: Status, step: int) -> None:
-        """Record how the run ended."""
-        self.write({**self.read(), "status": status, "step": step, "ended_at": time.time()})
+    def finish(self, status: Status, step: int, error: str | None = None) -> None:
+        """Record how the run ended, and what error ended it."""
+        content = {**self.read(), "status": status, "step": step, "ended_at": time.time()}
+        content.pop("error", None)
+        self.write(content if error is None else {**content, "error": error})
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class RunScope:
             endings.append(("on_train_end", {}))
         if self._outermost:
             state.ended = self.reason(error)
+            state.error = None if decided else f"{type(error).__name__}: {error}"
             endings.append(("on_run_end", {"reason": state.ended, "exception": None if decided else error}))
         try:
             self._tell_all(endings, error)

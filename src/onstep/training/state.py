@@ -86,6 +86,10 @@ class GlobalState:
     """Whether anything has changed since the newest checkpoint."""
     saves_at_end: bool = False
     """The training is at its end, where it saves anyway: a save that is due waits for that."""
+    save_reason: str = ""
+    """Why the newest checkpoint was begun."""
+    error: str | None = None
+    """What ended the run, where it failed."""
     saved_step: int | None = None
     """Step of the newest durable checkpoint of this process."""
     evaluation_is_whole: bool = True

@@ -1,0 +1,61 @@
+"""A few bytes of shared memory in which each rank of a run shows, at no cost, where it is; they outlive its death."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from enum import IntEnum
+from pathlib import Path
+
+VARIABLE = "ONSTEP_KILL_MARKS"
+"""Environment variable with the path of the file."""
+_RANKS = 8
+_RECORD = struct.Struct("<BBxxI")
+"""Phase, whether a save is pending, step."""
+
+
+class Phase(IntEnum):
+    """Where a rank is."""
+
+    START_UP = 0
+    """Anything before the first step: a zeroed file says so."""
+    STEP = 1
+    SAVE = 2
+    EVALUATION = 3
+    END = 4
+    """After the training: final evaluation, test, weights, run.json."""
+
+
+class Marks:
+    """The marks of all ranks, for reading and for writing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.exists():
+            path.write_bytes(bytes(_RANKS * _RECORD.size))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), _RANKS * _RECORD.size)
+
+    @classmethod
+    def of_environment(cls) -> Marks | None:
+        """Those that the environment names."""
+        path = os.environ.get(VARIABLE)
+        return None if path is None else cls(Path(path))
+
+    def clear(self) -> None:
+        """Every rank is at its start."""
+        self._memory[:] = bytes(len(self._memory))
+
+    def set(self, rank: int, phase: Phase, is_saving: bool, step: int) -> None:
+        """Show where a rank is."""
+        _RECORD.pack_into(self._memory, rank * _RECORD.size, phase, is_saving, step)
+
+    def phase(self, rank: int) -> Phase:
+        """Where a rank is, or was when it died; a pending save goes before what is done meanwhile."""
+        phase, is_saving, _ = _RECORD.unpack_from(self._memory, rank * _RECORD.size)
+        return Phase.SAVE if is_saving else Phase(phase)
+
+    def step(self, rank: int) -> int:
+        """How many steps of the run are done; 0 as long as the rank has not begun one."""
+        return int(_RECORD.unpack_from(self._memory, rank * _RECORD.size)[2])

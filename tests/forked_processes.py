@@ -18,7 +18,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-_IMPORTED = ("torch", "torch.distributed", "torch.nn.parallel", "onstep", "onstep.callbacks", "onstep.cli.train")
+_IMPORTED = ("torch", "torch._dynamo", "onstep", "onstep.callbacks", "onstep.trainer", "onstep.cli.train")
+"""Building a model on the meta device makes torch import its compiler, which takes longer than a small run."""
 
 
 class Processes:

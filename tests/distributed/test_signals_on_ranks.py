@@ -40,6 +40,7 @@ def preempt(ranks: Ranks, name: str, strike: dict[str, Any], job: str = "pretrai
 @pytest.mark.parametrize(
     ("event", "number", "saved"),
     [
+        ("on_train_start", 1, []),
         ("on_forward_backward_start", 5, [3]),
         ("on_train_step_end", 4, [4]),
         ("on_step_end", 6, [6]),
@@ -47,7 +48,6 @@ def preempt(ranks: Ranks, name: str, strike: dict[str, Any], job: str = "pretrai
         ("on_eval_step_end", 1, [4]),
         ("on_eval_end", 1, [4]),
         ("on_epoch_end", 1, [6]),
-        ("on_train_start", 1, []),
     ],
 )
 def test_a_signal_to_one_rank_makes_one_checkpoint_and_the_resume_is_exact(
@@ -58,8 +58,80 @@ def test_a_signal_to_one_rank_makes_one_checkpoint_and_the_resume_is_exact(
     check_same(ranks.finish(name), whole)
 
 
-def test_the_preempted_checkpoint_is_the_only_one_of_its_run_and_the_end_is_told(ranks: Ranks) -> None:
+def test_the_end_is_told_once_on_both_ranks(ranks: Ranks) -> None:
     preempt(ranks, "told", {"event": "on_step_end", "number": 2})
     for rank in range(2):
         lines = (ranks.folder / "told" / f"ends-{rank}.jsonl").read_text().splitlines()
         assert [json.loads(line)["reason"] for line in lines] == ["train end", "preempted"]
+
+
+def test_several_signals_in_one_run_each_make_one_checkpoint(ranks: Ranks, whole: dict[str, Any]) -> None:
+    for number, step in ((2, 2), (3, 5), (1, 6), (3, 9)):
+        assert preempt(ranks, "several", {"event": "on_step_end", "number": number}) == [step]
+    assert ranks.steps("several") == [2, 5, 6, 9]
+    check_same(ranks.finish("several"), whole)
+
+
+@pytest.mark.parametrize("kind", ["blocking", "async"])
+def test_a_signal_during_a_save_makes_no_second_checkpoint(ranks: Ranks, whole: dict[str, Any], kind: str) -> None:
+    words = ["checkpoint.save_interval=4", f"checkpoint.async_save={str(kind == 'async').lower()}"]
+    strike = {"operation": "fsync", "number": 2}
+    saved = preempt(ranks, kind, strike, words=words, slow_save=0.02)
+    # An asynchronous save is still being written while training goes on: the ranks agree on the signal at a later step.
+    assert saved[0] == 4
+    assert len(saved) == (1 if kind == "blocking" else 2)
+    found = ranks.finish(kind, words=words)
+    for part in ("files", "weights", "certificates", "journal", "told"):
+        assert found[part] == whole[part], part
+
+
+@pytest.mark.parametrize("words", [[], ["checkpoint.async_save=true"]])
+def test_a_second_signal_leaves_at_once_and_corrupts_nothing(
+    ranks: Ranks, whole: dict[str, Any], words: list[str]
+) -> None:
+    name = "twice" + "-async" * bool(words)
+    first = {"rank": 1, "signal": "SIGTERM", "event": "on_step_end", "number": 3}
+    preempt(ranks, name, first, words=words)
+    second = {"rank": 1, "signal": "SIGTERM", "operation": "fsync", "number": 2}
+    strikes = [{**first, "number": 2}, second]
+    codes = ranks.start(name, strikes=strikes, repeat_window=0.0, slow_save=0.02, words=words)
+    assert codes[1] == -15, (codes, ranks.output(name))
+    assert ranks.steps(name) == [3], "the save was not finished"
+    check_same(ranks.finish(name, words=words), whole)
+
+
+def sweep(ranks: Ranks, whole: dict[str, Any], seeds: range, words: list[str], longest: float) -> None:
+    """Signal a random rank at a random time, again and again, until the run ends by itself."""
+    for seed in seeds:
+        generator, name = random.Random(seed), f"random-{seed}-{'-'.join(words)}"
+        while True:
+            before = ranks.steps(name)
+            strike = {"rank": generator.randrange(2), "signal": "SIGTERM", "after": generator.uniform(0.02, longest)}
+            codes = ranks.start(name, strikes=[strike], words=words, slow_save=generator.choice([0.0, 0.002]))
+            if codes == [0, 0]:
+                break
+            assert codes == [PREEMPTED, PREEMPTED], (seed, strike, codes, ranks.output(name))
+            if not words:
+                assert len([step for step in ranks.steps(name) if step not in before]) <= 1
+        found = ranks.finish(name, words=words)
+        for part in ("weights", "certificates", "journal", "files"):
+            assert found[part] == whole[part], (seed, part)
+
+
+def test_signals_at_random_times(ranks: Ranks, whole: dict[str, Any]) -> None:
+    sweep(ranks, whole, range(2), [], 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["dataset.num_workers=2"],
+        ["checkpoint.save_interval=2"],
+        ["checkpoint.save_interval=2", "checkpoint.async_save=true"],
+    ],
+)
+def test_many_signals_at_random_times(ranks: Ranks, whole: dict[str, Any], words: list[str]) -> None:
+    sweep(ranks, whole, range(100, 110), words, 0.8)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from onstep.config.parts import DistributedInitConfig
 from onstep.errors import ConfigError
@@ -161,4 +162,8 @@ def _init_group(config: DistributedInitConfig, size: int, rank: int, device: tor
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"):
         if not os.environ.get(name):
             raise ConfigError(f"$WORLD_SIZE is {size} but ${name} is not set; start the ranks with torchrun.")
-    dist.init_process_group(backend, rank=rank, world_size=size, timeout=_timeout(config))
+    # torchrun keeps the store of an attempt that failed, with its keys; without a prefix a restart finds those
+    store, rank, size = next(rendezvous("env://", rank, size, timeout=_timeout(config)))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"onstep/attempt_{attempt}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_timeout(config))

@@ -81,7 +81,7 @@ def training_session(trainer: BaseTrainer, resume_from_checkpoint: Any = None) -
     if resume_from_checkpoint is False:
         config.checkpoint.resume = False
     elif isinstance(resume_from_checkpoint, (str, os.PathLike)):
-        config.checkpoint.load = os.fspath(resume_from_checkpoint)
+        config.checkpoint.load, config.checkpoint.exit_on_missing_checkpoint = os.fspath(resume_from_checkpoint), True
     with _world(config) as world:
         claim, lock = claim_folder(trainer, config, world)
         if claim is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +63,8 @@ class RunCheckpoints:
         self.rng = RngState(state.world.device)
         self.start: CheckpointInfo | None = None
         """The checkpoint that the run continues from."""
+        self._chooses = False
+        """Whether the start was asked for, and `load_optim` and `load_rng` say how much of it is taken."""
         self._loaded: set[str] = set()
         self.manager = CheckpointManager(
             root,
@@ -89,7 +93,7 @@ class RunCheckpoints:
         state, asked = self.state, asked_start(self.state.cfg)
         folder = state.run_folder
         if asked is not None and not (folder is not None and folder.has_started_from(asked)):
-            self.start = self._resolve()
+            self.start, self._chooses = self._resolve(), True
         elif state.cfg.checkpoint.resume:
             self.start = self.manager.newest()
             self._check_not_all_damaged()
@@ -108,7 +112,8 @@ class RunCheckpoints:
         info = self.start
         if info is None:
             return
-        self._load(info, self._progress_components(model, optimizer, scheduler, loads=True))
+        with self._todays_values(info, optimizer):
+            self._load(info, self._progress_components(model, optimizer, scheduler, loads=True))
         self.state.is_resumed, self.state.is_unsaved = True, False
         if self.state.world.is_main:
             logger.info("continuing from %s", info.path)
@@ -118,7 +123,8 @@ class RunCheckpoints:
         """Load the data position, the log interval and the random generators. Collective."""
         if self.start is None:
             return
-        if scheduler is not None and "scheduler" not in self._loaded and self.state.cfg.checkpoint.load_optim:
+        takes_all = self.state.cfg.checkpoint.load_optim or not self._chooses
+        if scheduler is not None and "scheduler" not in self._loaded and takes_all:
             self._load(self.start, [self._scheduler(scheduler)])
         self._load_position(self.start, reader)
 
@@ -202,6 +208,27 @@ class RunCheckpoints:
         info: CheckpointInfo | None = outcome
         return info
 
+    @contextmanager
+    def _todays_values(self, info: CheckpointInfo, optimizer: Any) -> Iterator[None]:
+        """With `checkpoint.on_config_change=apply`, let today's optimizer settings win over those that are loaded.
+
+        A best metric of another name is forgotten.
+        """
+        if self.state.cfg.checkpoint.on_config_change != "apply" or optimizer is None:
+            yield
+            return
+        of_the_scheduler = ("params", "lr", "initial_lr", "weight_decay")
+        before = [
+            {key: value for key, value in group.items() if key not in of_the_scheduler}
+            for group in optimizer.param_groups
+        ]
+        yield
+        for group, values in zip(optimizer.param_groups, before, strict=False):
+            group.update(values)
+        stored = info.manifest.config.get("validation", {}).get("metric_for_best_model")
+        if stored != self.state.cfg.validation.metric_for_best_model:
+            self.state.train_state.best_metric = self.state.train_state.best_step = None
+
     def _check_not_all_damaged(self) -> None:
         """Refuse to start from nothing over checkpoints that cannot be used; the reasons were told one by one."""
         there = self.state.world.share(sorted(path.name for path in self.root.glob("checkpoint-*")))
@@ -223,7 +250,8 @@ class RunCheckpoints:
         required = [one.key for one in components if one.key not in known and one.required]
         if required:
             raise CheckpointError(
-                f"{info.path} has no {', '.join(required)}; continue from another checkpoint (checkpoint.ckpt_step)."
+                f"{info.path} has no {', '.join(required)}; continue from another checkpoint (checkpoint.ckpt_step), "
+                f"or start a new run from its weights alone (checkpoint.load with checkpoint.load_optim=false)."
             )
         if lacking and self.state.world.is_main:
             logger.warning("%s has no %s; the run goes on with what it has", info.path, ", ".join(lacking))
@@ -251,7 +279,7 @@ class RunCheckpoints:
         parts = [
             StateComponent("model", ModelState(model), replicated, required=selected, validate_replication=compared)
         ]
-        if optimizer is not None and (config.load_optim if loads else config.save_optim):
+        if optimizer is not None and ((config.load_optim or not self._chooses) if loads else config.save_optim):
             parts.append(
                 StateComponent("optimizer", optimizer, replicated, required=selected, validate_replication=compared)
             )
@@ -282,7 +310,7 @@ class RunCheckpoints:
             parts.append(StateComponent("dataset", position, per_rank, required=False))
         if state.rank_parts:
             parts.append(StateComponent("rank", LoopParts(state.rank_parts), per_rank, required=False))
-        if config.load_rng if loads else config.save_rng:
+        if (config.load_rng or not self._chooses) if loads else config.save_rng:
             parts.append(StateComponent("rng", self.rng, per_rank, required=False))
         return parts
 

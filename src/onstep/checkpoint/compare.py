@@ -1,0 +1,239 @@
+"""What two checkpoints have in common, and what not: components, tensors and plain values."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from onstep.checkpoint.codec_encoder import step_name
+from onstep.checkpoint.contents import Outline, StoredState, read_outline, stored_states
+from onstep.checkpoint.discovery import CheckpointInfo
+from onstep.checkpoint.tensor_difference import TensorDifference, compare_tensors
+from onstep.journal import WALL_CLOCK_FIELDS
+
+
+@dataclass(frozen=True)
+class ValueDifference:
+    """A value that is another one in B than in A."""
+
+    state: str
+    """The component, with the rank or group where there are several."""
+    path: str
+    """Where in the state; '' is the state as a whole."""
+    old: str
+    """As it is shown."""
+    new: str
+    is_incidental: bool = False
+    """Tells of the clock or of the run's own folder, so that two equal runs differ in it too."""
+
+
+@dataclass(frozen=True)
+class ComponentComparison:
+    """One component of two checkpoints; None is one that lacks it."""
+
+    key: str
+    patterns: tuple[str | None, str | None]
+    ranks: tuple[int | None, int | None]
+    """How many saved it."""
+    sizes: tuple[int | None, int | None]
+    """Bytes."""
+    is_equal: bool = True
+    """But for what is incidental."""
+
+
+@dataclass
+class Comparison:
+    """Two checkpoints side by side."""
+
+    a: CheckpointInfo
+    b: CheckpointInfo
+    components: list[ComponentComparison] = field(default_factory=list)
+    tensors: list[TensorDifference] = field(default_factory=list)
+    """Those that differ, and with `everything` the equal ones; in the order of the states."""
+    values: list[ValueDifference] = field(default_factory=list)
+    num_tensors: int = 0
+    """How many different names of tensors there are in both together."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all components hold the same, but for what is incidental."""
+        return all(component.is_equal for component in self.components)
+
+
+def compare(a: CheckpointInfo, b: CheckpointInfo, *, everything: bool = False) -> Comparison:
+    """Compare two verified checkpoints; no more than one tensor of each is in memory at a time.
+
+    Args:
+        a: the one that counts as before.
+        b: the one that counts as after.
+        everything: tell of equal tensors too; they are then read for their norms.
+
+    Raises:
+        CheckpointError: for a file that is not what the writer writes.
+    """
+    result = Comparison(a, b)
+    in_a = {state.label: state for state in stored_states(a.manifest)}
+    in_b = {state.label: state for state in stored_states(b.manifest)}
+    walk = _Walk(result, everything)
+    for label in [*in_a, *(label for label in in_b if label not in in_a)]:
+        walk.compare_states(label, in_a.get(label), in_b.get(label))
+    different = {one.state.partition("/")[0] for one in result.tensors if not one.is_equal}
+    different |= {one.state.partition("/")[0] for one in result.values if not one.is_incidental}
+    result.components = [
+        replace(one, is_equal=one.is_equal and one.key not in different) for one in _components(a, b)
+    ]
+    return result
+
+
+class _Walk:
+    """One comparison, state by state; differences are added to its result."""
+
+    def __init__(self, result: Comparison, everything: bool) -> None:
+        self._result = result
+        self._everything = everything
+        self._folders = (_own_folders(result.a), _own_folders(result.b))
+        self._label = ""
+
+    def compare_states(self, label: str, stored_a: StoredState | None, stored_b: StoredState | None) -> None:
+        """Compare a state that at least one of the two has."""
+        a, b, self._label = self._result.a, self._result.b, label
+        outline_a = None if stored_a is None else read_outline(a, stored_a)
+        outline_b = None if stored_b is None else read_outline(b, stored_b)
+        if outline_a is None or outline_b is None:
+            self._result.num_tensors += (outline_a or outline_b or _NOTHING).num_tensors
+            self._note("", "is not there" if outline_a is None else "is there", "is not there" if outline_b is None else "is there")
+            return
+        assert stored_a is not None
+        assert stored_b is not None
+        if self._everything or not _same_files(a, b, stored_a, stored_b):
+            self._outlines = (outline_a, outline_b)
+            self._compare(outline_a.state, outline_b.state, ())
+        else:
+            self._result.num_tensors += outline_a.num_tensors
+
+    def _compare(self, a: Any, b: Any, path: tuple[str, ...]) -> None:
+        if _is_large(a) or _is_large(b):
+            self._compare_tensors(a, b, path)
+        elif isinstance(a, Mapping) and isinstance(b, Mapping):
+            self._compare_mappings(a, b, path)
+        elif _is_nested(a) and _is_nested(b) and type(a) is type(b):
+            self._compare_sequences(list(a), list(b), path)
+        elif not _same(a, b):
+            self._note(".".join(path), _shown(a), _shown(b), path[-1] if path else "", (a, b))
+
+    def _compare_mappings(self, a: Mapping[Any, Any], b: Mapping[Any, Any], path: tuple[str, ...]) -> None:
+        for key in [*a, *(key for key in b if key not in a)]:
+            self._compare(a.get(key, _ABSENT), b.get(key, _ABSENT), (*path, step_name(key)))
+
+    def _compare_sequences(self, a: list[Any], b: list[Any], path: tuple[str, ...]) -> None:
+        if len(a) != len(b):
+            self._note(".".join(path), f"{len(a)} items", f"{len(b)} items")
+        for index, (one, other) in enumerate(zip(a, b, strict=False)):
+            self._compare(one, other, (*path, str(index)))
+
+    def _compare_tensors(self, a: Any, b: Any, path: tuple[str, ...]) -> None:
+        """Tensors that lie in the files; where the other side has something else, that is a value."""
+        self._result.num_tensors += 1
+        (outline_a, outline_b), name = self._outlines, ".".join(path)
+        tensor_a = outline_a.read(a) if _is_large(a) else None
+        tensor_b = outline_b.read(b) if _is_large(b) else None
+        found = compare_tensors(self._label, name, tensor_a, tensor_b)
+        if self._everything or not found.is_equal:
+            self._result.tensors.append(found)
+
+    def _note(self, path: str, old: str, new: str, key: str = "", values: tuple[Any, Any] = (None, None)) -> None:
+        is_clock = any(fnmatchcase(key, field) for field in WALL_CLOCK_FIELDS)
+        incidental = is_clock or _same_in_own_folders(values, self._folders)
+        self._result.values.append(ValueDifference(self._label, path, old, new, incidental))
+
+
+class _Absent:
+    """Stands where a dictionary lacks a key."""
+
+
+_ABSENT = _Absent()
+_NOTHING = Outline(None, {}, Path(), 0)
+
+
+def _components(a: CheckpointInfo, b: CheckpointInfo) -> Iterator[ComponentComparison]:
+    in_a, in_b = a.manifest.components, b.manifest.components
+    for key in [*in_a, *(key for key in in_b if key not in in_a)]:
+        one, other = in_a.get(key), in_b.get(key)
+        yield ComponentComparison(
+            key,
+            (one and one.sharing_pattern, other and other.sharing_pattern),
+            (one and len(one.ranks), other and len(other.ranks)),
+            (one and one.size_bytes, other and other.size_bytes),
+            one is not None and other is not None and one.sharing_pattern == other.sharing_pattern,
+        )
+
+
+def _same_files(a: CheckpointInfo, b: CheckpointInfo, one: StoredState, other: StoredState) -> bool:
+    digests = [
+        {name.removeprefix(stored.label): info.manifest.files[name].blake3 for name in stored.listed}
+        for info, stored in ((a, one), (b, other))
+    ]
+    return digests[0] == digests[1]
+
+
+def _is_large(value: Any) -> bool:
+    """Whether it is a tensor that was left in its file."""
+    return isinstance(value, Tensor) and value.is_meta
+
+
+def _is_nested(value: Any) -> bool:
+    """Whether the items of a sequence are compared one by one; numbers and texts are compared as a whole."""
+    return isinstance(value, (list, tuple, deque)) and any(
+        isinstance(item, (Mapping, list, tuple, deque, Tensor, np.ndarray)) for item in value
+    )
+
+
+def _same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return compare_tensors("", "", a, b).is_equal
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, float) and math.isnan(a):
+        return math.isnan(b)
+    return bool(a == b) and repr(a) == repr(b)  # -0.0 is not 0.0, and 1 in a list is not True
+
+
+def _shown(value: Any) -> str:
+    if value is _ABSENT:
+        return "is not there"
+    if isinstance(value, Tensor):
+        return str(value.item())
+    if isinstance(value, np.ndarray):
+        return f"array {value.shape} of {value.dtype}"
+    if isinstance(value, (Mapping, list, tuple, deque, set, frozenset)) and len(value) > 8:
+        return f"{type(value).__name__} of {len(value)}"
+    return repr(value)
+
+
+def _own_folders(info: CheckpointInfo) -> list[str]:
+    """How the paths of the run that wrote the checkpoint may begin."""
+    run = info.manifest.config.get("run")
+    named = [Path(str(run.get("output_dir")), str(run.get("name")))] if isinstance(run, dict) else []
+    there = [info.path.parents[1]] if len(info.path.parents) > 1 else []
+    folders = {str(folder) for folder in (*named, *there, *(one.absolute() for one in (*named, *there)))}
+    return sorted((folder for folder in folders if len(folder) > 1), key=len, reverse=True)
+
+
+def _same_in_own_folders(values: tuple[Any, Any], folders: tuple[list[str], list[str]]) -> bool:
+    """Whether two paths lead to the same place, each in the folder of its own run."""
+    texts = [str(value) if isinstance(value, (str, Path)) else None for value in values]
+    rests = [
+        next((text.removeprefix(folder) for folder in own if text.startswith(f"{folder}/")), None) if text else None
+        for text, own in zip(texts, folders, strict=True)
+    ]
+    return rests[0] is not None and rests[0] == rests[1]

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import state_dict_loader as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from onstep.checkpoint.codec import encode_state
-from onstep.checkpoint.tensor_file import CHUNK_BYTES, read_header, read_tensors, write_tensors
+from onstep.checkpoint.tensor_file import CHUNK_BYTES, WRITE_BYTES, read_header, read_tensors, write_tensors
 from onstep.checkpoint.tensor_header import DTYPE_NAMES
 from onstep.errors import CheckpointError, UnsupportedStateError
 
@@ -136,10 +136,25 @@ class Collecting:
 
 
 def test_a_contiguous_tensor_is_handed_over_without_a_copy() -> None:
-    tensor = torch.zeros(3 * CHUNK_BYTES + 400_000, dtype=torch.uint8)
+    tensor = torch.zeros(2 * WRITE_BYTES + 400_000, dtype=torch.uint8)
     file = Collecting()
     write_tensors(file, {"big": tensor})
-    assert file.addresses == [tensor.data_ptr() + at * CHUNK_BYTES for at in range(4)]
+    assert file.addresses == [tensor.data_ptr() + at * WRITE_BYTES for at in range(3)]
+
+
+def test_neighbours_in_memory_are_handed_over_together(tmp_path: Path) -> None:
+    memory = torch.arange(1_000_000, dtype=torch.float32)
+    parts = {"a": memory[:400_000], "b": memory[400_000:900_000].view(1000, 500), "d": memory[900_001:]}
+    parts["c"] = torch.ones(300_000)
+    file = Collecting()
+    write_tensors(file, parts)
+    assert file.sizes[1:3] == [900_000 * 4, 300_000 * 4], "a and b lie side by side; c is elsewhere, d after a gap"
+    assert file.addresses[0] == memory.data_ptr()
+    path = tmp_path / "parts.safetensors"
+    with path.open("wb") as plain:
+        write_tensors(plain, parts)
+    for name, tensor in read_tensors(path).items():
+        assert torch.equal(tensor, parts[name]), name
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,9 @@ def report(settings: dict[str, Any], state: Any, counting: Counting, **more: Any
         "overrides": progress.overrides,
         **more,
     }
-    Path(f"result-{RANK}.json").write_text(json.dumps(result))
+    written = Path(f".result-{RANK}.json")
+    written.write_text(json.dumps(result))
+    written.rename(f"result-{RANK}.json")
 
 
 def job_cli(settings: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import Ranks, check_same, forked
+from whole_runs import Ranks, check_same, forked, outcome
 
 pytestmark = pytest.mark.distributed
 
@@ -25,7 +25,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: P
 @pytest.fixture(scope="module")
 def whole(ranks: Ranks) -> dict[str, Any]:
     """The run that nobody touched."""
-    return ranks.finish("whole")
+    whole = ranks.finish("whole")
+    assert [len(chain) for chain in whole["certificates"]] == [11, 11]
+    assert [len(told) > 11 for told in whole["told"]] == [True, True]
+    assert whole["weights"] is not None
+    return whole
 
 
 def preempt(ranks: Ranks, name: str, strike: dict[str, Any], job: str = "pretrain", **settings: Any) -> list[int]:
@@ -101,25 +105,34 @@ def test_a_second_signal_leaves_at_once_and_corrupts_nothing(
 
 
 def sweep(ranks: Ranks, whole: dict[str, Any], seeds: range, words: list[str], longest: float) -> None:
-    """Signal a random rank at a random time, again and again, until the run ends by itself."""
+    """Signal a random rank at a random time, again and again, until the run ends by itself.
+
+    A signal that comes before a rank has its handlers, or after it gave them back, ends that rank as it always did.
+    """
     for seed in seeds:
         generator, name = random.Random(seed), f"random-{seed}-{'-'.join(words)}"
-        while True:
+        codes: list[int] = []
+        for most in range(8, -1, -1):
             before = ranks.steps(name)
             strike = {"rank": generator.randrange(2), "signal": "SIGTERM", "after": generator.uniform(0.02, longest)}
-            codes = ranks.start(name, strikes=[strike], words=words, slow_save=generator.choice([0.0, 0.002]))
-            if codes == [0, 0]:
-                break
-            assert codes == [PREEMPTED, PREEMPTED], (seed, strike, codes, ranks.output(name))
+            ranks.forget_output(name)
+            strikes = [strike] * bool(most)
+            codes = ranks.start(name, strikes=strikes, words=words, slow_save=generator.choice([0.0, 0.002]))
+            is_handled = "initiating graceful stop" in ranks.output(name)
+            expected = {(0, 0), (PREEMPTED, PREEMPTED)}
+            if not is_handled:
+                expected = {(0, 0), (-15, -9), (-9, -15), (-15, 0), (0, -15)}
+            assert tuple(codes) in expected, (seed, strike, codes, ranks.output(name))
             if not words:
                 assert len([step for step in ranks.steps(name) if step not in before]) <= 1
-        found = ranks.finish(name, words=words)
-        for part in ("weights", "certificates", "journal", "files"):
-            assert found[part] == whole[part], (seed, part)
+            if ranks.status(name) == "completed":
+                break
+        found = outcome(ranks.folder / name)
+        check_same(found, whole if codes == [0, 0] else {**whole, "told": found["told"]})
 
 
 def test_signals_at_random_times(ranks: Ranks, whole: dict[str, Any]) -> None:
-    sweep(ranks, whole, range(2), [], 0.5)
+    sweep(ranks, whole, range(2), [], 0.4)
 
 
 @pytest.mark.slow
@@ -134,4 +147,4 @@ def test_signals_at_random_times(ranks: Ranks, whole: dict[str, Any]) -> None:
     ],
 )
 def test_many_signals_at_random_times(ranks: Ranks, whole: dict[str, Any], words: list[str]) -> None:
-    sweep(ranks, whole, range(100, 110), words, 0.8)
+    sweep(ranks, whole, range(100, 104), words, 0.45)

@@ -47,12 +47,18 @@ class Ranks:
         return sorted(info.step for info in checkpoints(root)) if root.exists() else []
 
     def status(self, name: str) -> str:
-        """What run.json says."""
-        return str(json.loads((self.folder / name / "runs" / "run" / "run.json").read_text())["status"])
+        """What run.json says; nothing where the run has none yet."""
+        path = self.folder / name / "runs" / "run" / "run.json"
+        return str(json.loads(path.read_text())["status"]) if path.exists() else ""
 
     def output(self, name: str) -> str:
         """What the ranks printed."""
         return output_of(self.folder / name)
+
+    def forget_output(self, name: str) -> None:
+        """Let `output` begin anew."""
+        for path in (self.folder / name).glob("rank-*.out"):
+            path.unlink()
 
 
 @contextmanager

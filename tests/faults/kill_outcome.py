@@ -13,8 +13,8 @@ from onstep.journal import WALL_CLOCK_FIELDS, read_records
 
 EXACT = ("model/", "optimizer/", "scheduler/", "rng/", "dataset/", "loop/", "rank/")
 """Files of a checkpoint that must be the same to the byte; others may differ where they hold a wall-clock field."""
-OWN = ("run_id", "created_at")
-"""Keys of a manifest that belong to the run, not to its course."""
+OWN = ("run_id", "created_at", "blake3")
+"""Keys of a manifest that belong to the run, not to its course; and the hash over all of the manifest."""
 
 Path_ = tuple[str, ...]
 

@@ -171,7 +171,10 @@ def _opened(pid: int) -> int | None:
 
 def serve() -> None:
     """Fork a child for each start; answer each wait with the exit code."""
+    import omegaconf  # noqa: F401
     import torch
+    import torch._dynamo
+    import torch.distributed.run
 
     import onstep.callbacks
     import onstep.cli.train
@@ -223,9 +226,8 @@ def _live(start: Start) -> int:
 
 def _rank(words: list[str]) -> None:
     code = _onstep(words)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    if code:
+        sys.exit(code)
 
 
 def _onstep(words: list[str]) -> int:

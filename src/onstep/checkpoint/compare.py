@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -60,7 +59,7 @@ class Comparison:
     """Those that differ, and with `everything` the equal ones; in the order of the states."""
     values: list[ValueDifference] = field(default_factory=list)
     num_tensors: int = 0
-    """How many different names of tensors there are in both together."""
+    """Tensors of any shape but (), which count as values; those of both together, tied ones once."""
 
     @property
     def is_equal(self) -> bool:
@@ -87,9 +86,7 @@ def compare(a: CheckpointInfo, b: CheckpointInfo, *, everything: bool = False) -
         walk.compare_states(label, in_a.get(label), in_b.get(label))
     different = {one.state.partition("/")[0] for one in result.tensors if not one.is_equal}
     different |= {one.state.partition("/")[0] for one in result.values if not one.is_incidental}
-    result.components = [
-        replace(one, is_equal=one.is_equal and one.key not in different) for one in _components(a, b)
-    ]
+    result.components = [replace(one, is_equal=one.is_equal and one.key not in different) for one in _components(a, b)]
     return result
 
 
@@ -100,6 +97,8 @@ class _Walk:
         self._result = result
         self._everything = everything
         self._folders = (_own_folders(result.a), _own_folders(result.b))
+        self._outlines = (_NOTHING, _NOTHING)
+        self._seen: set[tuple[int, int]] = set()
         self._label = ""
 
     def compare_states(self, label: str, stored_a: StoredState | None, stored_b: StoredState | None) -> None:
@@ -109,17 +108,20 @@ class _Walk:
         outline_b = None if stored_b is None else read_outline(b, stored_b)
         if outline_a is None or outline_b is None:
             self._result.num_tensors += (outline_a or outline_b or _NOTHING).num_tensors
-            self._note("", "is not there" if outline_a is None else "is there", "is not there" if outline_b is None else "is there")
+            old, new = ("is not there" if one is None else "is there" for one in (outline_a, outline_b))
+            self._note("", old, new)
             return
         assert stored_a is not None
         assert stored_b is not None
         if self._everything or not _same_files(a, b, stored_a, stored_b):
-            self._outlines = (outline_a, outline_b)
+            self._outlines, self._seen = (outline_a, outline_b), set()
             self._compare(outline_a.state, outline_b.state, ())
         else:
             self._result.num_tensors += outline_a.num_tensors
 
     def _compare(self, a: Any, b: Any, path: tuple[str, ...]) -> None:
+        a = {} if a is _ABSENT and isinstance(b, Mapping) and b else a
+        b = {} if b is _ABSENT and isinstance(a, Mapping) and a else b
         if _is_large(a) or _is_large(b):
             self._compare_tensors(a, b, path)
         elif isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -140,7 +142,10 @@ class _Walk:
             self._compare(one, other, (*path, str(index)))
 
     def _compare_tensors(self, a: Any, b: Any, path: tuple[str, ...]) -> None:
-        """Tensors that lie in the files; where the other side has something else, that is a value."""
+        """Compare tensors that lie in the files, tied ones once; what is no tensor on the other side is none there."""
+        if (id(a), id(b)) in self._seen:
+            return
+        self._seen.add((id(a), id(b)))
         self._result.num_tensors += 1
         (outline_a, outline_b), name = self._outlines, ".".join(path)
         tensor_a = outline_a.read(a) if _is_large(a) else None
@@ -160,7 +165,7 @@ class _Absent:
 
 
 _ABSENT = _Absent()
-_NOTHING = Outline(None, {}, Path(), 0)
+_NOTHING = Outline(None, {}, Path())
 
 
 def _components(a: CheckpointInfo, b: CheckpointInfo) -> Iterator[ComponentComparison]:
@@ -169,9 +174,9 @@ def _components(a: CheckpointInfo, b: CheckpointInfo) -> Iterator[ComponentCompa
         one, other = in_a.get(key), in_b.get(key)
         yield ComponentComparison(
             key,
-            (one and one.sharing_pattern, other and other.sharing_pattern),
-            (one and len(one.ranks), other and len(other.ranks)),
-            (one and one.size_bytes, other and other.size_bytes),
+            (None if one is None else one.sharing_pattern, None if other is None else other.sharing_pattern),
+            (None if one is None else len(one.ranks), None if other is None else len(other.ranks)),
+            (None if one is None else one.size_bytes, None if other is None else other.size_bytes),
             one is not None and other is not None and one.sharing_pattern == other.sharing_pattern,
         )
 
@@ -202,10 +207,11 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
         return compare_tensors("", "", a, b).is_equal
     if isinstance(a, np.ndarray):
+        assert isinstance(b, np.ndarray)
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(a, float) and math.isnan(a):
-        return math.isnan(b)
-    return bool(a == b) and repr(a) == repr(b)  # -0.0 is not 0.0, and 1 in a list is not True
+    if isinstance(a, (set, frozenset)):
+        return bool(a == b)
+    return repr(a) == repr(b)  # NaN is NaN, -0.0 is not 0.0, and 1 in a list is not True
 
 
 def _shown(value: Any) -> str:

@@ -41,7 +41,11 @@ class Outline:
     """Where each of those lies, by `id`: its name in the file, and what the header says."""
     path: Path
     """The tensor file."""
-    num_tensors: int
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors that were left in the file."""
+        return len(self.places)
 
     def read(self, tensor: Tensor) -> Tensor:
         """The elements of a tensor of the outline, as CPU memory of their own."""
@@ -68,7 +72,7 @@ def read_outline(info: CheckpointInfo, stored: StoredState) -> Outline:
         for name, one in header.items()
     }
     places = {id(tensors[name]): (name, header[name]) for name in header if name not in whole}
-    return Outline(decode_state(tensors, document, stored.label), places, path, len(header))
+    return Outline(decode_state(tensors, document, stored.label), places, path)
 
 
 def read_weights(info: CheckpointInfo) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -126,7 +130,9 @@ def _states_of(key: str, files: list[str]) -> list[StoredState]:
         is_only = document == f"{key}/state.json"
         tensors = f"{key}/{key}.safetensors" if is_only else str(path.with_suffix(".safetensors"))
         listed = frozenset({document, tensors} & set(files))
-        found.append(StoredState(key if is_only else str(path.with_suffix("")), ComponentFiles(tensors, document), listed))
+        found.append(
+            StoredState(key if is_only else str(path.with_suffix("")), ComponentFiles(tensors, document), listed)
+        )
     return found
 
 

@@ -17,7 +17,9 @@ from onstep.checkpoint.store import TEMPORARY, TRASH
 from onstep.checkpoint.verify_bar import verify_shown
 from onstep.errors import CheckpointError
 
-_NAME = re.compile(r"(?P<kind>|\.tmp-|\.superseded-|\.trash-.*?)checkpoint-(?P<step>[0-9]{1,19})(?P<unique>-[0-9a-f]{8})?.*")
+_NAME = re.compile(
+    r"(?P<kind>|\.tmp-|\.superseded-|\.trash-(?:.*-)?)checkpoint-(?P<step>0|[1-9][0-9]{0,18})(?P<unique>(?:-[0-9a-f]{8})*)"
+)
 
 
 class EntryState(StrEnum):
@@ -68,14 +70,14 @@ def inventory(root: Path) -> list[Entry]:
     Raises:
         CheckpointError: when the folder cannot be listed.
     """
-    found = [_entry(root, path, match) for path in _folders(root) if (match := _NAME.fullmatch(path.name))]
+    found = [_entry(root, path, match) for path in _folders(root) if (match := _match(path))]
     return sorted(found, key=lambda entry: (-entry.step, entry.path.name.startswith("."), entry.path.name))
 
 
 def left_branches(root: Path) -> dict[str, list[int]]:
     """Steps of the checkpoints of branches that the run has left, by the branch's folder in `root`."""
     branches = {
-        f"{ASIDE}/{branch.name}": sorted(int(match["step"]) for path in _folders(branch) if (match := _NAME.fullmatch(path.name)))
+        f"{ASIDE}/{branch.name}": sorted(int(match["step"]) for path in _folders(branch) if (match := _match(path)))
         for branch in _folders(root / ASIDE)
     }
     return {name: steps for name, steps in sorted(branches.items()) if steps}
@@ -129,8 +131,8 @@ def unlisted_files(folder: Path, manifest: Manifest) -> list[str]:
 
 def _own_manifest(folder: Path) -> Manifest:
     """The manifest, if it is of the step in the folder's name."""
-    manifest, match = read_manifest(folder), _NAME.fullmatch(folder.name)
-    if match is not None and not match["kind"] and int(match["step"]) != manifest.step:
+    manifest, match = read_manifest(folder), _match(folder)
+    if match is not None and int(match["step"]) != manifest.step:
         raise CheckpointError(f"{folder} has the manifest of step {manifest.step}; the folder was renamed.")
     return manifest
 
@@ -152,6 +154,12 @@ def _entry(root: Path, path: Path, match: re.Match[str]) -> Entry:
     except CheckpointError as error:
         return Entry(path, step, EntryState.DAMAGED, size, manifest, str(error))
     return Entry(path, step, EntryState.SUPERSEDED if kind else EntryState.COMPLETE, size, manifest)
+
+
+def _match(path: Path) -> re.Match[str] | None:
+    """What the name says, if it is one of ours: all but a checkpoint itself end in something unique."""
+    match = _NAME.fullmatch(path.name)
+    return match if match is not None and bool(match["kind"]) == bool(match["unique"]) else None
 
 
 def _folders(root: Path) -> Iterator[Path]:

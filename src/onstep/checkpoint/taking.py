@@ -13,6 +13,7 @@ from onstep.checkpoint.components import StateComponent
 from onstep.checkpoint.placement import Placement
 from onstep.checkpoint.rank_errors import attempt
 from onstep.checkpoint.saving import check_keys
+from onstep.checkpoint.tensor_header import ordered_names
 
 
 @dataclass
@@ -59,4 +60,5 @@ def _take(taken: TakenStates, component: StateComponent, placement: Placement) -
     taken.states[component.key] = state
     if placement.writes(component):
         tensors, document = encode_state(state, component.key)
-        taken.encoded.append(EncodedState(component, placement.files(component), tensors, document))
+        in_file_order = {name: tensors[name] for name in ordered_names(tensors)}
+        taken.encoded.append(EncodedState(component, placement.files(component), in_file_order, document))

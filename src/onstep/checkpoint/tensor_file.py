@@ -31,6 +31,9 @@ from onstep.errors import CheckpointError
 __all__ = ["BinaryWriter", "FileDigest", "TensorInfo", "read_header", "read_tensors", "write_tensors"]
 
 CHUNK_BYTES = 8 * 1024**2
+"""What is staged at a time."""
+WRITE_BYTES = 64 * 1024**2
+"""What is handed over at a time: each hand-over waits for Python's lock, which a training loop is loath to give."""
 SMALL_BYTES = 256 * 1024
 """Tensors below this are joined before they are written: an optimizer has thousands of them."""
 READ_BYTES = 256 * 1024**2
@@ -87,9 +90,44 @@ def write_tensors(
 
 
 def _buffers(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    for name in ordered_names(tensors):
-        for piece in _pieces(tensors[name].detach()):
-            yield from _chunks(_bytes_of(piece))
+    for run in _runs([tensors[name].detach() for name in ordered_names(tensors)]):
+        if len(run) > 1:
+            yield from _chunks(_memory_of_run(run))
+        else:
+            for piece in _pieces(run[0]):
+                yield from _chunks(_bytes_of(piece))
+
+
+def _runs(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors in order; neighbours in one piece of memory come together, as the copies of a snapshot do."""
+    run: list[Tensor] = []
+    for tensor in tensors:
+        if run and not (_is_plain(tensor) and _is_plain(run[-1]) and _are_neighbours(run[-1], tensor)):
+            yield run
+            run = []
+        run.append(tensor)
+    if run:
+        yield run
+
+
+def _are_neighbours(one: Tensor, other: Tensor) -> bool:
+    """Whether `other` begins where `one` ends, in the same storage."""
+    storages = one.untyped_storage(), other.untyped_storage()
+    is_same = storages[0].data_ptr() == storages[1].data_ptr() and storages[0].nbytes() == storages[1].nbytes()
+    return is_same and other.data_ptr() == one.data_ptr() + one.nbytes
+
+
+def _memory_of_run(run: list[Tensor]) -> memoryview:
+    storage, size = run[0].untyped_storage(), sum(tensor.nbytes for tensor in run)
+    whole = torch.empty(0, dtype=torch.uint8)
+    whole.set_(storage, run[0].data_ptr() - storage.data_ptr(), (size,))  # type: ignore[no-untyped-call]
+    return _memory(whole)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor's bytes lie in host memory in the order of its elements."""
+    is_on_host = tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.nbytes > 0
+    return is_on_host and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _joined(buffers: Iterator[memoryview]) -> Iterator[bytes | memoryview]:
@@ -114,8 +152,7 @@ def _joined(buffers: Iterator[memoryview]) -> Iterator[bytes | memoryview]:
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     """Parts of a tensor in the order of its elements; those that must be staged are of one chunk at most."""
-    is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    if is_plain or tensor.nbytes <= CHUNK_BYTES:
+    if _is_plain(tensor) or tensor.nbytes <= CHUNK_BYTES:
         yield tensor
         return
     row_bytes = tensor.nbytes // tensor.shape[0]
@@ -138,8 +175,8 @@ def _memory(tensor: Tensor) -> memoryview:
 
 
 def _chunks(buffer: memoryview) -> Iterator[memoryview]:
-    for start in range(0, buffer.nbytes, CHUNK_BYTES):
-        yield buffer[start : start + CHUNK_BYTES]
+    for start in range(0, buffer.nbytes, WRITE_BYTES):
+        yield buffer[start : start + WRITE_BYTES]
 
 
 def read_header(path: str | Path) -> dict[str, TensorInfo]:

@@ -14,6 +14,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("onstep.cli.generate", 'Continue a text with a trained run: onstep generate runs/NAME "def "'),
     "config": ("onstep.cli.config", "Show a configuration: onstep config show|defaults"),
     "why": ("onstep.cli.why", "Explain why a run stopped, saved, skipped or went back: onstep why RUN [--step N]"),
+    "checkpoint": ("onstep.cli.checkpoint", "Look into checkpoints: onstep checkpoint list|verify|diff|export PATH"),
 }
 """Command name: module with its `app`, and one line of help."""
 

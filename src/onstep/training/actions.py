@@ -26,21 +26,24 @@ def fill_what_is_due(state: GlobalState) -> None:
     validation, step = state.cfg.validation, state.train_state.step
     first_evaluated = validation.start_eval_at_iter or 0
     is_last_evaluated = state.evaluates_last_step and has_all_steps(state) and step >= first_evaluated
+    is_evaluated = is_due(step, setting(state, "eval_interval"), start=first_evaluated) or is_last_evaluated
+    is_saved = is_due(step, setting(state, "save_interval"))
     state.control.fill(
         log=is_due(step, setting(state, "log_interval")) or (step == 1 and state.cfg.logger.log_first_step),
-        evaluate=is_due(step, setting(state, "eval_interval"), start=first_evaluated) or is_last_evaluated,
-        save=is_due(step, setting(state, "save_interval")),
+        evaluate=is_evaluated or (is_saved and validation.eval_on_save),
+        save=is_saved,
     )
 
 
 def fill_what_is_due_after_an_epoch(state: GlobalState) -> None:
     """Put into the control what is due when an epoch has ended, where callbacks may veto it."""
     validation = state.cfg.validation
-    first_epoch = validation.start_eval_at_epoch or 0
+    first_epoch, is_saved = validation.start_eval_at_epoch or 0, state.cfg.checkpoint.save_each_epoch
+    is_evaluated = validation.eval_each_epoch and state.trainer_state.epoch >= first_epoch
     state.control.fill(
         log=state.cfg.logger.log_on_each_epoch,
-        evaluate=validation.eval_each_epoch and state.trainer_state.epoch >= first_epoch,
-        save=state.cfg.checkpoint.save_each_epoch,
+        evaluate=is_evaluated or (is_saved and validation.eval_on_save),
+        save=is_saved,
     )
 
 
@@ -77,21 +80,27 @@ def act_on_decisions(loop: Loop) -> None:
 
 
 def save_and_decide_exit(loop: Loop) -> None:
-    """Save what is due, and let `state.exits` say whether the process leaves. Collective."""
-    state, progress = loop.state, loop.state.train_state
-    checkpoint = state.cfg.checkpoint
-    if state.control.should_save or state.exits.decided is not None:
+    """Save what is due, and let `state.exits` say whether the process leaves. Collective.
+
+    What came while a save ran is agreed on right after it, so that a signal then makes no second checkpoint.
+    """
+    state = loop.state
+    was_unsaved, is_due_now = state.is_unsaved, state.control.should_save
+    if is_due_now or state.exits.decided is not None:
         loop.watch.check(wait=True)
-    state.saves_at_end = checkpoint.save_at_end and is_finished(state) and state.exits.decided is None
-    checkpoint_and_decide_exit(
-        state,
-        loop.model,
-        loop.optimizer,
-        loop.scheduler,
-        progress.floating_point_operations_so_far,
-        None,
-        loop.reader,
-    )
+    state.saves_at_end = state.cfg.checkpoint.save_at_end and is_finished(state) and state.exits.decided is None
+    _save_and_decide_exit(loop)
+    has_saved = (is_due_now and not state.saves_at_end) or (was_unsaved and not state.is_unsaved)
+    if has_saved and state.exits.decided is None:
+        agree(state)
+        if state.exits.decided is not None:
+            _save_and_decide_exit(loop)
+
+
+def _save_and_decide_exit(loop: Loop) -> None:
+    state = loop.state
+    flops = state.train_state.floating_point_operations_so_far
+    checkpoint_and_decide_exit(state, loop.model, loop.optimizer, loop.scheduler, flops, None, loop.reader)
 
 
 def evaluate_unless_interrupted(loop: Loop) -> None:

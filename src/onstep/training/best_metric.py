@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from onstep.events import Request
 from onstep.training.state import GlobalState
 
 logger = logging.getLogger(__name__)
@@ -15,6 +16,7 @@ def note_best_metric(state: GlobalState, metrics: dict[str, Any]) -> None:
 
     Called after `on_evaluate`, so that early stopping compares with the best of the evaluations before. A metric whose
     name ends in `loss` or `perplexity` is better when smaller, unless `validation.greater_is_better` says otherwise.
+    With `checkpoint.save_on_best` a checkpoint is asked for. All ranks have the same metrics.
     """
     name = state.cfg.validation.metric_for_best_model
     if name is None:
@@ -31,3 +33,13 @@ def note_best_metric(state: GlobalState, metrics: dict[str, Any]) -> None:
     best = progress.best_metric
     if best is None or (value > best if greater else value < best):
         progress.best_metric, progress.best_step = value, progress.step
+        if state.cfg.checkpoint.save_on_best and progress.step > 0:
+            _ask_to_save(state, f"best {key} so far: {value:.6g}")
+
+
+def _ask_to_save(state: GlobalState, reason: str) -> None:
+    """Every rank comes to it by itself; that of rank 0 goes on record."""
+    if state.world.is_main:
+        state.control.ask(Request("should_save", "save_on_best", "", reason, state.world.rank))
+    else:
+        state.control.decide("should_save")

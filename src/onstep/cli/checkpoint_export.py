@@ -1,0 +1,204 @@
+"""`onstep checkpoint export`: the weights of a checkpoint for other programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from onstep.checkpoint import CheckpointInfo, FileStore, ModelState, write_tensors
+from onstep.checkpoint.contents import read_weights
+from onstep.checkpoint.manifest import MANIFEST
+from onstep.checkpoint.model_state import mismatches
+from onstep.checkpoint.store import TEMPORARY
+from onstep.config import ConfigContainer, from_dict
+from onstep.config.parts import TokenizerConfig
+from onstep.data import build_tokenizer
+from onstep.errors import CheckpointError, ConfigError, DataError, MissingExtraError
+from onstep.models import Transformer, save_hf
+from onstep.models.transformer import empty_transformer
+
+_EXPORTED = (".json", ".safetensors", ".txt", ".model", ".jinja", ".md")
+"""Ends of the names of files in a Hugging Face directory; a folder with anything else in it is never replaced."""
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+)
+
+
+def export_safetensors(info: CheckpointInfo, out: Path, *, force: bool) -> list[str]:
+    """Write the weights as one safetensors file, tied ones once; gives what there is to say about it.
+
+    The names that tied weights lost stand in the file's metadata, each with the name that it is stored under, as
+    `safetensors.torch.save_model` has it, so that `safetensors.torch.load_model` fills the whole model.
+
+    Raises:
+        CheckpointError: when `out` is in the way, or the checkpoint has no weights in one piece.
+    """
+    if out.is_dir():
+        raise CheckpointError(f"{out} is a folder; give the name of a file, such as {out / 'model.safetensors'}.")
+    _check_target(out, force)
+    tensors, tied = read_weights(info)
+    store = FileStore()
+
+    def write(temporary: Path) -> None:
+        with store.open(temporary) as file:
+            write_tensors(file, tensors, {"format": "pt", **tied})
+
+    _put_in_place(store, out, write)
+    return [f"{len(tensors)} tensors", *(f"{name} is stored as {kept}" for name, kept in tied.items())]
+
+
+def export_hf(info: CheckpointInfo, out: Path, *, force: bool) -> list[str]:
+    """Write a folder that `transformers` opens, with the tokenizer's files; gives what there is to say about it.
+
+    Raises:
+        CheckpointError: when `out` is in the way, or the weights are not those of the stored configuration's model.
+    """
+    if out.exists() and not out.is_dir():
+        raise CheckpointError(f"{out} is a file; give the name of a folder, or --format safetensors.")
+    _check_target(out, force)
+    config = _stored_config(info)
+    model = _model(info, config)
+    eos_id, files, extra, notes = _tokenizer(config.tokenizer)
+    store = FileStore()
+
+    def write(temporary: Path) -> None:
+        save_hf(model, temporary, tokenizer_files=files, eos_id=eos_id)
+        for name, content in extra.items():
+            (temporary / name).write_text(content, encoding="utf-8")
+        for path in temporary.iterdir():
+            _sync(path)
+        store.sync_folder(temporary)
+
+    _put_in_place(store, out, write)
+    return [f"{model.num_parameters():,} parameters", *notes]
+
+
+def _stored_config(info: CheckpointInfo) -> ConfigContainer:
+    if not info.manifest.config:
+        raise CheckpointError(f"{info.path} holds no configuration; {_INSTEAD}")
+    try:
+        return from_dict(info.manifest.config)
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{info.path} has a configuration that this version of Onstep cannot read ({error}); {_INSTEAD}"
+        ) from error
+
+
+_INSTEAD = "export its weights with --format safetensors."
+
+
+def _model(info: CheckpointInfo, config: ConfigContainer) -> Transformer:
+    """The model of the stored configuration with the stored weights."""
+    tensors, tied = read_weights(info)
+    state = {**tensors, **{name: tensors[kept] for name, kept in tied.items()}}
+    problems = _why_not(config, state)
+    if problems:
+        raise CheckpointError(
+            f"{info.path} does not hold Onstep's own Transformer as its configuration describes it ({problems}), so no "
+            f"config.json of transformers can be written for it. A model of your own: {_INSTEAD} One of transformers: "
+            f"load that file into it and call its save_pretrained."
+        )
+    model = empty_transformer(config.model).to(state["embedding.weight"].dtype)
+    ModelState([model]).load_state_dict(state)
+    return model
+
+
+def _why_not(config: ConfigContainer, state: dict[str, Tensor]) -> str:
+    """Why the weights are not the configured model's; '' if they are."""
+    if config.model.vocab_size is None:
+        return "its configuration names no model.vocab_size"
+    try:
+        model = empty_transformer(config.model)
+    except ConfigError as error:
+        return str(error)
+    weights = model.state_dict()
+    expected = {name: tensor.to(state[name].dtype) if name in state else tensor for name, tensor in weights.items()}
+    return "; ".join(mismatches(expected, state))
+
+
+def _tokenizer(config: TokenizerConfig) -> tuple[int | None, list[Path], dict[str, str], list[str]]:
+    """The id that ends a text, files to copy, files to write, and what to say."""
+    if config.tokenizer_model is None:
+        return build_tokenizer(config).eos_id, [], {}, [f"the tokenizer {config.tokenizer_type!r} has no files"]
+    source = Path(config.tokenizer_model).expanduser()
+    try:
+        eos_id = build_tokenizer(config).eos_id
+    except (DataError, MissingExtraError) as error:
+        return None, [], {}, [f"without the tokenizer: {error}"]
+    if source.is_dir():
+        files = [source / name for name in _TOKENIZER_FILES if (source / name).is_file()]
+        return eos_id, files, {}, [f"with the tokenizer of {source}"]
+    content = {"tokenizer.json": source.read_text(encoding="utf-8")}
+    content["tokenizer_config.json"] = _tokenizer_config(content["tokenizer.json"], eos_id)
+    return eos_id, [], content, [f"with the tokenizer of {source}"]
+
+
+def _tokenizer_config(tokenizer_json: str, eos_id: int | None) -> str:
+    """What `AutoTokenizer` needs beside a `tokenizer.json`: which class reads it, and the token that ends a text."""
+    tokens: list[dict[str, Any]] = json.loads(tokenizer_json).get("added_tokens") or []
+    ending = next((token["content"] for token in tokens if token.get("id") == eos_id), None)
+    named = {} if ending is None else {"eos_token": ending}
+    return json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **named}, indent=2) + "\n"
+
+
+def _check_target(out: Path, force: bool) -> None:
+    if any((parent / MANIFEST).exists() for parent in (out.resolve(), *out.resolve().parents)):
+        raise CheckpointError(f"{out} lies in a checkpoint, where nothing else belongs; choose another place.")
+    if not os.path.lexists(out):
+        return
+    if not force:
+        raise CheckpointError(f"{out} exists; choose another name, or replace it with --force.")
+    if out.is_dir() and not out.is_symlink():
+        foreign = sorted(path.name for path in out.iterdir() if path.is_dir() or path.suffix not in _EXPORTED)
+        if foreign or (any(out.iterdir()) and not (out / "config.json").is_file()):
+            why = f"it holds {', '.join(foreign[:5])}" if foreign else "it has no config.json"
+            raise CheckpointError(f"{out} is no earlier export ({why}), so --force does not replace it; remove it.")
+
+
+def _put_in_place(store: FileStore, out: Path, write: Callable[[Path], None]) -> None:
+    """Make a file or folder beside `out`, durable, and give it its name; a failure leaves `out` as it was."""
+    store.make_root(out.parent)
+    temporary = out.with_name(f"{TEMPORARY}{out.name}-{secrets.token_hex(4)}")
+    replaced = out.with_name(f"{temporary.name}-replaced")
+    try:
+        write(temporary)
+        if out.is_dir() and not out.is_symlink():  # a folder cannot be renamed over one that is not empty
+            store.rename(out, replaced)
+        store.rename(temporary, out)
+        store.sync_folder(out.parent)
+    finally:
+        _remove(temporary)
+        if replaced.exists() and not out.exists():
+            replaced.rename(out)
+        _remove(replaced)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,145 @@
+"""A run goes on with another number of ranks and workers: every sample of an epoch is still used exactly once."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from whole_runs import Ranks, check_same, forked, samples_of_epochs, taken
+
+pytestmark = pytest.mark.distributed
+
+NUM_ROWS = 44
+"""What `resume_jobs.Rows` has: 5 steps of 8 samples an epoch, and a tail of 4 as one more step."""
+CALM = {"without_dropout": True, "overrides": {"checkpoint.certify": False}}
+"""Dropout draws from a rank's own generator, so losses on other numbers of ranks can only agree without it."""
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Path) -> Iterator[Ranks]:
+    with forked() as processes:
+        yield Ranks(processes, tmp_path_factory.mktemp("ranks"), corpus=str(corpus), cache=str(token_cache))
+
+
+@pytest.fixture(scope="module")
+def calm(ranks: Ranks) -> dict[int, dict[str, Any]]:
+    """What an uninterrupted run on one rank took and lost, by step."""
+    ranks.finish("calm", "trainer", ranks=1, **CALM)
+    return taken(ranks.folder / "calm")
+
+
+def check_epochs(folder: Path) -> None:
+    """No step twice, and every sample of both epochs exactly once, the tail of 4 included."""
+    assert sorted(taken(folder)) == list(range(1, 13))
+    assert samples_of_epochs(folder) == {epoch: Counter(range(NUM_ROWS)) for epoch in (0, 1)}
+
+
+def check_like(folder: Path, expected: dict[int, dict[str, Any]]) -> None:
+    """The same samples in each step, and the same losses up to the order of their sums."""
+    steps = taken(folder)
+    for step, record in expected.items():
+        assert Counter(steps[step]["ids"]) == Counter(record["ids"]), step
+        assert steps[step]["loss"] == pytest.approx(record["loss"], rel=1e-5), step
+
+
+@pytest.mark.parametrize(
+    ("layouts", "dies"),
+    [
+        ([(1, 0), (2, 2)], {"signal": "SIGKILL", "event": "on_step_end", "number": 3}),
+        ([(2, 2), (1, 0)], {"signal": "SIGTERM", "event": "on_train_step_end", "number": 8}),
+        ([(2, 0), (4, 0), (1, 2)], {"signal": "SIGKILL", "event": "on_forward_backward_start", "number": 7}),
+        ([(4, 2), (1, 2), (2, 0)], {"signal": "SIGTERM", "event": "on_step_end", "number": 4}),
+    ],
+)
+def test_the_run_goes_on_with_another_number_of_ranks_and_workers(
+    ranks: Ranks, calm: dict[int, dict[str, Any]], layouts: list[tuple[int, int]], dies: dict[str, Any]
+) -> None:
+    name = "-".join(f"{size}x{workers}" for size, workers in layouts)
+    for size, workers in layouts[:-1]:
+        arguments = {"dataloader_num_workers": workers}
+        strikes = [{"rank": size - 1, **dies}]
+        codes = ranks.start(name, "trainer", ranks=size, strikes=strikes, arguments=arguments, **CALM)
+        assert 0 not in codes, ranks.output(name)
+    size, workers = layouts[-1]
+    ranks.finish(name, "trainer", ranks=size, arguments={"dataloader_num_workers": workers}, **CALM)
+    check_epochs(ranks.folder / name)
+    check_like(ranks.folder / name, calm)
+
+
+@pytest.mark.parametrize("data", ["stream", "stateful"])
+def test_iterable_data_goes_on_where_it_stood(ranks: Ranks, data: str) -> None:
+    expected = ranks.finish(f"whole-{data}", "trainer", ranks=1, data=data)
+    dies = {"signal": "SIGKILL", "event": "on_step_end", "number": 9}
+    assert ranks.start(data, "trainer", ranks=1, data=data, strikes=[dies]) == [-9]
+    read_before = len((ranks.folder / data / "read-0.jsonl").read_text().splitlines())
+    check_same(ranks.finish(data, "trainer", ranks=1, data=data), expected)
+    lines = (ranks.folder / data / "read-0.jsonl").read_text().splitlines()[read_before:]
+    # The checkpoint is of step 8, in the middle of the second epoch: the plain one is read again from its start.
+    assert json.loads(lines[0])["index"] == (0 if data == "stream" else 16)
+
+
+@pytest.mark.parametrize("data", ["stream", "stateful"])
+@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
+def test_iterable_data_goes_on_with_another_number_of_ranks(ranks: Ranks, data: str, first: int, second: int) -> None:
+    name = f"{data}-{first}-{second}"
+    ranks.finish(f"calm-{data}-{first}", "trainer", ranks=1, data=data, **CALM)
+    dies = {"rank": first - 1, "signal": "SIGKILL", "event": "on_step_end", "number": 7}
+    codes = ranks.start(name, "trainer", ranks=first, data=data, strikes=[dies], **CALM)
+    assert codes == [-9] * first, ranks.output(name)
+    ranks.finish(name, "trainer", ranks=second, data=data, **CALM)
+    steps = taken(ranks.folder / name)
+    assert sorted(steps) == list(range(1, 13))
+    for step, record in taken(ranks.folder / f"calm-{data}-{first}").items():
+        assert steps[step]["loss"] == pytest.approx(record["loss"], rel=1e-5), step
+
+
+def test_the_functional_door_does_the_same_and_keeps_the_random_order(ranks: Ranks) -> None:
+    words = ["model.hidden_dropout=0", "model.attention_dropout=0", "checkpoint.save_interval=2"]
+    words += ["checkpoint.certify=false"]
+    ranks.finish("gpt-calm", ranks=1, words=words)
+    dies = {"rank": 1, "signal": "SIGKILL", "event": "on_step_end", "number": 5}
+    assert ranks.start("gpt", ranks=2, words=[*words, "dataset.num_workers=2"], strikes=[dies]) == [-9, -9]
+    ranks.finish("gpt", ranks=1, words=words)
+    check_like(ranks.folder / "gpt", taken(ranks.folder / "gpt-calm"))
+
+
+def test_a_tail_that_is_dropped_is_the_same_on_other_numbers_of_ranks(ranks: Ranks) -> None:
+    settings = {**CALM, "arguments": {"dataloader_drop_last": True}}
+    ranks.finish("dropping-calm", "trainer", ranks=1, **settings)
+    dies = {"rank": 0, "signal": "SIGKILL", "event": "on_step_end", "number": 5}
+    assert ranks.start("dropping", "trainer", ranks=2, strikes=[dies], **settings) == [-9, -9]
+    ranks.finish("dropping", "trainer", ranks=1, **settings)
+    check_like(ranks.folder / "dropping", taken(ranks.folder / "dropping-calm"))
+    epochs = samples_of_epochs(ranks.folder / "dropping")
+    assert [(of_one.total(), set(of_one.values())) for of_one in epochs.values()] == [(40, {1}), (40, {1}), (16, {1})]
+
+
+def kill_again_and_again(ranks: Ranks, name: str, seed: int) -> None:
+    """Each start has another number of ranks and workers, and is killed at a random time."""
+    generator = random.Random(seed)
+    for number in range(6):
+        size, workers = generator.choice([1, 2, 4]), generator.choice([0, 2])
+        strike = {"rank": generator.randrange(size), "signal": "SIGKILL", "after": generator.uniform(0.1, 0.5)}
+        settings = {"arguments": {"dataloader_num_workers": workers}, **CALM}
+        if number == 5:
+            ranks.finish(name, "trainer", ranks=size, **settings)
+        elif 0 in ranks.start(name, "trainer", ranks=size, strikes=[strike], **settings):
+            return
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+@pytest.mark.parametrize("seed", range(12))
+def test_kills_anywhere_with_ever_other_ranks_and_workers(
+    ranks: Ranks, calm: dict[int, dict[str, Any]], seed: int
+) -> None:
+    name = f"storm-{seed}"
+    kill_again_and_again(ranks, name, seed)
+    if ranks.status(name) == "completed":
+        check_epochs(ranks.folder / name)
+        check_like(ranks.folder / name, calm)

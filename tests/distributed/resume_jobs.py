@@ -1,7 +1,7 @@
 """What the ranks of the tests of signals and resume run, with what strikes them: `job_*(settings)`.
 
 Strikes are dictionaries: a `signal` (also SIGKILL) that `rank` sends itself, at the `number`-th telling of an `event`,
-`after` some seconds, or at the `number`-th `operation` of a save.
+`after` some seconds, once a `file` is there, or at the `number`-th `operation` of a save.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Counting(TrainerCallback):
 class Takings:
     """Writes down what each step of this rank took and how it ended, as it happens: `taken-<rank>.jsonl`."""
 
-    def __init__(self) -> None:
-        self._attempt = f"{time.time():.6f}"
+    def __init__(self, attempt: int) -> None:
+        self._attempt = attempt
 
     def note(self, context: Any) -> None:
         progress = context.state.train_state
@@ -98,7 +98,7 @@ def observed(settings: dict[str, Any]) -> tuple[CallbackManager, Counting]:
     """The callbacks of a run, with all that strikes this rank."""
     manager, counting = CallbackManager(), Counting()
     manager.add([JsonLogger(), counting])
-    manager.register("on_train_step_end", Takings().note)
+    manager.register("on_train_step_end", Takings(settings["attempt"]).note)
     manager.register("on_run_end", lambda context: write_line(f"ends-{RANK}.jsonl", {"reason": context.reason}))
     manager.register("on_train_end", lambda context: write_line(f"ends-{RANK}.jsonl", {"reason": "train end"}))
     prepare_strikes(settings, manager)
@@ -111,6 +111,8 @@ def prepare_strikes(settings: dict[str, Any], manager: CallbackManager | None) -
     for one in strikes:
         if "after" in one:
             threading.Timer(one["after"], strike, (one,)).start()
+        elif "file" in one:
+            threading.Thread(target=_once_there, args=(one,), daemon=True).start()
         elif "event" in one:
             assert manager is not None
             manager.register(one["event"], _at_number(one))
@@ -123,6 +125,13 @@ def prepare_strikes(settings: dict[str, Any], manager: CallbackManager | None) -
 def strike(one: dict[str, Any]) -> None:
     Path(f"struck-{RANK}").touch()
     os.kill(os.getpid(), signal.Signals[one["signal"]])
+
+
+def _once_there(one: dict[str, Any]) -> None:
+    while not Path(one["file"]).exists():
+        time.sleep(0.01)
+    time.sleep(0.1)  # until the main thread waits for it
+    strike(one)
 
 
 def _at_number(one: dict[str, Any]) -> Callable[[Any], None]:

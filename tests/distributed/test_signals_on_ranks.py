@@ -104,6 +104,43 @@ def test_a_second_signal_leaves_at_once_and_corrupts_nothing(
     check_same(ranks.finish(name, words=words), whole)
 
 
+IN_ORDER = {"train_sampling_strategy": "sequential"}
+SLOW_ROW = {"slow_row": 14, "slow_seconds": 0.7}
+"""Rank 1 reads row 14 for its second micro-batch of step 2."""
+
+
+@pytest.fixture(scope="module")
+def whole_in_order(ranks: Ranks) -> dict[str, Any]:
+    """The Trainer's run in file order that nobody touched."""
+    return ranks.finish("whole-in-order", "trainer", arguments=IN_ORDER)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_signal_while_a_rank_waits_for_data_is_acted_on_when_the_data_has_come(
+    ranks: Ranks, whole_in_order: dict[str, Any], workers: int
+) -> None:
+    arguments = {**IN_ORDER, "dataloader_num_workers": workers, "save_steps": 50}
+    name = f"slow-{workers}"
+    [saved] = preempt(ranks, name, {"file": "was-slow"}, "trainer", arguments=arguments, **SLOW_ROW)
+    assert saved <= 2  # workers read ahead: what they are slow with, they may be slow with before step 2
+    check_same(ranks.finish(name, "trainer", arguments=arguments), whole_in_order)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_data_that_does_not_come_is_given_up_and_the_newest_checkpoint_stands(
+    ranks: Ranks, whole_in_order: dict[str, Any], workers: int
+) -> None:
+    arguments = {**IN_ORDER, "dataloader_num_workers": workers, "save_steps": 1}
+    overrides, name = {"train.data_timeout": 0.2}, f"stuck-{workers}"
+    strikes = [{"rank": 1, "signal": "SIGTERM", "file": "was-slow"}]
+    settings = {"arguments": arguments, "overrides": overrides}
+    codes = ranks.start(name, "trainer", strikes=strikes, slow_row=14, slow_seconds=30.0, **settings)
+    assert codes[1] == PREEMPTED, (codes, ranks.output(name))
+    assert codes[0] != 0
+    assert ranks.steps(name) == [1]
+    check_same(ranks.finish(name, "trainer", **settings), whole_in_order)
+
+
 def sweep(ranks: Ranks, whole: dict[str, Any], seeds: range, words: list[str], longest: float) -> None:
     """Signal a random rank at a random time, again and again, until the run ends by itself.
 
@@ -132,7 +169,7 @@ def sweep(ranks: Ranks, whole: dict[str, Any], seeds: range, words: list[str], l
 
 
 def test_signals_at_random_times(ranks: Ranks, whole: dict[str, Any]) -> None:
-    sweep(ranks, whole, range(2), [], 0.4)
+    sweep(ranks, whole, range(1), [], 0.4)
 
 
 @pytest.mark.slow

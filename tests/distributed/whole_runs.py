@@ -25,11 +25,13 @@ class Ranks:
         self._processes = processes
         self.folder = folder
         self._common = common
+        self._starts: Counter[str] = Counter()
 
     def start(self, name: str, job: str = "pretrain", *, ranks: int = 2, **settings: Any) -> list[int]:
         """Start the run `name`, or continue it; the exit codes."""
-        place = self.folder / name
-        return self._processes.run(JOBS, job, place, {**self._common, **settings}, ranks=ranks)
+        self._starts[name] += 1
+        settings = {**self._common, **settings, "attempt": self._starts[name]}
+        return self._processes.run(JOBS, job, self.folder / name, settings, ranks=ranks)
 
     def finish(self, name: str, job: str = "pretrain", *, ranks: int = 2, **settings: Any) -> dict[str, Any]:
         """Start or continue the run `name`, which must end by itself; its outcome."""
@@ -113,19 +115,11 @@ def samples_of_epochs(folder: Path) -> dict[int, Counter[int]]:
 
 
 def _attempts(folder: Path) -> list[dict[int, dict[str, Any]]]:
-    """What each start of the run took, in the order of the starts."""
-    by_rank = []
+    """What all ranks of each start of the run took, by step."""
+    attempts: dict[int, dict[int, dict[str, Any]]] = {}
     for path in sorted(folder.glob("taken-?.jsonl")):
-        starts: dict[str, list[dict[str, Any]]] = {}
         for line in path.read_text().splitlines():
             record = json.loads(line)
-            starts.setdefault(record["attempt"], []).append(record)
-        by_rank += [(float(attempt), records) for attempt, records in starts.items()]
-    attempts: list[tuple[float, dict[int, dict[str, Any]]]] = []
-    for started, records in sorted(by_rank, key=lambda one: one[0]):
-        if not attempts or started - attempts[-1][0] > 0.2:  # the ranks of one start are not this far apart
-            attempts.append((started, {}))
-        for record in records:
-            one = attempts[-1][1].setdefault(record["step"], {**record, "ids": []})
+            one = attempts.setdefault(record["attempt"], {}).setdefault(record["step"], {**record, "ids": []})
             one["ids"] += record["ids"] or []
-    return [steps for _, steps in attempts]
+    return [attempts[number] for number in sorted(attempts)]

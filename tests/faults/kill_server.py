@@ -48,6 +48,21 @@ class Life:
         """Whether the process has ended, by itself or otherwise."""
         return has_ended(self._descriptor, 0.0)
 
+    def hold(self, rank: int) -> None:
+        """Stop a rank where it is."""
+        self._signal(rank, signal.SIGSTOP)
+        time.sleep(0.0005)
+
+    def let_go(self, rank: int) -> None:
+        """Let a rank go on."""
+        self._signal(rank, signal.SIGCONT)
+
+    def _signal(self, rank: int, number: signal.Signals) -> None:
+        members = [self.pid] if self.ranks == 1 else children_of(self.pid)
+        if len(members) == self.ranks:
+            with suppress(ProcessLookupError):
+                os.kill(members[rank], number)
+
     def kill_one(self, rank: int) -> None:
         """SIGKILL for one rank, or for the only process; its data workers are left behind."""
         if self.ranks == 1:

@@ -14,12 +14,10 @@ from kill_server import Life, Server, Start
 
 HERE = Path(__file__).parent
 NAME = "storm"
-SHARES = {Phase.START_UP: 0.15, Phase.SAVE: 0.35, Phase.EVALUATION: 0.2, Phase.STEP: 0.3}
+SHARES = {Phase.START_UP: 0.18, Phase.SAVE: 0.34, Phase.EVALUATION: 0.2, Phase.STEP: 0.28}
 """How many kills aim at each phase; a STEP is any instant after the first step."""
-DELAYS = {Phase.SAVE: 0.03, Phase.EVALUATION: 0.02, Phase.STEP: 0.3, Phase.END: 0.06}
+DELAYS = {Phase.SAVE: 0.03, Phase.EVALUATION: 0.015, Phase.STEP: 0.3, Phase.END: 0.06}
 """Longest delay between the moment aimed at and the kill, in seconds."""
-END_KILLS = 2
-"""The last kills of a storm aim at what follows the training."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +85,14 @@ class Storm:
     """What the first kills aim at; the others are drawn from `SHARES`."""
     fresh_share: float = 0.1
     """How many starts are fresh processes."""
+    end_kills: int = 2
+    """How many of the kills, the last ones, aim at what follows the training."""
     kills: list[Kill] = field(default_factory=list)
     codes: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
-        self._start_up_seconds = {True: 4.0, False: 1.0}
+        self._start_up_seconds = {True: 3.0, False: 0.2}
 
     def rage(self) -> list[Kill]:
         """Kill, start again, kill, ... and at last let the run complete."""
@@ -111,7 +111,7 @@ class Storm:
 
     def _next_aim(self) -> Phase:
         number = len(self.kills)
-        if number >= self.num_kills - END_KILLS:
+        if number >= self.num_kills - self.end_kills:
             return Phase.END
         if number < len(self.phases):
             return self.phases[number]
@@ -144,20 +144,31 @@ class Storm:
         if aim == Phase.START_UP:
             self._pause(life, self._random.uniform(0, self._start_up_seconds[is_fresh]))
             return
-        occurrence, before = self._occurrence(aim), Phase.START_UP
-        while occurrence and not life.is_over:
+        occurrence, before, delay = self._occurrence(aim), Phase.START_UP, DELAYS[aim]
+        while not life.is_over:
             now = self._marks.phase(rank)
             if before == Phase.START_UP and now != before:
                 self._start_up_seconds[is_fresh] = time.monotonic() - started
-            if now != before and now == aim:
-                occurrence -= 1
+            occurrence -= now != before and now == aim
             before = now
+            if occurrence <= 0 and now == aim:
+                self._pause(life, self._random.uniform(0, delay))
+                if aim in (Phase.STEP, Phase.END) or self._has_caught(life, rank, aim):
+                    return
+                before, occurrence, delay = self._marks.phase(rank), 1, delay / 2
             time.sleep(0.0003)
-        self._pause(life, self._random.uniform(0, DELAYS[aim]))
+
+    def _has_caught(self, life: Life, rank: int, aim: Phase) -> bool:
+        """Hold the rank; let it go on if the delay was longer than the phase."""
+        life.hold(rank)
+        if self._marks.phase(rank) == aim:
+            return True
+        life.let_go(rank)
+        return False
 
     def _occurrence(self, aim: Phase) -> int:
         """At which one of a life to kill: the first where the run is ahead of the storm, so that it is not outrun."""
-        if aim not in (Phase.SAVE, Phase.EVALUATION):
+        if aim not in (Phase.SAVE, Phase.EVALUATION) or len(self.kills) < len(self.phases):
             return 1
         done = self.kills[-1].step if self.kills else 0
         is_ahead = done / self.job.steps > len(self.kills) / self.num_kills

@@ -84,7 +84,7 @@ def read_weights(info: CheckpointInfo) -> tuple[dict[str, Tensor], dict[str, str
     entry = info.manifest.components.get("model")
     if entry is None:
         raise CheckpointError(
-            f"{info.path} has no component 'model', only {', '.join(info.manifest.components) or 'nothing'}; give a "
+            f"{info.path} has no component 'model', only {', '.join(map(repr, info.manifest.components)) or 'nothing'}; give a "
             f"checkpoint that was saved with it."
         )
     states = _states_of("model", entry.files)

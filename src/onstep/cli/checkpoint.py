@@ -80,9 +80,9 @@ def diff(
 ) -> None:
     """Compare two checkpoints.
 
-    Configuration, components, each tensor, counters and other values. Both are verified first. Exit code 0: equal, 1: different, 2: they cannot be compared. What two equal runs differ in
-    does not count: run id, dates, keys of the configuration that nothing learned depends on, values of the clock and
-    paths in the run's own folder.
+    Configuration, components, each tensor, counters and other values; both are verified first. Exit code 0: equal,
+    1: different, 2: they cannot be compared. What two equal runs differ in does not count: run id, dates, keys of the
+    configuration that nothing learned depends on, values of the clock and paths in the run's own folder.
     """
     try:
         from onstep.cli.checkpoint_diff import report
@@ -114,8 +114,9 @@ def export(
     """
     from onstep.cli.checkpoint_export import export_hf, export_safetensors
     from onstep.cli.checkpoint_paths import find
+    from onstep.cli.tables import printable
 
     info = find(path)
     is_file = form is Format.SAFETENSORS or (form is None and out.suffix == ".safetensors")
     notes = (export_safetensors if is_file else export_hf)(info, out, force=force)
-    print(f"{out}: the weights of {info.path}; {'; '.join(notes)}")
+    print(printable(f"{out}: the weights of {info.path}; {'; '.join(notes)}"))

@@ -50,14 +50,14 @@ def report(a: CheckpointInfo, b: CheckpointInfo, *, everything: bool) -> Report:
     lines = [line for section in sections if section for line in ("", *section)][1:]
     is_equal = found.is_equal and same_config
     verdict = "The two are equal." if is_equal else "The two are different."
-    return Report([*lines, "", verdict + _left_out(found, everything)], is_equal)
+    return Report([printable(line) for line in lines] + ["", verdict + _left_out(found, everything)], is_equal)
 
 
 def _heads(a: CheckpointInfo, b: CheckpointInfo) -> list[str]:
     width = max(len(str(a.path)), len(str(b.path)))
     return [
-        f"{letter}  {printable(str(info.path)):<{width}}  step {info.step}, {date_shown(info.manifest.created_at)}, "
-        f"{counted(info.manifest.world_size, 'rank')}, run {printable(info.manifest.run_id[:8]) or '-'}"
+        f"{letter}  {info.path!s:<{width}}  step {info.step}, {date_shown(info.manifest.created_at)}, "
+        f"{counted(info.manifest.world_size, 'rank')}, run {info.manifest.run_id[:8] or '-'}"
         for letter, info in (("A", a), ("B", b))
     ]
 
@@ -71,7 +71,7 @@ def _config(a: CheckpointInfo, b: CheckpointInfo) -> tuple[list[str], bool]:
     except ConfigError as error:
         return [f"configuration: different, but this version of Onstep cannot compare the two: {error}"], False
     is_same = all(one.kind is ChangeClass.SAFE for one in found)
-    described = [f"  {printable(line)}" for line in describe(found).splitlines()]
+    described = [f"  {line}" for line in describe(found).splitlines()]
     title = "only in keys that nothing learned depends on" if is_same else "different"
     return [f"configuration: {title} (A is what was, B what is)", *_fitting(described)], is_same
 
@@ -146,7 +146,7 @@ def _values_of(found: list[ValueDifference], everything: bool) -> Iterable[str]:
     for (path, old, new), number in shown:
         times = f"  ({number} times)" if number > 1 else "  (not counted)" if path in incidental else ""
         change = f"{shortened(old, _VALUE_WIDTH)} -> {shortened(new, _VALUE_WIDTH)}"
-        yield f"  {printable(f'{state} {path}'.rstrip())}: {printable(change)}{times}"
+        yield f"  {f'{state} {path}'.rstrip()}: {change}{times}"
     if len(alike) > len(shown):
         yield f"  {state}: ... and {len(alike) - len(shown)} more; --all shows every one"
 

@@ -17,6 +17,7 @@ from onstep.checkpoint.contents import read_weights
 from onstep.checkpoint.manifest import MANIFEST
 from onstep.checkpoint.model_state import mismatches
 from onstep.checkpoint.store import TEMPORARY
+from onstep.cli.tables import printable
 from onstep.config import ConfigContainer, from_dict
 from onstep.config.parts import TokenizerConfig
 from onstep.data import build_tokenizer
@@ -129,7 +130,7 @@ def _why_not(config: ConfigContainer, state: dict[str, Tensor]) -> str:
         return str(error)
     weights = model.state_dict()
     expected = {name: tensor.to(state[name].dtype) if name in state else tensor for name, tensor in weights.items()}
-    return "; ".join(mismatches(expected, state))
+    return printable("; ".join(mismatches(expected, state)))
 
 
 def _tokenizer(config: TokenizerConfig) -> tuple[int | None, list[Path], dict[str, str], list[str]]:

@@ -71,15 +71,16 @@ def as_lines(listing: Listing) -> list[str]:
     total = size_shown(sum(entry.size_bytes for entry in listing.entries))
     heading = ("", "step", "date", "size", "ranks", "metrics", "state")
     rows = [heading, *(_row(listing, entry) for entry in listing.entries)]
-    return [
+    lines = [
         f"{listing.root}: {counted(len(listing.entries), 'folder')}, {total}",
         "",
         *table(rows, "<><>><<", indent="", shrink=5),
         "",
         *_legend(listing),
-        *(f"   step {entry.step}: {printable(entry.reason)}" for entry in listing.entries if entry.reason),
+        *(f"   step {entry.step}: {entry.reason}" for entry in listing.entries if entry.reason),
         *_branch_lines(listing),
     ]
+    return [printable(line) for line in lines]
 
 
 def _row(listing: Listing, entry: Entry) -> Sequence[str]:
@@ -121,7 +122,7 @@ def _legend(listing: Listing) -> list[str]:
         checked = "verified" if listing.is_verified else "not hashed"
         lines.append(f"-> A resume takes this one ({checked}).")
     if listing.best is not None:
-        lines.append(f" * The best by {printable(listing.judge.metric)}.")
+        lines.append(f" * The best by {listing.judge.metric}.")
     if any(entry.state in (EntryState.UNFINISHED, EntryState.DELETING) for entry in listing.entries):
         lines.append("   What is unfinished or half deleted is no checkpoint; the next start of the run removes it.")
     return lines

@@ -27,7 +27,7 @@ def fill_what_is_due(state: GlobalState) -> None:
     first_evaluated = validation.start_eval_at_iter or 0
     is_last_evaluated = state.evaluates_last_step and has_all_steps(state) and step >= first_evaluated
     is_evaluated = is_due(step, setting(state, "eval_interval"), start=first_evaluated) or is_last_evaluated
-    is_saved = is_due(step, setting(state, "save_interval"))
+    is_saved = state.checkpoints is not None and is_due(step, setting(state, "save_interval"))
     state.control.fill(
         log=is_due(step, setting(state, "log_interval")) or (step == 1 and state.cfg.logger.log_first_step),
         evaluate=is_evaluated or (is_saved and validation.eval_on_save),
@@ -38,7 +38,8 @@ def fill_what_is_due(state: GlobalState) -> None:
 def fill_what_is_due_after_an_epoch(state: GlobalState) -> None:
     """Put into the control what is due when an epoch has ended, where callbacks may veto it."""
     validation = state.cfg.validation
-    first_epoch, is_saved = validation.start_eval_at_epoch or 0, state.cfg.checkpoint.save_each_epoch
+    first_epoch = validation.start_eval_at_epoch or 0
+    is_saved = state.checkpoints is not None and state.cfg.checkpoint.save_each_epoch
     is_evaluated = validation.eval_each_epoch and state.trainer_state.epoch >= first_epoch
     state.control.fill(
         log=state.cfg.logger.log_on_each_epoch,

@@ -1,0 +1,117 @@
+"""A run that is killed with SIGKILL at random instants ends, to the byte, as the one that nobody touched."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from kill_marks import Phase
+from kill_outcome import compare
+from kill_server import Server
+from kill_storm import Job, Kill, Storm, histogram
+
+pytestmark = [pytest.mark.faults, pytest.mark.distributed]
+
+WORDS = (
+    "dataset.split=80,10,10",
+    "dataset.seq_length=64",
+    "model.seq_length=64",
+    "model.num_layers=1",
+    "model.hidden_size=16",
+    "model.num_attention_heads=2",
+    "model.hidden_dropout=0.1",
+    "model.attention_dropout=0.1",
+    "train.global_batch_size=8",
+    "train.micro_batch_size=2",
+    "scheduler.lr_warmup_iters=10",
+    "validation.eval_on_start=false",
+    "validation.eval_interval=14",
+    "validation.eval_iters=6",
+    "logger.log_interval=7",
+    "checkpoint.save_interval=9",
+    "checkpoint.most_recent_k=3",
+    "checkpoint.certify=true",
+    "dist.device=cpu",
+)
+"""A small model with dropout, two or four micro-batches a step, 30 steps an epoch."""
+SHORT = 60
+"""Steps of the short storms."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def words(corpus: Path, token_cache: Path) -> tuple[str, ...]:
+    return (*WORDS, f"dataset.paths=[{corpus / 'textwrap.py'}]", f"dataset.cache_dir={token_cache}")
+
+
+@pytest.fixture(scope="module")
+def whole(server: Server, words: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A short run on one rank, in a process started as a user starts it, that nobody kills."""
+    job = Job(tmp_path_factory.mktemp("whole"), words, SHORT)
+    job.complete(server)
+    return job
+
+
+def test_killed_in_each_phase_on_one_rank(server: Server, whole: Job, tmp_path: Path) -> None:
+    aims = [Phase.START_UP, Phase.SAVE, Phase.STEP, Phase.EVALUATION, Phase.SAVE]
+    storm = Storm(replace(whole, folder=tmp_path), server, 6, 11, aims, fresh_share=0, end_kills=1)
+    kills = storm.rage()
+    print(f"\n{histogram(kills)}")
+    compare(whole.run, storm.job.run)
+    assert {Phase.SAVE, Phase.EVALUATION} <= {kill.phase for kill in kills}
+
+
+def test_killed_in_each_phase_on_two_ranks(server: Server, words: tuple[str, ...], tmp_path: Path) -> None:
+    whole = Job(tmp_path / "whole", words, SHORT, ranks=2)
+    whole.complete(server, is_fresh=False)
+    aims = [Phase.START_UP, Phase.SAVE, Phase.EVALUATION, Phase.STEP]
+    storm = Storm(replace(whole, folder=tmp_path / "killed"), server, 4, 12, aims, fresh_share=0, end_kills=0)
+    kills = storm.rage()
+    print(f"\n{histogram(kills)}")
+    compare(whole.run, storm.job.run, ranks=2)
+    assert {Phase.SAVE, Phase.EVALUATION} <= {kill.phase for kill in kills}
+
+
+def test_the_comparison_is_red_where_the_random_state_is_not_loaded(server: Server, whole: Job, tmp_path: Path) -> None:
+    job = replace(whole, folder=tmp_path, words=(*whole.words, "checkpoint.load_rng=false"))
+    kills = Storm(job, server, 1, 13, [Phase.EVALUATION], fresh_share=0, end_kills=0).rage()
+    assert [kill.step for kill in kills] == [13], "after the first save"
+    with pytest.raises(AssertionError, match="certificate"):
+        compare(whole.run, job.run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_hundred_kills_in_runs_of_200_steps_change_nothing(
+    server: Server, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    with_workers = ("dataset.num_workers=2", "checkpoint.async_save=true")
+    kills: list[Kill] = []
+    told = []
+    for number, (ranks, more, num_kills) in enumerate(
+        [(1, (), 34), (1, with_workers, 30), (2, (), 32), (2, with_workers, 20)]
+    ):
+        whole = Job(tmp_path / f"whole-{number}", (*words, *more), 200, ranks)
+        whole.complete(server)
+        storm = Storm(replace(whole, folder=tmp_path / f"killed-{number}"), server, num_kills, seed=number)
+        kills += storm.rage()
+        fields = compare(whole.run, storm.job.run, ranks)
+        told.append(f"{ranks} rank(s) {' '.join(more)}: equal but for {', '.join(sorted(fields))}\n")
+        told.append(f"{histogram(storm.kills)}\nexit codes {Counter(storm.codes)}\n")
+        print("".join(("\n", *told[-2:])), flush=True)
+    print(f"\nall storms:\n{histogram(kills)}")
+    counts = Counter(kill.phase for kill in kills)
+    assert len(kills) >= 100
+    assert counts[Phase.SAVE] >= 20
+    assert counts[Phase.START_UP] >= 10
+    assert counts[Phase.EVALUATION] >= 10
+    assert any(kill.is_fresh for kill in kills)

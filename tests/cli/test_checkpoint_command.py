@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
 
@@ -181,7 +182,10 @@ class TestList:
 
     def test_quick_looks_at_sizes_only(self, here: Path, capsys: Capture) -> None:
         flip(here / "runs/one/checkpoints/checkpoint-6/model/model.safetensors")
+        with (here / "runs/one/checkpoints/checkpoint-4/model/model.safetensors").open("ab") as file:
+            file.write(b"more")
         said = Said(capsys, "list", "one", "--quick")
+        assert "its manifest says" in said.line("step 4:")
         assert said.line("->", "complete").split()[1] == "6"
         assert "not hashed" in said.out
 
@@ -363,6 +367,7 @@ class TestDiff:
             "lost": 1,
         }
         new = {**same, "zero": -0.0, "one": True, "many": [1, 2, 4], "nested": [{"a": 2}, {"a": 3}], "come": {"in": 5}}
+        old["typed"], new["typed"] = torch.tensor(3), 3
         write_states(tmp_path, 1, {"trainer": old})
         write_states(tmp_path, 2, {"trainer": {**new, "numbers": np.arange(4.0)}})
         said = Said(capsys, "diff", f"{tmp_path}@1", f"{tmp_path}@2", "--all")
@@ -376,6 +381,7 @@ class TestDiff:
             "nested.0.a": "1 -> 2",
             "numbers": "array (4,) of int64 -> array (4,) of float64",
             "lost": "1 -> is not there",
+            "typed": "torch.int64 3 -> int 3",
             "come.in": "is not there -> 5",
         }
 
@@ -531,6 +537,8 @@ class TestExport:
         assert said.code == 0
         assert "head.weight is stored as embedding.weight" in said.out
         assert list(load_file(tmp_path / "own.safetensors")) == ["embedding.weight"]
+        with safe_open(tmp_path / "own.safetensors", "pt") as file:
+            assert file.metadata() == {"format": "pt", "head.weight": "embedding.weight"}
         fresh = Tied()
         load_model(fresh, tmp_path / "own.safetensors")
         assert torch.equal(fresh.head.weight, model.head.weight)

@@ -56,8 +56,9 @@ def compare(whole: Path, killed: Path, ranks: int = 1) -> set[str]:
     assert (whole / name).read_bytes() == (killed / name).read_bytes(), name
     places = list(differences(read_records(whole / "trainer_logs.json"), read_records(killed / "trainer_logs.json")))
     found = wall_clock_fields(places, "the journal")
-    steps = _steps(whole)
-    assert steps == _steps(killed)
+    steps, there = _steps(whole), _steps(killed)
+    # a process killed between its last save and the deletion of an older checkpoint leaves that one, too
+    assert set(steps) <= set(there), f"the killed run has the checkpoints {there}, the other one {steps}"
     for step in steps:
         found |= compare_checkpoints(*(folder / "checkpoints" / f"checkpoint-{step}" for folder in (whole, killed)))
     return found

@@ -81,10 +81,11 @@ def test_killed_in_each_phase_on_two_ranks(server: Server, words: tuple[str, ...
     assert {Phase.SAVE, Phase.EVALUATION} <= {kill.phase for kill in kills}
 
 
-def test_the_comparison_is_red_where_the_random_state_is_not_loaded(server: Server, whole: Job, tmp_path: Path) -> None:
-    job = replace(whole, folder=tmp_path, words=(*whole.words, "checkpoint.load_rng=false"))
+def test_the_comparison_is_red_where_the_random_state_is_left_out(server: Server, whole: Job, tmp_path: Path) -> None:
+    job = replace(whole, folder=tmp_path, words=(*whole.words, "checkpoint.save_rng=false"))
     kills = Storm(job, server, 1, 13, [Phase.EVALUATION], fresh_share=0, end_kills=0).rage()
-    assert [kill.step for kill in kills] == [13], "after the first save"
+    assert all(kill.step > 9 for kill in kills), "after the first save"
+    assert kills
     with pytest.raises(AssertionError, match="certificate"):
         compare(whole.run, job.run)
 

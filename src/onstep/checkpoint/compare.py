@@ -129,7 +129,10 @@ class _Walk:
         elif _is_nested(a) and _is_nested(b) and type(a) is type(b):
             self._compare_sequences(list(a), list(b), path)
         elif not _same(a, b):
-            self._note(".".join(path), _shown(a), _shown(b), path[-1] if path else "", (a, b))
+            old, new = _shown(a), _shown(b)
+            if old == new:
+                old, new = f"{_kind(a)} {old}", f"{_kind(b)} {new}"
+            self._note(".".join(path), old, new, path[-1] if path else "", (a, b))
 
     def _compare_mappings(self, a: Mapping[Any, Any], b: Mapping[Any, Any], path: tuple[str, ...]) -> None:
         for key in [*a, *(key for key in b if key not in a)]:
@@ -224,6 +227,10 @@ def _shown(value: Any) -> str:
     if isinstance(value, (Mapping, list, tuple, deque, set, frozenset)) and len(value) > 8:
         return f"{type(value).__name__} of {len(value)}"
     return repr(value)
+
+
+def _kind(value: Any) -> str:
+    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
 
 
 def _own_folders(info: CheckpointInfo) -> list[str]:

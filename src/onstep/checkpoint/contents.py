@@ -83,9 +83,9 @@ def read_weights(info: CheckpointInfo) -> tuple[dict[str, Tensor], dict[str, str
     """
     entry = info.manifest.components.get("model")
     if entry is None:
+        there = ", ".join(map(repr, info.manifest.components)) or "nothing"
         raise CheckpointError(
-            f"{info.path} has no component 'model', only {', '.join(map(repr, info.manifest.components)) or 'nothing'}; give a "
-            f"checkpoint that was saved with it."
+            f"{info.path} has no component 'model', only {there}; give a checkpoint that was saved with it."
         )
     states = _states_of("model", entry.files)
     if len(states) != 1 or SharingPattern(entry.sharing_pattern) not in (

@@ -14,6 +14,7 @@ from onstep.checkpoint.tensor_difference import TensorDifference
 from onstep.cli.tables import counted, date_shown, number_shown, printable, shortened, size_shown, table, terminal_width
 from onstep.config import from_dict
 from onstep.config.change_classes import ChangeClass
+from onstep.config.derived import fill
 from onstep.config.differences import changes, describe
 from onstep.errors import ConfigError
 
@@ -67,7 +68,7 @@ def _config(a: CheckpointInfo, b: CheckpointInfo) -> tuple[list[str], bool]:
     if a.manifest.config == b.manifest.config:
         return ["configuration: the same"], True
     try:
-        found = changes(a.manifest.config, from_dict(b.manifest.config))
+        found = changes(a.manifest.config, fill(from_dict(b.manifest.config), 1))
     except ConfigError as error:
         return [f"configuration: different, but this version of Onstep cannot compare the two: {error}"], False
     is_same = all(one.kind is ChangeClass.SAFE for one in found)

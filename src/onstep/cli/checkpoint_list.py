@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onstep.checkpoint import Retention, best
+from onstep.checkpoint import CheckpointInfo, Retention, best
 from onstep.checkpoint.inventory import Entry, EntryState, inventory, left_branches, mark_resumable
 from onstep.checkpoint.retention import metric_value
 from onstep.cli.checkpoint_paths import retention_of
@@ -106,7 +106,7 @@ def _metrics(listing: Listing, entry: Entry) -> str:
     assert entry.manifest is not None
     metrics, bare = entry.manifest.metrics, listing.judge.metric.removeprefix("eval_")
     others = [name for name in metrics if not name.endswith(_NOISE) and name.removeprefix("eval_") != bare]
-    value = None if entry.info is None else metric_value(entry.info, bare)
+    value = metric_value(CheckpointInfo(entry.path, entry.step, entry.manifest), bare)
     mark = " *" if entry is listing.best else ""
     first = [] if value is None else [f"{bare} {metric_shown(value)}{mark}"]
     width = terminal_width()

@@ -89,6 +89,9 @@ def save_and_decide_exit(loop: Loop) -> None:
     was_unsaved, is_due_now = state.is_unsaved, state.control.should_save
     if is_due_now or state.exits.decided is not None:
         loop.watch.check(wait=True)
+    if state.ended_by_anomaly:  # the counters may be ahead of the weights
+        state.control.honoured("should_save")
+        return
     state.saves_at_end = state.cfg.checkpoint.save_at_end and is_finished(state) and state.exits.decided is None
     _save_and_decide_exit(loop)
     has_saved = (is_due_now and not state.saves_at_end) or (was_unsaved and not state.is_unsaved)

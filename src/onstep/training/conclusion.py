@@ -57,8 +57,13 @@ def publish_final_metrics(loop: Loop) -> None:
 
 
 def save_at_end(loop: Loop) -> None:
-    """Save the state that the training ended with, so that it can be extended."""
+    """Save the state that the training ended with, so that it can be extended.
+
+    Not where the policy `stop` ended it: a device tells late of a bad step, and the counters may be ahead of the weights.
+    """
     state = loop.state
+    if state.ended_by_anomaly:
+        return
     if state.checkpoints is None or not state.cfg.checkpoint.save_at_end or not state.is_unsaved:
         return
     state.save_reason = "the training ended"

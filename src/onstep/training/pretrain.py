@@ -140,6 +140,7 @@ def _train_and_evaluate(
         (progress.do_test, parts.test_data, "test", True),
     ):
         if is_wanted:
+            state.evaluation_is_whole = True  # a signal ends it here: all of it is made again by the next process
             prefix = f"iteration {progress.step} on {name} set"
             model_config = state.cfg.model
             evaluate_and_print_results(

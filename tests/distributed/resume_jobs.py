@@ -23,9 +23,11 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 import onstep.checkpoint.manager
+import onstep.optim.optimizer
 from onstep import CallbackManager, JsonLogger, Trainer, TrainerCallback, TrainingArguments, pretrain
 from onstep.checkpoint.store import FileStore, Operation
 from onstep.config import ConfigContainer, apply_overrides
+from onstep.optim import DeviceFiniteGate
 from onstep.recipes import tiny_gpt_pretrain_config
 from onstep.training import signals
 
@@ -190,10 +192,12 @@ def job_cli(settings: dict[str, Any]) -> None:
 
 
 class Rows(Dataset[Any]):
-    """Ragged rows; row `slow` takes `seconds` the first time, and says when it starts."""
+    """Ragged rows; row `slow` takes `seconds` the first time, and says when it starts; `spoiled` ones have a factor."""
 
-    def __init__(self, count: int = 44, slow: int | None = None, seconds: float = 0.0) -> None:
-        self.count, self.slow, self.seconds = count, slow, seconds
+    def __init__(
+        self, count: int = 44, slow: int | None = None, seconds: float = 0.0, spoiled: dict[str, float] | None = None
+    ) -> None:
+        self.count, self.slow, self.seconds, self.spoiled = count, slow, seconds, spoiled or {}
 
     def __len__(self) -> int:
         return self.count
@@ -206,7 +210,7 @@ class Rows(Dataset[Any]):
         tokens = torch.randint(0, 16, (12,), generator=generator)
         labels = tokens.roll(-1).clone()
         labels[2 + index % 9 :] = -100
-        return {"tokens": tokens, "labels": labels}
+        return {"tokens": tokens, "labels": labels, "factor": torch.tensor(self.spoiled.get(str(index), 1.0))}
 
 
 class Stream(IterableDataset[Any]):
@@ -247,20 +251,25 @@ class TinyModel(nn.Module):
         torch.manual_seed(0)
         self.embed, self.drop, self.out = nn.Embedding(16, 8), nn.Dropout(0.1), nn.Linear(8, 16)
 
-    def forward(self, tokens: Any, labels: Any) -> dict[str, Any]:
+    def forward(self, tokens: Any, labels: Any, factor: Any) -> dict[str, Any]:
         logits = self.out(self.drop(self.embed(tokens)))
-        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss * factor.prod(), "logits": logits}
 
 
 def job_trainer(settings: dict[str, Any]) -> None:
     manager, counting = observed(settings)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     kinds: dict[str, Callable[[], Any]] = {
-        "rows": lambda: Rows(slow=settings.get("slow_row"), seconds=settings.get("slow_seconds", 0.0)),
+        "rows": lambda: Rows(
+            slow=settings.get("slow_row"), seconds=settings.get("slow_seconds", 0.0), spoiled=settings.get("spoiled")
+        ),
         "stream": lambda: Stream(44),
         "stateful": lambda: StatefulStream(44),
     }
     model = TinyModel()
+    if settings.get("learns_late"):
+        onstep.optim.optimizer.finite_gate = DeviceFiniteGate
     if settings.get("without_dropout"):
         model.drop = nn.Identity()
     values: dict[str, Any] = {

@@ -144,7 +144,11 @@ class Storm:
         if aim == Phase.START_UP:
             self._pause(life, self._random.uniform(0, self._start_up_seconds[is_fresh]))
             return
-        occurrence, before, delay = self._occurrence(aim), Phase.START_UP, DELAYS[aim]
+        occurrence, before, delay = (
+            self._occurrence(aim),
+            Phase.START_UP,
+            DELAYS[aim] * (0.3 if self._is_ahead else 1.0),
+        )
         while not life.is_over:
             now = self._marks.phase(rank)
             if before == Phase.START_UP and now != before:
@@ -167,12 +171,15 @@ class Storm:
         return False
 
     def _occurrence(self, aim: Phase) -> int:
-        """At which one of a life to kill: the first where the run is ahead of the storm, so that it is not outrun."""
+        """At which one of a life to kill: the first where the run is ahead, so that it does not outrun the storm."""
         if aim not in (Phase.SAVE, Phase.EVALUATION) or len(self.kills) < len(self.phases):
             return 1
-        done = self.kills[-1].step if self.kills else 0
-        is_ahead = done / self.job.steps > len(self.kills) / self.num_kills
-        return 1 if is_ahead else self._random.randint(1, 3)
+        return 1 if self._is_ahead else self._random.randint(1, 3)
+
+    @property
+    def _is_ahead(self) -> bool:
+        done = max((kill.step for kill in self.kills), default=0)
+        return done / self.job.steps > len(self.kills) / self.num_kills
 
     def _pause(self, life: Life, seconds: float) -> None:
         until = time.monotonic() + seconds

@@ -120,7 +120,7 @@ def _are_neighbours(one: Tensor, other: Tensor) -> bool:
 def _memory_of_run(run: list[Tensor]) -> memoryview:
     storage, size = run[0].untyped_storage(), sum(tensor.nbytes for tensor in run)
     whole = torch.empty(0, dtype=torch.uint8)
-    whole.set_(storage, run[0].data_ptr() - storage.data_ptr(), (size,))  # type: ignore[no-untyped-call]
+    whole.set_(storage, run[0].data_ptr() - storage.data_ptr(), (size,), (1,))
     return _memory(whole)
 
 

@@ -72,7 +72,14 @@ def load_hf(directory: str | Path) -> Transformer:
 def _save_weights(path: Path, tensors: dict[str, Tensor]) -> None:
     partial = path.with_name(path.name + ".partial")
     save_file(tensors, partial, metadata={"format": "pt"})
+    partial.chmod(0o666 & ~_umask())  # the library makes it readable by its owner only
     os.replace(partial, path)
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def _save_text(path: Path, text: str) -> None:

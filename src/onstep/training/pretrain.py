@@ -161,7 +161,7 @@ def save_weights(state: GlobalState, parts: Parts) -> None:
         return
     if state.control.should_abort_without_save or state.exits.decided is not None:
         return
-    save_hf(unwrap(parts.model[0]), folder.model)
+    save_hf(unwrap(parts.model[0]), folder.model, eos_id=state.tokenizer.eos_id)
 
 
 def claim_for_all(config: ConfigContainer, world: World) -> tuple[Claim | None, RunLock | None]:

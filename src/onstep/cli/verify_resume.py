@@ -1,0 +1,218 @@
+"""`onstep verify-resume`: proves with the user's own job that kills change nothing, or names what they change."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from onstep.cli.configuration import configuration
+from onstep.cli.exit_codes import ERROR
+from onstep.cli.user_job import JobError, UserJob
+from onstep.config import ConfigContainer, resolve
+from onstep.errors import ConfigError
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+WORDS = (
+    "checkpoint.certify=true",
+    "checkpoint.resume=true",
+    "checkpoint.save=null",
+    "logger.logging_dir=null",
+    "run.save_weights=true",
+    "train.exit_interval=null",
+    "train.exit_duration_in_mins=null",
+)
+"""What the proof needs of the job, beside a run folder of its own: nothing is written elsewhere, nothing ends early."""
+
+_CAUSES = {
+    "samples": "The data order depends on something that no checkpoint holds.",
+    "rng": "Something draws random numbers at the start of a process, or has a random generator of its own.",
+    "learning_rate": "A scheduler, or a callback that sets the rate, has a state that no checkpoint holds.",
+    "loss": "Something that the loss depends on is in no checkpoint: a callback's state, what it does to weights when "
+    "training begins, a buffer that is not persistent.",
+    "weights": "The optimizer, or what a callback does to weights or gradients, has a state that no checkpoint holds.",
+}
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A kill that found the job alive."""
+
+    step: int
+    """The last step that was done."""
+    victim: str
+    checkpoint: int
+    """The step that the job continues from; 0 without a checkpoint."""
+
+
+@app.command()
+def verify_resume(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [KEY=VALUE ...]", help="The job, as for onstep train.")
+    ] = None,
+    kills: Annotated[int, typer.Option(min=1, help="How often the job is killed.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of the random moments.")] = 0,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes, started by torchrun where there are several.")] = 1,
+    folder: Annotated[
+        Path | None, typer.Option(help="Keep both runs here; default: a temporary folder in run.output_dir.")
+    ] = None,
+    recipe: Annotated[str | None, typer.Option(help="Named configuration to start from; default tiny_gpt.")] = None,
+    imports: Annotated[
+        list[str] | None, typer.Option("--import", help="Python file with your code; may be given again.")
+    ] = None,
+) -> None:
+    """Run a job twice, once in peace and once killed (SIGKILL) at random moments, and compare them step by step.
+
+    Compared are the samples, the random state, the learning rate, the loss and the weights of every step on every rank,
+    the final weights, and the journal but for the fields of the clock. The exit code is 0 if all are equal, else 1, and
+    the first step and item that differ are named. Your own run is not touched. Your code that writes files of its own
+    does so here too.
+    """
+    config, _ = configuration(words or [], recipe)
+    resolve(config, ranks)
+    where, is_temporary = _made(folder, Path(config.run.output_dir))
+    more = [word for path in imports or [] for word in ("--import", path)] + (["--recipe", recipe] if recipe else [])
+    whole = UserJob((*(words or []), *more, *WORDS, *_quiet(config)), ranks, where / "whole")
+    try:
+        seconds = _run_in_peace(whole)
+        steps = whole.step()
+        killed = replace(whole, output_dir=where / "killed")
+        if not _saves(config):
+            killed = replace(killed, words=(*killed.words, f"checkpoint.save_interval={_chosen_interval(steps)}"))
+        moments = kill_steps(steps, kills, random.Random(seed))
+        landed = _run_killed(killed, moments, steps, seconds, random.Random(seed + 1))
+        is_equal = _judge(whole, killed, landed)
+    except (JobError, ConfigError):
+        print(f"Both runs are kept in {where}.")
+        raise
+    if is_temporary and is_equal:
+        shutil.rmtree(where)
+    else:
+        print(f"Both runs are kept in {where}.")
+    if not is_equal:
+        raise typer.Exit(ERROR)
+
+
+def kill_steps(steps: int, kills: int, chance: random.Random) -> list[int]:
+    """After which steps to kill: one at random in each of `kills` equal parts of the run, none after the last step.
+
+    Raises:
+        ConfigError: when the run has too few steps.
+    """
+    if steps <= kills:
+        most = f"--kills {steps - 1} at the most" if steps > 1 else "it has to have two steps at least"
+        raise ConfigError(f"the run has {steps} steps, too few to be killed {kills} times in between; {most}.")
+    edges = [1 + number * (steps - 1) // kills for number in range(kills + 1)]
+    return [chance.randint(first, after - 1) for first, after in pairwise(edges)]
+
+
+def _made(folder: Path | None, output_dir: Path) -> tuple[Path, bool]:
+    """The folder of the proof, and whether it is a temporary one."""
+    try:
+        if folder is None:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            return Path(tempfile.mkdtemp(prefix="verify-resume-", dir=output_dir)), True
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder or output_dir} cannot be written ({error.strerror}); choose another --folder."
+        ) from None
+    if any(folder.iterdir()):
+        raise ConfigError(f"--folder {folder} is not empty; give the proof a folder of its own.")
+    return folder, False
+
+
+def _saves(config: ConfigContainer) -> bool:
+    """Whether the job saves checkpoints while it trains."""
+    checkpoint = config.checkpoint
+    return bool(checkpoint.save_interval or checkpoint.non_persistent_save_interval or checkpoint.save_each_epoch)
+
+
+def _quiet(config: ConfigContainer) -> list[str]:
+    """Where we choose when to save, saves must not bring evaluations that the uninterrupted run does not have."""
+    return [] if _saves(config) else ["validation.eval_on_save=false"]
+
+
+def _chosen_interval(steps: int) -> int:
+    interval = max(1, steps // 10)
+    print(f"The job sets no checkpoint.save_interval; the killed run saves every {interval} steps.")
+    return interval
+
+
+def _run_in_peace(job: UserJob) -> float:
+    """The uninterrupted run; returns the seconds that a step takes."""
+    from tqdm import tqdm
+
+    first: float | None = None
+    with job.start() as attempt, tqdm(desc="uninterrupted", unit="step") as bar:
+
+        def tell(step: int) -> None:
+            nonlocal first
+            first = time.monotonic() if first is None and step else first
+            bar.update(step - bar.n)
+
+        attempt.wait_for(lambda: False, tell)
+    return 0.0 if first is None else (time.monotonic() - first) / max(1, job.step())
+
+
+def _run_killed(job: UserJob, moments: list[int], steps: int, step_seconds: float, chance: random.Random) -> list[Kill]:
+    """Run the job and kill it after each of `moments`; then let it finish."""
+    from tqdm import tqdm
+
+    landed: list[Kill] = []
+    with tqdm(total=steps, desc="killed 0 times", unit="step") as bar:
+
+        def tell(step: int) -> None:
+            bar.update(step - bar.n)
+
+        for moment in moments:
+            with job.start() as attempt:
+                attempt.wait_for(lambda moment=moment: job.step() >= moment, tell)  # type: ignore[misc]
+                time.sleep(chance.uniform(0, step_seconds))
+                victim = attempt.kill(chance)
+            if victim is None:
+                break
+            landed.append(Kill(job.step(), victim, job.newest_checkpoint()))
+            bar.set_description(f"killed {len(landed)} times")
+        with job.start() as attempt:
+            attempt.wait_for(lambda: False, tell)
+    return landed
+
+
+def _judge(whole: UserJob, killed: UserJob, landed: list[Kill]) -> bool:
+    """Compare both runs and say what was found."""
+    from onstep.training.resume_proof import certificates, first_difference
+
+    steps, ranks = whole.step(), len(certificates(whole.run))
+    where = ", ".join(f"{one.step} ({one.victim})" if ranks > 1 else str(one.step) for one in landed)
+    print(f"\n{steps} steps on {ranks} rank{'s' * (ranks > 1)}; killed {len(landed)} times, after steps {where}.")
+    difference = first_difference(whole.run, killed.run)
+    if difference is not None:
+        print(f"NOT equal. The first difference: {difference} (uninterrupted and killed).")
+        print(_advice(difference.item, difference.step, landed))
+        return False
+    if not any(one.checkpoint for one in landed):
+        print("Nothing is proved: no start had a checkpoint to continue from. Save more often, or use a longer run.")
+        return False
+    print(
+        "Equal: samples, random state, learning rate, loss and weights of every step on every rank, the final weights, "
+        "and the journal but for the fields of the clock."
+    )
+    return True
+
+
+def _advice(item: str, step: int | None, landed: list[Kill]) -> str:
+    if step is not None and (not landed or step <= landed[0].checkpoint):
+        return (
+            "The first kill came later: this job is not the same twice, killed or not. Look for randomness that does "
+            "not come from rng.seed, and for nondeterministic kernels."
+        )
+    return _CAUSES.get(item, "The steps are equal; look at what a callback reports or writes from a state of its own.")

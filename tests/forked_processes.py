@@ -23,10 +23,14 @@ _IMPORTED = ("torch", "torch._dynamo", "onstep", "onstep.callbacks", "onstep.tra
 
 
 class Processes:
-    """Starts the ranks of a job, and waits for them; ranks are real processes that talk over gloo."""
+    """Starts the ranks of a job, and waits for them; ranks are real processes that talk over gloo.
 
-    def __init__(self) -> None:
-        command = [sys.executable, str(Path(__file__))]
+    Args:
+        modules: what the server imports beside torch and Onstep.
+    """
+
+    def __init__(self, *modules: str) -> None:
+        command = [sys.executable, str(Path(__file__)), *modules]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._server = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -57,7 +61,7 @@ def output_of(folder: Path) -> str:
 
 def serve() -> None:
     """Fork the ranks of each request, and answer with their exit codes."""
-    for name in _IMPORTED:
+    for name in (*_IMPORTED, *sys.argv[1:]):
         importlib.import_module(name)
     for line in sys.stdin:
         request = json.loads(line)

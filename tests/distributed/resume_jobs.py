@@ -24,6 +24,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import onstep.checkpoint.manager
 import onstep.optim.optimizer
+import onstep.training.rerun
 from onstep import CallbackManager, JsonLogger, Trainer, TrainerCallback, TrainingArguments, pretrain
 from onstep.checkpoint.store import FileStore, Operation
 from onstep.config import ConfigContainer, apply_overrides
@@ -187,6 +188,8 @@ def report(settings: dict[str, Any], state: Any, counting: Counting, **more: Any
 def job_cli(settings: dict[str, Any]) -> None:
     from onstep.cli.main import main
 
+    if "device" in settings:  # what a restart on another machine would say
+        onstep.training.rerun.device_identity = lambda world: settings["device"]
     prepare_strikes(settings, None)
     raise SystemExit(main(settings["argv"]))
 
@@ -303,3 +306,10 @@ def job_trainer(settings: dict[str, Any]) -> None:
 
 def digest(model: nn.Module) -> str:
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+
+if __name__ == "__main__":  # under torchrun: `resume_jobs.py JOB SETTINGS`
+    import sys
+
+    torch.set_num_threads(1)
+    globals()[f"job_{sys.argv[1]}"](json.loads(sys.argv[2]))

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import Ranks, check_same, forked, outcome
+from whole_runs import JOBS, Ranks, check_same, forked, outcome
 
 pytestmark = pytest.mark.distributed
 
@@ -139,6 +144,45 @@ def test_data_that_does_not_come_is_given_up_and_the_newest_checkpoint_stands(
     assert codes[0] != 0
     assert ranks.steps(name) == [1]
     check_same(ranks.finish(name, "trainer", **settings), whole_in_order)
+
+
+def torchrun(ranks: Ranks, folder: Path, **settings: Any) -> subprocess.Popen[str]:
+    """The same job as real processes under torchrun."""
+    folder.mkdir(exist_ok=True)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = [str(JOBS), "pretrain", json.dumps({**ranks.common, "attempt": 1, **settings})]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*launcher, *words], cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def test_torchrun_reports_75_of_the_ranks_and_itself_leaves_with_1(ranks: Ranks, whole: dict[str, Any]) -> None:
+    strikes = [{"rank": 1, "signal": "SIGTERM", "event": "on_step_end", "number": 4}]
+    with torchrun(ranks, ranks.folder / "torchrun", strikes=strikes) as process:
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "exitcode  : 75" in said
+    assert ranks.steps("torchrun") == [4]
+    assert ranks.status("torchrun") == "preempted"
+    check_same(ranks.finish("torchrun"), whole)
+
+
+def test_a_signal_to_torchrun_reaches_both_ranks_and_makes_one_checkpoint(ranks: Ranks) -> None:
+    folder = ranks.folder / "agent"
+    words = ["train.train_iters=100000", "logger.log_interval=1"]
+    with torchrun(ranks, folder, words=words) as process:
+        journal, deadline = folder / "runs" / "run" / "trainer_logs.json", time.monotonic() + 120
+        while not journal.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert ranks.status("agent") == "preempted", said
+    assert len(ranks.steps("agent")) == 1
+    for rank in range(2):
+        lines = (folder / f"ends-{rank}.jsonl").read_text().splitlines()
+        assert json.loads(lines[-1])["reason"] == "preempted"
 
 
 def sweep(ranks: Ranks, whole: dict[str, Any], seeds: range, words: list[str], longest: float) -> None:

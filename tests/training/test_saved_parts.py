@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from resuming import Interrupted
+from small_runs import TinyModel, run, small_state
 
 from onstep import CallbackManager, TrainerCallback, pretrain
 from onstep.checkpoint import SharingPattern, StateComponent, decode_state, encode_state
@@ -229,3 +230,31 @@ def test_a_forward_step_and_a_callback_may_bring_states_of_their_own(named: Conf
     step, callback = Step(), WithComponents()
     pretrain(named, step, callbacks=[callback])
     assert (step.calls, callback.counter.count) == (4, 4)
+
+
+def test_a_loop_that_is_called_by_itself_continues_too(tmp_path: Path) -> None:
+    def trained(folder: str, dies_at: int | None = None) -> tuple[TinyModel, list[int]]:
+        steps: list[int] = []
+        manager = CallbackManager()
+
+        def note(context: Any) -> None:
+            steps.append(context.state.train_state.step)
+            if context.state.train_state.step == dies_at:
+                raise Interrupted
+
+        manager.register("on_step_end", note)
+        model = TinyModel()
+        state = small_state(train_iters=6)
+        state.cfg.checkpoint.save, state.cfg.checkpoint.save_interval = str(tmp_path / folder), 2
+        if dies_at is None:
+            run(state, manager, model=model)
+        else:
+            with pytest.raises(Interrupted):
+                run(state, manager, model=model)
+        return model, steps
+
+    whole, _ = trained("whole")
+    trained("killed", dies_at=3)
+    again, steps = trained("killed")
+    assert steps == [3, 4, 5, 6]
+    torch.testing.assert_close(again.state_dict(), whole.state_dict(), rtol=0, atol=0)

@@ -7,16 +7,19 @@ import shutil
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
+from tqdm import tqdm
 
 from onstep.cli.configuration import configuration
 from onstep.cli.exit_codes import ERROR
 from onstep.cli.user_job import JobError, UserJob
 from onstep.config import ConfigContainer, resolve
+from onstep.config.lengths import train_iters
 from onstep.errors import ConfigError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -77,12 +80,12 @@ def verify_resume(
     does so here too.
     """
     config, _ = configuration(words or [], recipe)
-    resolve(config, ranks)
+    planned = train_iters(resolve(config, ranks))
     where, is_temporary = _made(folder, Path(config.run.output_dir))
     more = [word for path in imports or [] for word in ("--import", path)] + (["--recipe", recipe] if recipe else [])
     whole = UserJob((*(words or []), *more, *WORDS, *_quiet(config)), ranks, where / "whole")
     try:
-        seconds = _run_in_peace(whole)
+        seconds = _run_in_peace(whole, planned)
         steps = whole.step()
         killed = replace(whole, output_dir=where / "killed")
         if not _saves(config):
@@ -147,35 +150,30 @@ def _chosen_interval(steps: int) -> int:
     return interval
 
 
-def _run_in_peace(job: UserJob) -> float:
+def _run_in_peace(job: UserJob, planned: int | None) -> float:
     """The uninterrupted run; returns the seconds that a step takes."""
-    from tqdm import tqdm
-
     first: float | None = None
-    with job.start() as attempt, tqdm(desc="uninterrupted", unit="step") as bar:
+    with job.start() as attempt, tqdm(total=planned, desc="uninterrupted", unit="step") as bar:
 
         def tell(step: int) -> None:
             nonlocal first
             first = time.monotonic() if first is None and step else first
-            bar.update(step - bar.n)
+            _show(bar, step)
 
         attempt.wait_for(lambda: False, tell)
     return 0.0 if first is None else (time.monotonic() - first) / max(1, job.step())
 
 
 def _run_killed(job: UserJob, moments: list[int], steps: int, step_seconds: float, chance: random.Random) -> list[Kill]:
-    """Run the job and kill it after each of `moments`; then let it finish."""
-    from tqdm import tqdm
+    """Run the job and kill it after each of `moments`; then let it finish.
 
+    The last kill waits for a checkpoint, so that there is one that is resumed from.
+    """
     landed: list[Kill] = []
     with tqdm(total=steps, desc="killed 0 times", unit="step") as bar:
-
-        def tell(step: int) -> None:
-            bar.update(step - bar.n)
-
         for moment in moments:
             with job.start() as attempt:
-                attempt.wait_for(lambda moment=moment: job.step() >= moment, tell)  # type: ignore[misc]
+                attempt.wait_for(partial(_is_reached, job, moment, moment == moments[-1]), partial(_show, bar))
                 time.sleep(chance.uniform(0, step_seconds))
                 victim = attempt.kill(chance)
             if victim is None:
@@ -183,8 +181,18 @@ def _run_killed(job: UserJob, moments: list[int], steps: int, step_seconds: floa
             landed.append(Kill(job.step(), victim, job.newest_checkpoint()))
             bar.set_description(f"killed {len(landed)} times")
         with job.start() as attempt:
-            attempt.wait_for(lambda: False, tell)
+            attempt.wait_for(lambda: False, partial(_show, bar))
     return landed
+
+
+def _is_reached(job: UserJob, moment: int, needs_checkpoint: bool) -> bool:
+    return job.step() >= moment and (not needs_checkpoint or job.newest_checkpoint() > 0)
+
+
+def _show(bar: tqdm[NoReturn], step: int) -> None:
+    """Move the bar, also backwards, where a start repeats steps."""
+    if step != bar.n:
+        bar.update(step - bar.n)
 
 
 def _judge(whole: UserJob, killed: UserJob, landed: list[Kill]) -> bool:

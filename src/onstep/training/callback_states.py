@@ -17,7 +17,10 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 class CallbackStates:
-    """Saves and loads every callback that has `state_dict` and `load_state_dict`.
+    """Saves and loads every callback that has `state_dict` and `load_state_dict`, or `state` and `from_state`.
+
+    The latter is the convention of `transformers`, such as its EarlyStoppingCallback: the attributes that `state()` names
+    are saved and set, while the arguments are today's.
 
     The id of a callback is its class's full name; of several of one class, also its `state_key` attribute, or else a
     digest of the plain values that it was made with. Equal ones are told apart by their order. The ids are taken when
@@ -33,7 +36,7 @@ class CallbackStates:
 
     def state_dict(self) -> dict[str, Any]:
         """The states by id."""
-        return {key: callback.state_dict() for key, callback in self._current().items()}
+        return {key: _state_of(callback) for key, callback in self._current().items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Hand every callback its state, and report by name what has no counterpart.
@@ -45,7 +48,7 @@ class CallbackStates:
         pairs = _matched(callbacks, state_dict)
         for key, saved_key in pairs.items():
             try:
-                callbacks[key].load_state_dict(state_dict[saved_key])
+                _give_state(callbacks[key], state_dict[saved_key])
             except Exception as error:
                 raise CheckpointError(
                     f"callback {key} cannot take the state that the checkpoint has for it: {type(error).__name__}: "
@@ -87,9 +90,28 @@ class CallbackStates:
 
 
 def _is_stateful(callback: Any) -> bool:
-    return is_stateful(callback) and not hasattr(
-        callback, "get_last_lr"
-    )  # a scheduler that is a callback too is saved as scheduler
+    if hasattr(callback, "get_last_lr"):  # a scheduler that is a callback too is saved as scheduler
+        return False
+    return is_stateful(callback) or _is_exportable(callback)
+
+
+def _is_exportable(callback: Any) -> bool:
+    """Whether it is an ExportableState of `transformers`, recognised without importing it."""
+    kind = callback if isinstance(callback, type) else type(callback)
+    return kind is not callback and all(callable(getattr(kind, name, None)) for name in ("state", "from_state"))
+
+
+def _state_of(callback: Any) -> dict[str, Any]:
+    state: dict[str, Any] = callback.state_dict() if is_stateful(callback) else dict(callback.state()["attributes"])
+    return state
+
+
+def _give_state(callback: Any, state: dict[str, Any]) -> None:
+    if is_stateful(callback):
+        callback.load_state_dict(state)
+        return
+    for name, value in state.items():
+        setattr(callback, name, value)
 
 
 def _class_name(callback: Any) -> str:

@@ -13,38 +13,25 @@ from onstep.checkpoint import (
     CheckpointManager,
     ModelState,
     Retention,
-    RngState,
     SavedCheckpoint,
     SaveRequest,
     SharingPattern,
     StateComponent,
-    check_encodable,
     resolve,
 )
 from onstep.config import ConfigContainer
 from onstep.errors import CheckpointError
 from onstep.events import Request
-from onstep.training.callback_states import CallbackStates
 from onstep.training.decisions import write_decision
 from onstep.training.progress_log import log_async_checkpoint_saved
-from onstep.training.saved_parts import (
-    DataPosition,
-    LoopParts,
-    RunProgress,
-    SchedulerPosition,
-    check_has_state,
-    finite_numbers,
-    is_stateful,
-)
+from onstep.training.run_components import RunComponents
+from onstep.training.saved_parts import DataPosition, finite_numbers
 
 if TYPE_CHECKING:
     from onstep.training.state import GlobalState
     from onstep.training.telling import Teller
 
 logger = logging.getLogger(__name__)
-
-COMPONENTS = ("model", "optimizer", "scheduler", "trainer", "dataset", "rng", "callbacks")
-"""What `checkpoint.components` selects from."""
 
 
 class RunCheckpoints:
@@ -59,12 +46,9 @@ class RunCheckpoints:
         self.state = state
         self.tell = tell
         self.root = root
-        self.callbacks = CallbackStates(tell.manager)
-        self.rng = RngState(state.world.device)
+        self.components = RunComponents(state, tell)
         self.start: CheckpointInfo | None = None
         """The checkpoint that the run continues from."""
-        self._chooses = False
-        """Whether the start was asked for, and `load_optim` and `load_rng` say how much of it is taken."""
         self._loaded: set[str] = set()
         self.manager = CheckpointManager(
             root,
@@ -93,7 +77,7 @@ class RunCheckpoints:
         state, asked = self.state, asked_start(self.state.cfg)
         folder = state.run_folder
         if asked is not None and not (folder is not None and folder.has_started_from(asked)):
-            self.start, self._chooses = self._resolve(), True
+            self.start, self.components.is_chosen_start = self._resolve(), True
         elif state.cfg.checkpoint.resume:
             self.start = self.manager.newest()
             self._check_not_all_damaged()
@@ -113,7 +97,7 @@ class RunCheckpoints:
         if info is None:
             return
         with self._todays_values(info, optimizer):
-            self._load(info, self._progress_components(model, optimizer, scheduler, loads=True))
+            self._load(info, self.components.progress(model, optimizer, scheduler, loads=True))
         self.state.is_resumed, self.state.is_unsaved = True, False
         if self.state.world.is_main:
             logger.info("continuing from %s", info.path)
@@ -123,9 +107,9 @@ class RunCheckpoints:
         """Load the data position, the log interval and the random generators. Collective."""
         if self.start is None:
             return
-        takes_all = self.state.cfg.checkpoint.load_optim or not self._chooses
+        takes_all = self.state.cfg.checkpoint.load_optim or not self.components.is_chosen_start
         if scheduler is not None and "scheduler" not in self._loaded and takes_all:
-            self._load(self.start, [self._scheduler(scheduler)])
+            self._load(self.start, [self.components.scheduler(scheduler)])
         self._load_position(self.start, reader)
 
     def restore(self, info: CheckpointInfo, model: list[Any], optimizer: Any, scheduler: Any) -> None:
@@ -133,8 +117,8 @@ class RunCheckpoints:
 
         The data stays where it is: what led to this is not read again.
         """
-        self._load(info, self._progress_components(model, optimizer, scheduler))
-        self._load(info, self._position_components(None, loads=True))
+        self._load(info, self.components.progress(model, optimizer, scheduler))
+        self._load(info, self.components.position(None, loads=True))
         self._leave_branch(info)
         self.tell("on_checkpoint_load", checkpoint_step=info.step, checkpoint_path=str(info.path))
 
@@ -149,10 +133,10 @@ class RunCheckpoints:
         self.manager.save(
             SaveRequest(
                 step=state.train_state.step,
-                components=self._selected(
+                components=self.components.selected(
                     [
-                        *self._progress_components(model, optimizer, scheduler),
-                        *self._position_components(DataPosition(reader, state)),
+                        *self.components.progress(model, optimizer, scheduler),
+                        *self.components.position(DataPosition(reader, state)),
                     ]
                 ),
                 config=state.cfg.to_dict(),
@@ -176,19 +160,19 @@ class RunCheckpoints:
         """Let go of threads and buffers; a save that is not durable is abandoned. No collective."""
         self.manager.close()
 
-    def check_states(self, optimizer: Any, scheduler: Any) -> None:
-        """Refuse states that no checkpoint can hold, before anything is trained.
-
-        Raises:
-            CheckpointError: naming the optimizer, callback or value, and the way out.
-        """
-        config = self.state.cfg.checkpoint
-        if config.save_optim and optimizer is not None:
-            check_has_state("optimizer", optimizer, "give it both, or set checkpoint.save_optim=false")
-        if config.components is None or "callbacks" in config.components:
-            check_encodable(self.callbacks.state_dict(), "callbacks")
-        if scheduler is not None and config.save_optim:
-            check_encodable(SchedulerPosition(scheduler).state_dict(), "scheduler")
+    def load_best_model(self, model: list[Any]) -> None:
+        """Load the weights of the best checkpoint into `model`; progress and optimizer stay. Collective."""
+        best = self.manager.best()
+        if best is None:
+            logger.warning("no checkpoint has the metric of checkpoint.load_best_model_at_end; the weights stay")
+            return
+        self.manager.load(
+            best,
+            [StateComponent("model", ModelState(model), SharingPattern.REPLICATED)],
+            skip=set(best.manifest.components) - {"model"},
+        )
+        if self.state.world.is_main:
+            logger.info("loaded the best weights, of step %d", best.step)
 
     def _resolve(self) -> CheckpointInfo | None:
         """What `checkpoint.load` and `ckpt_step` name, found and verified on rank 0."""
@@ -251,7 +235,7 @@ class RunCheckpoints:
         if required:
             raise CheckpointError(
                 f"{info.path} has no {', '.join(required)}; continue from another checkpoint (checkpoint.ckpt_step), "
-                f"or start a new run from its weights alone (checkpoint.load with checkpoint.load_optim=false)."
+                f"or go on without: checkpoint.load={info.path} with checkpoint.load_optim=false."
             )
         if lacking and self.state.world.is_main:
             logger.warning("%s has no %s; the run goes on with what it has", info.path, ", ".join(lacking))
@@ -260,59 +244,9 @@ class RunCheckpoints:
 
     def _load_position(self, info: CheckpointInfo, reader: Any) -> None:
         position = DataPosition(reader, self.state)
-        self._load(info, self._position_components(position, loads=True))
+        self._load(info, self.components.position(position, loads=True))
         if not position.is_loaded or info.manifest.world_size != self.state.world.size:
             position.seek()
-
-    def _selected(self, components: list[StateComponent]) -> list[StateComponent]:
-        wanted = self.state.cfg.checkpoint.components
-        if wanted is None:
-            return components
-        keep = {*wanted, *(("loop", "rank") if "trainer" in wanted else ())}
-        return [one for one in components if one.key in keep or one.key not in (*COMPONENTS, "loop", "rank")]
-
-    def _progress_components(
-        self, model: list[Any], optimizer: Any, scheduler: Any, loads: bool = False
-    ) -> list[StateComponent]:
-        config, replicated = self.state.cfg.checkpoint, SharingPattern.REPLICATED
-        compared, selected = config.validate_replication, config.components is None
-        parts = [
-            StateComponent("model", ModelState(model), replicated, required=selected, validate_replication=compared)
-        ]
-        if optimizer is not None and ((config.load_optim or not self._chooses) if loads else config.save_optim):
-            parts.append(
-                StateComponent("optimizer", optimizer, replicated, required=selected, validate_replication=compared)
-            )
-            if scheduler is not None:
-                parts.append(self._scheduler(scheduler))
-        parts.append(StateComponent("trainer", RunProgress(self.state), replicated, required=selected))
-        parts.append(StateComponent("callbacks", self.callbacks, SharingPattern.PER_RANK, required=False))
-        return [*parts, *self._user_components()]
-
-    def _user_components(self) -> list[StateComponent]:
-        """What the user's objects bring: a forward step with a state, and the `state_components()` of callbacks."""
-        forward_step = self.state.forward_step_func
-        parts = []
-        if is_stateful(forward_step):
-            parts.append(StateComponent("forward_step", forward_step, SharingPattern.PER_RANK, required=False))
-        for callback in self.tell.manager.callbacks if self.tell.manager is not None else []:
-            of_callback = getattr(callback, "state_components", None)
-            parts += of_callback() if callable(of_callback) else []
-        return parts
-
-    def _scheduler(self, scheduler: Any) -> StateComponent:
-        return StateComponent("scheduler", SchedulerPosition(scheduler), SharingPattern.REPLICATED, required=False)
-
-    def _position_components(self, position: DataPosition | None, loads: bool = False) -> list[StateComponent]:
-        state, config, per_rank = self.state, self.state.cfg.checkpoint, SharingPattern.PER_RANK
-        parts = [StateComponent("loop", LoopParts(state.loop_parts), SharingPattern.REPLICATED, required=False)]
-        if position is not None:
-            parts.append(StateComponent("dataset", position, per_rank, required=False))
-        if state.rank_parts:
-            parts.append(StateComponent("rank", LoopParts(state.rank_parts), per_rank, required=False))
-        if (config.load_rng or not self._chooses) if loads else config.save_rng:
-            parts.append(StateComponent("rng", self.rng, per_rank, required=False))
-        return parts
 
     def _tell_durable(self, saved: SavedCheckpoint) -> None:
         self.state.saved_step = saved.step
@@ -322,20 +256,6 @@ class RunCheckpoints:
         write_decision(self.state, Request("saved", "the loop", "", self.state.save_reason, 0, details))
         self.tell("on_checkpoint_save", checkpoint_step=saved.step, checkpoint_path=str(saved.path))
 
-    def load_best_model(self, model: list[Any]) -> None:
-        """Load the weights of the best checkpoint into `model`; progress and optimizer stay. Collective."""
-        best = self.manager.best()
-        if best is None:
-            logger.warning("no checkpoint has the metric of checkpoint.load_best_model_at_end; the weights stay")
-            return
-        self.manager.load(
-            best,
-            [StateComponent("model", ModelState(model), SharingPattern.REPLICATED)],
-            skip=set(best.manifest.components) - {"model"},
-        )
-        if self.state.world.is_main:
-            logger.info("loaded the best weights, of step %d", best.step)
-
 
 def open_checkpoints(state: GlobalState, tell: Teller) -> RunCheckpoints | None:
     """The checkpoints of a run, in `checkpoint.save` or its folder; None for a run that has neither."""
@@ -344,6 +264,25 @@ def open_checkpoints(state: GlobalState, tell: Teller) -> RunCheckpoints | None:
     if state.run_folder is not None:
         return RunCheckpoints(state, tell, state.run_folder.checkpoints)
     return None
+
+
+@contextmanager
+def own_checkpoints(
+    state: GlobalState, tell: Teller, model: list[Any], optimizer: Any, scheduler: Any
+) -> Iterator[None]:
+    """Checkpoints of a `train()` that is called by itself, where `checkpoint.save` names a folder. Collective."""
+    if state.checkpoints is not None or state.cfg.checkpoint.save is None:
+        yield
+        return
+    state.checkpoints = open_checkpoints(state, tell)
+    assert state.checkpoints is not None
+    try:
+        if state.checkpoints.find() is not None:
+            state.checkpoints.load_progress(model, optimizer, scheduler)
+        yield
+    finally:
+        state.checkpoints.close()
+        state.checkpoints = None
 
 
 def asked_start(config: ConfigContainer) -> str | None:

@@ -31,7 +31,7 @@ def prepare_state(loop: Loop) -> None:
     state.loop_parts["meter"] = loop.meter
     prepare_reruns(loop)
     if state.checkpoints is not None:
-        state.checkpoints.check_states(loop.optimizer, loop.scheduler)
+        state.checkpoints.components.check_states(loop.optimizer, loop.scheduler)
         if state.cfg.logger.log_progress:
             log_job_start(state)
 
@@ -42,6 +42,8 @@ def go_to_position(loop: Loop) -> None:
     if state.checkpoints is not None and state.is_resumed:
         leave_out_skipped(loop)
         state.checkpoints.load_position(loop.reader, loop.scheduler)
+        if not state.rerun_state_machine.is_enabled:
+            state.rank_parts.pop("rerun", None)
         state.rerun_state_machine.current_iteration = state.train_state.step
     apply_overrides(loop)
     agree(state)
@@ -90,7 +92,7 @@ def prepare_reruns(loop: Loop) -> None:
     )
     machine.current_iteration = state.train_state.step
     state.rerun_state_machine = machine
-    if machine.is_enabled:
+    if machine.is_enabled or state.is_resumed:  # a disabled one says what the checkpoint has in question
         state.rank_parts["rerun"] = machine
 
 

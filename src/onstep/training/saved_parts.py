@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from onstep.data import IteratorReader
 from onstep.errors import CheckpointError
 from onstep.events import Request
 from onstep.events.control import FLAGS
@@ -107,7 +108,12 @@ class DataPosition:
         self.is_loaded = True
 
     def seek(self) -> None:
-        """Go to the position that the progress tells, which is the same for any number of ranks."""
+        """Go to the position that the progress tells, which is the same for any number of ranks.
+
+        A raw iterator stays where its own state brought it: it cannot seek.
+        """
+        if self.is_loaded and isinstance(self._reader, IteratorReader):
+            return
         progress = self._state.train_state
         self._reader.seek(progress.epoch, progress.samples_in_epoch)
 

@@ -57,7 +57,7 @@ class RunScope:
 
     def reason(self, error: BaseException | None) -> Reason:
         """How the run ended; a callback that exits the process has stopped it."""
-        if isinstance(error, Preempted):
+        if isinstance(error, Preempted) or (error is None and self.state.exits.decided == "signal"):
             return "preempted"
         if error is not None:
             return "stopped" if isinstance(error, SystemExit) else "failed"

@@ -21,6 +21,7 @@ from onstep.training.actions import (
 )
 from onstep.training.anomalies import AnomalyWatch
 from onstep.training.certificate import certified
+from onstep.training.checkpointing import own_checkpoints
 from onstep.training.conclusion import conclude, give_up_on_data, leave_for_rerun, leave_if_preempted
 from onstep.training.data_wait import DataTimeout, wait_for_data
 from onstep.training.decisions import agree
@@ -85,35 +86,36 @@ def train(
     if isinstance(scheduler, LRScheduler):
         scheduler = TorchSchedulerAdapter(scheduler)
     tell = Teller(callback_manager, global_state, model, optimizer, scheduler)
-    loop = Loop(
-        forward_step_func=prepare_forward_step_func(forward_step_func, global_state),
-        raw_forward_step_func=forward_step_func,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        reader=as_reader(train_data_iterator, global_state),
-        valid_data_iterator=valid_data_iterator,
-        state=global_state,
-        tell=tell,
-        meter=IntervalMeter(),
-        watch=AnomalyWatch(global_state, optimizer),
-        start=RunStart.now(global_state),
-        evaluation=evaluation,
-    )
-    with RunScope(tell) as scope, manual_gc(global_state), handled_signals(global_state), certified(global_state):
-        for chunk in model:
-            chunk.train()
-        prepare_state(loop)
-        scope.begin_training()
-        go_to_position(loop)
-        if not is_finished(global_state):
-            global_state.was_concluded = False
-            start_or_pick_up(loop)
-        global_state.interval_start = time.perf_counter()
-        while not is_finished(global_state):
-            train_epoch(loop)
-        conclude(loop)
-        scope.end_training()
+    with own_checkpoints(global_state, tell, model, optimizer, scheduler):
+        loop = Loop(
+            forward_step_func=prepare_forward_step_func(forward_step_func, global_state),
+            raw_forward_step_func=forward_step_func,
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            reader=as_reader(train_data_iterator, global_state),
+            valid_data_iterator=valid_data_iterator,
+            state=global_state,
+            tell=tell,
+            meter=IntervalMeter(),
+            watch=AnomalyWatch(global_state, optimizer),
+            start=RunStart.now(global_state),
+            evaluation=evaluation,
+        )
+        with RunScope(tell) as scope, manual_gc(global_state), handled_signals(global_state), certified(global_state):
+            for chunk in model:
+                chunk.train()
+            prepare_state(loop)
+            scope.begin_training()
+            go_to_position(loop)
+            if not is_finished(global_state):
+                global_state.was_concluded = False
+                start_or_pick_up(loop)
+            global_state.interval_start = time.perf_counter()
+            while not is_finished(global_state):
+                train_epoch(loop)
+            conclude(loop)
+            scope.end_training()
     leave_if_preempted(global_state)
 
 

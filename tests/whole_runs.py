@@ -15,23 +15,24 @@ from forked_processes import Processes, output_of
 from onstep.checkpoint import checkpoints, newest_verified
 from onstep.journal import read_records, without_wall_clock
 
-JOBS = Path(__file__).with_name("resume_jobs.py")
+JOBS = Path(__file__).parent / "distributed" / "resume_jobs.py"
 
 
 class Ranks:
-    """Starts and continues runs of `resume_jobs.py`, each in a folder of its own."""
+    """Starts and continues runs of a script, by default `resume_jobs.py`, each in a folder of its own."""
 
-    def __init__(self, processes: Processes, folder: Path, **common: Any) -> None:
+    def __init__(self, processes: Processes, folder: Path, script: Path = JOBS, **common: Any) -> None:
         self._processes = processes
         self.folder = folder
-        self._common = common
+        self._script = script
+        self.common = common
         self._starts: Counter[str] = Counter()
 
     def start(self, name: str, job: str = "pretrain", *, ranks: int = 2, **settings: Any) -> list[int]:
         """Start the run `name`, or continue it; the exit codes."""
         self._starts[name] += 1
-        settings = {**self._common, **settings, "attempt": self._starts[name]}
-        return self._processes.run(JOBS, job, self.folder / name, settings, ranks=ranks)
+        settings = {**self.common, **settings, "attempt": self._starts[name]}
+        return self._processes.run(self._script, job, self.folder / name, settings, ranks=ranks)
 
     def finish(self, name: str, job: str = "pretrain", *, ranks: int = 2, **settings: Any) -> dict[str, Any]:
         """Start or continue the run `name`, which must end by itself; its outcome."""

@@ -1,0 +1,108 @@
+"""`onstep train` with `rerun_mode=validate_results`: exit codes 16 and 17, what is saved before them, and going on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_processes import Processes, output_of
+from test_train_signals import Command
+
+from onstep.checkpoint import newest_verified
+from onstep.checkpoint.codec import decode_state
+from onstep.checkpoint.tensor_file import read_tensors
+
+ONE, OTHER = "node-1/gpu-0", "node-2/gpu-0"
+VALIDATE = "rerun_state_machine.rerun_mode=validate_results"
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Path) -> Iterator[Command]:
+    processes = Processes()
+    yield Command(processes, tmp_path_factory.mktemp("command"), corpus, token_cache)
+    processes.close()
+
+
+@pytest.fixture(scope="module")
+def whole(command: Command) -> dict[str, Any]:
+    """The run without any rerun."""
+    assert command.start("whole", "checkpoint.save_interval=1", "checkpoint.most_recent_k=-1") == 0, output_of(command.folder / "whole")
+    return command.outcome("whole")
+
+
+def injected(kind: str) -> list[str]:
+    rerun = "rerun_state_machine."
+    return [VALIDATE, f"{rerun}error_injection_rate=9", f"{rerun}error_injection_type={kind}"]
+
+
+def said(command: Command, name: str) -> str:
+    """What the process printed that ended last."""
+    [path] = (command.folder / name).glob("rank-0.out")
+    text = path.read_text()
+    path.unlink()
+    return text
+
+
+def component(command: Command, name: str, step: int, key: str) -> Any:
+    """A component of this rank in the checkpoint of a step."""
+    folder = command.run(name) / "checkpoints" / f"checkpoint-{step}" / key
+    tensors = folder / "rank_0.safetensors"
+    document = json.loads((folder / "rank_0.json").read_text())
+    return decode_state(read_tensors(tensors) if tensors.exists() else {}, document)
+
+
+def test_a_mode_that_finds_nothing_changes_nothing(command: Command, whole: dict[str, Any]) -> None:
+    assert command.start("healthy", VALIDATE) == 0
+    assert command.outcome("healthy") == whole
+
+
+def test_a_transient_error_leaves_with_17_and_saves_nothing(command: Command, whole: dict[str, Any]) -> None:
+    words = injected("transient_error")
+    assert command.start("transient", *words, device=ONE) == 17
+    text = said(command, "transient")
+    assert "computed again on the same device" in text
+    assert "transient" in text
+    assert "Traceback" not in text
+    assert not list((command.run("transient") / "checkpoints").glob("checkpoint-*"))
+    assert command.start("transient", VALIDATE, "--on-config-change", "apply") == 0, said(command, "transient")
+    assert command.outcome("transient") == whole
+
+
+@pytest.mark.parametrize(
+    ("kind", "verdict"),
+    [
+        ("persistent_error", "node-1/gpu-0 has a persistent fault"),
+        ("correct_result", "the result is right as computed"),
+    ],
+)
+def test_what_is_reproduced_saves_and_leaves_with_16_until_another_device_tells(
+    command: Command, whole: dict[str, Any], kind: str, verdict: str
+) -> None:
+    words = injected(kind)
+    assert command.start(kind, *words, device=ONE) == 16
+    assert "start again on another device" in said(command, kind)
+    [step] = command.steps(kind)
+    assert step > 0, "the error is to come in the middle of the run"
+    for key in ("rng", "dataset"):
+        found, expected = (component(command, name, step, key) for name in (kind, "whole"))
+        assert repr(found) == repr(expected), f"{key} is not that of before the step"
+
+    assert command.start(kind, *words, device=ONE) == 16
+    assert "the same device again" in said(command, kind)
+    assert command.steps(kind) == [step]
+
+    assert command.start(kind, *words, device=OTHER) == 17
+    assert verdict in said(command, kind)
+    assert command.steps(kind) == [step]
+    assert command.status(kind) == "paused"
+
+    healthy = ["rerun_state_machine.rerun_mode=disabled", "--on-config-change", "apply"]
+    assert command.start(kind, *healthy) == 0, said(command, kind)
+    assert "are not computed again" in said(command, kind)
+    assert command.outcome(kind) == whole
+    newest = newest_verified(command.run(kind) / "checkpoints")
+    assert newest is not None
+    assert newest.step == 9

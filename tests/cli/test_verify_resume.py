@@ -1,0 +1,133 @@
+"""`onstep verify-resume` kills a real job and proves that it made no difference, or names the difference."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from onstep.cli.main import main
+from onstep.cli.verify_resume import kill_steps
+from onstep.errors import ConfigError
+
+DRAWS = """
+import time
+import torch
+from onstep import TrainerCallback
+
+class Draws(TrainerCallback):
+    def __init__(self):
+        self.is_first = True
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        time.sleep(0.1)  # the kill must come before the last step
+        if self.is_first:  # once in each process, which no checkpoint can know
+            torch.rand(1)
+        self.is_first = False
+"""
+DISTURBS = """
+import time
+import torch
+from onstep import TrainerCallback
+
+class Disturbs(TrainerCallback):
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        with torch.no_grad():
+            next(model.parameters()).add_(0.01)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path, corpus: Path, token_cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A run of 12 steps with dropout, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "job.yaml").write_text(
+        "dataset: {split: '80,10,10', seq_length: 32}\n"
+        "model: {num_layers: 1, hidden_size: 16, num_attention_heads: 2, seq_length: 32, hidden_dropout: 0.1}\n"
+        "train: {global_batch_size: 4, train_iters: 12}\n"
+        "scheduler: {lr_warmup_iters: 2}\n"
+        "validation: {eval_on_start: false, eval_interval: 5, eval_iters: 1}\n"
+        "logger: {log_interval: 2}\n"
+        "checkpoint: {save_interval: null}\n"
+        "dist: {device: cpu}\n"
+    )
+    return ["job.yaml", f"dataset.paths=[{corpus / 'colorsys.py'}]", f"dataset.cache_dir={token_cache}"]
+
+
+def test_a_job_that_resumes_is_proved_to(job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify-resume", *job, "--kills", "2"]) == 0
+    told = capsys.readouterr()
+    assert "sets no checkpoint.save_interval; the killed run saves every 1 steps" in told.out
+    assert "12 steps on 1 rank; killed 2 times" in told.out
+    assert "Equal: samples" in told.out
+    assert "killed 2 times: 100%" in told.err
+    assert list((tmp_path / "runs").iterdir()) == [], "nothing is left behind"
+
+
+def test_the_first_step_and_item_that_differ_are_named(
+    job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my.py").write_text(DRAWS)
+    words = [*job, "checkpoint.save_interval=4", "--seed", "2"]
+    assert main(["verify-resume", *words, "--import", "my.py", "callbacks=[my:Draws]", "--kills", "1"]) == 1
+    told = capsys.readouterr().out
+    step = re.search(r"NOT equal. The first difference: step (\d+), rank 0: rng differs", told)
+    assert step is not None, told
+    assert int(step[1]) in (5, 9), "the first step after a checkpoint"
+    assert "Something draws random numbers at the start of a process" in told
+    kept = re.search(r"Both runs are kept in (\S+)\.\n", told)
+    assert kept is not None
+    assert (Path(kept[1]) / "whole" / "run" / "certificate" / "rank_0.json").exists()
+
+
+@pytest.mark.slow
+def test_weights_that_are_disturbed_at_each_start_are_found(
+    job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my.py").write_text(DISTURBS)
+    words = [*job, "checkpoint.save_interval=4", "--import", "my.py", "callbacks=[my:Disturbs]"]
+    assert main(["verify-resume", *words, "--kills", "1", "--seed", "2"]) == 1
+    assert re.search(r"first difference: step (5|9), rank 0: loss differs", capsys.readouterr().out)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_ranks_are_proved_by_torchrun(job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "proof"
+    assert main(["verify-resume", *job, "--kills", "2", "--ranks", "2", "--folder", str(folder)]) == 0
+    assert "12 steps on 2 ranks; killed 2 times" in capsys.readouterr().out
+    assert (folder / "killed" / "run" / "certificate" / "rank_1.json").exists(), "a folder that was given is kept"
+
+
+def test_a_job_that_fails_by_itself_shows_its_last_words(job: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify-resume", *job, "callbacks=[nowhere:Thing]", "--kills", "1"]) == 1
+    told = capsys.readouterr()
+    assert "failed by itself, with exit code 1" in told.err
+    assert "No module named 'nowhere'" in told.err
+    assert "Both runs are kept in" in told.out
+
+
+def test_a_folder_with_something_in_it_is_refused(
+    job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify-resume", *job, "--folder", str(tmp_path)]) == 1
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_kills_are_spread_over_the_run_and_none_comes_after_it() -> None:
+    for seed in range(50):
+        steps = kill_steps(21, 5, random.Random(seed))
+        assert [(step - 1) // 4 for step in steps] == [0, 1, 2, 3, 4]
+        assert kill_steps(6, 5, random.Random(seed)) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("steps", "said"), [(5, "--kills 4 at the most"), (1, "two steps at least")])
+def test_a_run_that_is_too_short_to_be_killed_so_often_is_refused(steps: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        kill_steps(steps, 5, random.Random(0))

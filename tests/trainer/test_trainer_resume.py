@@ -1,0 +1,157 @@
+"""Runs of the Trainer that are killed in the middle and started again end as the ones that nobody touched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_processes import Processes
+from safetensors.torch import load_file
+from whole_runs import Ranks, check_same
+
+from onstep.checkpoint import checkpoints, read_manifest
+
+JOBS = Path(__file__).with_name("resumed_jobs.py")
+KILLED = {"signal": "SIGKILL"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Path) -> Iterator[Ranks]:
+    processes = Processes("transformers.trainer_callback", "transformers.models.qwen2.modeling_qwen2")
+    yield Ranks(processes, tmp_path_factory.mktemp("runs"), JOBS, corpus=str(corpus), cache=str(token_cache))
+    processes.close()
+
+
+def result(runs: Ranks, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((runs.folder / name / "result-0.json").read_text())
+    return found
+
+
+def kill(runs: Ranks, name: str, event: str, number: int, **settings: Any) -> None:
+    strikes = [{**KILLED, "event": event, "number": number}]
+    codes = runs.start(name, "train", ranks=1, strikes=strikes, **settings)
+    assert codes == [-9], runs.output(name)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "dropout": {},
+    "workers": {"arguments": {"dataloader_num_workers": 2}},
+    "bf16": {"arguments": {"bf16": True}},
+    "fp16": {"arguments": {"fp16": True}, "overrides": {"optimizer.loss_scale_window": 3}},
+    "scheduler-objects": {"model": "linear", "optimizers": "objects"},
+    "factories": {"optimizers": "factories", "overrides": {"checkpoint.async_save": True}},
+    "fp16-foreign": {"model": "linear", "optimizers": "factories", "arguments": {"fp16": True}},
+    "epochs": {"arguments": {"save_strategy": "epoch", "eval_strategy": "epoch", "logging_strategy": "epoch"}},
+    "best": {"arguments": {"save_strategy": "best", "metric_for_best_model": "loss", "eval_steps": 2}},
+    "eval-on-save": {"overrides": {"validation.eval_on_save": True}},
+    "clipping": {"arguments": {"max_grad_norm": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2}},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_run_ends_as_the_one_that_nobody_touched(runs: Ranks, kind: str) -> None:
+    settings = KINDS[kind]
+    expected = runs.finish(f"whole-{kind}", "train", ranks=1, **settings)
+    kill(runs, kind, "on_step_end", 5, **settings)
+    kill(runs, kind, "on_forward_backward_start", 9, **settings)
+    found = runs.finish(kind, "train", ranks=1, **settings)
+    check_same(found, expected)
+    assert len(expected["certificates"][0]) == 14, "7 steps an epoch, the last one a tail"
+
+
+def test_save_strategy_best_saves_at_the_evaluations_that_are_the_best_so_far(runs: Ranks) -> None:
+    runs.finish("best-so-far", "train", ranks=1, **KINDS["best"])
+    best, saved = None, []
+    log = json.loads((runs.folder / "best-so-far" / "runs" / "run" / "trainer_logs.json").read_text())
+    for record in log:
+        if "eval_loss" in record and (best is None or record["eval_loss"] < best):
+            best = record["eval_loss"]
+            saved.append(record["global_step"])
+    assert len(saved) > 1
+    assert runs.steps("best-so-far") == saved
+    assert result(runs, "best-so-far")["best"] == [best, saved[-1]]
+
+
+def test_eval_on_save_evaluates_at_every_save(runs: Ranks) -> None:
+    arguments = {"eval_strategy": "no"}
+    runs.finish("on-save", "train", ranks=1, arguments=arguments, overrides={"validation.eval_on_save": True})
+    for info in checkpoints(runs.root("on-save")):
+        if info.step % 3 == 0:
+            assert "eval_loss" in read_manifest(info.path).metrics
+    log = json.loads((runs.folder / "on-save" / "runs" / "run" / "trainer_logs.json").read_text())
+    assert {record["global_step"] for record in log if "eval_loss" in record} >= {3, 6, 9, 12}
+
+
+def test_save_strategy_no_saves_nothing_and_a_killed_run_starts_anew(runs: Ranks) -> None:
+    arguments = {"save_strategy": "no"}
+    settings = {"arguments": arguments}
+    assert runs.start("whole-unsaved", "train", ranks=1, **settings) == [0]
+    kill(runs, "unsaved", "on_step_end", 9, **settings)
+    assert runs.start("unsaved", "train", ranks=1, **settings) == [0]
+    assert runs.steps("unsaved") == []
+    assert result(runs, "unsaved") == result(runs, "whole-unsaved")
+
+
+def test_the_limit_keeps_the_newest_and_the_best_is_loaded_at_the_end(runs: Ranks) -> None:
+    arguments = {
+        "save_total_limit": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "learning_rate": 0.9,  # so that the last is not the best
+    }
+    settings = {"model": "linear", "arguments": arguments}
+    expected = runs.finish("whole-limit", "train", ranks=1, **settings)
+    best = result(runs, "whole-limit")["best"][1]
+    newest = runs.steps("whole-limit")[-1]
+    assert runs.steps("whole-limit") == sorted({best, newest})
+    assert best < newest
+    folder = runs.folder / "whole-limit" / "runs" / "run"
+    of_best = load_file(folder / "checkpoints" / f"checkpoint-{best}" / "model" / "model.safetensors")
+    final = load_file(next((folder / "model").glob("*.safetensors")))
+    assert all((of_best[name] == value).all() for name, value in final.items())
+    kill(runs, "limit", "on_step_end", 7, **settings)
+    check_same(runs.finish("limit", "train", ranks=1, **settings), expected)
+    assert runs.steps("limit") == runs.steps("whole-limit")
+
+
+def test_early_stopping_of_transformers_keeps_its_patience(runs: Ranks) -> None:
+    arguments = {"metric_for_best_model": "loss", "eval_steps": 1, "save_steps": 1, "learning_rate": 0.9}
+    settings = {"model": "linear", "arguments": arguments, "patience": 3}
+    expected = runs.finish("whole-patience", "train", ranks=1, **settings)
+    last = result(runs, "whole-patience")["step"]
+    assert last < 14, "it is to stop early"
+    for number in range(last - 2, last):
+        kill(runs, f"patience-{number}", "on_step_end", number, **settings)
+        check_same(runs.finish(f"patience-{number}", "train", ranks=1, **settings), expected)
+
+
+def test_a_checkpoint_may_be_named_and_a_mistyped_one_is_an_error(runs: Ranks) -> None:
+    expected = runs.finish("named-whole", "train", ranks=1)
+    kill(runs, "named", "on_step_end", 8)
+    newest = runs.root("named") / "checkpoint-3"
+    assert runs.start("named", "train", ranks=1, resume=str(newest).replace("checkpoint-3", "checkpoint-4")) == [1]
+    assert "does not exist" in runs.output("named")
+    assert "checkpoint-3" in runs.output("named")
+    check_same(runs.finish("named", "train", ranks=1, resume=str(newest)), expected)
+
+
+def test_resume_true_continues_and_false_refuses_a_run_that_is_there(runs: Ranks) -> None:
+    expected = runs.finish("true-whole", "train", ranks=1)
+    kill(runs, "true", "on_step_end", 8)
+    assert runs.start("true", "train", ranks=1, resume=False) == [1]
+    assert "checkpoint.resume=false" in runs.output("true")
+    check_same(runs.finish("true", "train", ranks=1, resume=True), expected)
+
+
+def test_a_second_train_of_one_trainer_is_a_run_of_its_own(runs: Ranks) -> None:
+    assert runs.start("second", "train", ranks=1, again=True) == [0], runs.output("second")
+    run = runs.folder / "second" / "runs" / "run"
+    assert result(runs, "second")["first"] == result(runs, "second")["step"] == 14
+    for folder in ("checkpoints", "checkpoints-1"):
+        assert max(info.step for info in checkpoints(run / folder)) == 14
+    assert runs.start("second", "train", ranks=1) == [1], "another process does not touch a completed run"

@@ -1,0 +1,76 @@
+"""The comparison of two runs names the first step, rank and item in which they differ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onstep.training.certificate import ITEMS
+from onstep.training.resume_proof import first_difference
+
+
+def step(number: int, **changed: Any) -> dict[str, Any]:
+    return {"step": number, **dict.fromkeys(ITEMS, "a"), "loss": (2.5).hex(), "chain": "c", **changed}
+
+
+def made(folder: Path, *ranks: list[dict[str, Any]], weights: bytes = b"w", journal: Any = ()) -> Path:
+    for name in ("certificate", "model"):
+        (folder / name).mkdir(parents=True)
+    for rank, records in enumerate(ranks):
+        (folder / "certificate" / f"rank_{rank}.json").write_text(json.dumps(records))
+    (folder / "model" / "model.safetensors").write_bytes(weights)
+    (folder / "trainer_logs.json").write_text(json.dumps(list(journal)))
+    return folder
+
+
+def test_equal_runs_have_none_whatever_the_clock_says(tmp_path: Path) -> None:
+    runs = [
+        made(tmp_path / name, [step(1)], [step(1)], journal=[{"timestamp": time, "loss": float("nan")}])
+        for name, time in (("left", 1.0), ("right", 2.0))
+    ]
+    assert first_difference(*runs) is None
+
+
+@pytest.mark.parametrize("item", ITEMS)
+def test_every_item_is_named_with_its_step_and_rank(tmp_path: Path, item: str) -> None:
+    left = made(tmp_path / "left", [step(1), step(2)], [step(1), step(2)])
+    right = made(tmp_path / "right", [step(1), step(2)], [step(1), step(2, **{item: (1.5).hex(), "chain": "d"})])
+    found = first_difference(left, right)
+    assert found is not None
+    assert (found.step, found.rank, found.item) == (2, 1, item)
+
+
+def test_the_earliest_step_of_any_rank_comes_first_and_its_cause_before_its_consequence(tmp_path: Path) -> None:
+    left = made(tmp_path / "left", [step(1), step(2), step(3)], [step(1), step(2), step(3)])
+    late = [step(1), step(2), step(3, samples="b")]
+    early = [step(1), step(2, weights="b", loss=(1.5).hex()), step(3)]
+    found = first_difference(left, made(tmp_path / "right", late, early))
+    assert str(found).startswith("step 2, rank 1: loss differs, 2.5 (0x")
+
+
+def test_a_missing_step_and_a_missing_rank_are_differences(tmp_path: Path) -> None:
+    left = made(tmp_path / "left", [step(1), step(2)], [step(1), step(2)])
+    short = first_difference(left, made(tmp_path / "short", [step(1), step(2)], [step(1)]))
+    assert str(short) == "step 2, rank 1: the number of steps differs, step 2 and nothing"
+    alone = first_difference(made(tmp_path / "alone", [step(1)]), made(tmp_path / "two", [step(1)], [step(1)]))
+    assert str(alone) == "step 1, rank 1: the number of steps differs, nothing and step 1"
+
+
+def test_final_weights_and_journal_count_too(tmp_path: Path) -> None:
+    records = [{"global_step": 4, "loss": 1.0, "timestamp": 1.0}]
+    left = made(tmp_path / "left", [step(1)], journal=records)
+    weights = first_difference(left, made(tmp_path / "weights", [step(1)], weights=b"v", journal=records))
+    assert weights is not None
+    assert "model.safetensors" in weights.item
+    journal = first_difference(left, made(tmp_path / "journal", [step(1)], journal=[{**records[0], "loss": 2.0}]))
+    assert str(journal) == "step 4: loss in the journal differs, 1.0 and 2.0"
+    shorter = first_difference(left, made(tmp_path / "shorter", [step(1)]))
+    assert str(shorter) == "step 4: global_step in the journal differs, 4 and nothing"
+
+
+def test_a_run_without_certificate_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"checkpoint\.certify=true"):
+        first_difference(tmp_path, tmp_path)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from forked_processes import Processes, output_of
-
 from onstep.checkpoint import checkpoints, newest_verified
 from onstep.journal import read_records, without_wall_clock
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_processes import Processes, output_of
 from test_train_signals import Command
 
+from forked_processes import Processes, output_of
 from onstep.checkpoint import newest_verified
 from onstep.checkpoint.codec import decode_state
 from onstep.checkpoint.tensor_file import read_tensors
@@ -29,7 +29,9 @@ def command(tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache:
 @pytest.fixture(scope="module")
 def whole(command: Command) -> dict[str, Any]:
     """The run without any rerun."""
-    assert command.start("whole", "checkpoint.save_interval=1", "checkpoint.most_recent_k=-1") == 0, output_of(command.folder / "whole")
+    assert command.start("whole", "checkpoint.save_interval=1", "checkpoint.most_recent_k=-1") == 0, output_of(
+        command.folder / "whole"
+    )
     return command.outcome("whole")
 
 

@@ -1,4 +1,4 @@
-"""`onstep train` and what ends it early: signals (75) and time or step limits (0); the same command goes on, exactly."""
+"""What ends `onstep train` early: signals (75), time and step limits (0); the same command goes on, exactly."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_processes import Processes, output_of
 
+from forked_processes import Processes, output_of
 from onstep.checkpoint import checkpoints
 from onstep.journal import read_records, without_wall_clock
 
@@ -188,7 +188,11 @@ def test_ctrl_c_in_a_real_process(command: Command, whole: dict[str, Any]) -> No
         words, cwd=place, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
         journal, deadline = command.run("real") / "trainer_logs.json", time.monotonic() + 120
-        while not journal.exists() and process.poll() is None and time.monotonic() < deadline:
+        while (
+            not (journal.exists() and "loss" in journal.read_text())
+            and process.poll() is None
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         said, _ = process.communicate(timeout=120)

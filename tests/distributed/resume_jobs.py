@@ -308,8 +308,10 @@ def digest(model: nn.Module) -> str:
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
 
 
-if __name__ == "__main__":  # under torchrun: `resume_jobs.py JOB SETTINGS`
+if __name__ == "__main__":  # under torchrun: `resume_jobs.py JOB SETTINGS`; its classes are those of the module
     import sys
 
+    import resume_jobs
+
     torch.set_num_threads(1)
-    globals()[f"job_{sys.argv[1]}"](json.loads(sys.argv[2]))
+    getattr(resume_jobs, f"job_{sys.argv[1]}")(json.loads(sys.argv[2]))

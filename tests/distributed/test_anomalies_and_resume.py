@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import Ranks, check_same, forked, samples_of_epochs, taken
 
 from onstep.cli.main import main
 from onstep.journal import read_records
+from whole_runs import Ranks, check_same, forked, samples_of_epochs, taken
 
 pytestmark = pytest.mark.distributed
 
@@ -50,6 +50,11 @@ def journal(ranks: Ranks, name: str) -> list[dict[str, Any]]:
 def result(ranks: Ranks, name: str, rank: int = 0) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((ranks.folder / name / f"result-{rank}.json").read_text())
     return found
+
+
+def lines_of(ranks: Ranks, name: str) -> list[dict[str, Any]]:
+    """What rank 0 took, step by step as it happened."""
+    return [json.loads(line) for line in (ranks.folder / name / "taken-0.jsonl").read_text().splitlines()]
 
 
 def test_a_poisoned_sample_on_rank_1_is_left_out_on_both_and_never_met_again(
@@ -97,8 +102,7 @@ def test_a_rollback_goes_past_the_window_and_a_kill_after_it_changes_nothing(
     assert steps == list(range(1, 15)), "one clean curve"
     [rolled_back] = [record for record in records if "rolled_back_from" in record]
     assert (rolled_back["rolled_back_from"], rolled_back["global_step"]) == (4, 2)
-    lines = (ranks.folder / whole / "taken-0.jsonl").read_text().splitlines()
-    taken_in_order = [(record["step"], min(record["ids"])) for record in map(json.loads, lines)]
+    taken_in_order = [(record["step"], min(record["ids"])) for record in lines_of(ranks, whole)]
     assert taken_in_order[:6] == [(1, 0), (2, 8), (3, 16), (4, 24), (3, 32), (4, 40)]
 
     assert main(["why", str(ranks.folder / whole / "runs" / "run")]) == 0
@@ -111,6 +115,22 @@ def test_a_rollback_goes_past_the_window_and_a_kill_after_it_changes_nothing(
         dies = {"rank": size - 1, "signal": "SIGKILL", "event": event, "number": number}
         assert 0 not in ranks.start(name, "trainer", ranks=size, strikes=[dies], **settings)
         check_same(ranks.finish(name, "trainer", ranks=size, **settings), expected)
+
+
+def test_after_a_rollback_another_number_of_ranks_goes_on_behind_the_window(ranks: Ranks) -> None:
+    overrides = {"train.on_nonfinite": "rollback", "checkpoint.certify": False}
+    settings = {**settings_of({"30": NAN}, **overrides), "without_dropout": True}
+    ranks.finish("behind-whole", "trainer", ranks=1, **settings)
+    dies = {"rank": 0, "signal": "SIGKILL", "event": "on_step_end", "number": 7}  # 4 steps, back to 2, 3 steps
+    assert 0 not in ranks.start("behind", "trainer", strikes=[dies], **settings)
+    ranks.finish("behind", "trainer", ranks=1, **settings)
+    expected = {record["step"]: record for record in lines_of(ranks, "behind-whole")}
+    found = [record for record in lines_of(ranks, "behind") if record["attempt"] == 2]
+    assert [record["step"] for record in found] == list(range(5, 15))
+    for record in found:
+        assert sorted(record["ids"]) == sorted(expected[record["step"]]["ids"])
+        assert record["epoch"] == expected[record["step"]]["epoch"]
+        assert record["loss"] == pytest.approx(expected[record["step"]]["loss"], rel=1e-5)
 
 
 def test_more_rollbacks_than_allowed_end_the_run_and_name_them(ranks: Ranks) -> None:
@@ -133,11 +153,14 @@ def test_a_stop_saves_nothing_of_which_the_counters_may_be_ahead_of_the_weights(
     assert ranks.steps(name) == [2]
 
 
-def test_a_bad_step_that_the_host_learns_of_at_a_save_is_not_saved(ranks: Ranks) -> None:
-    overrides = {"train.on_nonfinite": "stop", "checkpoint.certify": False}
+@pytest.mark.parametrize("saves_at_end", [False, True])
+def test_a_bad_step_that_the_host_learns_of_at_a_save_is_not_saved(ranks: Ranks, saves_at_end: bool) -> None:
+    name = f"stop-at-save-{saves_at_end}"
+    at_end = {"checkpoint.save_at_end": saves_at_end}
+    overrides = {"train.on_nonfinite": "stop", "checkpoint.certify": False, **at_end}
     settings = settings_of({"22": NAN}, **overrides)
     settings["arguments"] = {**IN_ORDER, "logging_steps": 50}
-    assert ranks.start("stop-at-save", "trainer", ranks=1, learns_late=True, **settings) == [0]
-    assert ranks.status("stop-at-save") == "stopped"
-    assert max(taken(ranks.folder / "stop-at-save")) == 4, "known only where the save waits for the device"
-    assert ranks.steps("stop-at-save") == [2]
+    assert ranks.start(name, "trainer", ranks=1, learns_late=True, **settings) == [0]
+    assert ranks.status(name) == "stopped"
+    assert max(taken(ranks.folder / name)) == 4, "known only where the save waits for the device"
+    assert ranks.steps(name) == [2]

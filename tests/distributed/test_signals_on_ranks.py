@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from whole_runs import JOBS, Ranks, check_same, forked, outcome
 
 pytestmark = pytest.mark.distributed
@@ -172,8 +173,8 @@ def test_a_signal_to_torchrun_reaches_both_ranks_and_makes_one_checkpoint(ranks:
     folder = ranks.folder / "agent"
     words = ["train.train_iters=100000", "logger.log_interval=1"]
     with torchrun(ranks, folder, words=words) as process:
-        journal, deadline = folder / "runs" / "run" / "trainer_logs.json", time.monotonic() + 120
-        while not journal.exists() and process.poll() is None and time.monotonic() < deadline:
+        first_step, deadline = folder / "taken-0.jsonl", time.monotonic() + 120
+        while not first_step.exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         said, _ = process.communicate(timeout=120)

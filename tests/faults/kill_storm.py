@@ -142,7 +142,7 @@ class Storm:
     def _wait_for(self, life: Life, aim: Phase, rank: int, is_fresh: bool) -> None:
         started = time.monotonic()
         if aim == Phase.START_UP:
-            self._pause(life, self._random.uniform(0, self._start_up_seconds[is_fresh]))
+            self._pause(life, self._random.uniform(0, 0.8 * self._start_up_seconds[is_fresh]))
             return
         occurrence, before, delay = (
             self._occurrence(aim),
@@ -159,7 +159,7 @@ class Storm:
                 self._pause(life, self._random.uniform(0, delay))
                 if aim in (Phase.STEP, Phase.END) or self._has_caught(life, rank, aim):
                     return
-                before, occurrence, delay = self._marks.phase(rank), 1, delay / 2
+                before, occurrence, delay = self._marks.phase(rank), 1, 0.0
             time.sleep(0.0003)
 
     def _has_caught(self, life: Life, rank: int, aim: Phase) -> bool:

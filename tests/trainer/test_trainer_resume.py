@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_processes import Processes
 from safetensors.torch import load_file
-from whole_runs import Ranks, check_same
 
+from forked_processes import Processes
 from onstep.checkpoint import checkpoints, read_manifest
+from whole_runs import Ranks, check_same
 
 JOBS = Path(__file__).with_name("resumed_jobs.py")
 KILLED = {"signal": "SIGKILL"}

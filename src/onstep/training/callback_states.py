@@ -19,8 +19,8 @@ _PLAIN = (str, int, float, bool, type(None))
 class CallbackStates:
     """Saves and loads every callback that has `state_dict` and `load_state_dict`, or `state` and `from_state`.
 
-    The latter is the convention of `transformers`, such as its EarlyStoppingCallback: the attributes that `state()` names
-    are saved and set, while the arguments are today's.
+    The latter is the convention of `transformers`, such as its EarlyStoppingCallback: the attributes that `state()`
+    names are saved and set, while the arguments are today's.
 
     The id of a callback is its class's full name; of several of one class, also its `state_key` attribute, or else a
     digest of the plain values that it was made with. Equal ones are told apart by their order. The ids are taken when

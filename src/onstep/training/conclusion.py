@@ -59,7 +59,8 @@ def publish_final_metrics(loop: Loop) -> None:
 def save_at_end(loop: Loop) -> None:
     """Save the state that the training ended with, so that it can be extended.
 
-    Not where the policy `stop` ended it: a device tells late of a bad step, and the counters may be ahead of the weights.
+    Not where the policy `stop` ended it: a device tells late of a bad step, and the counters may be ahead of the
+    weights.
     """
     state = loop.state
     if state.ended_by_anomaly:

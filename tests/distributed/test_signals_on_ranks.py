@@ -132,7 +132,7 @@ def test_a_signal_while_a_rank_waits_for_data_is_acted_on_when_the_data_has_come
     check_same(ranks.finish(name, "trainer", arguments=arguments), whole_in_order)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.faults])])
 def test_data_that_does_not_come_is_given_up_and_the_newest_checkpoint_stands(
     ranks: Ranks, whole_in_order: dict[str, Any], workers: int
 ) -> None:

@@ -43,6 +43,8 @@ class TrainState:
     best_metric: float | None = None
     """Best value of `validation.metric_for_best_model` so far, and the step where it was met."""
     best_step: int | None = None
+    best_model_checkpoint: str | None = None
+    """Folder of the checkpoint of the best step; of the best one before it, while the best step has none."""
     do_train: bool = False
     do_valid: bool = False
     do_test: bool = False

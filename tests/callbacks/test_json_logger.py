@@ -13,7 +13,7 @@ import pytest
 
 from onstep.callbacks import JsonLogger
 from onstep.events import CallbackContext, CallbackManager
-from onstep.journal import read_records
+from onstep.journal import Journal, read_records
 
 
 class Run:
@@ -304,3 +304,24 @@ def test_manager_tells_a_json_logger(make_state: Any, args: Any, path: Path) -> 
     header, *records = read_records(path)
     assert header["experiment_info"] == {"name": "run"}
     assert [[*record][3] for record in records] == ["loss", "eval_loss", "test_loss"]
+
+
+def test_records_wait_for_room_on_a_full_disk(
+    start: Any, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start(JsonLogger())
+    run.train(0, 2)
+    append = Journal.append
+
+    def full(self: Journal, record: dict[str, Any]) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Journal, "append", full)
+    run.tell("on_log", 3, logs={"loss": 0.5})
+    run.tell("on_log", 4, logs={"loss": 0.5})
+    assert steps(path) == [1, 2]
+    assert sum("records wait in memory" in message for message in caplog.messages) == 1
+    monkeypatch.setattr(Journal, "append", append)
+    run.tell("on_log", 5, logs={"loss": 0.5})
+    assert steps(path) == [1, 2, 3, 4, 5]
+    run.end(5)

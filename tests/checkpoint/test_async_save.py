@@ -200,21 +200,39 @@ def test_a_failure_is_warned_of_when_the_run_continues(
     assert "Input/output error" in caplog.text
 
 
-@pytest.mark.parametrize("is_broken", [False, True], ids=["written", "failed"])
-def test_close_abandons_what_is_not_finalised_and_says_so(
-    is_broken: bool,
-    tmp_path: Path,
-    gate: Gate,
-    open_manager: Callable[..., CheckpointManager],
-    caplog: pytest.LogCaptureFixture,
+def test_close_after_an_error_waits_for_a_save_of_one_rank_and_makes_it_a_checkpoint(
+    tmp_path: Path, gate: Gate, open_manager: Callable[..., CheckpointManager], caplog: pytest.LogCaptureFixture
 ) -> None:
-    gate.is_broken = is_broken
+    told: list[int] = []
+    manager = open_manager(retention=Retention(most_recent_k=1), on_durable=lambda saved: told.append(saved.step))
+    manager.save(request(1))
+    manager.finalize()
+    gate.opened.clear()
+    manager.save(request(2))
+    assert not manager.is_written
+    opener = threading.Timer(0.2, gate.opened.set)
+    opener.start()
+    with caplog.at_level(logging.WARNING, logger="onstep"):
+        manager.close()
+    opener.join()
+    assert verify(tmp_path / "checkpoint-2").step == 2
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-2", "latest"], "what retention does not keep is deleted"
+    assert told == [1], "callbacks are not called while an error goes through the run"
+    assert caplog.text == ""
+    assert not manager.is_saving
+
+
+def test_close_warns_of_a_save_that_failed_and_leaves_nothing_of_it(
+    tmp_path: Path, gate: Gate, open_manager: Callable[..., CheckpointManager], caplog: pytest.LogCaptureFixture
+) -> None:
+    gate.is_broken = True
     manager = open_manager()
     manager.save(request(1))
     with caplog.at_level(logging.WARNING, logger="onstep"):
         manager.close()
-    assert "step 1 is abandoned" in caplog.text
-    assert ("Input/output error" in caplog.text) == is_broken
+    assert len(caplog.records) == 1
+    assert "step 1 is abandoned: " in caplog.text
+    assert "Input/output error" in caplog.text
     assert os.listdir(tmp_path) == []
     assert not manager.is_saving
 

@@ -93,6 +93,13 @@ def test_weights_that_do_not_fit_are_named_and_nothing_is_loaded(change: Any, na
     assert torch.equal(module.weight, before)
 
 
+def test_weights_that_do_not_fit_are_answered_with_the_ways_out() -> None:
+    with pytest.raises(CheckpointError, match="shape") as raised:
+        ModelState([nn.Linear(2, 2)]).load_state_dict(nn.Linear(3, 2).state_dict())
+    for way in ("model.vocab_size", "model.hidden_size", "manifest.json", "checkpoint.load=", "run.fresh=true"):
+        assert way in str(raised.value)
+
+
 def test_a_long_list_of_names_is_cut() -> None:
     with pytest.raises(CheckpointError, match=r"missing 0\.weight, 0\.bias, 1\.weight, 1\.bias, 2\.weight and 3 more"):
         ModelState([nn.Sequential(*[nn.Linear(1, 1) for _ in range(4)])]).load_state_dict({})

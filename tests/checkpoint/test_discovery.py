@@ -165,6 +165,47 @@ def test_a_path_without_a_verified_checkpoint_says_why(tmp_path: Path) -> None:
         resolve(tmp_path, step=10)
 
 
+def test_falling_back_is_said_only_where_there_is_one_before(tmp_path: Path) -> None:
+    for step in (10, 20):
+        (write_checkpoint(tmp_path, step) / "model" / "state.json").write_bytes(b"[]")
+    _, said = found(tmp_path)
+    assert said[0].startswith("Checkpoint checkpoint-20 is refused, falling back to the one before: ")
+    assert said[1].startswith("Checkpoint checkpoint-10 is refused, and there is none before it: ")
+    assert found(tmp_path, max_step=15)[1] == said[1:]
+    for step in (None, 20):
+        with pytest.raises(CheckpointError) as raised:
+            resolve(tmp_path, step=step)
+        message = str(raised.value)
+        assert message.endswith("its manifest says 2; it is damaged.")
+        assert ".." not in message
+        assert ".;" not in message
+        assert ("falling back" in message) == (step is None)
+
+
+@pytest.mark.parametrize(
+    ("names", "said", "unsaid"),
+    [
+        (["pytorch_model.bin", "config.json"], "save_pretrained('NEW_FOLDER') writes safetensors", "no weights"),
+        (["model.safetensors", "config.json"], "load them with transformers", "pickle"),
+        (["model-00001-of-00002.safetensors", "optimizer.pt", "rng_state_0.pth"], "pickled files are not read", "NEW_"),
+        (["trainer_state.json"], "no weights that could be used", "load them"),
+    ],
+)
+def test_a_folder_of_hugging_face_is_told_apart_with_the_way_to_its_weights(
+    names: list[str], said: str, unsaid: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint-500"
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_bytes(b"not to be opened")
+    for path, step in ((folder, None), (tmp_path, None), (tmp_path, 500)):
+        with pytest.raises(CheckpointError, match="is no checkpoint of Onstep") as raised:
+            resolve(path, step)
+        assert names[0] in str(raised.value)
+        assert said in str(raised.value)
+        assert unsaid not in str(raised.value)
+
+
 def test_a_damaged_checkpoint_of_the_asked_step_is_not_replaced_by_another(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 10)
     (write_checkpoint(tmp_path, 20) / "model" / "state.json").write_bytes(b"[]")

@@ -263,6 +263,19 @@ def test_retention_is_applied_after_each_save(tmp_path: Path) -> None:
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-5", "latest"]
 
 
+def test_what_a_run_killed_after_a_save_could_not_delete_is_deleted_when_it_continues(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        CheckpointManager(tmp_path, World(), run_id="other" if step == 1 else "own").save(request(step))
+    (tmp_path / "checkpoint-4" / "box" / "state.json").write_text("{}")
+    keep_one = Retention(most_recent_k=1)
+    assert CheckpointManager(tmp_path, World(), run_id="new", retention=keep_one).newest().step == 3  # type: ignore[union-attr]
+    manager = CheckpointManager(tmp_path, World(), run_id="own", retention=keep_one)
+    assert manager.newest(max_step=3).step == 3  # type: ignore[union-attr]
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3", "checkpoint-4", "latest"]
+    assert manager.newest().step == 3  # type: ignore[union-attr]
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-3", "checkpoint-4", "latest"]
+
+
 def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -274,9 +274,28 @@ def test_a_folder_that_holds_another_run_is_not_touched(tmp_path: Path) -> None:
     record = (tmp_path / "run" / "run.json").read_text()
     with pytest.raises(RunExistsError, match=r"holds another run.*In TrainingArguments: another output_dir"):
         make(tmp_path, args=arguments(tmp_path, learning_rate=0.1)).train()
-    with pytest.raises(RunExistsError, match=r"completed run of the same arguments.*'run.fresh': True"):
-        make(tmp_path).train()
     assert (tmp_path / "run" / "run.json").read_text() == record
+
+
+def test_a_completed_run_is_taken_as_it_is(tmp_path: Path) -> None:
+    first = make(tmp_path)
+    first.train()
+    steps: list[int] = []
+
+    class Steps(TrainerCallback):
+        def on_step_end(self, **kwargs: Any) -> None:
+            steps.append(1)
+
+    again = make(tmp_path, callbacks=[Steps])
+    assert again.train().global_step == 3
+    assert steps == []
+    torch.testing.assert_close(again.model.state_dict(), first.model.state_dict(), rtol=0, atol=0)
+
+
+def test_a_completed_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    make(tmp_path, args=arguments(tmp_path, save_strategy="no")).train()
+    with pytest.raises(RunExistsError, match=r"completed run of the same arguments.*'run.fresh': True"):
+        make(tmp_path, args=arguments(tmp_path, save_strategy="no")).train()
 
 
 def test_a_trainer_may_train_again_into_its_own_folder(tmp_path: Path) -> None:

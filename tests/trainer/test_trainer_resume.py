@@ -154,4 +154,5 @@ def test_a_second_train_of_one_trainer_is_a_run_of_its_own(runs: Ranks) -> None:
     assert result(runs, "second")["first"] == result(runs, "second")["step"] == 14
     for folder in ("checkpoints", "checkpoints-1"):
         assert max(info.step for info in checkpoints(run / folder)) == 14
-    assert runs.start("second", "train", ranks=1) == [1], "another process does not touch a completed run"
+    assert runs.start("second", "train", ranks=1) == [0], "another process takes the completed run as it is"
+    assert result(runs, "second")["step"] == 14

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from onstep.data import TrainLoader
+from onstep.data import IterableLoader, TrainLoader
 from onstep.training import signals
 from onstep.training.data_wait import DataTimeout, wait_for_data
 from onstep.training.signals import DistributedSignalHandler, Preempted
@@ -49,6 +49,15 @@ class Rows(torch.utils.data.Dataset[Any]):
         return {"x": torch.tensor([index])}
 
 
+def loader_of(rows: Rows, micro_batch_size: int, kind: str) -> TrainLoader | IterableLoader:
+    """Two workers: our own, which outlive a SIGTERM to the group, or those of a user's plain torch loader."""
+    size = micro_batch_size
+    if kind == "ours":
+        return TrainLoader(rows, micro_batch_size=size, global_batch_size=size, shuffle=False, num_workers=2)
+    plain = torch.utils.data.DataLoader(rows, batch_size=size, num_workers=2)
+    return IterableLoader(plain, micro_batch_size=size, already_batched=True)
+
+
 def job_twice() -> None:
     signals.REPEAT_WINDOW_SECONDS = 0.0
     with DistributedSignalHandler(EXIT_SIGNALS) as handler:
@@ -75,7 +84,7 @@ def job_fork() -> None:
 
 def job_workers() -> None:
     """Reads with a worker until the data ends or is given up, as the loop would."""
-    loader = TrainLoader(Rows(3), micro_batch_size=2, global_batch_size=2, shuffle=False, num_workers=2)
+    loader = loader_of(Rows(3), 2, sys.argv[4])
     timeout = float(sys.argv[3]) if sys.argv[3] != "None" else None
     seen: list[int] = []
     given_up = None
@@ -100,12 +109,12 @@ def job_workers() -> None:
 
 
 def job_step() -> None:
-    """The signal comes between two reads, in the middle of a step, and ends the workers."""
-    loader = TrainLoader(Rows(7), micro_batch_size=1, global_batch_size=1, shuffle=False, num_workers=2)
+    """The signal comes between two reads, in the middle of a step, and ends the workers, or they are killed."""
+    loader = loader_of(Rows(7), 1, sys.argv[3])
     with DistributedSignalHandler(EXIT_SIGNALS) as handler:
         loader.read(1)
         workers = multiprocessing.active_children()
-        tell("ready")
+        tell("ready", [worker.pid for worker in workers])
         wait_until(lambda: handler.received and not any(worker.is_alive() for worker in workers))
         tell("result", handler.lost_workers)
     loader.close()

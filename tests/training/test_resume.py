@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from resuming import Interrupted, compare, outcome, start
@@ -222,3 +224,98 @@ def test_a_second_process_is_kept_out_of_a_running_run(make: Make) -> None:
     manager.register("on_train_start", enter)
     pretrain(config, callbacks=manager)
     assert len(refused) == 1
+
+
+def test_a_start_that_fails_does_not_open_the_run_to_another_configuration(make: Make) -> None:
+    config = make("guarded")
+    manager = CallbackManager()
+    manager.register("on_step_end", lambda context: _die_at(context, 5))
+    with pytest.raises(Interrupted):
+        pretrain(config, callbacks=manager)  # without a journal
+    start(make("guarded"), dies_at=("on_data_init_start", 1))
+    with pytest.raises(RunExistsError, match=r"optimizer\.lr is .* there and 0\.5 here"):
+        pretrain(make("guarded", "optimizer.lr=0.5"))
+    assert pretrain(config).train_state.step == 11
+
+
+def _die_at(context: Any, step: int) -> None:
+    if context.state.train_state.step == step:
+        raise Interrupted
+
+
+def test_the_configuration_of_another_runs_checkpoint_is_compared(make: Make, tmp_path: Path) -> None:
+    start(make("first"), dies_at=("on_step_end", 9))
+    load = f"checkpoint.load={tmp_path / 'runs' / 'first'}"
+    with pytest.raises(CheckpointError, match=r"is of another configuration: optimizer\.lr is .* and 0\.5 here"):
+        pretrain(make("second", load, "optimizer.lr=0.5"))
+    with pytest.raises(CheckpointError, match=r"optimizer\.optimizer is 'adam' there and 'sgd' here.*does not fit"):
+        pretrain(make("third", load, "optimizer.optimizer=sgd", "checkpoint.on_config_change=apply"))
+    state = pretrain(make("fourth", load, "optimizer.lr=0.5", "checkpoint.on_config_change=apply"))
+    assert state.train_state.step == 11
+
+
+def test_a_run_without_a_name_is_compared_with_its_checkpoints_too(make: Make, tmp_path: Path) -> None:
+    def unnamed(*words: str) -> ConfigContainer:
+        config = make("unnamed", f"checkpoint.save={tmp_path / 'checkpoints'}", *words)
+        config.run.name = None
+        return config
+
+    assert pretrain(unnamed("train.exit_interval=6")).train_state.step == 6
+    with pytest.raises(CheckpointError, match=r"optimizer\.lr is"):
+        pretrain(unnamed("optimizer.lr=0.5"))
+    assert pretrain(unnamed()).train_state.step == 11
+
+
+@pytest.mark.parametrize("what", ["file", "empty", "damaged"])
+def test_a_start_that_cannot_be_used_is_an_error(make: Make, tmp_path: Path, what: str) -> None:
+    place = tmp_path / "place"
+    if what == "file":
+        place.write_text("")
+    else:
+        place.mkdir()
+    if what == "damaged":
+        start(make("first"), dies_at=("on_step_end", 3))
+        place = tmp_path / "runs" / "first" / "checkpoints" / "checkpoint-2"
+        (place / "model" / "model.safetensors").write_bytes(b"rubbish")
+    with pytest.raises(CheckpointError):
+        pretrain(make("second", f"checkpoint.load={place}"))
+
+
+@pytest.mark.parametrize("words", ["checkpoint.components=[model,trainer]", "checkpoint.save_optim=false"])
+def test_the_learning_rate_goes_on_where_the_schedule_was_not_saved(make: Make, words: str) -> None:
+    whole, rates = make("whole", words), []
+    load_optim = "checkpoint.load_optim=false"
+
+    def note(context: Any) -> None:
+        rates.append(context.optimizer.param_groups[0]["lr"])
+
+    manager = CallbackManager()
+    manager.register("on_step_end", note)
+    pretrain(whole, callbacks=manager)
+    expected, rates[:] = list(rates), []
+    start(make("killed", words), dies_at=("on_step_end", 7))
+    source = Path(whole.run.output_dir) / "killed"
+    pretrain(make("again", words, f"checkpoint.load={source}", load_optim), callbacks=manager)
+    assert rates == expected[-len(rates) :]
+    assert len(rates) == 5
+
+
+def test_a_run_that_an_anomaly_stopped_is_not_finished(make: Make, tmp_path: Path) -> None:
+    def poisoned(context: Any) -> None:
+        if context.state.train_state.step == 4:
+            for parameter in context.model[0].parameters():
+                parameter.grad.fill_(float("nan"))
+
+    def run(*words: str) -> Any:
+        manager = CallbackManager()
+        manager.add(JsonLogger())
+        manager.register("on_forward_backward_end", poisoned)
+        return pretrain(make("poisoned", *words), callbacks=manager)
+
+    for _ in range(2):
+        assert run("train.on_nonfinite=stop").ended_by_anomaly, "it comes to the same step again"
+    record = json.loads((tmp_path / "runs" / "poisoned" / "run.json").read_text())
+    assert record["status"] == "failed"
+    assert "non-finite" in record["error"]
+    state = run("train.on_nonfinite=skip", "checkpoint.on_config_change=apply")
+    assert (state.train_state.step, state.train_state.num_skips) == (11, 1)

@@ -102,8 +102,9 @@ def test_a_handler_that_was_put_over_ours_stays() -> None:
 
 def test_a_users_handler_is_called_too() -> None:
     got: list[tuple[int, bool]] = []
+    handler = DistributedSignalHandler(signal.SIGUSR1)
     with users_handler(signal.SIGUSR1, lambda number, frame: got.append((number, handler.received))):
-        with DistributedSignalHandler(signal.SIGUSR1) as handler:
+        with handler:
             os.kill(os.getpid(), signal.SIGUSR1)
         assert got == [(signal.SIGUSR1, True)]
 
@@ -211,11 +212,12 @@ def test_a_forked_process_does_not_set_the_flag(tmp_path: Path) -> None:
         assert wait_for(tmp_path / "child", running) is False
 
 
-def test_workers_survive_an_interrupt_of_the_process_group(tmp_path: Path) -> None:
-    with process("workers", tmp_path, "60") as running:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_workers_survive_a_signal_to_the_process_group(tmp_path: Path, number: signal.Signals) -> None:
+    with process("workers", tmp_path, "60", "ours") as running:
         worker = wait_for(tmp_path / "waiting", running)
         assert worker != running.pid
-        os.killpg(running.pid, signal.SIGINT)
+        os.killpg(running.pid, number)
         (tmp_path / "go").touch()
         result = wait_for(tmp_path / "result", running)
         assert running.wait(60) == 75
@@ -223,11 +225,21 @@ def test_workers_survive_an_interrupt_of_the_process_group(tmp_path: Path) -> No
     assert (result["received"], result["given_up"]) == (True, None)
 
 
-def test_workers_that_end_with_the_signal_end_the_wait_and_nothing_else(tmp_path: Path) -> None:
-    with process("workers", tmp_path, "None") as running:
-        wait_for(tmp_path / "seen", running)
-        wait_for(tmp_path / "waiting", running)
+def end_with_its_workers(running: subprocess.Popen[str], loader: str, workers: list[int]) -> None:
+    """A plain loader's workers die of the signal that the group gets; ours, of nothing less than SIGKILL."""
+    if loader == "plain":
         os.killpg(running.pid, signal.SIGTERM)
+        return
+    os.kill(running.pid, signal.SIGTERM)
+    for worker in workers:
+        os.kill(worker, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("loader", ["ours", "plain"])
+def test_workers_that_end_with_the_signal_end_the_wait_and_nothing_else(tmp_path: Path, loader: str) -> None:
+    with process("workers", tmp_path, "None", loader) as running:
+        wait_for(tmp_path / "seen", running)
+        end_with_its_workers(running, loader, [wait_for(tmp_path / "waiting", running)])
         result = wait_for(tmp_path / "result", running)
         assert running.wait(60) == 75
     assert result["received"]
@@ -236,16 +248,16 @@ def test_workers_that_end_with_the_signal_end_the_wait_and_nothing_else(tmp_path
     assert len(result["seen"]) < 8
 
 
-def test_workers_that_end_with_the_signal_do_not_interrupt_a_step(tmp_path: Path) -> None:
-    with process("step", tmp_path) as running:
-        wait_for(tmp_path / "ready", running)
-        os.killpg(running.pid, signal.SIGTERM)
+@pytest.mark.parametrize("loader", ["ours", "plain"])
+def test_workers_that_end_with_the_signal_do_not_interrupt_a_step(tmp_path: Path, loader: str) -> None:
+    with process("step", tmp_path, loader) as running:
+        end_with_its_workers(running, loader, wait_for(tmp_path / "ready", running))
         assert wait_for(tmp_path / "result", running) is True
         assert running.wait(60) == 0
 
 
 def test_a_stuck_worker_is_given_up(tmp_path: Path) -> None:
-    with process("workers", tmp_path, "0.1") as running:
+    with process("workers", tmp_path, "0.1", "ours") as running:
         wait_for(tmp_path / "waiting", running)
         wait_until(lambda: (tmp_path / "seen").exists(), running)
         os.kill(running.pid, signal.SIGTERM)

@@ -13,6 +13,9 @@ from onstep.journal import Journal, JournalHeldError, align, encode, fork, numbe
 
 logger: logging.Logger = logging.getLogger(__name__)
 
+MOST_WAITING = 100_000
+"""Records that wait in memory for room on the disk; of more, the oldest are lost."""
+
 FILE_NAME = "trainer_logs.json"
 _INFO_KEY = "experiment_info"
 
@@ -46,6 +49,7 @@ class JsonLogger(TrainerCallback):
         """Step of the last record; -1 before the first."""
         self._resume_step: int | None = None
         """Step of the last record when the checkpoint was saved that training is about to continue from."""
+        self._unwritten: list[dict[str, Any]] = []
         self._num_records: int | None = 0
         """Records of the open journal; when continuing, those that the checkpoint covers (None: it does not say)."""
 
@@ -175,13 +179,32 @@ class JsonLogger(TrainerCallback):
     def _append(self, state: Any, metrics: Mapping[str, Any]) -> None:
         assert self._journal is not None
         head = {"timestamp": time.time(), "global_step": state.global_step, "epoch": state.epoch}
-        self._journal.append({**head, **metrics})
+        self._unwritten.append({**head, **metrics})
         self._last_step = state.global_step
-        self._num_records = (self._num_records or 0) + 1
+        self._write_what_waits()
+
+    def _write_what_waits(self) -> None:
+        """Append what is not in the journal yet; a full disk costs a warning, and the records wait for room."""
+        assert self._journal is not None
+        had_to_wait = len(self._unwritten) > 1
+        try:
+            while self._unwritten:
+                self._journal.append(self._unwritten[0])
+                del self._unwritten[0]
+                self._num_records = (self._num_records or 0) + 1
+        except OSError as error:
+            if not had_to_wait:
+                logger.warning("%s cannot be written (%s); its records wait in memory", self._path, error)
+            del self._unwritten[:-MOST_WAITING]
 
     def _close(self) -> None:
         if self._journal is not None:
-            self._journal.close()
+            if self._unwritten:
+                self._write_what_waits()
+            try:
+                self._journal.close()
+            except OSError as error:
+                logger.warning("%s could not be closed durably: %s", self._path, error)
             self._journal = None
 
 

@@ -34,8 +34,9 @@ def best_verified(root: Path, retention: Retention, report: Callable[[str], None
         try:
             verify_shown(info.path)
         except CheckpointError as error:
-            report(f"Checkpoint {info.path.name} is refused, falling back to the next best: {error}")
             infos.remove(info)
+            then = "falling back to the next best" if best(infos, retention) else "and no other has the metric"
+            report(f"Checkpoint {info.path.name} is refused, {then}: {error}")
         else:
             return info
     return None

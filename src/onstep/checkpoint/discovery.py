@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from onstep.checkpoint.foreign import describe_foreign
 from onstep.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from onstep.checkpoint.transaction import SUPERSEDED
 from onstep.checkpoint.verify_bar import verify_shown
@@ -60,14 +61,13 @@ def newest_verified(
     Raises:
         CheckpointError: when the folder cannot be listed.
     """
-    for step, path in _candidates(root):
-        if max_step is not None and step > max_step:
-            continue
+    candidates = [found for found in _candidates(root) if max_step is None or found[0] <= max_step]
+    for number, (step, path) in enumerate(candidates, start=1):
         try:
-            _manifest_of_step(path, step)
-            return CheckpointInfo(path, step, verify_shown(path))
+            return _verified(path, step)
         except CheckpointError as error:
-            report(f"Checkpoint {path.name} is refused, falling back to the one before: {error}")
+            then = "falling back to the one before" if number < len(candidates) else "and there is none before it"
+            report(f"Checkpoint {path.name} is refused, {then}: {error}")
     return None
 
 
@@ -79,7 +79,8 @@ def resolve(path: str | Path, step: int | None = None) -> CheckpointInfo:
         step: take the checkpoint of this step and no other.
 
     Raises:
-        CheckpointError: when there is none; a mistyped path is answered with the names nearby.
+        CheckpointError: when there is none; a mistyped path is answered with the names nearby, the folder of another
+            trainer with what can be done with it.
     """
     path = Path(path)
     if not path.exists():
@@ -88,8 +89,11 @@ def resolve(path: str | Path, step: int | None = None) -> CheckpointInfo:
         raise CheckpointError(f"{path} is a file; give the folder of a checkpoint or of checkpoints.")
     if os.path.lexists(path / MANIFEST):
         return _checkpoint_at(path, step)
-    if not any(_candidates(path)) and (path / "checkpoints").is_dir():
-        path = path / "checkpoints"
+    if not any(_candidates(path)):
+        if (path / "checkpoints").is_dir():
+            path = path / "checkpoints"
+        elif (foreign := describe_foreign(path)) is not None:
+            raise CheckpointError(foreign)
     return _newest_at(path) if step is None else _step_at(path, step)
 
 
@@ -104,22 +108,32 @@ def _newest_at(root: Path) -> CheckpointInfo:
     refused: list[str] = []
     info = newest_verified(root, report=refused.append)
     if info is None:
-        why = "; ".join(refused) or f"it has no folder checkpoint-<step>{_nearby(root / 'checkpoint-0')}"
-        raise CheckpointError(f"{root} holds no verified checkpoint: {why}.")
+        why = refused or [f"it has no folder checkpoint-<step>{_nearby(root / 'checkpoint-0')}"]
+        raise CheckpointError(f"{root} holds no verified checkpoint: {_sentences(why)}")
     for line in refused:
         logger.warning(line)
     return info
 
 
 def _step_at(root: Path, step: int) -> CheckpointInfo:
-    if not any(found == step for found, _ in _candidates(root)):
+    paths = [path for found, path in _candidates(root) if found == step]
+    if not paths:
         steps = ", ".join(str(info.step) for info in checkpoints(root)) or "none"
         raise CheckpointError(f"{root} holds no checkpoint of step {step}; it has those of steps: {steps}.")
     refused: list[str] = []
-    info = newest_verified(root, step, refused.append)
-    if info is None or info.step != step:
-        raise CheckpointError("; ".join(refused))
-    return info
+    for path in paths:
+        try:
+            return _verified(path, step)
+        except CheckpointError as error:
+            refused.append(f"Checkpoint {path.name} is refused: {error}")
+    raise CheckpointError(_sentences(refused))
+
+
+def _verified(path: Path, step: int) -> CheckpointInfo:
+    if not os.path.lexists(path / MANIFEST) and (foreign := describe_foreign(path)) is not None:
+        raise CheckpointError(foreign)
+    _manifest_of_step(path, step)  # cheap, and before any file is hashed
+    return CheckpointInfo(path, step, verify_shown(path))
 
 
 def _manifest_of_step(path: Path, step: int) -> Manifest:
@@ -142,6 +156,11 @@ def _candidates(root: Path) -> Iterator[tuple[int, Path]]:
     found = [(int(match[1]), name) for match, name in matches if match is not None]
     for step, name in sorted(found, key=lambda item: (-item[0], item[1].startswith("."), item[1])):
         yield step, root / name
+
+
+def _sentences(texts: list[str]) -> str:
+    """The texts in one line, each with one full stop at its end."""
+    return " ".join(f"{text.rstrip('.')}." for text in texts)
 
 
 def _nearby(path: Path) -> str:

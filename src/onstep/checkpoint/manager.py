@@ -33,7 +33,7 @@ from onstep.checkpoint.store import FileStore
 from onstep.checkpoint.taking import take_states
 from onstep.checkpoint.transaction import SaveTransaction, sweep
 from onstep.distributed import World
-from onstep.errors import CheckpointError
+from onstep.errors import CheckpointError, ConfigError
 
 T = TypeVar("T")
 
@@ -132,20 +132,33 @@ class CheckpointManager:
             self._on_durable(saved)
 
     def close(self) -> None:
-        """Let go of thread and memory; a save that is not finalised is abandoned, with a warning. No collective."""
-        pending, self._pending = self._pending, None
+        """Let go of thread and memory, after waiting for the writer. No collective: it may follow an error of one rank.
+
+        A save that is not finalised becomes a checkpoint if there is one rank only; a failure is warned of. `on_durable`
+        is not told: the run may be ending with an error, and what it calls expects a run that goes on. With several
+        ranks the save is abandoned, with a warning: nobody can ask the others whether they have written it.
+        """
         if self._writer is not None:
             self._writer.shutdown(wait=True)
             self._writer = None
-        if pending is not None:
+        pending = self._pending
+        if pending is not None and self.world.size == 1:
+            _, error = attempt(self._complete)
+            if error is not None:
+                logger.warning("The checkpoint of step %s is abandoned: %s", pending.request.step, error)
+        elif pending is not None:
             _, error = attempt(pending.writing.result)
-            why = f": {error}" if error else ", since the run ends before all ranks had written it"
+            why = f": {error}" if error else ", since after an error the other ranks cannot be asked if they wrote it"
             logger.warning("The checkpoint of step %s is abandoned%s", pending.request.step, why)
             _abandon(pending.transaction)
+        self._pending = None
         self._buffers.release()
 
     def newest(self, max_step: int | None = None) -> CheckpointInfo | None:
         """The newest checkpoint whose every file is as it was written; warns why newer ones are not it. Collective.
+
+        Without `max_step`, the checkpoints of this run before it are deleted that no rule keeps: a run that was killed
+        right after a save has not come to that.
 
         Args:
             max_step: look at checkpoints up to this step only.
@@ -156,7 +169,10 @@ class CheckpointManager:
 
         def look() -> CheckpointInfo | None:
             self._tidy()
-            return newest_verified(self.root, max_step, logger.warning)
+            found = newest_verified(self.root, max_step, logger.warning)
+            if found is not None and max_step is None and found.manifest.run_id == self._run_id:
+                self._delete_surplus(found.step)
+            return found
 
         return self._on_main(look, f"Looking for checkpoints in {self.root}")
 
@@ -267,7 +283,7 @@ class CheckpointManager:
             raise_together(self.world, error, doing)
             everyone = self.world.gather(written)
             path = self._on_main(lambda: self._commit(pending, everyone), doing)
-        except CheckpointError:
+        except (CheckpointError, ConfigError):
             _abandon(pending.transaction)
             self._pending = None
             raise

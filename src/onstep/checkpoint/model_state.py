@@ -12,6 +12,12 @@ from onstep.errors import CheckpointError
 
 NAMES_SHOWN = 5
 """Names of each kind that an error lists; the rest is counted."""
+_REMEDY = (
+    "Build the model that the checkpoint was saved from: for a model of the configuration, set model.vocab_size, "
+    "model.hidden_size, model.num_layers and the other sizes (or the tokenizer) to those in `config` of the "
+    "checkpoint's manifest.json. Or load a checkpoint that fits (checkpoint.load=PATH), or start a new run "
+    "(run.fresh=true)."
+)
 
 
 class ModelState:
@@ -39,10 +45,7 @@ class ModelState:
         """
         problems = mismatches(self.state_dict(), state_dict)
         if problems:
-            raise CheckpointError(
-                "The weights do not fit this model: " + "; ".join(problems) + ". Build the model of the checkpoint's "
-                "configuration."
-            )
+            raise CheckpointError("The weights do not fit this model: " + "; ".join(problems) + ". " + _REMEDY)
         for prefix, module in self._prefixed():
             own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
             module.load_state_dict(own)

@@ -31,8 +31,9 @@ def raise_together(world: World, error: Exception | None, doing: str) -> None:
     if not failed:
         return
     kind = ConfigError if failed[0][1][0] else CheckpointError
-    causes = "; ".join(f"rank {rank}: {text}" if world.size > 1 else text for rank, (_, text) in failed)
-    raise kind(f"{doing} failed: {causes}") from error
+    texts = [(rank, text.rstrip(".")) for rank, (_, text) in failed]
+    causes = "; ".join(f"rank {rank}: {text}" if world.size > 1 else text for rank, text in texts)
+    raise kind(f"{doing} failed: {causes}.") from error
 
 
 def _described(error: Exception) -> str:

@@ -29,7 +29,12 @@ _WHAT = {
     "rolled_back": "rolled back",
     "set": "value set",
     "saved": "checkpoint saved",
+    "raised": "ended with an error",
+    "rerun_exit": "left, for a result that may be wrong",
 }
+_ENDING = ("should_training_stop", "should_abort_without_save", "rerun_exit", "raised")
+"""What ends a run."""
+_EXITS = {16: " (start again, on another device if possible)", 17: " (the fault is known)"}
 _EVERYDAY = ("should_log", "should_evaluate")
 """Shown only for a step that is asked about."""
 _STATUS = {
@@ -84,19 +89,32 @@ def headline(folder: Path, decisions: Iterable[Decision]) -> str:
     status = str(content.get("status", "unknown"))
     at = f" at step {content['step']}" if content.get("step") else ""
     line = f"{folder} {_STATUS.get(status, f'has the status {status}')}{at}."
-    ending = [one for one in decisions if one.get("flag") in ("should_training_stop", "should_abort_without_save")]
-    if status in ("stopped", "preempted", "paused") and ending:
-        line += f" The last decision to stop: {_by_whom(ending[-1])}."
+    started = content.get("continued_at", content.get("started_at"))
+    ending = [one for one in decisions if one.get("flag") in _ENDING and _is_since(one, started)]
+    if status in ("stopped", "preempted", "paused", "failed") and ending:
+        line += f" The last decision to stop: {_by_whom(ending[-1]).removesuffix('.')}."
     error = content.get("error")
     return f"{line} {error}" if error else line
 
 
 def explain(decisions: Iterable[Decision], step: int | None = None) -> list[str]:
     """One entry for each decision, of one step or of all; logs and evaluations only where a step is asked about."""
-    chosen = [one for one in decisions if (one.get("step") == step if step is not None else _is_notable(one))]
+    chosen = [one for one in decisions if (_is_about(one, step) if step is not None else _is_notable(one))]
     if not chosen:
         return ["No decisions are on record." if step is None else f"Nothing was decided at step {step}."]
     return [line for one in chosen for line in _lines(one)]
+
+
+def _is_since(decision: Decision, started: Any) -> bool:
+    """Whether it was made after the run was last started; so is one of which that is not known."""
+    timestamp = decision.get("timestamp")
+    known = isinstance(timestamp, int | float) and isinstance(started, int | float)
+    return not known or timestamp >= started
+
+
+def _is_about(decision: Decision, step: int) -> bool:
+    """Whether it was made at this step, or later because of it: a device tells late of a bad step."""
+    return step in (decision.get("step"), _details(decision).get("bad_step"))
 
 
 def _is_notable(decision: Decision) -> bool:
@@ -114,10 +132,15 @@ def _lines(decision: Decision) -> list[str]:
     if flag == "rolled_back":
         what = f"rolled back to step {details.get('to_step')}"
     lines = [f"step {decision.get('step', '?')}: {what}, {_by_whom(decision)} ({_when(decision)})"]
-    if flag in ("skip", "rollback", "should_training_stop") and "anomaly" in details:
+    if flag in ("skip", "rollback", "should_training_stop", "raised") and "anomaly" in details:
         lines.append(f"    loss {details.get('loss')}, gradient norm {details.get('grad_norm')}")
     if flag in ("skip", "rollback") and details.get("sample_ids") is not None:
         lines.append(f"    not met again from the next epoch on: samples {_shortened(details['sample_ids'])}")
+    if flag == "raised" and details.get("sample_ids") is not None:
+        lines.append(f"    the update was not applied; samples {_shortened(details['sample_ids'])}")
+    if flag == "rerun_exit":
+        saved = "with a checkpoint of before the step" if details.get("checkpoint") else "without a checkpoint"
+        lines.append(f"    exit code {details.get('exit_code')}{_EXITS.get(details.get('exit_code'), '')}; {saved}")
     if flag == "rolled_back":
         factor = details.get("lr_factor", 1.0)
         rate = "" if factor == 1.0 else f"; the learning rate is multiplied by {factor}"

@@ -21,6 +21,7 @@ class EvalLoader:
     A global batch is `num_microbatches` rows (see `onstep.data.rows`); in the tail a rank without a sample repeats one
     as a filler, so that every rank has the same number of micro-batches. Iterable datasets, and with
     ``already_batched=True`` loaders of ready batches, work too; they must start afresh each time they are iterated.
+    Random numbers drawn in workers are the same in each pass.
 
     Raises:
         DataError: for impossible sizes and an empty dataset.
@@ -95,4 +96,4 @@ class EvalLoader:
             return self._streamed.open()
         assert self._indexed is not None
         order = SampleOrder(len(self._dataset), seed=0, epoch=0, shuffle=False)
-        return self._indexed.open(rows_of_epoch(order, self._layout, start=0))
+        return self._indexed.open(rows_of_epoch(order, self._layout, start=0), epoch=0)

@@ -26,7 +26,8 @@ class IterableLoader:
 
     Where the iterable has `state_dict` and `load_state_dict`, its state is the position, kept in ours under "stream"
     (of this rank, for ready batches). A plain one is read again up to the position, and the log says how much that is.
-    `num_workers` > 0 reads a plain dataset ahead in one worker; others are read in this process.
+    `num_workers` > 0 reads a plain dataset ahead in one worker; others are read in this process. Random numbers (torch,
+    NumPy, Python) drawn in the worker depend on seed, epoch and position alone, so that reading again draws them again.
 
     Raises:
         DataError: for sizes that do not fit together.
@@ -138,7 +139,7 @@ class IterableLoader:
         state, self._stream_state = self._stream_state, None
         if state is not None:
             self._source.load_state_dict(state)
-            return self._reader.open()
+            return self._reader.open(epoch=self._epoch)
         if self._samples_in_epoch:
             _LOGGER.warning(
                 "reading the first %d samples of epoch %d again to reach the position; "
@@ -146,7 +147,7 @@ class IterableLoader:
                 self._samples_in_epoch,
                 self._epoch,
             )
-        return self._reader.open(self._samples_in_epoch)
+        return self._reader.open(self._samples_in_epoch, epoch=self._epoch)
 
     def _is_short(self, rows: list[FetchedRow], num_microbatches: int) -> bool:
         is_partial = not self._already_batched and rows[-1].num_samples != self._layout.row_size

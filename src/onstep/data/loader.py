@@ -22,6 +22,9 @@ class TrainLoader:
     batch into micro-batches do not change them. The position is ``(epoch, samples_in_epoch)`` after what was handed
     out, whatever workers read ahead; starting at any position costs the same.
 
+    So are the random numbers (torch, NumPy, Python) that a dataset or a collator draws in workers, for a row: any
+    number of workers gives the same batches. With ``num_workers=0`` they come from this process's own state.
+
     An epoch ends before the tail that is shorter than a step. ``drop_last=False`` trains on that tail as a step of
     fewer micro-batches, the last ones perhaps smaller; a rank left without a sample repeats one as a filler, so that
     every rank has the same number of micro-batches.
@@ -182,7 +185,7 @@ class TrainLoader:
 
     def _open(self) -> Iterator[FetchedRow]:
         order = SampleOrder(self._num_samples, self._seed, self._epoch, self._shuffle, self._out_of_epoch)
-        return self._reader.open(rows_of_epoch(order, self._layout, self._samples_in_epoch))
+        return self._reader.open(rows_of_epoch(order, self._layout, self._samples_in_epoch), self._epoch)
 
     def _check_size(self, step_size: int) -> None:
         if self._num_samples == 0:

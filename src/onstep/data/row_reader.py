@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from onstep.data.fetch import Collate, as_it_is, fetch_function, pin, should_pin
+from onstep.data.row_seeding import seed_globals
 from onstep.data.rows import FetchedRow, Row
 from onstep.data.workers import batches_from_workers, end_workers, outlive_the_group
 from onstep.errors import DataError
@@ -18,8 +19,9 @@ from onstep.errors import DataError
 class RowReader:
     """Reads the micro-batches of given rows.
 
-    Workers are told row by row which samples to read, so that they start at any position without skipping. Torch's
-    global random state is not drawn from; `seed` is what the workers' own state is seeded from.
+    Workers are told row by row which samples to read, so that they start at any position without skipping. The random
+    state of this process is not drawn from: what a worker draws for a row depends on `seed`, the epoch and the row's
+    position alone. Without workers a dataset draws from this process's own state.
 
     Raises:
         DataError: for a negative `num_workers`.
@@ -42,13 +44,14 @@ class RowReader:
         self._num_workers = num_workers
         self._pins_memory = should_pin(pin_memory)
         self._persistent_workers = persistent_workers
+        self._seed = seed
         self._generator = torch.Generator().manual_seed(seed % 2**63)
         self._feed = _RowFeed()
         self._loader: DataLoader[Any] | None = None
 
-    def open(self, rows: Iterator[Row]) -> Iterator[FetchedRow]:
-        """The micro-batches of `rows`, in order. What was open before must not be read any more."""
-        return self._read_in_workers(rows) if self._num_workers else self._read_here(rows)
+    def open(self, rows: Iterator[Row], epoch: int) -> Iterator[FetchedRow]:
+        """The micro-batches of `rows` of `epoch`, in order. What was open before must not be read any more."""
+        return self._read_in_workers(rows, epoch) if self._num_workers else self._read_here(rows)
 
     def close(self) -> None:
         """End the workers that are kept over epochs; those of one epoch end with its iterator."""
@@ -63,8 +66,8 @@ class RowReader:
             batch = fetch(row.ids)
             yield _fetched(pin(batch) if pins_memory else batch, row)
 
-    def _read_in_workers(self, rows: Iterator[Row]) -> Iterator[FetchedRow]:
-        handed_out = self._feed.start(rows)
+    def _read_in_workers(self, rows: Iterator[Row], epoch: int) -> Iterator[FetchedRow]:
+        handed_out = self._feed.start(rows, epoch)
         if self._loader is None:
             self._loader = self._make_loader()
         for batch in batches_from_workers(self._loader):
@@ -72,7 +75,7 @@ class RowReader:
 
     def _make_loader(self) -> DataLoader[Any]:
         return DataLoader(
-            _FetchedBatches(self._dataset, self._collate_fn),
+            _FetchedBatches(self._dataset, self._collate_fn, self._seed),
             batch_sampler=self._feed,
             collate_fn=as_it_is,
             num_workers=self._num_workers,
@@ -83,34 +86,46 @@ class RowReader:
         )
 
 
+class _Task(NamedTuple):
+    """What a worker is told of a row."""
+
+    epoch: int
+    position: int
+    ids: list[int]
+
+
 class _RowFeed:
     """The batch sampler of the workers. Remembers which rows it handed out, because batches come back in that order."""
 
     def __init__(self) -> None:
         self._rows: Iterator[Row] = iter(())
+        self._epoch = 0
         self._handed_out: deque[Row] = deque()
 
-    def start(self, rows: Iterator[Row]) -> deque[Row]:
-        """Feed `rows` from the next iteration on; gives the queue of the rows handed out."""
-        self._rows, self._handed_out = rows, deque()
+    def start(self, rows: Iterator[Row], epoch: int) -> deque[Row]:
+        """Feed `rows` of `epoch` from the next iteration on; gives the queue of the rows handed out."""
+        self._rows, self._epoch, self._handed_out = rows, epoch, deque()
         return self._handed_out
 
-    def __iter__(self) -> Iterator[list[int]]:
-        handed_out = self._handed_out
+    def __iter__(self) -> Iterator[list[_Task]]:
+        epoch, handed_out = self._epoch, self._handed_out
         for row in self._rows:
             handed_out.append(row)
-            yield row.ids
+            yield [_Task(epoch, row.position, row.ids)]  # for torch, a batch of one index
 
 
 class _FetchedBatches(Dataset[Any]):
-    """Gives a worker ready micro-batches, read the same way as in the main process."""
+    """Gives a worker ready micro-batches, read the same way as in the main process but for the random numbers."""
 
-    def __init__(self, dataset: Any, collate_fn: Collate | None) -> None:
+    def __init__(self, dataset: Any, collate_fn: Collate | None, seed: int) -> None:
         self._dataset = dataset
         self._collate_fn = collate_fn
+        self._seed = seed
 
-    def __getitems__(self, ids: list[int]) -> Any:
-        return fetch_function(self._dataset, self._collate_fn)(ids)
+    def __getitems__(self, tasks: list[_Task]) -> Any:
+        (task,) = tasks
+        seed_globals(self._seed, task.epoch, task.position)
+        return fetch_function(self._dataset, self._collate_fn)(task.ids)
 
 
 def _fetched(batch: Any, row: Row) -> FetchedRow:

@@ -73,6 +73,8 @@ class Row(NamedTuple):
     is_filler: bool
     num_samples: int
     """Samples of the row over all ranks."""
+    position: int
+    """Where this rank's first sample stands in the epoch; for a filler, where it would. No two rows share one."""
 
 
 class FetchedRow(NamedTuple):
@@ -98,12 +100,13 @@ def rows_of_epoch(order: SampleOrder, layout: RowLayout, start: int) -> Iterator
     for block_start in range(start, end_of_full, block_size):
         row_starts = np.arange(block_start, min(block_start + block_size, end_of_full), layout.row_size, dtype=np.int64)
         own = np.arange(layout.own_start, layout.own_start + layout.micro_batch_size, dtype=np.int64)
-        for ids in order.at(row_starts[:, None] + own).tolist():
-            yield Row(ids, False, layout.row_size)
+        positions = row_starts[:, None] + own
+        for ids, position in zip(order.at(positions).tolist(), positions[:, 0].tolist(), strict=True):
+            yield Row(ids, False, layout.row_size, position)
     if end_of_full < order.num_samples:
-        yield _last_row(order.indices(end_of_full, order.num_samples).tolist(), layout)
+        yield _last_row(order.indices(end_of_full, order.num_samples).tolist(), layout, end_of_full)
 
 
-def _last_row(ids: list[int], layout: RowLayout) -> Row:
+def _last_row(ids: list[int], layout: RowLayout, start: int) -> Row:
     own = ids[layout.own_start : layout.own_start + layout.micro_batch_size]
-    return Row(own or ids[:1], not own, len(ids))
+    return Row(own or ids[:1], not own, len(ids), start + layout.own_start)

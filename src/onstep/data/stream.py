@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from onstep.data.collate import default_data_collator
 from onstep.data.fetch import Collate, as_it_is, pin, should_pin
+from onstep.data.row_seeding import seed_globals, seeded_aside
 from onstep.data.rows import FetchedRow, RowLayout
 from onstep.data.workers import batches_from_workers, outlive_the_group
 from onstep.errors import DataError
@@ -44,18 +46,26 @@ class RowStream:
     collate_fn: Collate | None = None
     already_batched: bool = False
 
-    def rows(self, skip_samples: int = 0) -> Iterator[FetchedRow]:
+    def rows(self, skip_samples: int = 0, seeds: tuple[int, int] | None = None) -> Iterator[FetchedRow]:
         """The rows of one pass, after reading and dropping the first `skip_samples` of it (over all ranks).
+
+        `seeds`, for a worker process only, are the seed and the epoch that its random state is set from: once for the
+        samples, which are always read from the start, and at each row for the collator, which skipped rows do not call.
+        The samples that a source draws so are the same on every rank and for every micro-batch size.
 
         Raises:
             DataError: where the pass has fewer samples than that.
         """
-        return self._rows_of_batches(skip_samples) if self.already_batched else self._rows_of_samples(skip_samples)
+        if self.already_batched:
+            return self._rows_of_batches(skip_samples)
+        return self._rows_of_samples(skip_samples, seeds)
 
-    def rows_from_worker(self, skip_samples: int, pin_memory: bool, generator: torch.Generator) -> Iterator[FetchedRow]:
+    def rows_from_worker(
+        self, skip_samples: int, seeds: tuple[int, int], pin_memory: bool, generator: torch.Generator
+    ) -> Iterator[FetchedRow]:
         """The same rows, read ahead by one worker process; more would change the order or read samples twice."""
         loader = DataLoader(
-            _RowsInWorker(self, skip_samples),
+            _RowsInWorker(self, skip_samples, seeds),
             batch_size=None,
             collate_fn=as_it_is,
             num_workers=1,
@@ -66,14 +76,20 @@ class RowStream:
         for row in batches_from_workers(loader):
             yield FetchedRow(*row)
 
-    def _rows_of_samples(self, skip_samples: int) -> Iterator[FetchedRow]:
+    def _rows_of_samples(self, skip_samples: int, seeds: tuple[int, int] | None) -> Iterator[FetchedRow]:
+        if seeds is not None:
+            seed_globals("stream", *seeds)
         samples = iter(self.source)
         _check_replayed(sum(1 for _ in islice(samples, skip_samples)), skip_samples)
         collate = self.collate_fn or default_data_collator
         start, size = self.layout.own_start, self.layout.micro_batch_size
+        position = skip_samples + start
         while row := list(islice(samples, self.layout.row_size)):
             own = row[start : start + size]
-            yield FetchedRow(collate(own or row[:1]), None, not own, len(row), len(own))
+            with nullcontext() if seeds is None else seeded_aside(*seeds, position):
+                batch = collate(own or row[:1])
+            yield FetchedRow(batch, None, not own, len(row), len(own))
+            position += len(row)
 
     def _rows_of_batches(self, skip_samples: int) -> Iterator[FetchedRow]:
         batches = iter(self.source)
@@ -106,12 +122,14 @@ class StreamReader:
         self._stream = stream
         self._has_worker = num_workers > 0 and not stream.already_batched and not is_stateful(stream.source)
         self._pins_memory = should_pin(pin_memory)
+        self._seed = seed
         self._generator = torch.Generator().manual_seed(seed % 2**63)
 
-    def open(self, skip_samples: int = 0) -> Iterator[FetchedRow]:
+    def open(self, skip_samples: int = 0, *, epoch: int = 0) -> Iterator[FetchedRow]:
         """A new pass over the source, from after the first `skip_samples`."""
         if self._has_worker:
-            return self._stream.rows_from_worker(skip_samples, self._pins_memory, self._generator)
+            seeds = self._seed, epoch
+            return self._stream.rows_from_worker(skip_samples, seeds, self._pins_memory, self._generator)
         rows = self._stream.rows(skip_samples)
         return (row._replace(batch=pin(row.batch)) for row in rows) if self._pins_memory else rows
 
@@ -120,12 +138,13 @@ _END = object()
 
 
 class _RowsInWorker(IterableDataset[Any]):
-    def __init__(self, stream: RowStream, skip_samples: int) -> None:
+    def __init__(self, stream: RowStream, skip_samples: int, seeds: tuple[int, int]) -> None:
         self._stream = stream
         self._skip_samples = skip_samples
+        self._seeds = seeds
 
     def __iter__(self) -> Iterator[Any]:
-        return self._stream.rows(self._skip_samples)
+        return self._stream.rows(self._skip_samples, self._seeds)
 
 
 def _check_replayed(num_skipped: int, skip_samples: int) -> None:

@@ -34,7 +34,6 @@ class TrainerState:
     trial_name = None
     trial_params = None
     stateful_callbacks: tuple[Any, ...] = ()
-    best_model_checkpoint = None
 
     def __init__(self, progress: TrainState, facts: RunFacts) -> None:
         self._progress = progress
@@ -90,6 +89,11 @@ class TrainerState:
     def best_global_step(self) -> int | None:
         """Step of the best value."""
         return self._progress.best_step
+
+    @property
+    def best_model_checkpoint(self) -> str | None:
+        """Folder of the checkpoint with the best value; None until there is one."""
+        return self._progress.best_model_checkpoint
 
     @property
     def num_input_tokens_seen(self) -> int:

@@ -91,6 +91,8 @@ def training_session(trainer: BaseTrainer, resume_from_checkpoint: Any = None) -
         try:
             with handled_signals(state), _session(trainer, state, seeds=True) as session:
                 state.checkpoints = open_checkpoints(state, session.tell)
+                if state.checkpoints is not None:
+                    state.checkpoints.find()
                 try:
                     _build_training(trainer, session, num_samples)
                     session.tell("on_init_end")
@@ -229,7 +231,7 @@ def _build_training(trainer: BaseTrainer, session: Session, num_samples: int | N
     session.optimizer = tell.optimizer = make_optimizer(trainer, session.module, config)
     iters = train_iters(config, num_samples)
     session.scheduler = tell.scheduler = make_scheduler(trainer, session.optimizer, config, iters)
-    if state.checkpoints is not None and state.checkpoints.find() is not None:
+    if state.checkpoints is not None:
         state.checkpoints.load_progress(session.model, session.optimizer, session.scheduler)
     tell("on_data_init_start")
     session.train_data = train_loader(trainer.train_dataset, session.collate, config, state.world)

@@ -253,6 +253,7 @@ class AnomalyWatch:
             self._buffers.restore()
         self._found = replace(found, findings=findings)
         if found.action == "raise":
+            write_decision(self._state, self._found.request("raised", self._state.world.rank), found.step)
             raise self._found.error()
         if found.is_non_finite and found.action != "stop":
             self._gate.reset()

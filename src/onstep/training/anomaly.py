@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,6 +11,9 @@ from onstep.events import Request
 from onstep.training.culprits import Findings
 
 AUTHOR = "anomaly gate"
+IDS_SHOWN = 12
+"""Sample ids of one list that an error about several steps shows; the sinks have them all."""
+_IDS = re.compile(r"\[(-?\d+(?:, -?\d+)+)\]")
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,20 @@ class Anomaly:
 def too_many(what: str, count: int, most: int, known: list[str]) -> AnomalyError:
     """The error of a run with more skips or rollbacks than it may have, naming them."""
     more = f" ({count - len(known)} earlier ones are not listed)" if count > len(known) else ""
+    listed = "; ".join(map(shorten_ids, known))
     return AnomalyError(
-        f"{count} {what}s are more than anomaly.max_{what}s={most}: {'; '.join(known)}{more}. The data or the "
+        f"{count} {what}s are more than anomaly.max_{what}s={most}: {listed}{more}. The data or the "
         f"learning rate is at fault; look at these samples, lower optimizer.lr, or raise anomaly.max_{what}s."
     )
+
+
+def shorten_ids(text: str) -> str:
+    """The text with every list of sample ids cut to its first `IDS_SHOWN` and a count."""
+
+    def cut(match: re.Match[str]) -> str:
+        ids = match[1].split(", ")
+        if len(ids) <= IDS_SHOWN:
+            return match[0]
+        return f"[{', '.join(ids[:IDS_SHOWN])}, ... and {len(ids) - IDS_SHOWN} more]"
+
+    return _IDS.sub(cut, text)

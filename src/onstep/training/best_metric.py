@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 from onstep.events import Request
@@ -35,6 +36,21 @@ def note_best_metric(state: GlobalState, metrics: dict[str, Any]) -> None:
         progress.best_metric, progress.best_step = value, progress.step
         if state.cfg.checkpoint.save_on_best and progress.step > 0:
             _ask_to_save(state, f"best {key} so far: {value:.6g}")
+
+
+def note_best_checkpoint(state: GlobalState, step: int, path: str | Path) -> None:
+    """Remember where the weights of the best step are, if `path` is the checkpoint of that step; nothing else changes.
+
+    Called on every rank when a checkpoint is durable, and again when one was loaded: it was written before its own
+    place was known. As in `transformers`, the place of an earlier best stays until the best step has a checkpoint.
+
+    Args:
+        state: of the run.
+        step: of the checkpoint.
+        path: its folder.
+    """
+    if step == state.train_state.best_step:
+        state.train_state.best_model_checkpoint = str(path)
 
 
 def _ask_to_save(state: GlobalState, reason: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import Counter
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from onstep.errors import CheckpointError
@@ -14,6 +15,7 @@ from onstep.training.saved_parts import is_stateful
 logger = logging.getLogger(__name__)
 
 _PLAIN = (str, int, float, bool, type(None))
+_DIGEST = re.compile("[0-9a-f]{8}")
 
 
 class CallbackStates:
@@ -22,9 +24,9 @@ class CallbackStates:
     The latter is the convention of `transformers`, such as its EarlyStoppingCallback: the attributes that `state()`
     names are saved and set, while the arguments are today's.
 
-    The id of a callback is its class's full name; of several of one class, also its `state_key` attribute, or else a
-    digest of the plain values that it was made with. Equal ones are told apart by their order. The ids are taken when
-    the run starts, before anything changes a callback.
+    The id of a callback is its class's full name with its `state_key` attribute, or else with a digest of the plain
+    values that it was made with. Equal ones are told apart by their order. The ids are taken when the run starts,
+    before anything changes a callback, and do not depend on which others there are.
     """
 
     def __init__(self, manager: CallbackManager | None) -> None:
@@ -56,12 +58,12 @@ class CallbackStates:
                 ) from error
         without = [key for key in callbacks if key not in pairs]
         if without:
-            logger.warning("the checkpoint has no state for callback %s; it starts anew", ", ".join(without))
+            logger.warning("the checkpoint has no state for callback %s; it starts anew", _listed(without, callbacks))
         unclaimed = [key for key in state_dict if key not in pairs.values()]
         if unclaimed:
             logger.warning(
                 "the checkpoint has a state for callback %s, which this run does not have (removed or renamed?)",
-                ", ".join(unclaimed),
+                _listed(unclaimed, state_dict),
             )
 
     def _current(self) -> dict[str, Any]:
@@ -73,15 +75,10 @@ class CallbackStates:
         return {self._ids[id(one)]: one for one in present}
 
     def _name(self, callbacks: list[Any]) -> None:
-        counts = Counter(_class_name(one) for one in callbacks)
         taken = set(self._ids.values())
         for one in callbacks:
-            key = base = _class_name(one)
             own = getattr(one, "state_key", None)
-            if isinstance(own, str):
-                key = base = f"{base}[{own}]"
-            elif counts[base] > 1 or base in taken:
-                key = base = f"{base}[{_digest(one)}]"
+            key = base = f"{_class_name(one)}[{own if isinstance(own, str) else _digest(one)}]"
             number = 2
             while key in taken:
                 key, number = f"{base}#{number}", number + 1
@@ -119,29 +116,46 @@ def _class_name(callback: Any) -> str:
 
 
 def _digest(callback: Any) -> str:
-    """Eight hex digits of the plain values that the callback holds."""
-    plain = {key: value for key, value in sorted(vars(callback).items()) if isinstance(value, _PLAIN)}
+    """Eight hex digits of the plain values that the callback holds; of its arguments, where it tells them."""
+    values = callback.state().get("args", {}) if not is_stateful(callback) else getattr(callback, "__dict__", {})
+    plain = {key: value for key, value in sorted(values.items()) if isinstance(value, _PLAIN)}
     return hashlib.blake2b(repr(plain).encode(), digest_size=4).hexdigest()
 
 
 def _matched(callbacks: dict[str, Any], saved: dict[str, Any]) -> dict[str, str]:
-    """Each callback's id with the saved id whose state it takes: the same one, else the only one left of its class."""
+    """Each callback's id with the saved id whose state it takes: the same one, else the only one left of its class.
+
+    The latter is told where it was made with other values. Two that their user has named differently never match.
+    """
     pairs = {key: key for key in callbacks if key in saved}
     for key in callbacks:
         if key in pairs:
             continue
-        free = [one for one in saved if one not in pairs.values() and _base(one) == _base(key)]
-        alike = [one for one in callbacks if one not in pairs and _base(one) == _base(key)]
-        if len(free) == 1 and len(alike) == 1:
+        free = [one for one in saved if one not in pairs.values() and _class_of(one) == _class_of(key)]
+        alike = [one for one in callbacks if one not in pairs and _class_of(one) == _class_of(key)]
+        if len(free) == 1 and len(alike) == 1 and not (_is_named(key) and _is_named(free[0])):
             pairs[key] = free[0]
-            if _is_made_otherwise(key, free[0]):
+            if _mark_of(free[0]):
                 logger.warning("callback %s takes the state of %s, the only one of its class", key, free[0])
     return pairs
 
 
-def _is_made_otherwise(key: str, saved: str) -> bool:
-    return "[" in key and "[" in saved
+def _listed(keys: list[str], among: Iterable[str]) -> str:
+    """Ids in words: only the class, where there is no other one of it."""
+    classes = [_class_of(one) for one in among]
+    return ", ".join(_class_of(key) if classes.count(_class_of(key)) == 1 else key for key in keys)
 
 
-def _base(key: str) -> str:
+def _class_of(key: str) -> str:
     return key.partition("[")[0].partition("#")[0]
+
+
+def _mark_of(key: str) -> str:
+    """The `state_key` or digest in an id; empty where a checkpoint has an id without one."""
+    return key.partition("[")[2].rpartition("]")[0]
+
+
+def _is_named(key: str) -> bool:
+    """Whether the user has named it by `state_key`."""
+    mark = _mark_of(key)
+    return mark != "" and _DIGEST.fullmatch(mark) is None

@@ -20,8 +20,11 @@ from onstep.checkpoint import (
     resolve,
 )
 from onstep.config import ConfigContainer
-from onstep.errors import CheckpointError
+from onstep.config.derived import fill
+from onstep.config.differences import changes, decide, describe
+from onstep.errors import CheckpointError, ConfigError
 from onstep.events import Request
+from onstep.optim import OptimizerParamScheduler
 from onstep.training.decisions import write_decision
 from onstep.training.progress_log import log_async_checkpoint_saved
 from onstep.training.run_components import RunComponents
@@ -82,6 +85,7 @@ class RunCheckpoints:
             self.start = self.manager.newest()
             self._check_not_all_damaged()
         if self.start is not None:
+            self._compare_configuration(self.start)
             self._leave_branch(self.start)
         if asked is not None and folder is not None and state.world.is_main:
             folder.note_start(asked)  # after the branch was left: until then a crash must ask for the same start
@@ -98,6 +102,8 @@ class RunCheckpoints:
             return
         with self._todays_values(info, optimizer):
             self._load(info, self.components.progress(model, optimizer, scheduler, loads=True))
+        if isinstance(scheduler, OptimizerParamScheduler) and "scheduler" not in self._loaded:
+            place_scheduler(scheduler, self.state)
         self.state.is_resumed, self.state.is_unsaved = True, False
         if self.state.world.is_main:
             logger.info("continuing from %s", info.path)
@@ -182,10 +188,9 @@ class RunCheckpoints:
             try:
                 outcome = resolve(Path(config.load) if config.load else self.root, step=config.ckpt_step)
             except CheckpointError as error:
-                missing = config.load is not None and not Path(config.load).exists()
-                outcome = error if missing or config.ckpt_step or config.exit_on_missing_checkpoint else None
-                if outcome is None:
-                    logger.warning("%s The run starts from nothing (checkpoint.exit_on_missing_checkpoint).", error)
+                is_new = config.load is not None and Path(config.load).resolve() == self.root.resolve()
+                is_new = is_new and config.ckpt_step is None and not any(self.root.glob("checkpoint-*"))
+                outcome = None if is_new and not config.exit_on_missing_checkpoint else error
         outcome = world.share(outcome)
         if isinstance(outcome, CheckpointError):
             raise outcome
@@ -212,6 +217,31 @@ class RunCheckpoints:
         stored = info.manifest.config.get("validation", {}).get("metric_for_best_model")
         if stored != self.state.cfg.validation.metric_for_best_model:
             self.state.train_state.best_metric = self.state.train_state.best_step = None
+
+    def _compare_configuration(self, info: CheckpointInfo) -> None:
+        """Hold the configuration of the checkpoint against today's, where no run folder has done so already.
+
+        Raises:
+            CheckpointError: for a difference that `checkpoint.on_config_change` does not allow.
+        """
+        state = self.state
+        is_own = state.run_folder is not None and info.path.parent.resolve() == state.run_folder.checkpoints.resolve()
+        if is_own or not info.manifest.config:
+            return
+        policy = state.cfg.checkpoint.on_config_change
+        today = fill(state.cfg, state.world.size)
+        if today.model.vocab_size is None:  # the tokenizer's, which is not open yet
+            today.model.vocab_size = info.manifest.config.get("model", {}).get("vocab_size")
+        try:
+            # how a run starts is its own affair
+            found = [one for one in changes(info.manifest.config, today) if not one.key.startswith("checkpoint.")]
+            decided = decide(found, today, policy, state.world.size)
+        except ConfigError as error:
+            raise CheckpointError(f"{info.path} is of another configuration: {error}") from None
+        if policy == "keep":
+            state.cfg = decided
+        if found and state.world.is_main:
+            logger.info("the configuration differs from that of %s:\n%s", info.path, describe(found))
 
     def _check_not_all_damaged(self) -> None:
         """Refuse to start from nothing over checkpoints that cannot be used; the reasons were told one by one."""
@@ -277,12 +307,19 @@ def own_checkpoints(
     state.checkpoints = open_checkpoints(state, tell)
     assert state.checkpoints is not None
     try:
-        if state.checkpoints.find() is not None:
-            state.checkpoints.load_progress(model, optimizer, scheduler)
+        state.checkpoints.find()
+        state.checkpoints.load_progress(model, optimizer, scheduler)
         yield
     finally:
         state.checkpoints.close()
         state.checkpoints = None
+
+
+def place_scheduler(scheduler: OptimizerParamScheduler, state: GlobalState) -> None:
+    """Put a schedule whose own position was not loaded to where the progress is."""
+    progress, batch_size = state.train_state, state.cfg.train.global_batch_size or 1
+    scheduler.num_steps = (progress.step - progress.num_skips) * batch_size
+    scheduler.step(0)
 
 
 def asked_start(config: ConfigContainer) -> str | None:

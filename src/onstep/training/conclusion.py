@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any, NoReturn
 
+from onstep.events import Request
 from onstep.training.actions import save_and_decide_exit
+from onstep.training.decisions import write_decision
 from onstep.training.exits import save_checkpoint_and_time
 from onstep.training.log_step import advance_tokens, final_metrics, publish
 from onstep.training.loop import Loop, has_all_steps
@@ -94,6 +96,8 @@ def give_up_on_data(loop: Loop) -> None:
 def leave_for_rerun(loop: Loop, result: TrainStepResult) -> NoReturn:
     """A result is suspicious: leave, with a checkpoint of before the step where it is to be computed elsewhere.
 
+    The step in question is not counted; the decision, with the diagnosis, is recorded as one about it.
+
     Raises:
         SystemExit: 16 to be started again, on another device if possible; 17 when the fault is known.
     """
@@ -108,6 +112,11 @@ def leave_for_rerun(loop: Loop, result: TrainStepResult) -> NoReturn:
         )
         if state.checkpoints is not None:
             state.checkpoints.finish()
+    has_saved = result.should_checkpoint and state.checkpoints is not None
+    details = {"exit_code": result.exit_code, "checkpoint": has_saved}
+    reason = state.rerun_state_machine.verdict or ""
+    decision = Request("rerun_exit", "rerun state machine", "", reason, state.world.rank, details)
+    write_decision(state, decision, state.train_state.step + 1)
     raise SystemExit(result.exit_code)
 
 

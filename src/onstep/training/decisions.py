@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -13,6 +14,8 @@ from onstep.journal import encode
 
 if TYPE_CHECKING:
     from onstep.training.state import GlobalState
+
+logger = logging.getLogger(__name__)
 
 _CONFIGURED: dict[str, tuple[str, str]] = {
     "log_interval": ("logger", "log_interval"),
@@ -77,12 +80,18 @@ def record(state: GlobalState, requests: list[Request]) -> None:
         write_decision(state, request)
 
 
-def write_decision(state: GlobalState, request: Request) -> None:
-    """Append a decision to the run's `decisions.jsonl`, on rank 0; a crash costs at most its line."""
+def write_decision(state: GlobalState, request: Request, step: int | None = None) -> None:
+    """Append a decision to the run's `decisions.jsonl`, on rank 0; a crash costs at most its line.
+
+    It is about `step`; None is the last one that is done.
+    """
     if state.run_folder is None or not state.world.is_main:
         return
-    head = {"timestamp": time.time(), "step": state.train_state.step}
-    _append_line(state.run_folder.decisions, encode({**head, **vars(request)}))
+    head = {"timestamp": time.time(), "step": state.train_state.step if step is None else step}
+    try:
+        _append_line(state.run_folder.decisions, encode({**head, **vars(request)}))
+    except OSError as error:
+        logger.warning("a decision (%s) could not be recorded: %s", request, error)
 
 
 def _set(state: GlobalState, key: str, value: Any) -> None:

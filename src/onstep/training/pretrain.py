@@ -6,9 +6,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from safetensors import SafetensorError
+
 from onstep.config import ConfigContainer, resolve
 from onstep.config.differences import describe
 from onstep.distributed import World, open_world, world_size_from_environment
+from onstep.errors import CheckpointError
 from onstep.events import CallbackManager, Control, normalize_callbacks
 from onstep.events.context import unwrap
 from onstep.models import save_hf
@@ -86,6 +89,8 @@ def _run(
         with handled_signals(state), RunScope(tell):
             state.forward_step_func = forward_step_func
             state.checkpoints = open_checkpoints(state, tell)
+            if state.checkpoints is not None:
+                state.checkpoints.find()
             parts = set_up(state, tell)
             try:
                 _train_and_evaluate(state, parts, forward_step_func, manager, tell)
@@ -105,10 +110,16 @@ def record_end(state: GlobalState) -> None:
     if state.run_folder is None or not state.world.is_main:
         return
     status: Status = state.ended or "failed"
+    error = state.error
+    if state.ended_by_anomaly:  # mended, it goes on; as it is, it comes to the same step again
+        status, error = "failed", str(state.stopped_by)
     left_early = state.exits.decided in ("interval", "duration") or not state.was_stopped
     if status == "stopped" and left_early:  # also by a callback's own sys.exit
         status = "paused"
-    state.run_folder.finish(status, state.train_state.step, state.error)
+    try:
+        state.run_folder.finish(status, state.train_state.step, error)
+    except OSError as failure:
+        logger.warning("how the run ended (%s) could not be written: %s", status, failure)
 
 
 def _train_and_evaluate(
@@ -161,7 +172,16 @@ def save_weights(state: GlobalState, parts: Parts) -> None:
         return
     if state.control.should_abort_without_save or state.exits.decided is not None:
         return
-    save_hf(unwrap(parts.model[0]), folder.model, eos_id=state.tokenizer.eos_id)
+    try:
+        save_hf(unwrap(parts.model[0]), folder.model, eos_id=state.tokenizer.eos_id)
+    except (OSError, SafetensorError) as error:
+        message = (
+            f"the final weights could not be written to {folder.model} ({error}); make room and start the same command "
+            f"again, or take them from the newest checkpoint: onstep checkpoint export {folder.path} OUT"
+        )
+        if state.cfg.checkpoint.on_save_error == "stop":
+            raise CheckpointError(message) from error
+        logger.warning("%s", message)
 
 
 def claim_for_all(config: ConfigContainer, world: World) -> tuple[Claim | None, RunLock | None]:

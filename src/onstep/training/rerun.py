@@ -83,6 +83,8 @@ class RerunStateMachine:
         """Steps done before the one that runs; the loop sets it when it starts."""
         self.diagnosis: Diagnosis | None = None
         """What the last rerun showed; the same on all ranks."""
+        self.verdict: str | None = None
+        """The same in words; also where it showed only that another device has to tell."""
         self.stats: dict[str, DifferenceStats] = {}
         """Of `report_determinism_stats`: differences on this rank, by the message of the validation."""
         self._rejections: list[Rejection] = []
@@ -356,6 +358,7 @@ class RerunStateMachine:
         return RerunDiagnostic.CORRECT_RESULT if outcome == _REPRODUCED else RerunDiagnostic.PERSISTENT_ERROR
 
     def _say(self, text: str, what: object) -> None:
+        self.verdict = text % what
         if self._world.is_main:
             logger.error(text, what)
 

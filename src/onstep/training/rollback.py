@@ -9,6 +9,7 @@ from typing import Any
 from onstep.errors import AnomalyError
 from onstep.events import Request
 from onstep.progress import TrainState
+from onstep.training.anomaly import shorten_ids
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,9 @@ class RollBack:
 
     def without_checkpoint(self) -> AnomalyError:
         """The error of a run that has nothing to go back to."""
+        why = shorten_ids(self.request.reason or str(self.request))
         return AnomalyError(
-            f"step {self.bad_step} is to be undone ({self.request.reason or self.request}), and there is no verified "
+            f"step {self.bad_step} is to be undone ({why}), and there is no verified "
             f"checkpoint of step {self.last_good_step} or before to go back to; save more often with "
             f"checkpoint.save_interval, or leave such steps out with train.on_nonfinite=skip."
         )

@@ -108,17 +108,23 @@ class RunFolder:
         temporary.replace(self.run_json)
 
     def begin_again(self) -> None:
-        """Make room for a new run in this folder; the checkpoints of the one before stay in `checkpoints-<n>`."""
-        if self.checkpoints.exists():
-            number = 1
-            while (aside := self.path / f"checkpoints-{number}").exists():
-                number += 1
-            self.checkpoints.rename(aside)
+        """Let the next claim start a new run in this folder."""
         self.write({**self.read(), "status": "again"})
+
+    def set_checkpoints_aside(self) -> None:
+        """Keep the checkpoints of the run before in `checkpoints-<n>`."""
+        if not self.checkpoints.exists():
+            return
+        number = 1
+        while (aside := self.path / f"checkpoints-{number}").exists():
+            number += 1
+        self.checkpoints.rename(aside)
 
     def finish(self, status: Status, step: int, error: str | None = None) -> None:
         """Record how the run ended, and what error ended it."""
-        content = {**self.read(), "status": status, "step": step, "ended_at": time.time()}
+        before = self.read()
+        reached = step or before.get("step", 0)  # 0 where it failed before it came to its checkpoint
+        content = {**before, "status": status, "step": reached, "ended_at": time.time()}
         content.pop("error", None)
         self.write(content if error is None else {**content, "error": error})
 
@@ -167,6 +173,8 @@ def claim_run_folder(config: ConfigContainer) -> tuple[Claim, RunLock | None]:
 def _take(folder: RunFolder, config: ConfigContainer) -> Claim:
     """Start a run, or go on with the one that is there; nobody else can by now."""
     if not folder.run_json.exists() or _may_be_replaced(folder):
+        if folder.run_json.exists():
+            folder.set_checkpoints_aside()
         _start(folder, config)
         return Claim(folder, config)
     claim = _judge(folder, config)
@@ -221,6 +229,8 @@ def _may_be_replaced(folder: RunFolder) -> bool:
     content = folder.read()
     if content.get("status") == "again":
         return True
+    if any(folder.checkpoints.glob("checkpoint-*")):
+        return False
     return content.get("status") == "failed" and not content.get("step") and not folder.journal.exists()
 
 

@@ -56,7 +56,7 @@ def set_up(state: GlobalState, tell: Teller) -> Parts:
     optimizer = build_optimizer(model, config.optimizer, scaler=scaler) if trains else None
     scheduler = scheduler_for(config, optimizer, iters) if trains and iters is not None else None
     tell.model, tell.optimizer, tell.scheduler = model, optimizer, scheduler
-    if state.checkpoints is not None and state.checkpoints.find() is not None:
+    if state.checkpoints is not None:
         state.checkpoints.load_progress(model, optimizer, scheduler)
     tell("on_data_init_start")
     train_data, valid_data, test_data = build_data(config, world, state.tokenizer)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -235,6 +237,21 @@ def test_close_warns_of_a_save_that_failed_and_leaves_nothing_of_it(
     assert "Input/output error" in caplog.text
     assert os.listdir(tmp_path) == []
     assert not manager.is_saving
+
+
+@pytest.mark.distributed
+def test_close_abandons_a_save_of_several_ranks_since_they_cannot_be_asked(tmp_path: Path) -> None:
+    script, root = Path(__file__).with_name("close_script.py"), tmp_path / "checkpoints"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(root)], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    for rank in (0, 1):
+        said = (tmp_path / f"checkpoints.rank-{rank}.log").read_text()
+        assert said.count("step 1 is abandoned, since after an error the other ranks cannot be asked") == 1
+    assert os.listdir(root) == []
 
 
 def test_close_lets_deletions_in_the_background_end(

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from onstep import pretrain
+from onstep import CallbackManager, pretrain
 from onstep.cli.main import main
 from onstep.config import ConfigContainer
+from onstep.errors import NonFiniteError
+from onstep.training import forward_step
 
 ANOMALY = {"bad_step": 7, "anomaly": "non-finite loss", "loss": float("nan"), "grad_norm": 2.5}
 
@@ -97,11 +99,112 @@ def test_a_run_is_found_by_its_name_and_a_mistyped_one_is_answered_with_near_nam
     assert "has no runs" in capsys.readouterr().err
 
 
+def test_the_headline_names_what_ended_this_start_of_the_run_and_not_an_earlier_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ending = [decision(7, "raised", "NaN at step 7"), decision(7, "should_training_stop", "enough", author="Guard")]
+    failed = made_run(tmp_path / "failed", ending[:1], status="failed", error="OSError: no space.", continued_at=1.6e9)
+    head, _ = told(capsys, str(failed))
+    assert head.endswith(
+        "failed at step 9. The last decision to stop: by anomaly gate: NaN at step 7. OSError: no space."
+    )
+    later = made_run(tmp_path / "later", ending, status="failed", error="OSError: no space.", continued_at=1.8e9)
+    head, *_ = told(capsys, str(later))
+    assert head == f"{later} failed at step 9. OSError: no space."
+
+
+def test_a_decision_that_came_late_is_told_with_the_step_that_it_is_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = made_run(tmp_path / "run", [decision(12, "should_training_stop", "NaN", details=ANOMALY)])
+    assert told(capsys, str(folder), "--step", "7")[1].startswith("step 12: stop, by anomaly gate: NaN")
+    assert told(capsys, str(folder), "--step", "8")[1:] == ["Nothing was decided at step 8."]
+
+
+def poisoned_at(step: int) -> Any:
+    calls: list[int] = []
+
+    def forward(data_iterator: Any, model: Any) -> Any:
+        loss, function = forward_step(data_iterator, model)
+        calls.append(1)
+        return (loss * float("nan") if len(calls) == step else loss), function
+
+    return forward
+
+
+def named_run(config: ConfigContainer, folder: Path) -> Path:
+    config.run.name, config.run.output_dir, config.validation.eval_iters = "real", str(folder), 0
+    return folder / "real"
+
+
+def test_a_step_that_is_not_finite_and_raises_is_on_record(
+    tiny_config: ConfigContainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = named_run(tiny_config, tmp_path)
+    tiny_config.train.micro_batch_size = tiny_config.train.global_batch_size
+    ids: list[Any] = []
+    manager = CallbackManager()
+    manager.register("on_train_step_start", lambda context: ids.append(context.sample_ids))
+    with pytest.raises(NonFiniteError):
+        pretrain(tiny_config, poisoned_at(3), callbacks=manager)
+    capsys.readouterr()
+    [row] = [json.loads(line) for line in (folder / "decisions.jsonl").read_text().splitlines()]
+    assert (row["step"], row["flag"], row["author"]) == (3, "raised", "anomaly gate")
+    assert row["details"]["anomaly"] == "non-finite loss"
+    assert row["details"]["sample_ids"] == sorted(ids[2][0])
+    head, *lines = told(capsys, str(folder), "--step", "3")
+    assert "failed at step 2. The last decision to stop: by anomaly gate: non-finite loss at step 3" in head
+    assert lines[0].startswith("step 3: ended with an error, by anomaly gate: non-finite loss at step 3")
+    assert lines[1].startswith("    loss nan, gradient norm")
+    assert lines[2] == f"    the update was not applied; samples {shown(sorted(ids[2][0]))}"
+
+
+def shown(ids: list[int]) -> str:
+    return str(ids) if len(ids) <= 12 else f"{ids[:12]} and {len(ids) - 12} more"
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "words", "consequence"),
+    [
+        ("transient_error", 17, "a transient error of it", "exit code 17 (the fault is known); without a checkpoint"),
+        (
+            "persistent_error",
+            16,
+            "start again on another device to tell why",
+            "exit code 16 (start again, on another device if possible); with a checkpoint of before the step",
+        ),
+    ],
+)
+def test_leaving_for_a_result_that_may_be_wrong_is_on_record_with_its_diagnosis(
+    tiny_config: ConfigContainer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    code: int,
+    words: str,
+    consequence: str,
+) -> None:
+    folder = named_run(tiny_config, tmp_path)
+    rerun = tiny_config.rerun_state_machine
+    rerun.rerun_mode, rerun.error_injection_rate, rerun.error_injection_type = "validate_results", 1, kind
+    with pytest.raises(SystemExit) as left:
+        pretrain(tiny_config)
+    assert left.value.code == code
+    capsys.readouterr()
+    rows = [json.loads(line) for line in (folder / "decisions.jsonl").read_text().splitlines()]
+    assert [row["flag"] for row in rows] == ["saved", "rerun_exit"] if code == 16 else ["rerun_exit"]
+    assert (rows[-1]["step"], rows[-1]["author"]) == (1, "rerun state machine")
+    assert rows[-1]["details"] == {"exit_code": code, "checkpoint": code == 16}
+    head, *lines = told(capsys, str(folder), "--step", "1")
+    assert "The last decision to stop: by rerun state machine: Rank 0" in head
+    assert words in head
+    assert lines[0].startswith("step 1: left, for a result that may be wrong, by rerun state machine: Rank 0")
+    assert lines[1:] == [f"    {consequence}"]
+
+
 def test_what_a_real_run_decided_is_explained(
     tiny_config: ConfigContainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from onstep import CallbackManager
-
     def ask(context: Any) -> None:
         if context.state.train_state.step == 2:
             context.control.set("log_interval", 1, "look closer")

@@ -14,6 +14,9 @@ from onstep.data import EvalLoader, IterableLoader, TrainLoader
 
 NUM_SAMPLES = 24
 
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+"""A machine with fewer cores than workers is no reason to draw other numbers."""
+
 
 def draws() -> torch.Tensor:
     """A number of each generator that is seeded."""
@@ -23,8 +26,11 @@ def draws() -> torch.Tensor:
 class Augmented:
     """Each sample is its index with three random numbers."""
 
+    def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
+        self.num_samples = num_samples
+
     def __len__(self) -> int:
-        return NUM_SAMPLES
+        return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"x": torch.tensor(index), "augmentation": draws()}
@@ -148,9 +154,15 @@ def test_a_stream_in_random_order_is_the_same_on_every_rank_and_for_every_split(
 
 def test_a_filler_draws_for_itself() -> None:
     def tail(rank: int) -> Any:
-        options = {"rank": rank, "world_size": 4, "drop_last": False, "collate_fn": collate, "num_workers": 1}
         loader = TrainLoader(
-            torch.utils.data.Subset(Augmented(), range(6)), micro_batch_size=1, global_batch_size=4, **options
+            Augmented(6),
+            micro_batch_size=1,
+            global_batch_size=4,
+            rank=rank,
+            world_size=4,
+            drop_last=False,
+            collate_fn=collate,
+            num_workers=1,
         )
         step = loader.read(2)
         loader.close()

@@ -19,11 +19,13 @@ def test_progress_is_seen_as_it_moves():
     state = view(progress)
 
     progress.step = 4
-    progress.best_metric, progress.best_step = 1.5, 2
+    assert state.best_model_checkpoint is None
+    progress.best_metric, progress.best_step, progress.best_model_checkpoint = 1.5, 2, "checkpoints/checkpoint-2"
     progress.consumed_tokens, progress.floating_point_operations_so_far = 640, 1e9
 
     assert state.global_step == 4
     assert (state.best_metric, state.best_global_step) == (1.5, 2)
+    assert state.best_model_checkpoint == "checkpoints/checkpoint-2"
     assert (state.num_input_tokens_seen, state.total_flos) == (640, 1e9)
 
 
@@ -52,7 +54,9 @@ def test_process_zero_is_told_from_ranks(rank, local_rank, world, local):
     assert (state.is_world_process_zero, state.is_local_process_zero) == (world, local)
 
 
-@pytest.mark.parametrize("name", ["global_step", "max_steps", "best_metric", "trial_name", "anything"])
+@pytest.mark.parametrize(
+    "name", ["global_step", "max_steps", "best_metric", "best_model_checkpoint", "trial_name", "anything"]
+)
 def test_setting_is_refused_and_says_what_to_do(name):
     with pytest.raises(AttributeError, match=rf"state\.{name} is a view .* cannot be set; ask through `control`"):
         setattr(view(), name, 1)

@@ -62,6 +62,7 @@ def through_a_file(state: Any) -> Any:
 def test_train_state_has_bridges_tensors_and_comes_back_whole() -> None:
     progress = TrainState(step=7, consumed_train_samples=2**40, floating_point_operations_so_far=1e21, do_train=True)
     progress.overrides, progress.skip_list, progress.best_metric = {"lr_factor": 0.5}, [[0, 3]], 1.25
+    progress.best_model_checkpoint = "runs/a/checkpoints/checkpoint-4"
     state = progress.state_dict()
     types = {key: value.dtype for key, value in state.items() if isinstance(value, torch.Tensor)}
     assert types == {
@@ -77,7 +78,7 @@ def test_train_state_has_bridges_tensors_and_comes_back_whole() -> None:
     other = TrainState()
     other.load_state_dict(through_a_file(state))
     assert other == progress
-    assert {type(getattr(other, one.name)) for one in fields(other)} <= {int, float, bool, dict, list, type(None)}
+    assert {type(getattr(other, one.name)) for one in fields(other)} <= {int, float, bool, str, dict, list, type(None)}
     with pytest.raises(KeyError):
         other.load_state_dict({"step": torch.tensor(3)})
 
@@ -97,6 +98,101 @@ def test_two_of_a_class_are_told_apart_by_what_they_were_made_with() -> None:
     again_second, again_first = Counter(patience=9), Counter(patience=2)
     states_of(again_second, again_first).load_state_dict(saved)
     assert (again_first.count, again_second.count) == (20, 90)
+
+
+@pytest.mark.parametrize(
+    ("saved_with", "resumed_with"),
+    [([1, 10], [1]), ([1, 10], [10]), ([1], [1, 7]), ([1], [7, 1]), ([1, 10, 20], [20, 7, 8, 1])],
+)
+def test_an_unchanged_one_keeps_its_state_whatever_else_of_its_class_comes_or_goes(
+    saved_with: list[int], resumed_with: list[int]
+) -> None:
+    before = [Counter(patience) for patience in saved_with]
+    states = states_of(*before)
+    for one in before:
+        one.count = 100 + one.patience
+    after = [Counter(patience) for patience in resumed_with]
+    states_of(*after).load_state_dict(through_a_file(states.state_dict()))
+    assert {one.patience: one.count for one in after} == {
+        patience: 100 + patience if patience in saved_with else 0 for patience in resumed_with
+    }
+
+
+def test_the_only_one_of_a_class_takes_its_state_with_other_values_too_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, second = Counter(1), Counter(10)
+    states = states_of(first, second)
+    first.count, second.count = 5, 50
+    same, other = Counter(1), Counter(11)
+    with caplog.at_level(logging.WARNING):
+        states_of(other, same).load_state_dict(states.state_dict())
+    assert (same.count, other.count) == (5, 50)
+    [text] = [record.getMessage() for record in caplog.records]
+    assert "takes the state of test_saved_parts.Counter[" in text
+    assert "the only one of its class" in text
+
+
+def test_an_unchanged_one_says_nothing_and_an_id_without_a_digest_is_known(caplog: pytest.LogCaptureFixture) -> None:
+    saved = states_of(counted(Counter(3), 0)).state_dict()
+    with caplog.at_level(logging.WARNING):
+        states_of(Counter(3)).load_state_dict(saved)
+        old = Counter(3)
+        states_of(old).load_state_dict({"test_saved_parts.Counter": {"count": 8}})
+    assert old.count == 8
+    assert not caplog.records
+
+
+def test_a_name_counts_more_than_values_and_two_names_are_never_the_same() -> None:
+    def with_name(name: str, patience: int) -> Counter:
+        counter = Counter(patience)
+        counter.state_key = name  # type: ignore[attr-defined]
+        return counter
+
+    first, second = with_name("train", 1), with_name("test", 2)
+    states = states_of(first, second)
+    first.count, second.count = 10, 20
+    again, unknown = with_name("train", 2), with_name("other", 1)
+    states_of(unknown, again).load_state_dict(states.state_dict())
+    assert (again.count, unknown.count) == (10, 0)
+
+
+def test_an_id_begins_with_the_class_and_is_the_same_in_every_process() -> None:
+    [key] = states_of(Counter(patience=4)).state_dict()
+    assert key == "test_saved_parts.Counter[17912c27]"
+
+
+def test_an_exportable_one_is_known_by_its_arguments_and_one_with_slots_by_its_order() -> None:
+    class Exportable(TrainerCallback):
+        def __init__(self, patience: int) -> None:
+            self.patience, self.seen = patience, 0
+
+        def state(self) -> dict[str, Any]:
+            return {"args": {"patience": self.patience}, "attributes": {"seen": self.seen}}
+
+        @classmethod
+        def from_state(cls, state: dict[str, Any]) -> Exportable:
+            return cls(**state["args"])
+
+    class Slotted:
+        __slots__ = ("count",)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            pass
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": self.count}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.count = state_dict["count"]
+
+    used, other, slotted = Exportable(2), Exportable(3), Slotted()
+    used.seen, other.seen, slotted.count = 20, 30, 7
+    saved = states_of(used, other, slotted).state_dict()
+    again, new = Exportable(2), Slotted()
+    new.count = 0
+    states_of(new, again).load_state_dict(saved)
+    assert (again.seen, new.count) == (20, 7)
 
 
 def test_two_equal_ones_are_told_apart_by_their_order_and_names() -> None:

@@ -53,7 +53,8 @@ def process(job: str, folder: Path, *words: str, **environment: str) -> Iterator
 
 def wait_for(path: Path, running: subprocess.Popen[str]) -> Any:
     """What a process tells, once it does."""
-    return wait_until(path.exists, running) or json.loads(path.read_text())
+    wait_until(path.exists, running)
+    return json.loads(path.read_text())
 
 
 def wait_until(is_true: Callable[[], bool], running: subprocess.Popen[str]) -> None:

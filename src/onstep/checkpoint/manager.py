@@ -134,9 +134,9 @@ class CheckpointManager:
     def close(self) -> None:
         """Let go of thread and memory, after waiting for the writer. No collective: it may follow an error of one rank.
 
-        A save that is not finalised becomes a checkpoint if there is one rank only; a failure is warned of. `on_durable`
-        is not told: the run may be ending with an error, and what it calls expects a run that goes on. With several
-        ranks the save is abandoned, with a warning: nobody can ask the others whether they have written it.
+        A save that is not finalised becomes a checkpoint if there is one rank only; a failure is warned of. Then
+        `on_durable` is not told: the run may be ending with an error, and what it calls expects a run that goes on.
+        With several ranks the save is abandoned, with a warning: nobody can ask the others whether they wrote it.
         """
         if self._writer is not None:
             self._writer.shutdown(wait=True)

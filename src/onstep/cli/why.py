@@ -34,7 +34,7 @@ _WHAT = {
 }
 _ENDING = ("should_training_stop", "should_abort_without_save", "rerun_exit", "raised")
 """What ends a run."""
-_EXITS = {16: " (start again, on another device if possible)", 17: " (the fault is known)"}
+_EXITS = {"16": " (start again, on another device if possible)", "17": " (the fault is known)"}
 _EVERYDAY = ("should_log", "should_evaluate")
 """Shown only for a step that is asked about."""
 _STATUS = {
@@ -140,7 +140,9 @@ def _lines(decision: Decision) -> list[str]:
         lines.append(f"    the update was not applied; samples {_shortened(details['sample_ids'])}")
     if flag == "rerun_exit":
         saved = "with a checkpoint of before the step" if details.get("checkpoint") else "without a checkpoint"
-        lines.append(f"    exit code {details.get('exit_code')}{_EXITS.get(details.get('exit_code'), '')}; {saved}")
+        lines.append(
+            f"    exit code {details.get('exit_code')}{_EXITS.get(str(details.get('exit_code')), '')}; {saved}"
+        )
     if flag == "rolled_back":
         factor = details.get("lr_factor", 1.0)
         rate = "" if factor == 1.0 else f"; the learning rate is multiplied by {factor}"

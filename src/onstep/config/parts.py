@@ -289,7 +289,7 @@ class CheckpointConfig(ConfigPart):
     ckpt_step: int | None = None
     """Start from the checkpoint of this step instead of the newest."""
     exit_on_missing_checkpoint: bool = False
-    """Refuse to start from nothing where `load` has no checkpoint."""
+    """Refuse to start from nothing where `load` is the folder that the run saves to, and holds no checkpoint yet."""
     load_optim: bool = True
     """Load the optimizer and the scheduler."""
     load_rng: bool = True

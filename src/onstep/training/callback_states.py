@@ -53,8 +53,8 @@ class CallbackStates:
                 _give_state(callbacks[key], state_dict[saved_key])
             except Exception as error:
                 raise CheckpointError(
-                    f"callback {key} cannot take the state that the checkpoint has for it: {type(error).__name__}: "
-                    f"{error}. Remove the callback, or continue with the version that saved it."
+                    f"callback {_listed([key], callbacks)} cannot take the state that the checkpoint has for it: "
+                    f"{type(error).__name__}: {error}. Remove the callback, or continue with the version that saved it."
                 ) from error
         without = [key for key in callbacks if key not in pairs]
         if without:

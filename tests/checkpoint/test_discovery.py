@@ -188,6 +188,7 @@ def test_falling_back_is_said_only_where_there_is_one_before(tmp_path: Path) -> 
         (["pytorch_model.bin", "config.json"], "save_pretrained('NEW_FOLDER') writes safetensors", "no weights"),
         (["model.safetensors", "config.json"], "load them with transformers", "pickle"),
         (["model-00001-of-00002.safetensors", "optimizer.pt", "rng_state_0.pth"], "pickled files are not read", "NEW_"),
+        (["model.safetensors", "pytorch_model.bin"], "load them with transformers", "NEW_"),
         (["trainer_state.json"], "no weights that could be used", "load them"),
     ],
 )

@@ -264,16 +264,18 @@ def test_retention_is_applied_after_each_save(tmp_path: Path) -> None:
 
 
 def test_what_a_run_killed_after_a_save_could_not_delete_is_deleted_when_it_continues(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 4):
-        CheckpointManager(tmp_path, World(), run_id="other" if step == 1 else "own").save(request(step))
-    (tmp_path / "checkpoint-4" / "box" / "state.json").write_text("{}")
-    keep_one = Retention(most_recent_k=1)
-    assert CheckpointManager(tmp_path, World(), run_id="new", retention=keep_one).newest().step == 3  # type: ignore[union-attr]
-    manager = CheckpointManager(tmp_path, World(), run_id="own", retention=keep_one)
-    assert manager.newest(max_step=3).step == 3  # type: ignore[union-attr]
-    assert names(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3", "checkpoint-4", "latest"]
-    assert manager.newest().step == 3  # type: ignore[union-attr]
-    assert names(tmp_path) == ["checkpoint-1", "checkpoint-3", "checkpoint-4", "latest"]
+    def manager(run_id: str) -> CheckpointManager:
+        return CheckpointManager(tmp_path, World(), run_id=run_id, retention=Retention(most_recent_k=1))
+
+    for step, run_id in enumerate(["other", "other", "own", "own", "own"], start=1):
+        CheckpointManager(tmp_path, World(), run_id=run_id).save(request(step))
+    (tmp_path / "checkpoint-5" / "box" / "state.json").write_text("{}")
+    everything = names(tmp_path)
+    assert manager("other").newest().step == 4  # type: ignore[union-attr]
+    assert manager("own").newest(max_step=4).step == 4  # type: ignore[union-attr]
+    assert names(tmp_path) == everything
+    assert manager("own").newest().step == 4  # type: ignore[union-attr]
+    assert names(tmp_path) == [name for name in everything if name != "checkpoint-3"]
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(

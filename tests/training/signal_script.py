@@ -50,11 +50,14 @@ class Rows(torch.utils.data.Dataset[Any]):
 
 
 def loader_of(rows: Rows, micro_batch_size: int, kind: str) -> TrainLoader | IterableLoader:
-    """Two workers: our own, which outlive a SIGTERM to the group, or those of a user's plain torch loader."""
+    """Two workers of our own, which outlive a SIGTERM to the group, or the one of a user's plain torch loader.
+
+    One, so that no batch is on its way from another worker at the moment when that dies.
+    """
     size = micro_batch_size
     if kind == "ours":
         return TrainLoader(rows, micro_batch_size=size, global_batch_size=size, shuffle=False, num_workers=2)
-    plain = torch.utils.data.DataLoader(rows, batch_size=size, num_workers=2)
+    plain = torch.utils.data.DataLoader(rows, batch_size=size, num_workers=1)
     return IterableLoader(plain, micro_batch_size=size, already_batched=True)
 
 

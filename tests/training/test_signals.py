@@ -48,7 +48,9 @@ def process(job: str, folder: Path, *words: str, **environment: str) -> Iterator
     finally:
         if running.poll() is None:
             os.killpg(running.pid, signal.SIGKILL)
-        running.communicate()
+        running.wait()
+        assert running.stderr is not None
+        running.stderr.close()
 
 
 def wait_for(path: Path, running: subprocess.Popen[str]) -> Any:

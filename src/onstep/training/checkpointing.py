@@ -25,6 +25,7 @@ from onstep.config.differences import changes, decide, describe
 from onstep.errors import CheckpointError, ConfigError
 from onstep.events import Request
 from onstep.optim import OptimizerParamScheduler
+from onstep.training.best_metric import note_best_checkpoint
 from onstep.training.decisions import write_decision
 from onstep.training.progress_log import log_async_checkpoint_saved
 from onstep.training.run_components import RunComponents
@@ -107,6 +108,7 @@ class RunCheckpoints:
         self.state.is_resumed, self.state.is_unsaved = True, False
         if self.state.world.is_main:
             logger.info("continuing from %s", info.path)
+        note_best_checkpoint(self.state, info.step, info.path)
         self.tell("on_checkpoint_load", checkpoint_step=info.step, checkpoint_path=str(info.path))
 
     def load_position(self, reader: Any, scheduler: Any = None) -> None:
@@ -126,6 +128,7 @@ class RunCheckpoints:
         self._load(info, self.components.progress(model, optimizer, scheduler))
         self._load(info, self.components.position(None, loads=True))
         self._leave_branch(info)
+        note_best_checkpoint(self.state, info.step, info.path)
         self.tell("on_checkpoint_load", checkpoint_step=info.step, checkpoint_path=str(info.path))
 
     def save(self, model: list[Any], optimizer: Any, scheduler: Any, reader: Any, persistent: bool = True) -> None:
@@ -163,7 +166,7 @@ class RunCheckpoints:
             self.manager.finalize()
 
     def close(self) -> None:
-        """Let go of threads and buffers; a save that is not durable is abandoned. No collective."""
+        """Let go of threads and buffers. One rank alone makes a pending save durable; of several it is abandoned."""
         self.manager.close()
 
     def load_best_model(self, model: list[Any]) -> None:
@@ -177,6 +180,7 @@ class RunCheckpoints:
             [StateComponent("model", ModelState(model), SharingPattern.REPLICATED)],
             skip=set(best.manifest.components) - {"model"},
         )
+        self.state.train_state.best_model_checkpoint = str(best.path)
         if self.state.world.is_main:
             logger.info("loaded the best weights, of step %d", best.step)
 
@@ -217,6 +221,7 @@ class RunCheckpoints:
         stored = info.manifest.config.get("validation", {}).get("metric_for_best_model")
         if stored != self.state.cfg.validation.metric_for_best_model:
             self.state.train_state.best_metric = self.state.train_state.best_step = None
+            self.state.train_state.best_model_checkpoint = None
 
     def _compare_configuration(self, info: CheckpointInfo) -> None:
         """Hold the configuration of the checkpoint against today's, where no run folder has done so already.
@@ -283,6 +288,7 @@ class RunCheckpoints:
         if self.state.cfg.checkpoint.async_save and self.state.cfg.logger.log_progress:
             log_async_checkpoint_saved(self.state, saved.step)
         details = {"checkpoint_step": saved.step, "path": str(saved.path)}
+        note_best_checkpoint(self.state, saved.step, saved.path)
         write_decision(self.state, Request("saved", "the loop", "", self.state.save_reason, 0, details))
         self.tell("on_checkpoint_save", checkpoint_step=saved.step, checkpoint_path=str(saved.path))
 

@@ -38,7 +38,7 @@ def wait_for_data(read: Callable[[], T], handler: DistributedSignalHandler | Non
     try:
         return _watched_read(read, handler.innermost, data_timeout)
     except (RuntimeError, OSError, EOFError) as error:
-        if handler.received and (handler.lost_workers or "DataLoader worker" in str(error)):
+        if handler.received and ("DataLoader worker" in str(error) or _are_workers_lost(handler)):
             raise DataTimeout(f"the data workers ended with {handler.signal_name}: {error}") from error
         raise
 

@@ -15,6 +15,7 @@ from onstep.training.signals import DistributedSignalHandler
 T = TypeVar("T")
 
 _RETRY_SECONDS = 0.05
+_DEATH_SECONDS = 1.0
 
 
 class DataTimeout(OnstepError):  # noqa: N818 - ends a wait, and the run then saves; nothing went wrong
@@ -41,6 +42,14 @@ def wait_for_data(read: Callable[[], T], handler: DistributedSignalHandler | Non
         if handler.received and ("DataLoader worker" in str(error) or _are_workers_lost(handler)):
             raise DataTimeout(f"the data workers ended with {handler.signal_name}: {error}") from error
         raise
+
+
+def _are_workers_lost(handler: DistributedSignalHandler) -> bool:
+    """Whether the signal has ended data workers; their sockets close a moment before the system tells of their end."""
+    deadline = time.monotonic() + _DEATH_SECONDS
+    while not handler.lost_workers and time.monotonic() < deadline:
+        time.sleep(_RETRY_SECONDS)
+    return handler.lost_workers
 
 
 def _watched_read(read: Callable[[], T], handler: DistributedSignalHandler, seconds: float | None) -> T:

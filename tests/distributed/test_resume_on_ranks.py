@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from whole_runs import Ranks, check_same, forked, samples_of_epochs, taken
 
 pytestmark = pytest.mark.distributed

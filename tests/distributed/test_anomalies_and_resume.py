@@ -148,7 +148,7 @@ def test_a_stop_saves_nothing_of_which_the_counters_may_be_ahead_of_the_weights(
     name = f"stop-{learns_late}"
     settings = settings_of({"22": NAN}, **{"train.on_nonfinite": "stop", "checkpoint.certify": False})
     assert ranks.start(name, "trainer", ranks=1, learns_late=learns_late, **settings) == [0], ranks.output(name)
-    assert ranks.status(name) == "stopped"
+    assert ranks.status(name) == "failed"
     assert max(taken(ranks.folder / name)) == 3
     assert ranks.steps(name) == [2]
 
@@ -161,6 +161,6 @@ def test_a_bad_step_that_the_host_learns_of_at_a_save_is_not_saved(ranks: Ranks,
     settings = settings_of({"22": NAN}, **overrides)
     settings["arguments"] = {**IN_ORDER, "logging_steps": 50}
     assert ranks.start(name, "trainer", ranks=1, learns_late=True, **settings) == [0]
-    assert ranks.status(name) == "stopped"
+    assert ranks.status(name) == "failed"
     assert max(taken(ranks.folder / name)) == 4, "known only where the save waits for the device"
     assert ranks.steps(name) == [2]

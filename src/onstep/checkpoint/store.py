@@ -21,6 +21,8 @@ from onstep.errors import CheckpointError
 
 Result = TypeVar("Result")
 
+HASH_THREADS = min(4, os.cpu_count() or 1)
+"""A number and not the library's common pool, which a forked process would wait for in vain."""
 HASH_ASIDE_BYTES = 1024**2
 """From this size on a buffer is hashed by a second thread while it is written; below it the hand-over costs more."""
 TRASH = ".trash-"
@@ -142,7 +144,7 @@ class StoredFile:
         self.path = path
         self._descriptor: int | None = descriptor
         self._do = do
-        self._hasher = blake3()
+        self._hasher = blake3(max_threads=HASH_THREADS)
         self._size = 0
         self._digest: FileDigest | None = None
         self._aside: ThreadPoolExecutor | None = None

@@ -66,8 +66,10 @@ def train_step(
         scheduler: stepped when the update succeeded, by the samples of a whole step also where the tail of an epoch
             is shorter: the schedule is as long as the run. None keeps the learning rate.
         global_state: state of the run.
-        tell: tells the moments inside the step; None tells nobody.
+        tell: tells the moments inside the step; None tells nobody. With one, `loss_dict` is empty where nobody listens
+            to `on_train_step_end`.
     """
+    returns_losses = tell is None
     tell = tell or Teller(None, global_state)
     batches = step_batches(data_iterator, global_state.num_microbatches, global_state.world.size)
     scaler = global_state.loss_scaler(optimizer)
@@ -94,7 +96,9 @@ def train_step(
     if tell.on.on_train_metrics:
         loss, tokens = local_metrics(micros)
         tell("on_train_metrics", loss=loss, grad_norm=grad_norm, tokens=tokens)
-    return TrainStepResult(loss_dict(step_loss), int(not successful), False, False, 0, grad_norm, num_zeros)
+    # a tensor operation, which the loop can do without where nobody is told
+    losses = loss_dict(step_loss) if returns_losses or tell.on.on_train_step_end else {}
+    return TrainStepResult(losses, int(not successful), False, False, 0, grad_norm, num_zeros)
 
 
 def step_batches(data_iterator: Any, num_microbatches: int, world_size: int = 1) -> StepBatches:

@@ -49,7 +49,7 @@ def other_value(value: Any) -> Any:
     if isinstance(value, bool):
         return not value
     if isinstance(value, list):
-        return [*value, "another"]
+        return [*value, *([7] if value and isinstance(value[0], int) else ["another"])]
     if isinstance(value, dict):
         return {**value, "ANOTHER": "1"}
     if isinstance(value, int | float):
@@ -61,7 +61,7 @@ def changed(key: str) -> ConfigContainer:
     """Today's configuration with one value set to another; the type of a None is found by trying."""
     today = started()
     value = other_value(to_flat(today)[key])
-    for candidate in (value,) if value is not None else (7, 0.5, True, "other", ["model"]):
+    for candidate in (value,) if value is not None else (7, 0.5, True, "other", ["model"], {"a": "b"}):
         try:
             merge(today, {key: candidate})
         except ConfigError:

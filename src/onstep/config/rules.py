@@ -67,6 +67,8 @@ POSITIVE = dotted(
             "init_method_std",
         ),
         "dataset": ("seq_length",),
+        "logger": ("throughput_window_size", "tensorboard_log_interval", "tensorboard_queue_size"),
+        "profiling": ("profile_step_end",),
         "ddp": ("bucket_cap_mb",),
         "dist": ("distributed_timeout_minutes",),
     }
@@ -113,6 +115,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "scheduler.lr_decay_style": DECAY_STYLES,
     "scheduler.lr_wsd_decay_style": WSD_DECAY_STYLES,
     "scheduler.weight_decay_incr_style": ("constant", "linear", "cosine"),
+    "logger.runtime_time_unit": ("seconds", "minutes", "hours", "days"),
     "tokenizer.tokenizer_type": ("bytes", "tokenizers", "huggingface"),
     "dist.distributed_backend": ("gloo", "nccl"),
 }

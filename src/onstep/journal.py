@@ -14,7 +14,6 @@ import json
 import math
 import os
 import re
-import weakref
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from itertools import count
@@ -23,6 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from onstep.errors import OnstepError
+from onstep.forking import release_in_forked_children
 
 Record = dict[str, Any]
 
@@ -69,7 +69,7 @@ class Journal:
         """Where the next separator goes: over the closing bracket."""
         self._separator = b"\n" if body.endswith(b"[") else b",\n"
         self._take_back(descriptor)
-        _close_in_forked_children(self)
+        release_in_forked_children(self, Journal._release)
 
     @classmethod
     def open(cls, path: str | Path, mode: str = "a") -> Journal:
@@ -386,15 +386,3 @@ def _reserved(name: Path) -> bool:
 
 def _names(path: Path, label: str) -> Iterator[Path]:
     return (path.with_name(f"{path.stem}.{label}{number}{path.suffix}") for number in count(1))
-
-
-def _close_in_forked_children(journal: Journal) -> None:
-    """A forked child shares the lock, and would hold it after its parent's death."""
-    reference = weakref.ref(journal)
-
-    def close() -> None:
-        inherited = reference()
-        if inherited is not None:
-            inherited._release()
-
-    os.register_at_fork(after_in_child=close)

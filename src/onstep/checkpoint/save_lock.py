@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import weakref
 from pathlib import Path
 
 from onstep.checkpoint.store import FileStore
 from onstep.errors import CheckpointError
+from onstep.forking import release_in_forked_children
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 """What file systems without locks answer."""
@@ -22,7 +22,7 @@ class SaveLock:
         self.path = path
         self._store = store
         self._descriptor: int | None = descriptor
-        _close_in_forked_children(self)
+        release_in_forked_children(self, SaveLock._close)
 
     @classmethod
     def take(cls, store: FileStore, path: Path) -> SaveLock | None:
@@ -83,15 +83,3 @@ def _is_still_there(path: Path, descriptor: int) -> bool:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-
-
-def _close_in_forked_children(lock: SaveLock) -> None:
-    """A forked child (a data loader's worker) shares the lock, and would hold it after its parent's death."""
-    reference = weakref.ref(lock)
-
-    def close() -> None:
-        inherited = reference()
-        if inherited is not None:
-            inherited._close()
-
-    os.register_at_fork(after_in_child=close)

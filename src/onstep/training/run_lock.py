@@ -5,10 +5,10 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-import weakref
 from pathlib import Path
 
 from onstep.errors import RunExistsError
+from onstep.forking import release_in_forked_children
 
 
 class RunLock:
@@ -33,21 +33,10 @@ class RunLock:
             pass  # a file system without locks (some network mounts): nothing tells two processes apart there
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        _release_in_forked_children(self)
+        release_in_forked_children(self, RunLock.release)
 
     def release(self) -> None:
         """Let go; doing it twice is harmless."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
-
-
-def _release_in_forked_children(lock: RunLock) -> None:
-    reference = weakref.ref(lock)
-
-    def release() -> None:
-        inherited = reference()
-        if inherited is not None:
-            inherited.release()
-
-    os.register_at_fork(after_in_child=release)

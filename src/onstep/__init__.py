@@ -5,8 +5,9 @@ Importing this package does not import torch; names are loaded when they are fir
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from onstep.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from onstep.callbacks import DefaultMetrics, InfoCallback, JsonLogger, ProgressCallback
@@ -52,12 +53,4 @@ __all__ = [
     "pretrain",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'onstep' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

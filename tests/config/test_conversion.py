@@ -68,6 +68,7 @@ CHOICES: dict[str, list[Any]] = {
     "logger.log_on_each_epoch": [True, False],
     "logger.logging_level": [None, 10, 15, 30],
     "logger.logging_dir": [None, "logs"],
+    "logger.report_to": [None, [], ["none"], ["all"], ["csv"], ["comet_ml", "tensorboard"]],
     "ddp.bucket_cap_mb": [25.0, 12.5, 50.0],
     "ddp.find_unused_parameters": [True, False],
     "dist.distributed_backend": [None, "gloo"],
@@ -228,6 +229,10 @@ OTHER_VALUES: dict[str, Any] = {
     "best_model_greater_is_better": False,
     "checkpoint_components": ["model", "trainer"],
     "config_overrides": {"model.num_layers": 7, "run.fresh": True},
+    "report_to": ["csv", "comet"],
+    "project": "my-project",
+    "trackio_space_id": "me/space",
+    "trackio_bucket_id": "me/bucket",
 }
 IMPLEMENTED = {f.name for f in dataclasses.fields(TrainingArguments)} - {
     f.name for f in dataclasses.fields(ReservedArguments)
@@ -269,6 +274,17 @@ def test_random_arguments_survive_the_round_trip(seed: int) -> None:
     names = [name for name in OTHER_VALUES if rng.random() < 0.4 and name not in ("mixed_precision", "fp16")]
     args = made(**{name: OTHER_VALUES[name] for name in names})
     assert config_to_args(args_to_config(args, world_size=2), world_size=2) == args
+
+
+def test_report_to_is_an_argument_and_a_key() -> None:
+    config = args_to_config(TrainingArguments(report_to=["csv", "comet_ml"], project="mine"))
+    assert config.logger.report_to == ["csv", "comet"]
+    assert config.trainer == {"project": "mine"}
+    args = config_to_args(from_dict({"logger.report_to": ["wandb"]}))
+    assert (args.report_to, args.config_overrides and args.config_overrides.get("logger.report_to")) == (
+        ["wandb"],
+        None,
+    )
 
 
 def test_defaults_need_neither_trainer_nor_overrides() -> None:

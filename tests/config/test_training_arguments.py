@@ -108,6 +108,9 @@ def test_a_refused_token_is_not_shown() -> None:
         ({"save_on_each_node": True}, r"save_on_each_node=True .*storage that all nodes see"),
         ({"include_for_metrics": ["logits"]}, r"'logits'; it may hold 'inputs' and 'loss'"),
         ({"average_tokens_across_devices": False}, r"average_tokens_across_devices=False is not supported"),
+        ({"report_to": "wnadb"}, r"report_to='wnadb' is no tracker; use 'none', .*Did you mean 'wandb'"),
+        ({"report_to": ["csv", "codecarbon"]}, r"report_to='codecarbon' is no tracker; use 'none'"),
+        ({"report_to": ["csv", "none"]}, r"'none' beside trackers; drop one or the other"),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_at_construction(values: dict[str, Any], message: str) -> None:
@@ -136,6 +139,29 @@ def test_a_value_that_cannot_work_is_refused_at_construction(values: dict[str, A
 )
 def test_what_means_the_default_or_has_an_effect_is_accepted(values: dict[str, Any]) -> None:
     TrainingArguments(**values)
+
+
+@pytest.mark.parametrize(
+    ("given", "settled"),
+    [
+        ("none", []),
+        (None, []),
+        (["none"], []),
+        ("all", ["all"]),
+        (["csv", "all"], ["all"]),
+        ("wandb", ["wandb"]),
+        ("comet_ml", ["comet"]),
+        (["comet", "comet_ml", "csv"], ["comet", "csv"]),
+        (("csv", "mlflow"), ["csv", "mlflow"]),
+    ],
+)
+def test_report_to_becomes_a_list_of_trackers(given: Any, settled: list[str]) -> None:
+    assert TrainingArguments(report_to=given).report_to == settled
+
+
+def test_what_hugging_face_makes_of_all_is_accepted() -> None:
+    theirs = transformers.TrainingArguments("out", use_cpu=True, report_to=["tensorboard", "comet_ml", "trackio"])
+    assert TrainingArguments(**theirs.to_dict()).report_to == ["tensorboard", "comet", "trackio"]
 
 
 def test_an_unknown_keyword_is_a_type_error_that_names_the_nearest() -> None:

@@ -142,3 +142,9 @@ def test_a_negative_count_is_refused(model, prompt):
 def test_another_model_is_refused(prompt):
     with pytest.raises(ConfigError, match="needs an onstep Transformer, got Linear"):
         generate(nn.Linear(2, 2), prompt, max_new_tokens=1)
+
+
+def test_a_repetition_penalty_sees_the_prompt_and_the_text_so_far(model, prompt):
+    out = generate(model, prompt[:, :3], max_new_tokens=12, temperature=0, repetition_penalty=1e6)
+
+    assert all(len(set(row)) == len(set(row[:3])) + 12 for row in out.tolist())

@@ -42,9 +42,32 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p, kept):
     assert frequencies(Sampling(top_p=top_p)).nonzero().flatten().tolist() == kept
 
 
+def test_a_repetition_penalty_makes_seen_tokens_less_likely_whatever_the_sign_of_their_score():
+    logits = torch.tensor([[2.0, 1.5, -3.0, -2.5], [1.0, 2.0, 1.5, 0.0]])
+    seen = torch.tensor([[0, 2, 0], [3, 3, 3]])
+    greedy, generator = Sampling(temperature=0, repetition_penalty=2.0), torch.Generator()
+
+    assert greedy.choose(logits, generator, seen).flatten().tolist() == [1, 1]
+    assert greedy.choose(logits[:, 2:], generator, seen[:, 1:2] - 2).flatten().tolist()[0] == 1
+    assert greedy.choose(logits, generator).flatten().tolist() == [0, 1]
+
+
+def test_the_repetition_penalty_is_that_of_transformers():
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    seen = torch.randint(0, 50, (3, 20), generator=torch.Generator().manual_seed(1))
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(seen, logits).argmax(-1, keepdim=True)
+
+    chosen = Sampling(temperature=0, repetition_penalty=1.7).choose(logits, torch.Generator(), seen)
+
+    assert torch.equal(chosen, expected)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be > 0, got 0.0"),
         ({"temperature": -1.0}, "temperature must be a finite number >= 0, got -1.0"),
         ({"temperature": float("inf")}, "temperature must be a finite number"),
         ({"top_k": 0}, "top_k must be >= 1, got 0"),

@@ -57,8 +57,10 @@ def test_it_may_die_in_a_forward_pass_an_evaluation_a_log_or_a_save(make: Make) 
         "on_eval_end",
         "on_log_step",
         "on_log",
+        "on_checkpoint_save_start",
         "on_checkpoint_save",
         "on_epoch_end",
+        "on_final_metrics",
         "on_train_end",
         "on_test_end",
     ):

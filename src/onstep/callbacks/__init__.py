@@ -1,18 +1,54 @@
 """The built-in callbacks. Each uses nothing but what it is told, so a copy of its file works as well."""
 
 from onstep.callbacks.default_metrics import DefaultMetrics
+from onstep.callbacks.divergence_detector import (
+    DivergenceDetector,
+    DualTimeScaleDivergenceDetector,
+    DualWindowDivergenceDetector,
+)
+from onstep.callbacks.early_stopping import EarlyStopping
+from onstep.callbacks.grad_norm_logger import GradNormLogger
 from onstep.callbacks.info_callback import InfoCallback
 from onstep.callbacks.json_logger import JsonLogger
+from onstep.callbacks.learning_rate_monitor import LearningRateMonitor
+from onstep.callbacks.metric_sinks import MetricSinks
+from onstep.callbacks.parameter_norm_logger import ParameterNormLogger
+from onstep.callbacks.peak_memory import PeakMemory
+from onstep.callbacks.profiler_callback import ProfilerCallback
 from onstep.callbacks.progress_callback import ProgressCallback
+from onstep.callbacks.resumable_summary_writer import ResumableSummaryWriter
+from onstep.callbacks.tb_logger import TBLogger, TBScalar, default_tb_scalars
+from onstep.callbacks.textgen_callback import TextgenCallback
+from onstep.callbacks.throughput_monitor import ThroughputMonitor
+from onstep.callbacks.trace_malloc import TraceMalloc
+from onstep.callbacks.weight_norm_logger import WeightNormLogger
 from onstep.metrics.columns import ColumnSpec, MetricSpec, default_final_metrics, default_step_columns
 
 __all__ = [
     "ColumnSpec",
     "DefaultMetrics",
+    "DivergenceDetector",
+    "DualTimeScaleDivergenceDetector",
+    "DualWindowDivergenceDetector",
+    "EarlyStopping",
+    "GradNormLogger",
     "InfoCallback",
     "JsonLogger",
+    "LearningRateMonitor",
+    "MetricSinks",
     "MetricSpec",
+    "ParameterNormLogger",
+    "PeakMemory",
+    "ProfilerCallback",
     "ProgressCallback",
+    "ResumableSummaryWriter",
+    "TBLogger",
+    "TBScalar",
+    "TextgenCallback",
+    "ThroughputMonitor",
+    "TraceMalloc",
+    "WeightNormLogger",
     "default_final_metrics",
     "default_step_columns",
+    "default_tb_scalars",
 ]

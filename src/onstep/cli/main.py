@@ -15,6 +15,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("onstep.cli.config", "Show a configuration: onstep config show|defaults"),
     "why": ("onstep.cli.why", "Explain why a run stopped, saved, skipped or went back: onstep why RUN [--step N]"),
     "checkpoint": ("onstep.cli.checkpoint", "Look into checkpoints: onstep checkpoint list|verify|diff|export PATH"),
+    "logs": ("onstep.cli.logs", "Read logs of runs: onstep logs list|summary|tail|plot|compare|report|replay [RUN]"),
+    "plot": ("onstep.cli.plot", "Plot what diagnostics recorded: onstep plot heatmap [FILE]"),
     "verify-resume": ("onstep.cli.verify_resume", "Prove that kills change nothing: onstep verify-resume CONFIG.yaml"),
 }
 """Command name: module with its `app`, and one line of help."""

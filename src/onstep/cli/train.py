@@ -46,10 +46,12 @@ def train(
         config.checkpoint.on_config_change = on_config_change
     for path in imports or []:
         import_file(path)
+    from onstep.trainer.default_callbacks import attach_trackers
     from onstep.training import pretrain
     from onstep.training.signals import Preempted
 
     manager = _callbacks(config.run.default_callbacks, names)
+    attach_trackers(manager, config)
     try:
         state = pretrain(config, callbacks=manager)
     except Preempted as preempted:

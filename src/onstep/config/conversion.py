@@ -12,6 +12,7 @@ from onstep.config.keys import diff
 from onstep.config.lengths import share_of, steps_of_epochs
 from onstep.config.load import merge
 from onstep.config.parts import ConfigContainer, DistributedDataParallelConfig
+from onstep.config.trackers import tracker_list
 from onstep.config.training_arguments import TrainingArguments, is_greater_better, made_silently
 from onstep.errors import ConfigError
 
@@ -173,6 +174,7 @@ def _set_logging(args: TrainingArguments, config: ConfigContainer, num_samples: 
         config.logger.log_interval = _steps("logging_steps", args, config, num_samples)
     config.logger.log_on_each_epoch = args.logging_strategy == "epoch"
     config.logger.logging_level = LOG_LEVELS[args.log_level]
+    config.logger.report_to = tracker_list(args.report_to, "TrainingArguments.report_to") or None
 
 
 def _set_checkpoints(args: TrainingArguments, config: ConfigContainer, num_samples: int | None) -> None:
@@ -271,6 +273,7 @@ def _named_logging(config: ConfigContainer) -> dict[str, Any]:
     logger = config.logger
     levels = {level: name for name, level in LOG_LEVELS.items()}
     named: dict[str, Any] = {"logging_strategy": "no", "log_level": levels.get(logger.logging_level, "passive")}
+    named["report_to"] = tracker_list(logger.report_to, "logger.report_to")
     if logger.log_interval > 0:
         named |= {"logging_strategy": "steps", "logging_steps": logger.log_interval}
     elif logger.log_on_each_epoch:

@@ -8,7 +8,6 @@ from typing import Any
 from onstep.errors import ConfigError
 
 _SHARDING = "sharded training comes with a later version"
-_TRACKERS = "trackers come with a later version; until then, write a callback"
 _HUB = "nothing is uploaded; push the folder of the final weights yourself"
 _COMPILE = "pass a compiled model instead"
 
@@ -20,8 +19,6 @@ REASONS = {
     "fsdp_config": _SHARDING,
     "deepspeed": _SHARDING,
     "parallelism_config": _SHARDING,
-    "report_to": _TRACKERS,
-    "project": _TRACKERS,
     "push_to_hub": _HUB,
     "hub_token": _HUB,
     "torch_compile": _COMPILE,
@@ -47,7 +44,6 @@ _DEFAULT_ACCELERATOR: dict[str, Any] = {
 }
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
-    "report_to": (None, [], ["none"]),
     "debug": (None, []),
     "fsdp": ("", False, []),
     "fsdp_config": ({},),
@@ -89,10 +85,6 @@ class ReservedArguments:
     logging_nan_inf_filter: bool = True
     include_num_input_tokens_seen: Any = "no"
     log_level_replica: str = "warning"
-    report_to: Any = "none"
-    project: str = "huggingface"
-    trackio_space_id: str | None = None
-    trackio_bucket_id: str | None = None
     trackio_static_space_id: Any = None
     eval_do_concat_batches: bool = True
     eval_use_gather_object: bool = False

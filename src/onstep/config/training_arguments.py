@@ -16,6 +16,7 @@ from onstep.config.argument_rules import RENAMED, check_arguments
 from onstep.config.lengths import share_of
 from onstep.config.part import nearest
 from onstep.config.reserved_arguments import ReservedArguments, check_reserved
+from onstep.config.trackers import DEFAULT_PROJECT, tracker_list
 from onstep.config.typed import coerce, field_types
 from onstep.errors import ConfigError
 
@@ -99,8 +100,18 @@ class TrainingArguments(ReservedArguments):
     log_on_each_node: bool = True
     log_level: str = "passive"
     disable_tqdm: bool | None = None
+    report_to: str | list[str] | None = "none"
+    """Trackers that get the metrics: none | all (that are installed) | one or a list of csv, tensorboard, wandb,
+    mlflow, comet (Hugging Face's comet_ml), trackio. Becomes a list, as in `transformers`."""
     run_name: str | None = None
-    """A name for people; the folder is `output_dir`."""
+    """The run's name in trackers; the folder is `output_dir`, whose name it is otherwise."""
+    project: str = DEFAULT_PROJECT
+    """Project (in MLflow: experiment) in trackers. The default leaves it to them: their environment variable, else
+    "onstep"."""
+    trackio_space_id: str | None = None
+    """Hugging Face Space that Trackio logs to; None is the local store."""
+    trackio_bucket_id: str | None = None
+    """Hugging Face Bucket of that Space."""
     eval_strategy: str = "no"
     """no | steps | epoch"""
     eval_steps: int | float | None = None
@@ -196,6 +207,7 @@ class TrainingArguments(ReservedArguments):
         for name, annotation in field_types(type(self)).items():
             if name in _OWN_FIELDS:
                 setattr(self, name, coerce(getattr(self, name), annotation, f"TrainingArguments.{name}"))
+        self.report_to = tracker_list(self.report_to, "TrainingArguments.report_to")
         check_reserved(self)
         check_arguments(self)
 

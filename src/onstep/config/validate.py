@@ -11,6 +11,7 @@ from onstep.config.lengths import train_iters, warmup_and_decay
 from onstep.config.part import ConfigPart
 from onstep.config.parts import ConfigContainer, ValidationConfig
 from onstep.config.rules import check_values, parse_split
+from onstep.config.trackers import tracker_list
 from onstep.config.training_arguments import made_silently
 from onstep.errors import ConfigError
 
@@ -39,6 +40,7 @@ def validate(config: ConfigContainer, world_size: int = 1) -> None:
     _check_data(config)
     _check_run(config)
     check_checkpoints(config)
+    tracker_list(config.logger.report_to, "logger.report_to")
     _check_trainer(config)
     _check_schedule_lengths(filled)
 

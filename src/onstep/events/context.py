@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from onstep.events.callback_clock import CallbackClock
 from onstep.events.control import Control
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ class CallbackContext:
     reason: str | None = None
     checkpoint_step: int | None = None
     checkpoint_path: str | None = None
+    callback_clock: CallbackClock | None = None
+    """Measures how long callbacks take, once it is started."""
     hf_objects: dict[str, Any] = field(default_factory=dict, repr=False)
     """Optimizer, scheduler and loaders for Hugging Face-style handlers, which get them at every moment."""
 

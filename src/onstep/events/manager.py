@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from inspect import ismethod
 from typing import TYPE_CHECKING, Any
 
+from onstep.events.callback_clock import CallbackClock
 from onstep.events.context import CallbackContext
 from onstep.events.moments import MOMENTS, VALID_EVENTS, Moment, moment_of
 from onstep.events.registration import (
@@ -52,6 +53,8 @@ class CallbackManager:
         """By id; the objects are kept, so that no id is given out again."""
         self._heard: set[str] = set()
         self.listeners = Listeners()
+        self.callback_clock = CallbackClock()
+        """Measures how long each callback takes, while somebody has started it."""
 
     @property
     def user_state(self) -> dict[str, Any]:
@@ -149,6 +152,7 @@ class CallbackManager:
         moment = moment_of(event_name)
         listeners = self._listeners_of(moment)
         context.event = moment.name
+        context.callback_clock = self.callback_clock
         if moment.reaches_all:
             self._tell_all(listeners, context)
             return
@@ -174,7 +178,10 @@ class CallbackManager:
         control, event = context.control, context.event
         outer = control.author, control.event  # a callback may itself make somebody fire
         control.author, control.event = listener.author, event
+        clock = self.callback_clock if self.callback_clock.is_running else None
         try:
+            if clock is not None:
+                clock.enter(listener.author)
             listener.handle(context)
         except BaseException as error:
             error.add_note(f"raised by callback '{listener.author}' during '{event}'")
@@ -183,6 +190,8 @@ class CallbackManager:
             self._tolerate(listener, event, error)
         finally:
             control.author, control.event = outer
+            if clock is not None:
+                clock.leave()
 
     def _tolerate(self, listener: Listener, event: str, error: Exception) -> None:
         consequence = "training goes on"

@@ -131,12 +131,24 @@ MOMENTS: tuple[Moment, ...] = (
         ("total_loss_dict", "metrics"),
     ),
     Moment(
+        "on_checkpoint_save_start",
+        "on_save_begin",
+        "Before a checkpoint is taken",
+        ("optimizer", "checkpoint_step"),
+    ),
+    Moment(
         "on_checkpoint_save",
         "on_save",
         "A checkpoint is durable",
         ("optimizer", "checkpoint_step", "checkpoint_path"),
     ),
     Moment("on_epoch_end", "on_epoch_end", "After each epoch, also one that was stopped", _TRAINING),
+    Moment(
+        "on_final_metrics",
+        "on_final_metrics",
+        "All steps are done; `logs` holds the final metrics and may be added to before `on_log` tells them",
+        (*_TRAINING, "logs"),
+    ),
     Moment(
         "on_train_end",
         "on_train_end",

@@ -1,1 +1,72 @@
-"""What is measured while training, and how it is shown."""
+"""What is measured while training, and how it is shown. Names are loaded when they are first used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from onstep.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from onstep.metrics.device_peaks import DevicePeak, peak_of
+    from onstep.metrics.flops import MFU_DEFINITION, model_flops_utilization, num_floating_point_operations
+    from onstep.metrics.json_log_writer import JsonLogWriter
+    from onstep.metrics.memory import MEMORY_KEYS, report_memory
+    from onstep.metrics.memory_estimate import (
+        MemoryEstimate,
+        estimate_training_memory,
+        format_training_memory_estimate,
+        report_theoretical_memory,
+    )
+    from onstep.metrics.memory_history import start_memory_history_recording
+    from onstep.metrics.model_shape import ModelShape
+    from onstep.metrics.parameter_norms import report_l2_norm_grad
+    from onstep.metrics.reductions import reduce_max_memory_across_pp_group
+    from onstep.metrics.runtime import report_runtime
+    from onstep.metrics.spectral_norms import SpectralNorms
+    from onstep.metrics.throughput import report_throughput
+
+_HOMES = {
+    "DevicePeak": "onstep.metrics.device_peaks",
+    "JsonLogWriter": "onstep.metrics.json_log_writer",
+    "MEMORY_KEYS": "onstep.metrics.memory",
+    "MFU_DEFINITION": "onstep.metrics.flops",
+    "MemoryEstimate": "onstep.metrics.memory_estimate",
+    "ModelShape": "onstep.metrics.model_shape",
+    "SpectralNorms": "onstep.metrics.spectral_norms",
+    "estimate_training_memory": "onstep.metrics.memory_estimate",
+    "format_training_memory_estimate": "onstep.metrics.memory_estimate",
+    "model_flops_utilization": "onstep.metrics.flops",
+    "num_floating_point_operations": "onstep.metrics.flops",
+    "peak_of": "onstep.metrics.device_peaks",
+    "reduce_max_memory_across_pp_group": "onstep.metrics.reductions",
+    "report_l2_norm_grad": "onstep.metrics.parameter_norms",
+    "report_memory": "onstep.metrics.memory",
+    "report_runtime": "onstep.metrics.runtime",
+    "report_theoretical_memory": "onstep.metrics.memory_estimate",
+    "report_throughput": "onstep.metrics.throughput",
+    "start_memory_history_recording": "onstep.metrics.memory_history",
+}
+
+__all__ = [
+    "DevicePeak",
+    "JsonLogWriter",
+    "MEMORY_KEYS",
+    "MFU_DEFINITION",
+    "MemoryEstimate",
+    "ModelShape",
+    "SpectralNorms",
+    "estimate_training_memory",
+    "format_training_memory_estimate",
+    "model_flops_utilization",
+    "num_floating_point_operations",
+    "peak_of",
+    "reduce_max_memory_across_pp_group",
+    "report_l2_norm_grad",
+    "report_memory",
+    "report_runtime",
+    "report_theoretical_memory",
+    "report_throughput",
+    "start_memory_history_recording",
+]
+
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

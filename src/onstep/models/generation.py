@@ -23,6 +23,7 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    repetition_penalty: float = 1.0,
     seed: int | None = None,
     eos_id: int | None = None,
 ) -> Tensor:
@@ -40,6 +41,7 @@ def generate(
         temperature: divides the logits; 0 always takes the most likely token.
         top_k: choose among the k most likely tokens.
         top_p: choose among the fewest tokens whose probabilities reach p.
+        repetition_penalty: above 1, tokens of the prompt and of the text so far become less likely.
         seed: the same seed gives the same tokens; None is different each time.
         eos_id: token that ends a sequence. It is repeated after the end until all sequences of the batch have ended.
 
@@ -51,7 +53,7 @@ def generate(
     """
     transformer = unwrap(model)
     _check_request(tokens, max_new_tokens)
-    sampling = Sampling(temperature, top_k, top_p)
+    sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
     with _evaluation_mode(transformer):
         return _continue(transformer, tokens, max_new_tokens, sampling, _new_generator(tokens.device, seed), eos_id)
 
@@ -116,7 +118,7 @@ def _continue(
     has_ended = torch.zeros(batch, 1, dtype=torch.bool, device=tokens.device)
     for end in range(prompt_length, out.shape[1]):
         hidden = model.hidden_states(out[:, cache.length : end], cache)
-        chosen = sampling.choose(model.logits(hidden[:, -1]), generator)
+        chosen = sampling.choose(model.logits(hidden[:, -1]), generator, out[:, :end])
         if eos_id is not None:
             chosen = chosen.masked_fill(has_ended, eos_id)
             has_ended |= chosen == eos_id

@@ -23,6 +23,7 @@ from onstep.trainer.arguments import config_of, shown_arguments
 from onstep.trainer.base_trainer import BaseTrainer, Collate
 from onstep.trainer.checks import num_samples_of
 from onstep.trainer.columns import ColumnFilter
+from onstep.trainer.default_callbacks import attach_trackers
 from onstep.trainer.labels import Labels, shifts_labels
 from onstep.trainer.loading import collator, train_loader
 from onstep.trainer.loss_convention import Convention
@@ -82,6 +83,7 @@ def training_session(trainer: BaseTrainer, resume_from_checkpoint: Any = None) -
         config.checkpoint.resume = False
     elif isinstance(resume_from_checkpoint, (str, os.PathLike)):
         config.checkpoint.load, config.checkpoint.exit_on_missing_checkpoint = os.fspath(resume_from_checkpoint), True
+    attach_trackers(trainer.callback_manager, config)
     with _world(config) as world:
         claim, lock = claim_folder(trainer, config, world)
         if claim is not None:
@@ -114,6 +116,7 @@ def evaluation_session(trainer: BaseTrainer) -> Iterator[Session]:
         return
     size = world_size_from_environment()
     config = config_of(trainer.args, num_samples=None, world_size=size, for_training=False)
+    attach_trackers(trainer.callback_manager, config)
     before = trainer.global_state
     with _world(config) as world:
         state = _state(trainer, config, world, None if before is None else before.run_folder)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from onstep.schedules import is_due
 from onstep.training.best_metric import note_best_metric
 from onstep.training.decisions import agree, setting
@@ -15,7 +13,7 @@ from onstep.training.exits import (
     restore_random_state,
 )
 from onstep.training.log_step import log_step, publish
-from onstep.training.loop import Loop, has_all_steps, is_finished
+from onstep.training.loop import Loop, begin_reports, has_all_steps, is_finished
 from onstep.training.positions import apply_overrides, leave_out_skipped
 from onstep.training.rollback import RollBack
 from onstep.training.state import GlobalState
@@ -65,9 +63,13 @@ def act_on_decisions(loop: Loop) -> None:
     if rollback is not None:
         roll_back(loop, rollback)
         return
+    if loop.reporter is not None and not control.should_log:
+        loop.reporter.report(is_logged=False)
     if control.should_log:
         control.honoured("should_log")
         loop.watch.check(wait=True)
+        if loop.reporter is not None:
+            loop.reporter.report(is_logged=True)
         log_step(state, loop.meter, loop.optimizer, loop.tell)
         state.is_unsaved = True
         agree(state)
@@ -120,7 +122,7 @@ def evaluate_unless_interrupted(loop: Loop) -> None:
 
 def run_evaluation(loop: Loop) -> None:
     """Evaluate inside the loop, on the validation set or as the caller said; no time of the logging interval."""
-    state, started = loop.state, time.perf_counter()
+    state, started = loop.state, loop.state.clock.elapsed()
     state.evaluation_is_whole = True
     if loop.evaluation is not None:
         loop.evaluation()
@@ -136,7 +138,7 @@ def run_evaluation(loop: Loop) -> None:
         )
         note_best_metric(state, state.last_metrics)
     state.evaluated_at = state.train_state.step
-    state.interval_start += time.perf_counter() - started
+    state.interval_start += state.clock.elapsed() - started
 
 
 def roll_back(loop: Loop, rollback: RollBack) -> None:
@@ -159,4 +161,5 @@ def roll_back(loop: Loop, rollback: RollBack) -> None:
     state.is_unsaved = True
     record = {"rolled_back_from": rollback.bad_step, "anomaly": rollback.request.reason or str(rollback.request)}
     publish(state, {"epoch": state.trainer_state.epoch, **record}, loop.tell)
-    state.interval_start = time.perf_counter()
+    begin_reports(loop)
+    state.trackers.reopen(state.train_state.step, state.train_state.consumed_train_samples)

@@ -138,6 +138,7 @@ class RunCheckpoints:
             CheckpointError: see `CheckpointManager.save`.
         """
         state = self.state
+        self.tell("on_checkpoint_save_start", checkpoint_step=state.train_state.step)
         state.is_unsaved = False
         self.manager.save(
             SaveRequest(

@@ -54,7 +54,9 @@ def publish_final_metrics(loop: Loop) -> None:
     if rest is not None:
         advance_tokens(state, rest)
         state.last_interval = rest
-    publish(state, final_metrics(state, loop.start), loop.tell)
+    metrics = final_metrics(state, loop.start)
+    loop.tell("on_final_metrics", logs=metrics)
+    publish(state, metrics, loop.tell)
     state.was_concluded = state.is_unsaved = True
 
 

@@ -21,7 +21,9 @@ from onstep.training.forward_step import prepare_forward_step_func
 from onstep.training.losses import MicroLoss, evaluation_sums, read_loss
 from onstep.training.state import GlobalState
 from onstep.training.step import MicroBatches, step_batches
+from onstep.training.tags import TENSORBOARD, evaluation_points, write_points
 from onstep.training.telling import Teller
+from onstep.training.trackers import closing_trackers
 
 
 def evaluate(
@@ -199,8 +201,17 @@ def evaluate_and_print_results(
     is_test: bool = False,
     tell: Teller | None = None,
 ) -> dict[str, Tensor] | None:
-    """Evaluate; where no callback shows progress, the last rank prints the losses between two rules. Collective."""
-    means, _, _ = evaluate(
+    """Evaluate, and report the losses with their perplexities on the last rank. Collective.
+
+    They are printed between two rules where no callback shows progress, and go to the trackers of Megatron Bridge's
+    tags: `<loss> validation` or `<loss> test`, once a step.
+
+    Args:
+        write_to_tensorboard: False leaves TensorBoard out; the other trackers get them all the same.
+        process_non_loss_data_func: called on the last rank, where there is a TensorBoard logger, with what
+            `non_loss_data_func` collected, the step and the logger.
+    """
+    means, collected, _ = evaluate(
         state,
         forward_step_func,
         data_iterator,
@@ -213,9 +224,33 @@ def evaluate_and_print_results(
         is_test,
         tell,
     )
-    if means and state.prints_console_line and state.world.rank == state.world.size - 1:
+    if means and state.prints_console_line and state.is_last_rank:
         print(result_block(prefix, means), flush=True)  # noqa: T201 - this block is what was asked for
+    if means and state.is_last_rank and state.trackers.is_wanted:
+        with closing_trackers(state):
+            write_evaluation(state, means, is_test, write_to_tensorboard)
+            writer = state.tensorboard_logger
+            if process_non_loss_data_func is not None and writer is not None:
+                process_non_loss_data_func(collected, state.train_state.step, writer)
     return means
+
+
+def write_evaluation(
+    state: GlobalState, means: dict[str, Tensor], is_test: bool = False, write_to_tensorboard: bool = True
+) -> None:
+    """Hand an evaluation's losses to the trackers; a second evaluation at the same step adds no second point."""
+    trackers, progress = state.trackers, state.train_state
+    kind = "test" if is_test else "validation"
+    if trackers.evaluated.get(kind) == progress.step:
+        return
+    trackers.evaluated[kind] = progress.step
+    trackers.open(progress.step, progress.consumed_train_samples, adds_only=True)
+    losses = {name: mean.item() for name, mean in means.items()}
+    shows_perplexity = state.cfg.logger.log_validation_ppl_to_tensorboard
+    perplexities = {name: perplexity(loss) for name, loss in losses.items()} if shows_perplexity else {}
+    loggers = {name: one for name, one in trackers.loggers.items() if write_to_tensorboard or name != TENSORBOARD}
+    points = evaluation_points(kind, losses, perplexities)
+    write_points(loggers, points, progress.step, progress.consumed_train_samples)
 
 
 def result_block(prefix: str, means: dict[str, Tensor]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from onstep.training.telling import Teller
 
 def log_step(state: GlobalState, meter: IntervalMeter, optimizer: Any, tell: Teller) -> None:
     """Report the steps since the last logged one: read the device, tell `on_log_step`, then `on_log`. Collective."""
-    seconds = time.perf_counter() - state.interval_start
     report = meter.flush()
     if report is None:
         return
@@ -26,9 +24,7 @@ def log_step(state: GlobalState, meter: IntervalMeter, optimizer: Any, tell: Tel
     logs = build_logs(state, report, optimizer)
     tell("on_log_step", logs=logs)
     publish(state, logs, tell)
-    if state.prints_console_line and state.world.rank == state.world.size - 1:
-        print(console_line(state, report, logs, seconds), flush=True)  # noqa: T201 - this line is what was asked for
-    state.interval_start = time.perf_counter()
+    state.interval_start = state.clock.elapsed()
 
 
 def publish(state: GlobalState, logs: dict[str, Any], tell: Teller) -> None:
@@ -64,6 +60,8 @@ def build_logs(state: GlobalState, report: IntervalReport, optimizer: Any) -> di
     scaler = state.loss_scaler(optimizer)
     if scaler is not None:
         logs["loss_scale"] = scaler.scale
+    if state.trackers.dropped:
+        logs["sink/dropped"] = state.trackers.dropped
     if state.world.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(state.world.device)
         torch.cuda.reset_peak_memory_stats(state.world.device)
@@ -77,31 +75,6 @@ def learning_rate(optimizer: Any) -> float | None:
         if group.get("params"):
             return float(group["lr"])
     return None
-
-
-def console_line(state: GlobalState, report: IntervalReport, logs: dict[str, Any], seconds: float) -> str:
-    """Megatron Bridge's line for a logged step."""
-    progress, config = state.train_state, state.cfg
-    losses = {"lm loss": report.loss} if not report.others else report.others
-    parts = [
-        f" [{datetime.now():%Y-%m-%d %H:%M:%S}]",
-        f" iteration {progress.step:8d}/{state.train_iters or 0:8d} |",
-        f" consumed samples: {progress.consumed_train_samples:12d} |",
-    ]
-    if progress.skipped_train_samples > 0:
-        parts.append(f" skipped samples: {progress.skipped_train_samples:12d} |")
-    parts += [
-        f" elapsed time per iteration (ms): {1000 * seconds / report.num_steps:.1f} |",
-        f" learning rate: {logs['learning_rate'] or 0.0:.6E} |",
-        f" global batch size: {config.train.global_batch_size or 0:5d} |",
-        *(f" {key}: {value:.6E} |" for key, value in losses.items()),
-        f" loss scale: {logs.get('loss_scale', 1.0):.1f} |",
-    ]
-    if report.grad_norm is not None:
-        parts.append(f" grad norm: {report.grad_norm:.3f} |")
-    nan_steps = int(not math.isfinite(report.loss))
-    parts.append(f" number of skipped iterations: {report.num_skipped:3d} | number of nan iterations: {nan_steps:3d} |")
-    return "".join(parts)
 
 
 @dataclass

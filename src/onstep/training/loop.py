@@ -12,6 +12,7 @@ from onstep.training.anomalies import AnomalyWatch
 from onstep.training.interval import IntervalMeter
 from onstep.training.log_step import RunStart
 from onstep.training.state import GlobalState
+from onstep.training.step_reporter import StepReporter
 from onstep.training.telling import Teller
 
 Evaluation = Callable[[], None]
@@ -34,8 +35,18 @@ class Loop:
     watch: AnomalyWatch
     start: RunStart
     evaluation: Evaluation | None = None
+    reporter: StepReporter | None = None
+    """What prints console lines and fills trackers; None where nobody wants them."""
     position_before: dict[str, Any] | None = None
     """Where the reader stood before the step's micro-batches were read; kept only where a step may be rerun."""
+
+
+def begin_reports(loop: Loop) -> None:
+    """Start the time of the logging interval, of one that goes on less what it had taken."""
+    if loop.reporter is not None:
+        loop.reporter.begin()
+    else:
+        loop.state.interval_start = loop.state.clock.elapsed()
 
 
 def is_finished(state: GlobalState) -> bool:

@@ -14,7 +14,9 @@ from onstep.distributed import World, open_world, world_size_from_environment
 from onstep.errors import CheckpointError
 from onstep.events import CallbackManager, Control, normalize_callbacks
 from onstep.events.context import unwrap
+from onstep.metrics.memory_history import start_memory_history_recording
 from onstep.models import save_hf
+from onstep.sinks.reporting import check_reported
 from onstep.training.checkpointing import open_checkpoints
 from onstep.training.evaluation import evaluate_and_print_results
 from onstep.training.exits import handled_signals
@@ -25,6 +27,7 @@ from onstep.training.scope import RunScope
 from onstep.training.setup import Parts, set_environment, set_up
 from onstep.training.state import GlobalState
 from onstep.training.telling import Teller
+from onstep.training.trackers import check_trackers, closing_trackers
 from onstep.training.train import train
 
 logger = logging.getLogger(__name__)
@@ -57,6 +60,8 @@ def pretrain(
     """
     config = resolve(config, world_size_from_environment())
     manager = normalize_callbacks(callbacks)
+    check_reported(config, manager.callbacks if manager is not None else ())
+    check_trackers(config)
     set_environment(config)
     if config.logger.logging_level is not None:
         logging.getLogger("onstep").setLevel(config.logger.logging_level)
@@ -86,7 +91,8 @@ def _run(
     state.prints_console_line = not shows_progress(manager)
     tell = Teller(manager, state)
     try:
-        with handled_signals(state), RunScope(tell):
+        with closing_trackers(state), handled_signals(state), RunScope(tell):
+            start_memory_history_recording(config.profiling)
             state.forward_step_func = forward_step_func
             state.checkpoints = open_checkpoints(state, tell)
             if state.checkpoints is not None:

@@ -23,6 +23,9 @@ Status = Literal["running", "completed", "stopped", "paused", "preempted", "fail
 """How a run stands: paused is left by `exit_interval` or `exit_duration_in_mins`, preempted by a signal, again by a
 Trainer that is about to start a new run in its own folder."""
 
+REPORTS = ("trainer_logs*.json", "metrics*.csv", "tensorboard", "wandb", "mlruns", "comet")
+"""What journals and trackers leave in a run's folder, perhaps before it is one."""
+
 FINISHED = ("completed", "stopped")
 """A run that ends so is not continued by the same command."""
 
@@ -244,7 +247,7 @@ def _next_free(folder: RunFolder) -> RunFolder:
 
 
 def _make_writable(folder: RunFolder) -> None:
-    if folder.path.is_dir() and any(each != folder.lock for each in folder.path.iterdir()):
+    if folder.path.is_dir() and not all(_is_own(folder, each) for each in folder.path.iterdir()):
         raise RunExistsError(
             f"{folder.path} holds files but no run.json, so they are not a run's. Nothing was touched; choose another "
             f"run.name or run.output_dir, or run.fresh=true."
@@ -259,6 +262,11 @@ def _make_writable(folder: RunFolder) -> None:
             f"The run's folder {folder.path} cannot be written ({error.strerror or error}); choose another "
             f"run.output_dir."
         ) from None
+
+
+def _is_own(folder: RunFolder, path: Path) -> bool:
+    """Whether a file is one that an evaluation before training leaves, so that the folder is still the run's."""
+    return path == folder.lock or any(path.match(pattern) for pattern in REPORTS)
 
 
 def _start(folder: RunFolder, config: ConfigContainer) -> None:

@@ -16,8 +16,10 @@ from onstep.distributed import World
 from onstep.events import Control, Request, RunFacts, TrainerState
 from onstep.optim import FiniteGate, LossScaler, TrainingOptimizer, build_loss_scaler
 from onstep.progress import TrainState
+from onstep.training.clock import Clock
 from onstep.training.exits import ExitWatch
 from onstep.training.rerun import RerunStateMachine
+from onstep.training.trackers import Trackers
 
 if TYPE_CHECKING:
     from onstep.training.certificate import Certificate
@@ -54,6 +56,17 @@ class GlobalState:
     given_args: Any = None
     """`TrainingArguments` as the user of `Trainer` gave them."""
     prints_console_line: bool = False
+    """Megatron Bridge's lines of logged steps are wanted: no callback shows progress."""
+    clock: Clock = field(default_factory=Clock)
+    is_logged_step: bool | None = None
+    """Whether the step that just ended is logged; the loop says so, since callbacks may ask for it or veto it. None:
+    as `logger.log_interval` says."""
+    interval_samples: int = 0
+    """Samples since the last logged step."""
+    start_step: int = 0
+    """Step that this process continued from."""
+    training_start_time: float = 0.0
+    """Unix seconds when this process began to train."""
     gate: FiniteGate | None = None
     """What watches the losses and gradients of an optimizer that has no gate of its own."""
     last_step_loss: Any = None
@@ -127,6 +140,9 @@ class GlobalState:
     """Seconds on the monotonic clock when the current logging interval began."""
     start_time: float = field(default_factory=time.time)
 
+    def __post_init__(self) -> None:
+        self.training_start_time = self.start_time
+
     @cached_property
     def trainer_state(self) -> TrainerState:
         """Hugging Face's view of the progress."""
@@ -153,6 +169,53 @@ class GlobalState:
         """Optimizer steps of the run, also of one that is configured in epochs or samples; None is no limit."""
         configured = self.train_state.overrides.get("train_iters", self.cfg.train.train_iters)
         return configured if configured is not None else self.facts.max_steps or None
+
+    @property
+    def is_last_rank(self) -> bool:
+        """Whether this rank prints the console line and fills the trackers."""
+        return self.world.rank == self.world.size - 1
+
+    @cached_property
+    def trackers(self) -> Trackers:
+        """Where Megatron Bridge's tags go."""
+        return Trackers(self.cfg, self.world, self.run_folder, self.clock.wall)
+
+    @property
+    def tensorboard_logger(self) -> Any:
+        """TensorBoard, with `add_scalar`; None where `logger.tensorboard_dir` is not set, and on all ranks but the
+        last. Any object with that method may be put in its place, as for the other three."""
+        return self.trackers.get("tensorboard")
+
+    @tensorboard_logger.setter
+    def tensorboard_logger(self, logger: Any) -> None:
+        self.trackers.put("tensorboard", logger)
+
+    @property
+    def wandb_logger(self) -> Any:
+        """W&B, with `log`; None without `logger.wandb_project`."""
+        return self.trackers.get("wandb")
+
+    @wandb_logger.setter
+    def wandb_logger(self, logger: Any) -> None:
+        self.trackers.put("wandb", logger)
+
+    @property
+    def mlflow_logger(self) -> Any:
+        """MLflow, with `log_metrics`; None without `logger.mlflow_experiment`."""
+        return self.trackers.get("mlflow")
+
+    @mlflow_logger.setter
+    def mlflow_logger(self, logger: Any) -> None:
+        self.trackers.put("mlflow", logger)
+
+    @property
+    def comet_logger(self) -> Any:
+        """Comet, with `log_metrics`; None without `logger.comet_project`."""
+        return self.trackers.get("comet")
+
+    @comet_logger.setter
+    def comet_logger(self, logger: Any) -> None:
+        self.trackers.put("comet", logger)
 
     def mean_loss(self) -> float:
         """Mean loss of the steps of this `train()`; NaN before the first is reported."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +29,7 @@ from onstep.training.forward_step import prepare_forward_step_func
 from onstep.training.garbage import collect_garbage, manual_gc
 from onstep.training.interval import IntervalMeter
 from onstep.training.log_step import RunStart
-from onstep.training.loop import Evaluation, Loop, is_finished
+from onstep.training.loop import Evaluation, Loop, begin_reports, is_finished
 from onstep.training.positions import (
     check_that_there_was_data,
     go_to_position,
@@ -41,7 +40,9 @@ from onstep.training.positions import (
 from onstep.training.scope import RunScope
 from onstep.training.state import GlobalState
 from onstep.training.step import samples_of, train_step
+from onstep.training.step_reporter import REPORTER, reporter_for
 from onstep.training.telling import Teller
+from onstep.training.trackers import TRACKERS, closing_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -101,22 +102,43 @@ def train(
             watch=AnomalyWatch(global_state, optimizer),
             start=RunStart.now(global_state),
             evaluation=evaluation,
+            reporter=reporter_for(global_state, model, optimizer),
         )
-        with RunScope(tell) as scope, manual_gc(global_state), handled_signals(global_state), certified(global_state):
+        with (
+            closing_trackers(global_state),
+            RunScope(tell) as scope,
+            manual_gc(global_state),
+            handled_signals(global_state),
+            certified(global_state),
+        ):
             for chunk in model:
                 chunk.train()
             prepare_state(loop)
+            save_with_checkpoints(loop)
             scope.begin_training()
             go_to_position(loop)
+            progress = global_state.train_state
+            global_state.trackers.agree_on_run()
+            global_state.trackers.open(progress.step, progress.consumed_train_samples)
             if not is_finished(global_state):
                 global_state.was_concluded = False
                 start_or_pick_up(loop)
-            global_state.interval_start = time.perf_counter()
+            begin_reports(loop)
             while not is_finished(global_state):
                 train_epoch(loop)
             conclude(loop)
             scope.end_training()
     leave_if_preempted(global_state)
+
+
+def save_with_checkpoints(loop: Loop) -> None:
+    """Name what the reports remember among the parts that checkpoints hold."""
+    state = loop.state
+    state.loop_parts.pop(REPORTER, None)
+    if loop.reporter is not None:
+        state.loop_parts[REPORTER] = loop.reporter
+    if state.trackers.configured:
+        state.rank_parts[TRACKERS] = state.trackers
 
 
 def as_reader(data: Any, state: GlobalState) -> Any:
@@ -213,6 +235,8 @@ def run_step(loop: Loop, batches: StepBatches) -> None:
         None if loop.watch.left_out else state.last_step_loss, result.grad_norm, successful=not result.skipped_iter
     )
     advance(state, batches)
+    if loop.reporter is not None:
+        loop.reporter.take_up(result)
     loop.watch.conclude_step()
     if state.certificate is not None:
         step, loss = state.train_state.step, state.last_step_loss.value()

@@ -1,0 +1,216 @@
+"""Several runs side by side: how they did, and in what their configurations differ."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onstep.analysis.summary import compute_summary_statistics, get_perplexity
+from onstep.analysis.training_log import TrainingLog, distinct_labels
+from onstep.config.change_classes import ChangeClass, classify
+from onstep.errors import ConfigError
+
+RUN_FILE = "run.json"
+ABSENT = "(absent)"
+"""Stands for the value of a key that a configuration does not have."""
+_OWN_KEYS = ("run.name",)
+"""Differ between any two runs, and tell nothing that the labels do not."""
+_NO_RESULT = ("_runtime", "_per_second", "_samples", "_steps")
+"""Ends of keys of an evaluation that say nothing of how good the model is."""
+
+
+@dataclass(frozen=True)
+class MetricRow:
+    """One number of each run."""
+
+    name: str
+    values: list[float | None]
+    """None where the run does not tell."""
+    steps: list[int | None]
+    """Where in the run it was so; None where it is no matter of one step."""
+    best: list[int] = field(default_factory=list)
+    """Places of the best runs; empty where none is better, or only one run tells."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A key of the configuration whose values are not the same in all runs."""
+
+    key: str
+    values: list[Any]
+    """None also for a run whose configuration is not known; `ABSENT` where the configuration lacks the key."""
+    changes_learning: bool
+    """Whether what is learned depends on it."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs side by side; every list has an entry for each run, in their order."""
+
+    labels: list[str]
+    paths: list[Path]
+    statuses: list[str | None]
+    """How each run stands by its run.json; None where there is none."""
+    configs: list[dict[str, Any] | None]
+    """The whole configuration of each run by dotted key; None where it is not known."""
+    metrics: list[MetricRow]
+    differences: list[Difference]
+    notes: list[str]
+    """What was not known or had to be recovered, in words."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """How a number of a run is found."""
+
+    name: str
+    key: str
+    step_key: str | None = None
+    better: Callable[[Sequence[float]], float] | None = None
+
+
+_ROWS = (
+    _Row("steps", "total_steps"),
+    _Row("epochs", "final_epoch"),
+    _Row("final loss", "final_loss", better=min),
+    _Row("best loss", "best_loss", "best_loss_step", min),
+    _Row("final validation loss", "final_eval_loss", "final_eval_loss_step", min),
+    _Row("best validation loss", "best_eval_loss", "best_eval_loss_step", min),
+    _Row("best validation perplexity", "best_eval_perplexity", "best_eval_loss_step", min),
+    _Row("mean gradient norm", "avg_grad_norm"),
+    _Row("largest gradient norm", "max_grad_norm_value", "max_grad_norm_step"),
+    _Row("final learning rate", "final_lr"),
+    _Row("tokens", "total_tokens"),
+    _Row("runtime (seconds)", "train_runtime"),
+    _Row("samples per second", "train_samples_per_second", better=max),
+)
+
+
+def compare_runs(logs: Sequence[TrainingLog]) -> Comparison:
+    """Compare runs by their logs and by the configurations in the `run.json` beside them.
+
+    Raises:
+        ConfigError: when there is no log.
+    """
+    if not logs:
+        raise ConfigError("there is no log to compare; give two or more.")
+    labels = distinct_labels(logs)
+    found = [_run_record(log) for log in logs]
+    configs = [_config_of(record) for record in found]
+    notes = [f"{label}: {note}" for label, log in zip(labels, logs, strict=True) for note in log.notes]
+    notes += [
+        f"{label}: no {RUN_FILE} with a configuration beside {log.log_path}"
+        for label, log, config in zip(labels, logs, configs, strict=True)
+        if config is None
+    ]
+    return Comparison(
+        labels,
+        [log.log_path for log in logs],
+        [_status(record) for record in found],
+        configs,
+        _metric_rows(logs),
+        differences(configs),
+        notes,
+    )
+
+
+def differences(configs: Sequence[Mapping[str, Any] | None]) -> list[Difference]:
+    """The keys that not all known configurations have with the same value: first what changes learning, then the rest.
+
+    Args:
+        configs: Values by dotted key; None for a configuration that is not known.
+    """
+    known = [config for config in configs if config is not None]
+    keys = dict.fromkeys(key for config in known for key in config if key not in _OWN_KEYS)
+    found = []
+    for key in keys:
+        values = [config.get(key, ABSENT) for config in known]
+        if any(value != values[0] or type(value) is not type(values[0]) for value in values):
+            shown = [None if config is None else config.get(key, ABSENT) for config in configs]
+            found.append(Difference(key, shown, _changes_learning(key)))
+    return sorted(found, key=lambda one: not one.changes_learning)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested dictionaries by dotted key; lists and empty dictionaries are values."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _changes_learning(key: str) -> bool:
+    try:
+        return classify(key) is not ChangeClass.SAFE
+    except ConfigError:
+        return True  # a key of another version
+
+
+def _run_record(log: TrainingLog) -> dict[str, Any]:
+    """What run.json says; empty where there is none that can be read."""
+    try:
+        content = json.loads((log.log_path.parent / RUN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _status(record: Mapping[str, Any]) -> str | None:
+    status = record.get("status")
+    return "running or killed" if status == "running" else None if status is None else str(status)
+
+
+def _config_of(record: Mapping[str, Any]) -> dict[str, Any] | None:
+    config = record.get("config")
+    return dict(flat(config)) if isinstance(config, Mapping) and config else None
+
+
+def _metric_rows(logs: Sequence[TrainingLog]) -> list[MetricRow]:
+    """The numbers that at least one run tells."""
+    told = [_numbers(log) for log in logs]
+    further = dict.fromkeys(key for numbers in told for key in numbers if key.startswith("eval_"))
+    rows = [*_ROWS, *(_Row(f"final {key}", key) for key in further)]
+    found = [_metric_row(row, told) for row in rows]
+    return [row for row in found if any(value is not None for value in row.values)]
+
+
+def _numbers(log: TrainingLog) -> dict[str, Any]:
+    """The summary of a run, its tokens, and the last value of each further metric of its evaluations."""
+    numbers = dict(compute_summary_statistics(log))
+    if "best_eval_loss" in numbers:
+        numbers["best_eval_perplexity"] = get_perplexity(numbers["best_eval_loss"])
+    tokens = log.column("total_tokens")
+    if np.isfinite(tokens).any():
+        numbers["total_tokens"] = float(tokens[np.isfinite(tokens)][-1])
+    for key in log.keys():  # noqa: SIM118 - a log is no dictionary
+        if key.startswith("eval_") and key not in ("eval_loss", "eval_perplexity") and not key.endswith(_NO_RESULT):
+            values = log.column(key)[log.has(key)]
+            if len(values):
+                numbers[key] = float(values[-1])
+    return numbers
+
+
+def _metric_row(row: _Row, told: Sequence[Mapping[str, Any]]) -> MetricRow:
+    values = [_number(numbers.get(row.key)) for numbers in told]
+    steps = [None if row.step_key is None else _step(numbers.get(row.step_key)) for numbers in told]
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    best: list[int] = []
+    if row.better is not None and len(finite) > 1:
+        winner = row.better(finite)
+        best = [index for index, value in enumerate(values) if value == winner]
+    return MetricRow(row.name, values, steps, best if len(best) < len(values) else [])
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _step(value: Any) -> int | None:
+    return int(value) if isinstance(value, int | float) and math.isfinite(value) else None

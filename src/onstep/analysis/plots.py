@@ -1,0 +1,286 @@
+"""Figures of one run or of several: any metrics, the losses, the gradient norm."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from onstep.analysis.plots_axes import (
+    Shape,
+    add_legend,
+    draw,
+    finish_axes,
+    legend_line,
+    metric_name,
+    shaped,
+    time_unit,
+)
+from onstep.analysis.plots_options import PlotOptions
+from onstep.analysis.plots_output import finish, new_figure
+from onstep.analysis.plots_style import (
+    FONT_SIZE,
+    RATE_COLOUR,
+    TEXT_COLOUR,
+    TITLE_SIZE,
+    TRAINING_COLOUR,
+    VALIDATION_COLOUR,
+    Look,
+    look_of,
+    number_axis,
+    plain,
+)
+from onstep.analysis.series import Curve, curves, is_of_evaluation, metrics_of
+from onstep.analysis.training_log import TrainingLog, distinct_labels
+from onstep.errors import ConfigError, DataError
+
+DEFAULT_METRICS = ("loss", "eval_loss", "learning_rate")
+LOSS_LOOKS = {"loss": Look(TRAINING_COLOUR), "eval_loss": Look(VALIDATION_COLOUR)}
+_NORM_LOOKS = {"grad_norm": Look(TRAINING_COLOUR), "max_grad_norm": Look(RATE_COLOUR)}
+_TITLE_LENGTH = 90
+_NAME_LENGTH = 50
+
+
+def plot_training_metrics(
+    logs: Sequence[TrainingLog] | TrainingLog,
+    metrics: Sequence[str] = DEFAULT_METRICS,
+    x_axis: str = "step",
+    smooth_window: int | None = None,
+    log_scale: bool = False,
+    output_path: str | Path | None = None,
+    figsize: tuple[float, float] = (12, 8),
+    show: bool = False,
+    title: str | None = None,
+    ignore_outliers: bool = True,
+    perplexity: bool = False,
+    x_min: float | None = None,
+    x_max: float | None = None,
+    y_min: float | None = None,
+    y_max: float | None = None,
+) -> Figure:
+    """One axes for each metric, in two columns, with a curve for each run.
+
+    Args:
+        logs: The runs, or one run.
+        metrics: Keys of their records.
+        x_axis: "step", "epoch", "time" (since the first record that is plotted: minutes, or hours where it is long),
+            "tokens" or "flops" (both in total; an evaluation stands at the total of its step).
+        smooth_window: Points that a centred moving mean spans, drawn over the raw line; 1 draws the raw line alone;
+            None chooses by the number of points. Evaluations and learning rates are not smoothed.
+        log_scale: Whether the y axes are logarithmic.
+        output_path: The picture (.png, .svg, .pdf); None writes none.
+        figsize: Width and height in inches.
+        show: Whether to open the picture in the system's viewer.
+        title: Above the figure; None: the label of the run where there is one.
+        ignore_outliers: Whether a few points far outside leave the y limits of losses and gradient norms alone; a note
+            says how far they reach. Without effect on logarithmic axes.
+        perplexity: Whether to show exp(loss) in place of a loss; a smoothed one is that of the mean loss.
+        x_min: Left end, in the unit of the axis (minutes for "time").
+        x_max: Right end.
+        y_min: Lower end of every axes; wins over `ignore_outliers`.
+        y_max: Upper end.
+
+    Returns:
+        The figure, a `matplotlib.figure.Figure` that pyplot knows nothing of.
+
+    Raises:
+        ConfigError: a ValueError; for an option that cannot be, and for no logs.
+        DataError: when no run has any of the metrics, or one has nothing to place a metric on the x axis by.
+    """
+    options = PlotOptions(
+        x_axis, smooth_window, log_scale, output_path, figsize, show, title, ignore_outliers, perplexity,
+        x_min, x_max, y_min, y_max,
+    )  # fmt: skip
+    return _draw_grid(_as_list(logs), list(metrics), options)
+
+
+def plot_loss_curves(
+    logs: Sequence[TrainingLog] | TrainingLog,
+    x_axis: str = "step",
+    smooth_window: int | None = None,
+    log_scale: bool = False,
+    output_path: str | Path | None = None,
+    figsize: tuple[float, float] = (11, 6),
+    show: bool = False,
+    title: str | None = None,
+    ignore_outliers: bool = True,
+    perplexity: bool = False,
+    x_min: float | None = None,
+    x_max: float | None = None,
+    y_min: float | None = None,
+    y_max: float | None = None,
+) -> Figure:
+    """The losses: of one run with its learning rate, of several runs side by side for training and validation.
+
+    The parameters, the result and what is raised are those of `plot_training_metrics`.
+    """
+    options = PlotOptions(
+        x_axis, smooth_window, log_scale, output_path, figsize, show, title, ignore_outliers, perplexity,
+        x_min, x_max, y_min, y_max,
+    )  # fmt: skip
+    logs = _as_list(logs)
+    return _draw_one_run(logs[0], options) if len(logs) == 1 else _draw_losses(logs, options)
+
+
+def plot_grad_norm(
+    logs: Sequence[TrainingLog] | TrainingLog,
+    x_axis: str = "step",
+    smooth_window: int | None = None,
+    log_scale: bool = False,
+    output_path: str | Path | None = None,
+    figsize: tuple[float, float] = (11, 6),
+    show: bool = False,
+    title: str | None = None,
+    ignore_outliers: bool = True,
+    x_min: float | None = None,
+    x_max: float | None = None,
+    y_min: float | None = None,
+    y_max: float | None = None,
+) -> Figure:
+    """The gradient norm before clipping; of one run also its maximum between two logged steps, where it was logged.
+
+    The parameters, the result and what is raised are those of `plot_training_metrics`.
+    """
+    options = PlotOptions(
+        x_axis, smooth_window, log_scale, output_path, figsize, show, title, ignore_outliers, False,
+        x_min, x_max, y_min, y_max,
+    )  # fmt: skip
+    logs = _as_list(logs)
+    if len(logs) > 1:
+        return _draw_grid(logs, ["grad_norm"], options)
+    of_metric = _curves(logs, ["grad_norm", "max_grad_norm"], options)
+    unit = time_unit(options, [row[0] for row in of_metric])
+    figure = new_figure(options.figsize)
+    axes = figure.add_subplot()
+    found = dict(zip(_NORM_LOOKS, (row[0] for row in of_metric), strict=True))
+    lines = draw_together(axes, found, _NORM_LOOKS, options, unit)
+    axes.set_ylabel("gradient norm", color=TEXT_COLOUR, fontsize=FONT_SIZE)
+    _put_title(figure, logs, options)
+    add_legend(figure, list(lines.values()), list(lines))
+    return finish(figure, options.output_path, show=options.show)
+
+
+def _as_list(logs: Sequence[TrainingLog] | TrainingLog) -> list[TrainingLog]:
+    found = [logs] if isinstance(logs, TrainingLog) else list(logs)
+    if not found:
+        raise ConfigError("there is no log to plot; give at least one.")
+    return found
+
+
+def _draw_grid(logs: list[TrainingLog], metrics: list[str], options: PlotOptions, *, share_y: bool = False) -> Figure:
+    """A grid of axes of two columns; an odd last one is as wide as both."""
+    of_metric = _curves(logs, metrics, options)
+    unit = time_unit(options, [one for row in of_metric for one in row])
+    rows = [[shaped(one, metric, options) for one in row] for metric, row in zip(metrics, of_metric, strict=True)]
+    neighbours = [shape for row in rows for shape in row] if share_y else []
+    figure = new_figure(options.figsize)
+    for axes, metric, row in zip(_grid(figure, len(metrics)), metrics, rows, strict=True):
+        for index, shape in enumerate(row):
+            draw(axes, shape, look_of(index), f"run {index + 1}", time_unit=unit)
+        finish_axes(axes, row, options, time_unit=unit, neighbours=neighbours)
+        name = plain(metric_name(metric, options), _NAME_LENGTH)
+        axes.set_title(name, loc="left", color=TEXT_COLOUR, fontsize=FONT_SIZE + 1)
+    _put_title(figure, logs, options)
+    if len(logs) > 1:
+        add_legend(figure, [legend_line(look_of(index)) for index in range(len(logs))], distinct_labels(logs))
+    return finish(figure, options.output_path, show=options.show)
+
+
+def _draw_losses(logs: list[TrainingLog], options: PlotOptions) -> Figure:
+    """Training and validation loss of several runs; only one of them where no run has the other."""
+    known = [metric for metric in ("loss", "eval_loss") if any(log.has(metric).any() for log in logs)]
+    return _draw_grid(logs, known or ["loss", "eval_loss"], options, share_y=True)
+
+
+def _draw_one_run(log: TrainingLog, options: PlotOptions) -> Figure:
+    """Losses on the left axis, learning rate on the right one."""
+    of_metric = _curves([log], ["loss", "eval_loss", "learning_rate"], options, need=2)
+    training, validation, rate = (row[0] for row in of_metric)
+    unit = time_unit(options, [training, validation, rate])
+    figure = new_figure(options.figsize)
+    axes = figure.add_subplot()
+    lines = draw_together(axes, {"loss": training, "eval_loss": validation}, LOSS_LOOKS, options, unit)
+    axes.set_ylabel("perplexity" if options.perplexity else "loss", color=TEXT_COLOUR, fontsize=FONT_SIZE)
+    if len(rate):
+        lines["learning rate"] = _draw_rate(axes, rate, options, unit)
+    _put_title(figure, [log], options)
+    add_legend(figure, list(lines.values()), list(lines))
+    return finish(figure, options.output_path, show=options.show)
+
+
+def draw_together(
+    axes: Axes, found: Mapping[str, Curve], looks: Mapping[str, Look], options: PlotOptions, unit: float = 1.0
+) -> dict[str, Line2D]:
+    """Several metrics of one run on one axes; what stands for each in a legend, by name."""
+    shapes = [shaped(points, metric, options) for metric, points in found.items()]
+    lines = {}
+    for shape in shapes:
+        if len(shape.raw):
+            name, look = metric_name(shape.metric, options), looks[shape.metric]
+            draw(axes, shape, look, name, time_unit=unit)
+            lines[name] = legend_line(look, has_markers=is_of_evaluation(shape.metric))
+    finish_axes(axes, shapes, options, time_unit=unit)
+    return lines
+
+
+def _draw_rate(axes: Axes, rate: Curve, options: PlotOptions, unit: float) -> Line2D:
+    right = axes.twinx()
+    shape = Shape("learning_rate", rate.within(options.x_min, options.x_max), None)
+    look = Look(RATE_COLOUR, "--")
+    right.plot(shape.raw.x / unit, shape.raw.y, color=look.colour, linestyle=look.dash, linewidth=1.4, zorder=1)
+    right.set_ylim(bottom=0)
+    number_axis(right.yaxis, si_from=1e4)
+    right.tick_params(colors="#9a6a00", length=0, labelsize=FONT_SIZE - 1)
+    right.set_ylabel("learning rate", color="#9a6a00", fontsize=FONT_SIZE)
+    for spine in right.spines.values():
+        spine.set_visible(False)
+    axes.set_zorder(right.get_zorder() + 1)
+    axes.patch.set_visible(False)
+    return legend_line(look)
+
+
+def _curves(
+    logs: list[TrainingLog], metrics: list[str], options: PlotOptions, need: int | None = None
+) -> list[list[Curve]]:
+    """A row of curves for each metric; the first `need` (all) of them must not be empty everywhere."""
+    if not metrics:
+        raise ConfigError(f"metrics must name at least one key, got {metrics}.")
+    found = curves(logs, metrics, options.x_axis)
+    if not any(len(one) for row in found[:need] for one in row):
+        raise DataError(_nothing(logs, metrics[:need]))
+    return found
+
+
+def _nothing(logs: list[TrainingLog], metrics: list[str]) -> str:
+    """What to say where no run has what was asked for."""
+    known = list(dict.fromkeys(name for log in logs for name in metrics_of(log)))
+    where = str(logs[0].log_path) if len(logs) == 1 else "none of the logs"
+    wanted = " or ".join(map(repr, metrics))
+    head = f"{where} has no {wanted}" if len(logs) == 1 else f"{where} has {wanted}"
+    if not known:
+        return f"{head}, and no other metric yet; log at least one step first."
+    near = difflib.get_close_matches(metrics[0], known, 1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{head}.{hint} There is {', '.join(known)}."
+
+
+def _grid(figure: Figure, num: int) -> list[Axes]:
+    if num == 1:
+        return [figure.add_subplot()]
+    grid = figure.add_gridspec(-(-num // 2), 2)
+    places = [grid[index // 2, index % 2] for index in range(num)]
+    if num % 2:
+        places[-1] = grid[num // 2, :]
+    return [figure.add_subplot(place) for place in places]
+
+
+def _put_title(figure: Figure, logs: list[TrainingLog], options: PlotOptions) -> None:
+    title = options.title if options.title is not None else logs[0].get_label(0) if len(logs) == 1 else ""
+    if title:
+        figure.suptitle(
+            plain(title, _TITLE_LENGTH), x=0.01, ha="left", color=TEXT_COLOUR, fontsize=TITLE_SIZE, fontweight="bold"
+        )

@@ -1,0 +1,222 @@
+"""The look and the behaviour of an interactive report: its style sheet and its script, which are the same for all."""
+
+STYLE = """
+:root { color-scheme: light; }
+* { box-sizing: border-box; }
+body { margin: 0; color: #222; background: #f6f7f9; }
+body { font: 15px/1.45 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; }
+main { max-width: 1280px; margin: 0 auto; padding: 24px 20px 60px; }
+h1 { font-size: 24px; margin: 0 0 2px; overflow-wrap: anywhere; }
+h2 { font-size: 17px; margin: 0; display: inline; }
+h3 { font-size: 14px; font-weight: 600; margin: 0 0 4px; overflow-wrap: anywhere; }
+p.quiet, .quiet { color: #666; font-size: 13px; margin: 0; }
+section, details { background: #fff; border: 1px solid #e3e5e9; border-radius: 8px; }
+section, details { margin-top: 16px; padding: 14px 16px; }
+summary { cursor: pointer; }
+.controls { position: sticky; top: 0; z-index: 5; display: flex; flex-wrap: wrap; gap: 8px 22px; align-items: center; }
+.controls label { display: inline-flex; gap: 6px; align-items: center; }
+.controls select, .controls input[type=range] { font: inherit; }
+.runs { display: flex; flex-wrap: wrap; gap: 4px 16px; width: 100%; max-height: 108px; overflow: auto; }
+.runs label { overflow-wrap: anywhere; }
+.swatch { width: 22px; border-top: 3px solid; flex: none; }
+.charts { display: grid; gap: 18px; margin-top: 12px; }
+.charts { grid-template-columns: repeat(auto-fill, minmax(min(100%, 480px), 1fr)); }
+.charts > div { min-width: 0; }
+.chart { height: 300px; }
+.scroll { overflow-x: auto; margin-top: 8px; }
+table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
+th, td { padding: 4px 14px 4px 0; text-align: right; vertical-align: top; }
+th, td { overflow-wrap: anywhere; min-width: 70px; max-width: 320px; }
+th:first-child, td:first-child { text-align: left; }
+thead th { border-bottom: 2px solid #d8dbe0; }
+tbody tr + tr td { border-top: 1px solid #eef0f2; }
+td.best { font-weight: 700; }
+td.safe { color: #777; }
+@media print { .controls { position: static; } }
+"""
+
+SCRIPT = """
+"use strict";
+(function () {
+  const DATA = JSON.parse(document.getElementById("data").textContent);
+  const AXES = {
+    step: "step", epoch: "epoch", time: "time (minutes)", tokens: "tokens", flops: "floating-point operations",
+  };
+  const WINDOWS = [1, 3, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10000, 25000, 50000];
+  const MARKERS_UP_TO = 50;
+  const state = { axis: DATA.axes[0] || "step", window: 1, log: false, bulk: true, hidden: new Set() };
+  const charts = [];
+
+  function escaped(text) {
+    return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  }
+
+  function element(tag, properties, parent) {
+    const made = Object.assign(document.createElement(tag), properties || {});
+    if (parent) parent.appendChild(made);
+    return made;
+  }
+
+  function movingMean(values, width) {
+    const half = Math.floor(width / 2), sums = [0], counts = [0];
+    values.forEach(function (value, index) {
+      sums.push(sums[index] + (value === null ? 0 : value));
+      counts.push(counts[index] + (value === null ? 0 : 1));
+    });
+    return values.map(function (value, index) {
+      if (value === null) return null;
+      const first = Math.max(index - half, 0), end = Math.min(index + half + 1, values.length);
+      return (sums[end] - sums[first]) / (counts[end] - counts[first]);
+    });
+  }
+
+  function smoothed(metric, series) {
+    if (metric.evaluation || metric.key.startsWith("learning_rate")) return null;
+    const window = Math.min(state.window, Math.floor(series.points / 10));
+    if (window <= 1) return null;
+    const source = series.means || series.raw;
+    const perPoint = series.means ? series.points / series.means.y.length : 1;
+    const width = Math.round(window / perPoint);
+    return { x: source[state.axis], y: width > 1 ? movingMean(source.y, width) : source.y };
+  }
+
+  function line(run, x, y, faint, few) {
+    return {
+      type: "scatter", x: x, y: y, name: escaped(run.label), showlegend: false, connectgaps: false,
+      mode: few ? "lines+markers" : "lines", opacity: faint ? 0.28 : 1, hoverinfo: faint ? "skip" : "all",
+      line: { color: run.colour, width: faint ? 1 : 2, dash: faint ? "solid" : run.dash }, marker: { size: 6 },
+    };
+  }
+
+  function traces(metric) {
+    const found = [];
+    metric.series.forEach(function (series) {
+      const run = DATA.runs[series.run], x = series.raw[state.axis];
+      if (state.hidden.has(series.run) || !x) return;
+      const smooth = smoothed(metric, series);
+      found.push(line(run, x, series.raw.y, smooth !== null, series.points <= MARKERS_UP_TO));
+      if (smooth) found.push(line(run, smooth.x, smooth.y, false, false));
+    });
+    return found;
+  }
+
+  function bulkRange(metric) {
+    let low = Infinity, high = -Infinity;
+    metric.series.forEach(function (series) {
+      if (state.hidden.has(series.run)) return;
+      const values = ((series.means || series.raw).y || []).filter(function (value) { return value !== null; });
+      if (!values.length) return;
+      values.sort(function (a, b) { return a - b; });
+      const p5 = values[Math.floor(0.05 * (values.length - 1))], p95 = values[Math.ceil(0.95 * (values.length - 1))];
+      const span = p95 - p5, least = values[0], most = values[values.length - 1];
+      low = Math.min(low, (least >= p5 - span ? least : p5) - 0.05 * span);
+      high = Math.max(high, (most <= p95 + span ? most : p95 + 0.1 * span) + 0.05 * span);
+    });
+    return high > low ? [low, high] : null;
+  }
+
+  function layout(metric) {
+    const range = state.bulk && !state.log ? bulkRange(metric) : null;
+    const yaxis = { type: state.log ? "log" : "linear", gridcolor: "#e8eaed", zeroline: false, exponentformat: "SI" };
+    if (metric.key.startsWith("learning_rate")) yaxis.exponentformat = "e";
+    if (range) yaxis.range = range;
+    return {
+      margin: { l: 58, r: 12, t: 8, b: 42 }, font: { size: 12, color: "#222" }, hovermode: "x unified",
+      hoverlabel: { namelength: 40 }, paper_bgcolor: "#fff", plot_bgcolor: "#fff", yaxis: yaxis,
+      xaxis: { title: { text: AXES[state.axis] }, gridcolor: "#e8eaed", zeroline: false, exponentformat: "SI" },
+      uirevision: state.axis + state.log + state.bulk,
+    };
+  }
+
+  function drawChart(chart) {
+    chart.drawn = true;
+    const buttons = [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "autoScale2d", "resetScale2d"]];
+    const options = { responsive: true, displaylogo: false, modeBarButtons: buttons, plotlyServerURL: "" };
+    Plotly.react(chart.node, traces(chart.metric), layout(chart.metric), options);
+  }
+
+  function redraw() {
+    charts.forEach(function (chart) { if (chart.drawn) drawChart(chart); });
+  }
+
+  const watcher = new IntersectionObserver(function (entries) {
+    entries.forEach(function (entry) {
+      const chart = charts.find(function (one) { return one.node === entry.target; });
+      if (entry.isIntersecting && chart && !chart.drawn) drawChart(chart);
+    });
+  }, { rootMargin: "300px" });
+
+  function addControls() {
+    const place = document.getElementById("controls");
+    const axis = element("select", { id: "axis" }, element("label", { textContent: "x axis " }, place));
+    DATA.axes.forEach(function (name) { element("option", { value: name, textContent: AXES[name] }, axis); });
+    axis.onchange = function () { state.axis = axis.value; redraw(); };
+    addSmoothing(place);
+    addSwitch(place, "logarithmic", "log");
+    addSwitch(place, "hide outliers", "bulk");
+    if (DATA.runs.length > 1) addRuns(element("div", { className: "runs" }, place));
+  }
+
+  function addSmoothing(place) {
+    let longest = 1;
+    charts.forEach(function (chart) {
+      chart.metric.series.forEach(function (series) { longest = Math.max(longest, series.points); });
+    });
+    const choices = WINDOWS.filter(function (one) { return one === 1 || one <= longest / 3; });
+    const wanted = longest < 40 ? 1 : longest / 25;
+    let chosen = 0;
+    choices.forEach(function (one, index) { if (one <= wanted) chosen = index; });
+    const label = element("label", { textContent: "smoothing " }, place);
+    const range = { type: "range", id: "window", min: 0, max: choices.length - 1, value: chosen };
+    const slider = element("input", range, label);
+    const shown = element("span", {}, label);
+    function take() {
+      state.window = choices[Number(slider.value)];
+      shown.textContent = state.window > 1 ? state.window.toLocaleString("en") + " records" : "off";
+    }
+    slider.oninput = function () { take(); redraw(); };
+    take();
+  }
+
+  function addSwitch(place, text, name) {
+    const label = element("label", {}, place);
+    const box = element("input", { type: "checkbox", id: name, checked: state[name] }, label);
+    element("span", { textContent: text }, label);
+    box.onchange = function () { state[name] = box.checked; redraw(); };
+  }
+
+  function addRuns(place) {
+    DATA.runs.forEach(function (run, index) {
+      const label = element("label", {}, place);
+      const box = element("input", { type: "checkbox", checked: true }, label);
+      const swatch = element("span", { className: "swatch" }, label);
+      swatch.style.borderTopColor = run.colour;
+      swatch.style.borderTopStyle = { solid: "solid", dash: "dashed", dot: "dotted" }[run.dash];
+      element("span", { textContent: run.label }, label);
+      box.onchange = function () {
+        if (box.checked) state.hidden.delete(index); else state.hidden.add(index);
+        redraw();
+      };
+    });
+  }
+
+  function addCharts() {
+    const place = document.getElementById("charts");
+    DATA.groups.forEach(function (group) {
+      const box = element("details", { open: true }, place);
+      element("h2", { textContent: group.name }, element("summary", {}, box));
+      const grid = element("div", { className: "charts" }, box);
+      group.metrics.forEach(function (metric) {
+        const cell = element("div", {}, grid);
+        element("h3", { textContent: metric.name, title: metric.key }, cell);
+        const node = element("div", { className: "chart" }, cell);
+        charts.push({ node: node, metric: metric, drawn: false });
+      });
+    });
+  }
+
+  addCharts();
+  addControls();
+  charts.forEach(function (chart) { watcher.observe(chart.node); });
+})();
+"""

@@ -1,0 +1,75 @@
+"""Records the L2 and spectral norm of each parameter, at every evaluation, in `parameter_norms.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from onstep.errors import ConfigError
+from onstep.events import TrainerCallback
+from onstep.metrics.json_log_writer import JsonLogWriter, logging_dir_of
+from onstep.metrics.norm_meters import ParameterMeter
+
+
+class ParameterNormLogger(TrainerCallback):
+    """Appends ``{"norms": {<parameter>: ...}, "spectral_norms": ...}`` to ``<args.logging_dir>/parameter_norms.json``.
+
+    There is one record for each evaluated step. Norms are exact to float64. A spectral norm, the largest singular value
+    of a parameter seen as a matrix ``(shape[0], -1)``, is within 1 % of the exact one; of a vector it is the largest
+    absolute value. A tied parameter stands under its first name. Of sharded parameters (FSDP2, tensor parallelism) the
+    norms are those of the whole tensors. What has no values (parameters on the meta device, integers of quantised
+    layers) is left out, with one warning that names it.
+
+    No random number of the training is drawn. The callback's state holds the singular vectors found last, so that a
+    continued run records what the run would have recorded. The file is continued, cut and kept as `JsonLogger` does it.
+
+    Args:
+        log_norms: Whether to record L2 norms.
+        log_spectral_norms: Whether to record spectral norms.
+        power_iter_steps: Iterations for a spectral norm, each two products with the matrix; the first evaluation takes
+            twice as many, and where the estimate has not settled more are added.
+
+    Raises:
+        ConfigError: `power_iter_steps` is less than 1, or there is nothing to record.
+    """
+
+    def __init__(self, log_norms: bool = True, log_spectral_norms: bool = True, power_iter_steps: int = 10) -> None:
+        if power_iter_steps < 1:
+            raise ConfigError(f"power_iter_steps must be >= 1, got {power_iter_steps}; 10 is the default")
+        if not (log_norms or log_spectral_norms):
+            raise ConfigError("log_norms and log_spectral_norms are both False; leave the callback out, or set one")
+        self.log_norms = log_norms
+        self.log_spectral_norms = log_spectral_norms
+        self.power_iter_steps = power_iter_steps
+        self._writer = JsonLogWriter("parameter_norms.json")
+        self._meter = ParameterMeter(self.name, log_norms, log_spectral_norms, power_iter_steps)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Open the file, cut to the step that training continues from."""
+        folder = logging_dir_of(args)
+        if state.is_world_process_zero and folder is not None:
+            self._writer.open(folder, state.global_step)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Record the norms of the step that is evaluated. Collective where parameters are sharded."""
+        folder = logging_dir_of(args)
+        if folder is None:
+            return
+        norms = self._meter.measure(kwargs["model"], state.is_world_process_zero)
+        if norms and state.is_world_process_zero:
+            self._writer.reopen(folder)
+            if self._writer.last_step != state.global_step:
+                self._writer.write_record(state.global_step, state.epoch, norms)
+
+    def on_run_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Close the file; a later evaluation opens it again."""
+        self._writer.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the file stands, and what spectral norms start from next."""
+        return {"writer": self._writer.state_dict(), **self._meter.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue a checkpoint's file when training begins; while training, go back to the checkpoint at once."""
+        self._writer.load_state_dict(state_dict["writer"])
+        self._meter.load_state_dict(state_dict)

@@ -1,0 +1,289 @@
+"""A TensorBoard writer that continues where a checkpoint was saved, so that each step is shown once."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from onstep.errors import MissingExtraError
+from onstep.events import TrainerCallback
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+_EVENT_FILES = "events.out.tfevents.*"
+_VALUES = frozenset(
+    ("all_writers", "default_bins", "file_writer", "filename_suffix", "flush_secs", "max_queue", "purge_step")
+)
+"""What torch's SummaryWriter has beside its methods."""
+
+
+class ResumableSummaryWriter(TrainerCallback):
+    """A callback, and a stand-in for `torch.utils.tensorboard.SummaryWriter` that others write to.
+
+    The real writer is made at the first `add_...`; on ranks that never write nothing is made. Checkpoints remember the
+    folder. A run that continues from a checkpoint goes on writing in that folder, and TensorBoard hides what was
+    written there after the checkpoint's step; the points of the step itself stay. The same holds for a rollback while
+    the run goes on. A run that begins anew in a folder with events of an earlier run hides those. Nothing is deleted:
+    what is hidden stays in the files.
+
+    Where it stands in the list of callbacks makes no difference: a writer that was made before the step to continue
+    from was known is closed and made again.
+
+    The folder of another run, one that has its own `run.json`, is left alone: a run that starts from its checkpoint
+    writes to its own folder, from that step on.
+
+    Args:
+        log_dir: Folder of the event files; made when the first event is written.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str]) -> None:
+        self._given = self._folder = Path(log_dir)
+        self._hidden = _Hidden()
+        self._writer: Any = None
+
+    # What a SummaryWriter has.
+
+    @property
+    def log_dir(self) -> str:
+        """The folder that is written to."""
+        return str(self._folder)
+
+    def get_logdir(self) -> str:
+        """The folder that is written to."""
+        return self.log_dir
+
+    def add_scalar(self, *args: Any, **kwargs: Any) -> None:
+        """Add a number: `(tag, scalar_value, global_step=None, walltime=None, ...)`."""
+        self._open().add_scalar(*args, **kwargs)
+
+    def add_scalars(self, main_tag: str, tag_scalar_dict: Mapping[str, float], *args: Any, **kwargs: Any) -> None:
+        """Add several numbers to one chart, each as a run of its own in a folder below: `(..., global_step=None)`."""
+        writer = self._open()
+        for tag in tag_scalar_dict:
+            self._open_part(writer, f"{self.log_dir}/{main_tag.replace('/', '_')}_{tag}")
+        writer.add_scalars(main_tag, tag_scalar_dict, *args, **kwargs)
+
+    def add_text(self, *args: Any, **kwargs: Any) -> None:
+        """Add a text in markdown: `(tag, text_string, global_step=None, walltime=None)`."""
+        self._open().add_text(*args, **kwargs)
+
+    def add_histogram(self, *args: Any, **kwargs: Any) -> None:
+        """Add the distribution of values: `(tag, values, global_step=None, bins="tensorflow", ...)`."""
+        self._open().add_histogram(*args, **kwargs)
+
+    def add_image(self, *args: Any, **kwargs: Any) -> None:
+        """Add an image: `(tag, img_tensor, global_step=None, walltime=None, dataformats="CHW")`."""
+        self._open().add_image(*args, **kwargs)
+
+    def add_images(self, *args: Any, **kwargs: Any) -> None:
+        """Add a batch of images: `(tag, img_tensor, global_step=None, walltime=None, dataformats="NCHW")`."""
+        self._open().add_images(*args, **kwargs)
+
+    def add_figure(self, *args: Any, **kwargs: Any) -> None:
+        """Add a figure of matplotlib: `(tag, figure, global_step=None, close=True, walltime=None)`."""
+        self._open().add_figure(*args, **kwargs)
+
+    def add_graph(self, *args: Any, **kwargs: Any) -> None:
+        """Add the graph of a model: `(model, input_to_model=None, verbose=False, use_strict_trace=True)`."""
+        self._open().add_graph(*args, **kwargs)
+
+    def flush(self) -> None:
+        """Write to the files what was added so far."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Close the files; what is added later goes to new ones."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def __enter__(self) -> ResumableSummaryWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _VALUES:
+            return getattr(self._open(), name)
+        if name.startswith("add_") and callable(getattr(_tensorboard().SummaryWriter, name, None)):
+            return functools.partial(self._call, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    # What a callback has.
+
+    def on_checkpoint_load(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Hide what was written after the checkpoint's step, at the start or in a rollback."""
+        self._go_on(state.global_step)
+
+    def on_data_init_start(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Find out where the run begins, before anybody writes."""
+        self._begin(state)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Find out where the run begins, if nobody has said so yet."""
+        self._begin(state)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write to the files what was added so far; the next training begins or goes on by itself."""
+        self.flush()
+        self._hidden.begun_at = None
+
+    def on_run_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Close the files; a later evaluation opens new ones."""
+        self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The folder; everything up to this moment is in its files."""
+        self.flush()
+        return {"log_dir": self.log_dir}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue in the folder of the checkpoint, if it is there and not another run's."""
+        folder = Path(state_dict["log_dir"])
+        if folder.resolve() == self._folder.resolve():
+            return
+        if not folder.is_dir():
+            logger.warning("%s, the TensorBoard folder to continue, is gone; writing to %s", folder, self._folder)
+        elif _belongs_to_another(folder, self._given):
+            logger.info("%s is of another run and stays as it is; writing to %s", folder, self._folder)
+        else:
+            self.close()
+            self._folder = folder
+
+    def _begin(self, state: Any) -> None:
+        """Arrange, once a run, that only what was written up to its first step is shown."""
+        step, hidden = state.global_step, self._hidden
+        if hidden.begun_at == step:
+            return
+        if step > 0:
+            self._go_on(step)
+            return
+        if _event_files(self._folder) - hidden.own_files:
+            if state.is_world_process_zero:
+                logger.warning("%s has events of an earlier run; TensorBoard shows those of this one", self._folder)
+            # what this object wrote before it was known where the run begins is at step 0
+            self._hide_from(1 if hidden.own_files else 0)
+        hidden.begin(0)
+
+    def _go_on(self, step: int) -> None:
+        self._hide_from(step + 1)
+        self._hidden.begin(step)
+
+    def _hide_from(self, step: int) -> None:
+        """Let TensorBoard show nothing of this and later steps that has been written so far."""
+        self._hidden.from_step = step
+        self.close()
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._open(), name)(*args, **kwargs)
+
+    def _open(self) -> Any:
+        """The real writer; a new one begins by saying what is hidden."""
+        if self._writer is None:
+            before = _event_files(self._folder)
+            hidden, self._hidden.of_writer = self._hidden.from_step, self._hidden.from_step
+            if hidden is not None:
+                _wait_for_a_later_name(self._folder)
+            self._writer = _tensorboard().SummaryWriter(self.log_dir)
+            if hidden is not None:
+                _hide_from(self._writer.file_writer, hidden)
+            self._hidden.from_step = None  # said once: what is added from now on is to be seen
+            self._hidden.note_files(_event_files(self._folder) - before)
+        return self._writer
+
+    def _open_part(self, writer: Any, folder: str) -> None:
+        """Open one of the folders of `add_scalars`, which torch's writer opens without hiding anything in it."""
+        if folder in writer.all_writers or self._hidden.of_writer is None:
+            return
+        _wait_for_a_later_name(Path(folder))
+        part = _tensorboard().FileWriter(folder, writer.max_queue, writer.flush_secs, writer.filename_suffix)
+        _hide_from(part, self._hidden.of_writer)
+        writer.all_writers[folder] = part
+
+
+class _Hidden:
+    """From which step on the events that were written are to be hidden, and whose they are."""
+
+    def __init__(self) -> None:
+        self.from_step: int | None = None
+        """What the next writer has to say; None for nothing."""
+        self.of_writer: int | None = None
+        """What the writer that is open has said."""
+        self.begun_at: int | None = None
+        """The step at which this run began or went on; None before that is known."""
+        self.own_files: set[str] = set()
+        """Event files that this object made before its first training: an evaluation's, which stays visible."""
+        self.has_trained = False
+
+    def begin(self, step: int) -> None:
+        """A training begins, or goes on, at `step`."""
+        self.begun_at, self.has_trained = step, True
+        self.own_files.clear()
+
+    def note_files(self, made: set[str]) -> None:
+        """Event files that were made just now."""
+        if not self.has_trained:
+            self.own_files |= made
+
+
+def _tensorboard() -> Any:
+    try:
+        import torch.utils.tensorboard
+    except ImportError as error:
+        raise MissingExtraError(
+            "writing for TensorBoard needs the package tensorboard; install it: pip install 'onstep[tensorboard]'"
+        ) from error
+    return torch.utils.tensorboard
+
+
+def _hide_from(file_writer: Any, step: int) -> None:
+    """Begin an event file by saying that earlier events of this and later steps are not to be shown.
+
+    Said twice, since TensorBoard takes the first start of a session that it reads in a folder for the first one there
+    was, and hides nothing then.
+    """
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+    for _ in range(2):
+        file_writer.add_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
+
+
+def _event_files(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob(_EVENT_FILES)}
+
+
+def _belongs_to_another(folder: Path, own: Path) -> bool:
+    """Whether `folder` is in the folder of a run that `own` is not in."""
+    for parent in (folder.resolve(), *folder.resolve().parents):
+        if (parent / "run.json").exists():
+            return not own.resolve().is_relative_to(parent)
+    return False
+
+
+def _wait_for_a_later_name(folder: Path) -> None:
+    """Wait until a new event file sorts behind those that are there: TensorBoard reads them by name.
+
+    The name begins with the time in whole seconds, so this takes at most one; a clock that was set back further is
+    told, since the old events then stay visible.
+    """
+    newest = max((_second_of(name) for name in _event_files(folder)), default=0)
+    if newest > time.time() + 2:
+        logger.warning("%s has event files from the future; points after a resume may be shown twice", folder)
+        return
+    while int(time.time()) <= newest:
+        time.sleep(0.02)
+
+
+def _second_of(name: str) -> int:
+    second = name.removeprefix(_EVENT_FILES[:-1]).partition(".")[0]
+    return int(second) if second.isdigit() else 0

@@ -1,0 +1,223 @@
+"""Text that the model makes of a few prompts, now and then, to look at."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from onstep.errors import ConfigError
+from onstep.events import TrainerCallback
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+TAG = "eval-text"
+DEFAULT_GENERATION: dict[str, Any] = {"do_sample": True, "top_k": 20, "temperature": 0.7, "repetition_penalty": 1.15}
+"""How tokens are chosen where `generation_config` is None."""
+
+
+class TextgenCallback(TrainerCallback):
+    """Continues some prompts after an evaluation, and writes the texts to TensorBoard under `eval-text`.
+
+    Works with our own transformer (`pretrain`, with the tokenizer of the run) and with models that have the `generate`
+    of `transformers` (`Trainer`, with its `processing_class`), both with a key/value cache. Rank 0 generates, while the
+    other ranks wait where they next meet; a trainer with a `pipeline_generate` method is called on all ranks instead.
+
+    Nothing of the training changes: the random generators, the mode of every module and compiled forwards are as
+    before, also after an error. The texts follow from `seed` and the step. Generation that fails costs a warning, since
+    a sample is not worth a run; with `on_generation_error = "raise"` it ends the run. Under `pipeline_generate` an
+    error always ends it: the ranks would wait for each other.
+
+    Args:
+        summary_writer: a TensorBoard `SummaryWriter`; None logs the texts instead.
+        prompts: a list of prompts, or the path of a YAML file with one.
+        generation_config: arguments of `transformers.GenerationConfig`, in place of sampling among the 20 likeliest
+            tokens at temperature 0.7 with repetition penalty 1.15.
+        generation_steps: steps between generations; None takes `eval_steps`. They follow evaluations, so no more often
+            than those.
+        max_new_tokens: most tokens to add to a prompt.
+
+    Raises:
+        ConfigError: (a ValueError) for arguments of another kind, and for a file without a list of prompts.
+    """
+
+    seed = 0
+    """The texts of a step follow from this and from the step."""
+    on_generation_error: Literal["warn", "raise"] = "warn"
+
+    def __init__(
+        self,
+        summary_writer: Any,
+        prompts: list[str] | str | os.PathLike[str],
+        generation_config: Mapping[str, Any] | None = None,
+        generation_steps: int | None = None,
+        max_new_tokens: int = 200,
+    ) -> None:
+        if generation_config is not None and not isinstance(generation_config, Mapping):
+            raise ConfigError(f"generation_config must be a dictionary, got {type(generation_config).__name__}.")
+        for name, value in (("generation_steps", generation_steps), ("max_new_tokens", max_new_tokens)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}.")
+        self.summary_writer = summary_writer
+        self.prompts = read_prompts(prompts)
+        self.generation_config = dict(DEFAULT_GENERATION if generation_config is None else generation_config)
+        self.generation_steps = generation_steps
+        self.max_new_tokens = max_new_tokens
+        self.next_gen_step = 0
+        """First step whose evaluation is followed by texts."""
+        self._has_warned = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Check that the model takes the options; a training from the beginning generates from its beginning."""
+        from onstep.models.prompts import check_options
+
+        if state.global_step == 0:
+            self.next_gen_step = 0
+        self._has_warned = False
+        if model is not None and not _pipeline_of(kwargs.get("trainer")):
+            check_options(model, self.generation_config)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Generate where it is time to."""
+        step = state.global_step
+        if step < self.next_gen_step:
+            return
+        every = self._every(args, state)
+        self.next_gen_step = (step // every + 1) * every
+        tokenizer, trainer = kwargs.get("processing_class"), kwargs.get("trainer")
+        if not self._is_able(model, tokenizer, trainer):
+            return
+        if _pipeline_of(trainer):
+            self._tell(state, self._with_pipeline(model, tokenizer, trainer))
+        elif state.is_world_process_zero:
+            self._generate(state, model, tokenizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step at which it generates next."""
+        return {"next_gen_step": self.next_gen_step}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.next_gen_step = state_dict["next_gen_step"]
+
+    def _every(self, args: Any, state: Any) -> int:
+        configured = self.generation_steps or getattr(state, "eval_steps", None) or getattr(args, "eval_steps", None)
+        return max(1, int(configured or 1))
+
+    def _is_able(self, model: Any, tokenizer: Any, trainer: Any) -> bool:
+        from onstep.models.prompts import can_generate
+
+        if tokenizer is None:
+            lacking = "there is no tokenizer; give the Trainer a processing_class"
+        elif not (can_generate(model) or _pipeline_of(trainer)):
+            lacking = f"{type(model).__name__} is no Onstep transformer and has no generate method"
+        else:
+            return True
+        if not self._has_warned:
+            logger.warning("no text is generated: %s", lacking)
+        self._has_warned = True
+        return False
+
+    def _generate(self, state: Any, model: Any, tokenizer: Any) -> None:
+        from onstep.models.prompts import continue_prompts
+
+        seed = (self.seed * 1_000_003 + state.global_step * 1_009) % 2**32
+        try:
+            with undisturbed(model):
+                texts = continue_prompts(
+                    model, tokenizer, self.prompts, self.generation_config, self.max_new_tokens, seed
+                )
+            self._tell(state, texts)
+        except Exception as error:  # a model's and a writer's foreign code; a sample is not worth a run
+            if self.on_generation_error == "raise":
+                raise
+            logger.warning("no text was generated at step %d", state.global_step, exc_info=error)
+
+    def _with_pipeline(self, model: Any, tokenizer: Any, trainer: Any) -> list[tuple[str, str]]:
+        """Collective: every rank hands over the same prompts in the same order, one by one, so none has padding."""
+        import torch
+
+        from onstep.models.prompts import decode_new, encode_prompt, eos_of
+
+        eos = eos_of(tokenizer)
+        pad = getattr(tokenizer, "pad_token_id", None)
+        options = {"max_new_tokens": self.max_new_tokens, **self.generation_config}
+        texts = []
+        with undisturbed(model):
+            for prompt in self.prompts:
+                ids = torch.tensor([encode_prompt(tokenizer, prompt)])
+                out = trainer.pipeline_generate(
+                    ids, eos_token_id=eos, pad_token_id=eos if pad is None else pad, **options
+                )
+                texts.append((prompt, decode_new(tokenizer, out[0, ids.shape[1] :].tolist())))
+        return texts
+
+    def _tell(self, state: Any, texts: Sequence[tuple[str, str]]) -> None:
+        if not state.is_world_process_zero:
+            return
+        text = "\n\n---\n\n".join(f"{prompt} [START] {continuation}" for prompt, continuation in texts)
+        if self.summary_writer is None:
+            logger.info("%s at step %d:\n%s", TAG, state.global_step, text)
+            return
+        self.summary_writer.add_text(TAG, text, state.global_step)
+        self.summary_writer.flush()
+
+
+def read_prompts(prompts: Any) -> list[str]:
+    """The prompts themselves, or those of a YAML file.
+
+    Raises:
+        ConfigError: where there is no list of texts.
+    """
+    source = "prompts"
+    if isinstance(prompts, (str, os.PathLike)):
+        source = f"prompts file {os.fspath(prompts)!r}"
+        prompts = _read_yaml(Path(prompts), source)
+    if not isinstance(prompts, list) or not prompts or not all(isinstance(one, str) for one in prompts):
+        raise ConfigError(f"{source} must be a list of texts, at least one, got {prompts!r}.")
+    return list(prompts)
+
+
+def _read_yaml(path: Path, source: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"{source} cannot be read: {error}; give a YAML list of prompts, or a Python list."
+        ) from error
+
+
+@contextmanager
+def undisturbed(model: Any) -> Iterator[None]:
+    """Evaluation mode and no compiled forward inside; afterwards these and the random generators are as before."""
+    from onstep.checkpoint import RngState
+
+    modules = list(model.modules()) if hasattr(model, "modules") else []
+    modes = [(module, module.training) for module in modules]
+    # `module.compile()` keeps its compiled call here; every new length of text would compile again
+    compiled = [(one, one._compiled_call_impl) for one in modules if getattr(one, "_compiled_call_impl", None)]
+    parameter = next(model.parameters(), None) if modules else None
+    generators = RngState("cpu" if parameter is None else parameter.device)
+    drawn = generators.state_dict()
+    try:
+        for module, _ in modes:
+            module.training = False
+        for module, _ in compiled:
+            module._compiled_call_impl = None
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for module, call in compiled:
+            module._compiled_call_impl = call
+        generators.load_state_dict(drawn)
+
+
+def _pipeline_of(trainer: Any) -> Any:
+    """A trainer's own generation over the stages of a pipeline; None where it has none."""
+    return getattr(trainer, "pipeline_generate", None)

@@ -1,0 +1,116 @@
+"""`onstep logs plot`: a figure of one run or several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from onstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from onstep.analysis.training_log import TrainingLog
+
+_WIDTH, _ROW_HEIGHT = 12.0, 4.0
+
+
+def plot(
+    paths: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PATH ...]", help="Logs, run folders, or names below runs/; default the newest run."),
+    ] = None,
+    metrics: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Keys of the records; default loss,eval_loss,learning_rate.")
+    ] = None,
+    x_axis: Annotated[str, typer.Option(metavar="AXIS", help="step, epoch, time, tokens or flops.")] = "step",
+    smooth: Annotated[
+        int | None, typer.Option(metavar="N", help="Points of the moving mean; 1: none; default by the length.")
+    ] = None,
+    log_scale: Annotated[bool, typer.Option("--log-scale", help="Logarithmic y axes.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The picture; default in tmp/.")] = None,
+    form: Annotated[str | None, typer.Option("--format", metavar="FORMAT", help="png, svg or pdf.")] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="The runs after it are drawn with those before it.")
+    ] = False,
+    labels: Annotated[
+        list[str] | None, typer.Option(metavar="A,B", help="A name for each run; may be given once for each.")
+    ] = None,
+    title: Annotated[str | None, typer.Option(help="Above the figure.")] = None,
+    loss_curves: Annotated[
+        bool, typer.Option("--loss-curves", help="The losses; of one run with its learning rate.")
+    ] = False,
+    grad_norm: Annotated[bool, typer.Option("--grad-norm", help="The gradient norm.")] = False,
+    ignore_outliers: Annotated[bool, typer.Option(help="Choose y limits without a few points far outside.")] = True,
+    perplexity: Annotated[bool, typer.Option("--perplexity", help="exp(loss) in place of losses.")] = False,
+    x_min: Annotated[float | None, typer.Option(help="Left end; minutes for time.")] = None,
+    x_max: Annotated[float | None, typer.Option(help="Right end.")] = None,
+    y_min: Annotated[float | None, typer.Option(help="Lower end.")] = None,
+    y_max: Annotated[float | None, typer.Option(help="Upper end.")] = None,
+    edit: Annotated[
+        bool, typer.Option("--edit", "-e", help="Open the picture in $VISUAL, $EDITOR or a viewer.")
+    ] = False,
+    show: Annotated[bool, typer.Option(help="Open the picture in the system's viewer.")] = False,
+) -> None:
+    """Draw curves of one run or several, and print where the picture is.
+
+    Several runs share the axes: onstep logs plot base low-lr --loss-curves --x-axis tokens
+    """
+    from onstep.cli.logs_reading import file_prefix, hand_over, output_path, read_logs
+
+    names = _metric_names(metrics, loss_curves=loss_curves, grad_norm=grad_norm)
+    logs = read_logs(paths or [], labels or [])
+    if compare and len(logs) < 2:
+        raise ConfigError("--compare needs two runs or more; give their folders or names.")
+    target = output_path(output, form, file_prefix(logs) + _file_name(names, loss_curves, grad_norm))
+    options = {
+        "x_axis": x_axis, "smooth_window": smooth, "log_scale": log_scale, "output_path": target, "title": title,
+        "ignore_outliers": ignore_outliers, "x_min": x_min, "x_max": x_max, "y_min": y_min, "y_max": y_max,
+    }  # fmt: skip
+    if not grad_norm:
+        options["perplexity"] = perplexity
+    elif perplexity:
+        raise ConfigError("--perplexity is about losses; leave it away with --grad-norm.")
+    _draw(logs, names, options, loss_curves=loss_curves, grad_norm=grad_norm)
+    hand_over(target, edit=edit, show=show)
+
+
+def _metric_names(metrics: str | None, *, loss_curves: bool, grad_norm: bool) -> list[str] | None:
+    """The keys that were asked for.
+
+    Raises:
+        ConfigError: when more than one kind of figure was asked for.
+    """
+    if (metrics is not None) + loss_curves + grad_norm > 1:
+        raise ConfigError("--metrics, --loss-curves and --grad-norm are different figures; choose one of them.")
+    if metrics is None:
+        return None
+    names = [name.strip() for name in metrics.split(",") if name.strip()]
+    if not names:
+        raise ConfigError(f"--metrics must name at least one key, got {metrics!r}.")
+    return names
+
+
+def _file_name(names: list[str] | None, loss_curves: bool, grad_norm: bool) -> str:
+    from onstep.cli.logs_reading import as_file_name
+
+    if grad_norm:
+        return "grad_norm"
+    if loss_curves:
+        return "loss_curves"
+    return "training_plot" if names is None else f"plot_{as_file_name('_'.join(names))}"
+
+
+def _draw(
+    logs: list[TrainingLog], names: list[str] | None, options: dict[str, Any], *, loss_curves: bool, grad_norm: bool
+) -> None:
+    from onstep.analysis.plots import DEFAULT_METRICS, plot_grad_norm, plot_loss_curves, plot_training_metrics
+
+    if loss_curves:
+        plot_loss_curves(logs, **options)
+    elif grad_norm:
+        plot_grad_norm(logs, **options)
+    else:
+        chosen = names or list(DEFAULT_METRICS)
+        rows = (len(chosen) + 1) // 2
+        plot_training_metrics(logs, chosen, figsize=(_WIDTH, max(6.0, _ROW_HEIGHT * rows)), **options)

@@ -1,0 +1,99 @@
+"""Which logs the words of a command line name, and where what is made of them goes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from onstep.analysis.log_files import FILE_NAME, find_log_files
+from onstep.analysis.training_log import TrainingLog, distinct_labels
+from onstep.cli.log_paths import find_log
+from onstep.errors import ConfigError
+
+OUTPUT_FOLDER = Path("tmp")
+"""Where a picture goes when nobody says where."""
+FORMATS = ("png", "svg", "pdf")
+
+
+def read_logs(words: Sequence[str], labels: Sequence[str] = (), *, expand: bool = False) -> list[TrainingLog]:
+    """The logs that the words name, in their order; without words the newest of the project.
+
+    Args:
+        words: Each as `find_log` takes it.
+        labels: What to call the runs; none leaves them their own names.
+        expand: Whether a folder of runs stands for all of them, by name, and not for the newest.
+
+    Raises:
+        ConfigError: for a word that names nothing, and when there are not as many labels as logs.
+        DataError: for a file that is no log.
+    """
+    paths = [path for word in words for path in _paths(word, expand=expand)] if words else [find_log(None)]
+    logs = [TrainingLog.from_file(path) for path in _without_repeats(paths)]
+    chosen = split_labels(labels)
+    if chosen and len(chosen) != len(logs):
+        raise ConfigError(f"--labels must name each of the {len(logs)} runs, got {len(chosen)}: {', '.join(chosen)}.")
+    for log, label in zip(logs, chosen, strict=False):
+        log.label = label
+    return logs
+
+
+def split_labels(labels: Sequence[str]) -> list[str]:
+    """`--labels a,b`, or `--labels a --labels b`, where a comma is part of the label."""
+    return [part.strip() for part in labels[0].split(",")] if len(labels) == 1 else list(labels)
+
+
+def output_path(output: Path | None, form: str | None, name: str, *, known: Sequence[str] = FORMATS) -> Path:
+    """Where to write: `output`, or `name` in tmp/; the format is the one asked for, that of the suffix, or the first.
+
+    Raises:
+        ConfigError: for an unknown format, and for one that is not the suffix's.
+    """
+    if form is not None and form not in known:
+        raise ConfigError(f"--format must be one of {', '.join(known)}, got {form!r}.")
+    if output is None:
+        return OUTPUT_FOLDER / f"{name}.{form or known[0]}"
+    suffix = output.suffix.lower().removeprefix(".")
+    if suffix not in known:
+        return output.with_name(f"{output.name}.{form or known[0]}")
+    if form not in (None, suffix):
+        raise ConfigError(f"--output {output} and --format {form} do not agree; leave one of them away.")
+    return output
+
+
+def file_prefix(logs: Sequence[TrainingLog]) -> str:
+    """What the name of a file about these runs begins with."""
+    label = distinct_labels(logs)[0] if len(logs) == 1 else "comparison"
+    return f"{as_file_name(label)}_"
+
+
+def as_file_name(text: str) -> str:
+    """A text as part of a file's name."""
+    return re.sub(r"[^\w.-]+", "_", text)[:80].strip("._") or "run"
+
+
+def hand_over(path: Path, *, edit: bool = False, show: bool = False) -> None:
+    """Print where a file was written, and open it as asked."""
+    from onstep.analysis.plots_output import open_file
+
+    print(path)
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR")
+    if edit and editor:
+        subprocess.run([*shlex.split(editor), str(path)], check=False)
+    elif (edit or show) and not open_file(path):
+        print("There is no screen, or no program, to open it with.", file=sys.stderr)
+
+
+def _paths(word: str, *, expand: bool) -> list[Path]:
+    folder = Path(word)
+    if expand and folder.is_dir() and not (folder / FILE_NAME).is_file():
+        return sorted(find_log_files(folder)) or [find_log(word)]
+    return [find_log(word)]
+
+
+def _without_repeats(paths: Sequence[Path]) -> list[Path]:
+    return list({path.resolve(): path for path in reversed(paths)}.values())[::-1]

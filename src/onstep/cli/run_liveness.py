@@ -1,0 +1,68 @@
+"""Whether more can come to a run's log: from run.json, and from the locks that a live run holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+_RUNNING = ("running", "again")
+_LOCKS = Path("/proc/locks")
+
+
+def ending_of(log_path: Path) -> str | None:
+    """How the run of a log ended, in words; None while it goes on, or where nothing tells.
+
+    A run whose process was killed says "running" for ever; on the machine it ran on, that nobody holds its lock any
+    more tells otherwise.
+    """
+    run_json = _read(log_path.parent / "run.json")
+    status = run_json.get("status")
+    if status is not None and status not in _RUNNING:
+        return f"the run {_VERBS.get(str(status), str(status))}"
+    lock = log_path.parent / ".run.lock"
+    if status is not None and _was_held_here(lock) and is_locked(lock) is False:
+        return "the run's process is gone without an end, as after a kill; the same command may continue it"
+    return None
+
+
+def is_locked(path: Path) -> bool | None:
+    """Whether a process of this machine has the file locked; None where the system does not tell.
+
+    Reads the system's table: trying the lock could keep a run from starting at that moment.
+    """
+    try:
+        status, table = path.stat(), _LOCKS.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    return any(fields[-3:-2] == [device] for fields in map(str.split, table.splitlines()))
+
+
+_VERBS = {
+    "completed": "completed",
+    "stopped": "was stopped",
+    "paused": "left before its end",
+    "preempted": "was preempted",
+    "failed": "failed",
+}
+
+
+def _was_held_here(lock: Path) -> bool:
+    """Whether the last process to hold the lock ran on this machine."""
+    try:
+        holder = lock.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return re.fullmatch(rf"process \d+ on {re.escape(socket.gethostname())}\s*", holder) is not None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

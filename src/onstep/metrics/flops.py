@@ -1,0 +1,96 @@
+"""Floating-point operations of a training step, and how much of a device's peak they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from onstep.metrics.model_shape import ModelShape
+
+_FORWARD_AND_BACKWARD = 3
+"""A matrix product is followed by two in the backward pass: for its input and for its weights."""
+_MULTIPLY_ADD = 2
+
+MFU_DEFINITION = (
+    "MFU = model FLOPs per second and device / peak FLOP/s of the device. Model FLOPs are the matrix products of one "
+    "forward and one backward pass (3 x 2 x weights met by a token, causal attention at half); what is recomputed, the "
+    "embedding, norms, activations and the optimizer count nothing."
+)
+"""What `model_flops_utilization` is, in words."""
+
+
+def num_floating_point_operations(
+    cfg: Any,
+    batch_size: int,
+    total_seq_len: float | None = None,
+    sum_sq_seq_len: float | None = None,
+    *,
+    seq_length: int | None = None,
+) -> float:
+    """Model FLOPs of one training step: a forward and a backward pass over `batch_size` sequences.
+
+    Counted are matrix products: the projections of attention, its scores (causal, so at half), feed-forward blocks
+    (of a mixture of experts the active ones and the shared one), multi-token prediction and the output layer. Left out
+    are the embedding, norms, rotary embeddings, activation functions, softmax, router, loss and optimizer.
+
+    Args:
+        cfg: a `ConfigContainer`, or a model's configuration.
+        batch_size: sequences of a step, over all ranks.
+        total_seq_len: tokens of all sequences, where they are not `batch_size * seq_length` (packed data).
+        sum_sq_seq_len: sum of the squared lengths of all sequences; None is that of equally long ones.
+        seq_length: tokens of a sequence; None is the configuration's.
+
+    Returns:
+        0 for a model that no formula is known for: without attention heads, hybrid, or with latent attention.
+
+    Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters" (arXiv:2104.04473),
+        appendix, without its factor for recomputation; Chowdhery et al. 2022, "PaLM" (arXiv:2204.02311), appendix B.
+    """
+    shape = ModelShape.of(getattr(cfg, "model", cfg), seq_length)
+    if shape is None:
+        return 0.0
+    tokens = float(batch_size * shape.seq_length if total_seq_len is None else total_seq_len)
+    if not tokens:
+        return 0.0
+    squares = tokens * shape.seq_length if sum_sq_seq_len is None else sum_sq_seq_len
+    products = (
+        _feed_forward(shape)
+        + shape.all_layers * _attention(shape, context=squares / tokens)
+        + _multi_token_prediction(shape)
+        + _output(shape)
+    )
+    return _FORWARD_AND_BACKWARD * _MULTIPLY_ADD * tokens * products
+
+
+def model_flops_utilization(flops_per_second: float, peak_flops: float | None) -> float | None:
+    """The share of a device's peak that its model FLOPs are, as `MFU_DEFINITION` says; None where it is not known.
+
+    Args:
+        flops_per_second: model FLOP/s of one device.
+        peak_flops: FLOP/s that the device can do in the precision of the run; None is unknown.
+    """
+    return None if not peak_flops else flops_per_second / peak_flops
+
+
+def _feed_forward(shape: ModelShape) -> float:
+    """Multiply-adds of a token in all feed-forward blocks."""
+    moe = shape.num_moe_layers
+    dense = shape.all_layers - moe
+    widths = dense * shape.ffn_hidden_size
+    widths += moe * (shape.moe_ffn_hidden_size * shape.moe_topk + shape.shared_expert_size)
+    return shape.hidden_size * shape.num_projections * widths
+
+
+def _attention(shape: ModelShape, context: float) -> float:
+    """Multiply-adds of a token in one layer's attention; `context` is the mean length that it looks back in."""
+    query, hidden = shape.query_width, shape.hidden_size
+    keys_and_values = 2 * shape.kv_channels * shape.num_query_groups
+    gate = query if shape.has_output_gate else 0
+    return hidden * (query + keys_and_values + gate) + query * hidden + query * context
+
+
+def _multi_token_prediction(shape: ModelShape) -> float:
+    return shape.mtp_depth * (3 * shape.hidden_size + 2 * shape.hidden_size**2)
+
+
+def _output(shape: ModelShape) -> float:
+    return shape.hidden_size * shape.vocab_size * (shape.mtp_depth + 1)

@@ -1,0 +1,104 @@
+"""The parameters of a model by name: of one module or of several chunks, inside wrappers, sharded or whole."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from onstep.events.context import unwrap
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+Model = nn.Module | Sequence[nn.Module]
+"""A module, or the chunks of one."""
+
+_WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What compiling and activation checkpointing of single layers add to names."""
+
+
+def chunks_of(model: Model) -> list[nn.Module]:
+    """The chunks of `model` without data-parallel and compile wrappers; a module is its only chunk."""
+    return [unwrap(chunk) for chunk in ([model] if isinstance(model, nn.Module) else model)]
+
+
+def named_parameters(model: Model) -> dict[str, Tensor]:
+    """Every parameter once, in the order of the modules; a tied one under its first name.
+
+    Chunks are merged: a name that another parameter of an earlier chunk has is prefixed ``chunks.<number>.``.
+    """
+    found: dict[str, Tensor] = {}
+    seen: set[Tensor] = set()
+    for number, chunk in enumerate(chunks_of(model)):
+        for name, parameter in chunk.named_parameters():
+            if parameter in seen:
+                continue
+            seen.add(parameter)
+            name = _plain(name)
+            found[f"chunks.{number}.{name}" if name in found else name] = parameter
+    return found
+
+
+def measurable_parameters(model: Model) -> dict[str, Tensor]:
+    """The parameters that hold numbers to take a norm of: all but `missing_parameters`."""
+    return {name: one for name, one in named_parameters(model).items() if _why_not(one) is None}
+
+
+def missing_parameters(model: Model) -> dict[str, str]:
+    """The parameters without a norm, by name, with the reason: on the meta device, or of integers (quantised)."""
+    reasons = {name: _why_not(one) for name, one in named_parameters(model).items()}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+class MissingOnce:
+    """Warns of parameters without a norm, once.
+
+    Args:
+        who: whose norms are missing, for the message.
+    """
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+        self._has_said = False
+
+    def say(self, model: Model) -> None:
+        """Warn if `model` has parameters without a norm, and this object has not warned before."""
+        if self._has_said:
+            return
+        missing = missing_parameters(model)
+        if missing:
+            self._has_said = True
+            shown = ", ".join(f"{name} ({reason})" for name, reason in [*missing.items()][:3])
+            more = ", ..." if len(missing) > 3 else ""
+            logger.warning("%s leaves out %d parameters without values: %s%s", self._who, len(missing), shown, more)
+
+
+def reshard(model: Model) -> None:
+    """Make the modules of FSDP2 show their shards.
+
+    A root module keeps its gathered weights after an evaluation, in the lower precision it computes with.
+    """
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for chunk in chunks_of(model):
+        for module in chunk.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _plain(name: str) -> str:
+    for part in _WRAPPER_PARTS:
+        name = name.replace(part, "")
+    return name
+
+
+def _why_not(parameter: Tensor) -> str | None:
+    if parameter.is_meta:
+        return "on the meta device"
+    if not (parameter.is_floating_point() or parameter.is_complex()):
+        return f"of type {str(parameter.dtype).removeprefix('torch.')}"
+    return None

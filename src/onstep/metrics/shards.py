@@ -1,0 +1,73 @@
+"""Tensors that are split over ranks (DTensors of FSDP2 and tensor parallelism), seen from one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+Split = tuple[tuple["DeviceMesh", int], ...]
+"""The dimensions of device meshes over which a tensor is split; empty for one that is whole on every rank."""
+
+
+def as_dtensor(tensor: Tensor) -> DTensor | None:
+    """`tensor` if it is a DTensor."""
+    if type(tensor) in (Tensor, Parameter):  # importing DTensor takes 0.7 s, which only runs with subclasses pay
+        return None
+    from torch.distributed.tensor import DTensor
+
+    return tensor if isinstance(tensor, DTensor) else None
+
+
+def is_sharded(tensors: Iterable[Tensor]) -> bool:
+    """Whether any of `tensors` is a DTensor, so that all ranks must take part in whatever needs its whole value."""
+    return any(as_dtensor(tensor) is not None for tensor in tensors)
+
+
+def split_of(tensor: Tensor) -> Split:
+    """How `tensor` is split."""
+    dtensor = as_dtensor(tensor)
+    if dtensor is None or dtensor.device_mesh.get_coordinate() is None:
+        return ()
+    placements = enumerate(dtensor.placements)
+    return tuple((dtensor.device_mesh, dim) for dim, one in placements if not (one.is_replicate() or one.is_partial()))
+
+
+def local_part(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """This rank's part of `tensor`; a tensor that is whole is its only part.
+
+    Collective for a DTensor of which ranks hold summands (`Partial`), or that is split otherwise than `like`.
+    """
+    dtensor = as_dtensor(tensor)
+    if dtensor is None:
+        return tensor
+    other = None if like is None else as_dtensor(like)
+    placements = dtensor.placements if other is None else other.placements
+    placements = tuple(_without_partial(one) for one in placements)
+    if placements != dtensor.placements:
+        dtensor = dtensor.redistribute(placements=placements)
+    return dtensor.to_local()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole value of `tensor`. Collective for a DTensor."""
+    dtensor = as_dtensor(tensor)
+    return tensor if dtensor is None else dtensor.full_tensor()
+
+
+def world_size() -> int:
+    """How many ranks there are; 1 without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _without_partial(placement: Any) -> Any:
+    from torch.distributed.tensor import Replicate
+
+    return Replicate() if placement.is_partial() else placement

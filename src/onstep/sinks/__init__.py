@@ -1,0 +1,27 @@
+"""Trackers: what they offer, the queue that keeps their faults away from the training, one file a tracker."""
+
+from onstep.sinks.metric_sink import MetricSink, Point, RunIdentity
+from onstep.sinks.points import RecentPoints, RunPoints, numbers_of, plain_point, points_for
+from onstep.sinks.refill import path_id, recorded_run, replay, run_record
+from onstep.sinks.sink_names import SINKS, make_sink, tracker_name, tracker_names
+from onstep.sinks.sink_queue import SinkQueue
+
+__all__ = [
+    "SINKS",
+    "MetricSink",
+    "Point",
+    "RecentPoints",
+    "RunIdentity",
+    "RunPoints",
+    "SinkQueue",
+    "make_sink",
+    "numbers_of",
+    "path_id",
+    "plain_point",
+    "points_for",
+    "recorded_run",
+    "replay",
+    "run_record",
+    "tracker_name",
+    "tracker_names",
+]

@@ -1,0 +1,127 @@
+"""From the records of a run to the points of its trackers: numbers only, each metric once a step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from onstep.sinks.metric_sink import Point
+from onstep.sinks.sink_names import tracker_names
+
+_MOST_KEPT = 2000
+"""Records that are kept for a checkpoint at the most."""
+_KEPT_SECONDS = 60.0
+SETTLING_SECONDS = 2.0
+"""After this time a tracker has written what it was given; W&B, Trackio and MLflow take up to a second."""
+
+
+class RecentPoints:
+    """The newest points of a run, for checkpoints: what a kill might take from a tracker is among them."""
+
+    def __init__(self, points: Iterable[Point] = ()) -> None:
+        self._points: deque[Point] = deque()
+        for point in points:
+            self.add(point)
+
+    @property
+    def last(self) -> tuple[Point, ...]:
+        """The points of the last step."""
+        return tuple(point for point in self._points if point.step == self.last_step)
+
+    @property
+    def last_step(self) -> int:
+        """Step of the last point; -1 before the first."""
+        return self._points[-1].step if self._points else -1
+
+    @property
+    def kept(self) -> tuple[Point, ...]:
+        """All that is remembered: after a resume, what the checkpoint had."""
+        return tuple(self._points)
+
+    def unsettled(self, num_waiting: int = 0) -> tuple[Point, ...]:
+        """The points that a kill might take from a tracker, always of whole steps.
+
+        Those of the last step, of the seconds before it, and as many as still wait in a queue.
+        """
+        points = self.kept
+        if not points:
+            return ()
+        young = points[-1].timestamp - SETTLING_SECONDS
+        first = next(i for i, point in enumerate(points) if point.timestamp >= young)
+        first = max(min(first, len(points) - num_waiting), 0)
+        while first > 0 and points[first - 1].step == points[first].step:
+            first -= 1
+        return points[first:]
+
+    def add(self, point: Point) -> None:
+        """Take up a point, and let go of what is old, step by step; of one step with very many points, the first."""
+        self._points.append(point)
+        oldest = point.timestamp - _KEPT_SECONDS
+        while self._points[0].step != point.step and (
+            len(self._points) > _MOST_KEPT or self._points[0].timestamp < oldest
+        ):
+            self._points.popleft()
+        while len(self._points) > _MOST_KEPT:
+            self._points.popleft()
+
+
+class RunPoints:
+    """Turns what is reported, record by record, into points, and keeps the newest, under the journal's names."""
+
+    def __init__(self, points: Iterable[Point] = ()) -> None:
+        self.recent = RecentPoints()
+        self._shown: dict[str, Any] = {}
+        for point in points:
+            self.add(point.metrics, point.step, point.timestamp)
+
+    def add(self, metrics: Mapping[str, Any], step: int, timestamp: float) -> tuple[Point, Point]:
+        """The point of a record under the journal's names, and under those that trackers show.
+
+        The latter is without what the trackers were given at this step already, which final metrics and evaluations
+        repeat; it may be empty.
+        """
+        if step != self.recent.last_step:
+            self._shown.clear()
+        point = Point(numbers_of(metrics), step, timestamp)
+        self.recent.add(point)
+        shown = {name: one for name, one in tracker_names(point.metrics).items() if not self._is_shown(name, one)}
+        self._shown.update(shown)
+        return point, Point(shown, step, timestamp)
+
+    def _is_shown(self, name: str, value: Any) -> bool:
+        before = self._shown.get(name)
+        if not isinstance(value, (int, float)) or not isinstance(before, (int, float)):
+            return False
+        return value == before or (value != value and before != before)
+
+
+def plain_point(point: Point) -> dict[str, Any]:
+    """A point as a checkpoint keeps it, the arguments of `Point`; reads what is still on a device."""
+    metrics = {name: one if isinstance(one, (int, float)) else float(one) for name, one in point.metrics.items()}
+    return {"metrics": metrics, "step": point.step, "timestamp": point.timestamp}
+
+
+def points_for(keeps_names: bool, points: Iterable[Point]) -> tuple[Point, ...]:
+    """Points with the journal's names as a sink gets them."""
+    run_points = RunPoints()
+    pairs = [run_points.add(point.metrics, point.step, point.timestamp) for point in points]
+    return tuple(pair[0] if keeps_names else pair[1] for pair in pairs)
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a record; of a list (one entry a rank) the largest, and 0-d tensors as they are."""
+    found = {name: _number(value) for name, value in metrics.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, (int, float)):
+        return value
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        numbers = [one for one in map(_number, value) if one is not None]
+        return max(numbers) if numbers else None
+    is_scalar = hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0
+    return value if is_scalar else None

@@ -1,0 +1,286 @@
+"""Runs a sink in a thread of its own, so that nothing a tracker does can hold or end the training."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+from onstep.sinks.circuit import CircuitBreaker
+from onstep.sinks.metric_sink import MetricSink, RunIdentity
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One call of the sink that waits for its turn."""
+
+    call: Callable[[], None]
+    is_point: bool = True
+    """Whether it may be dropped, and counts as such."""
+
+
+class _Session:
+    """The thread between one `open` and its `close`, and what waits for it."""
+
+    def __init__(self) -> None:
+        self.tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self.thread: threading.Thread | None = None
+        """None where the system gave none."""
+        self.is_closing = False
+        self.is_abandoned = False
+        """`close` has waited long enough: points that still wait are not delivered any more."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether anybody takes what is handed over."""
+        return self.thread is not None and self.thread.is_alive()
+
+    @property
+    def num_left(self) -> int:
+        """Points that wait behind `begin_close`'s two last tasks."""
+        return max(self.tasks.qsize() - 2, 0)
+
+
+class SinkQueue:
+    """A sink behind a bounded queue, in a daemon thread.
+
+    No method blocks (`close` waits, at most `close_timeout`) and none raises for the sink's faults. A sink that raises,
+    is too slow, hangs or ends its thread costs one warning between `open` and `close`; what it did not take is counted
+    in `dropped`. One that fails five times in a row is left alone for a minute, then tried again. In a forked child (a
+    data loader's worker) nothing is delivered.
+
+    Args:
+        sink: The tracker; all its methods are called from the thread.
+        capacity: Points and texts that wait at the most; of more, the newest are dropped.
+        close_timeout: Seconds that `close` waits for what is still to be delivered.
+        breaker: When a failing sink is tried again.
+    """
+
+    def __init__(
+        self,
+        sink: MetricSink,
+        capacity: int = 1000,
+        close_timeout: float = 30.0,
+        *,
+        breaker: CircuitBreaker | None = None,
+    ) -> None:
+        self.sink = sink
+        self._capacity = capacity
+        self._close_timeout = close_timeout
+        self._breaker = breaker or CircuitBreaker()
+        self._process = os.getpid()
+        self._session: _Session | None = None
+        self._last_session: _Session | None = None
+        """Closed, but perhaps not ended yet."""
+        self._folder: object = None
+        self._is_sink_open = False
+        self._to_open: Callable[[], None] | None = None
+        """What opens the sink, until it has succeeded; like the flag before, only the thread looks at it."""
+        self._refused = 0
+        """Points dropped by the caller's thread."""
+        self._lost = 0
+        """Points dropped by the sink's thread."""
+        self._state: dict[str, Any] = {}
+        self._warnings = itertools.count()
+
+    @property
+    def dropped(self) -> int:
+        """Points and texts that the sink did not take since it was opened."""
+        return self._refused + self._lost
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the sink takes nothing at the moment: it fails again and again, or its thread is gone."""
+        return self._breaker.is_open or (self._session is not None and not self._session.is_alive)
+
+    @property
+    def num_waiting(self) -> int:
+        """Calls that the sink has yet to take."""
+        return 0 if self._session is None else self._session.tasks.qsize() + 1
+
+    @property
+    def is_open(self) -> bool:
+        """Between `open` and `close`."""
+        return self._session is not None
+
+    def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
+        """Open the sink, in its thread; one that is open is closed first, as for a run that goes on.
+
+        A sink that cannot take points back is given the run's `last_points` again.
+        """
+        if self._process != os.getpid():
+            return
+        self._folder, self._state = run.folder, dict(state)
+        if self._session is None:
+            self._session = self._start()
+        else:
+            self._put_close(self._session, "preempted")
+        self._session.tasks.put(_Task(lambda: self._open_sink(run, dict(state)), is_point=False))
+        if not run.adds_only and not getattr(self.sink, "takes_back", False):
+            for point in run.last_points:
+                self.log(point.metrics, point.step, point.timestamp)
+
+    def log(self, metrics: Mapping[str, Any], step: int, timestamp: float) -> None:
+        """Hand over the numbers of a step; 0-d tensors are read by the thread."""
+        metrics = dict(metrics)
+        self._offer(_Task(lambda: self.sink.log(_numbers(metrics), step, timestamp)))
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Hand over a text."""
+        self._offer(_Task(lambda: self.sink.text(tag, text, step)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sink's state after the last call that it finished; until then, what it was opened with."""
+        return dict(self._state)
+
+    def close(self, status: str) -> None:
+        """Close the sink after what waits, and wait for that at most `close_timeout`; closing twice is harmless."""
+        self.begin_close(status)
+        self.finish_close(self._close_timeout)
+
+    def begin_close(self, status: str) -> None:
+        """Ask the thread to close the sink and to end; `finish_close` waits for it."""
+        session = self._session
+        if session is None or session.is_closing or self._process != os.getpid():
+            return
+        session.is_closing = True
+        self._put_close(session, status)
+        session.tasks.put(None)
+
+    def finish_close(self, timeout: float) -> None:
+        """Wait at most `timeout` seconds for the end of what `begin_close` began."""
+        session, self._session = self._session, None
+        if session is None or self._process != os.getpid():
+            return
+        if session.thread is not None:
+            session.thread.join(max(timeout, 0.0))
+        if session.is_alive:
+            session.is_abandoned = True
+            self._refused += session.num_left
+            self._warn(f"did not finish within {timeout:g} s and was left behind")
+        elif not session.tasks.empty():
+            self._refused += session.num_left
+            self._warn("lost its thread")
+        self._last_session = session
+        if self.dropped:
+            logger.info("the tracker %r missed %d points", self.sink.name, self.dropped)
+
+    def _start(self) -> _Session:
+        """A session with a thread of its own, which begins when the one before it has ended."""
+        self._refused = self._lost = 0
+        self._warnings = itertools.count()
+        self._breaker.succeeded()
+        session, previous = _Session(), self._last_session
+        thread = threading.Thread(
+            target=self._work, args=(session, previous), name=f"sink-{self.sink.name}", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system gives no more threads
+            self._warn(f"has no thread: {error}")
+        else:
+            session.thread = thread
+        return session
+
+    def _put_close(self, session: _Session, status: str) -> None:
+        session.tasks.put(_Task(lambda: self._close_sink(status), is_point=False))
+
+    def _offer(self, task: _Task) -> None:
+        """Hand a point over, or drop it."""
+        if self._process != os.getpid():
+            return
+        session = self._session
+        if session is None or session.is_closing:
+            self._refused += 1
+        elif not session.is_alive:
+            self._refused += 1
+            self._warn("lost its thread")
+        elif session.tasks.qsize() >= self._capacity:
+            self._refused += 1
+            self._warn(f"is slower than the run ({self._capacity} points wait for it)")
+        else:
+            session.tasks.put(task)
+
+    def _warn(self, what: str) -> None:
+        """Say it once a session: what else goes wrong has the same remedy."""
+        if next(self._warnings) > 0:
+            return
+        logger.warning(
+            "The tracker %r %s. What it misses is counted in `sink/dropped`; training goes on and the journal is "
+            "complete. To fill the tracker afterwards: onstep logs replay %s --to %s",
+            self.sink.name,
+            what,
+            self._folder,
+            self.sink.name,
+        )
+
+    # In the sink's thread
+
+    def _work(self, session: _Session, previous: _Session | None) -> None:
+        """Deliver task after task; a sink is never in two threads at once."""
+        if previous is not None and previous.thread is not None:
+            previous.thread.join()
+        while (task := session.tasks.get()) is not None:
+            if not (session.is_abandoned and task.is_point):
+                self._deliver(task)
+
+    def _deliver(self, task: _Task) -> None:
+        if task.is_point and not self._breaker.allows():
+            self._lost += 1
+            return
+        try:
+            if task.is_point and self._to_open is not None:
+                self._open_now()
+            task.call()
+            self._state = _plain(self.sink.state_dict())
+        except BaseException as error:  # noqa: BLE001 - foreign code; whatever it does must not reach the training
+            self._breaker.failed()
+            self._lost += task.is_point
+            self._warn(f"failed with {type(error).__name__}: {error}")
+        else:
+            self._breaker.succeeded()
+
+    def _open_sink(self, run: RunIdentity, state: dict[str, Any]) -> None:
+        self._to_open = lambda: self.sink.open(run, state)
+        self._open_now()
+
+    def _open_now(self) -> None:
+        """Open the sink; where that fails, the next point tries again."""
+        assert self._to_open is not None
+        self._to_open()
+        self._to_open = None
+        self._is_sink_open = True
+
+    def _close_sink(self, status: str) -> None:
+        self._to_open = None
+        if self._is_sink_open:
+            self._is_sink_open = False
+            self.sink.close(status)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics that are numbers; reads those that are still on a device."""
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, (int, float)):
+            numbers[name] = value
+            continue
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError):
+            continue
+    return numbers
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of plain values only, so that no sink can make a checkpoint fail."""
+    copy: dict[str, Any] = json.loads(json.dumps(state))
+    return copy

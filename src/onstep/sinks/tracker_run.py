@@ -1,0 +1,58 @@
+"""What the sinks of the trackers share: the package that must be there, and the id that a run keeps in its tracker."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from onstep.errors import ConfigError
+from onstep.sinks.metric_sink import RunIdentity
+
+STEP_NAME = "train/global_step"
+"""The optimizer step, for trackers that count points by themselves; Hugging Face's name of it."""
+
+PACKAGES = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "comet": "comet_ml",
+    "trackio": "trackio",
+}
+"""By name of the tracker: the package that it takes; csv takes none."""
+
+
+def is_installed(name: str) -> bool:
+    """Whether the package of a tracker is there; it is not imported."""
+    package = PACKAGES.get(name)
+    return package is None or find_spec(package) is not None
+
+
+def require_package(name: str) -> None:
+    """Refuse a tracker whose package is not there.
+
+    Raises:
+        ConfigError: with the command that installs it.
+    """
+    if not is_installed(name):
+        raise ConfigError(f"The tracker {name!r} takes the package {PACKAGES[name]}: pip install 'onstep[{name}]'")
+
+
+def tracker_id(run: RunIdentity, state: Mapping[str, Any], pattern: str) -> str:
+    """The id of a run in its tracker: the one that the checkpoint holds, else the run's own.
+
+    A checkpoint of another run (a fork starts from one) gives no id. A run id that does not match `pattern` is
+    replaced by 32 hexadecimal digits that follow from it.
+    """
+    if state.get("run") == run.run_id and isinstance(state.get("id"), str):
+        return str(state["id"])
+    if re.fullmatch(pattern, run.run_id):
+        return run.run_id
+    return hashlib.sha256(run.run_id.encode()).hexdigest()[:32]
+
+
+def id_state(run: RunIdentity | None, identity: str | None) -> dict[str, Any]:
+    """What `tracker_id` reads back; empty before the sink was opened."""
+    return {} if run is None or identity is None else {"run": run.run_id, "id": identity}

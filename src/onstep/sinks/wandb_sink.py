@@ -1,0 +1,145 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import html
+import logging
+import netrc
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from onstep.sinks.metric_sink import RunIdentity
+from onstep.sinks.tracker_run import STEP_NAME, id_state, require_package, tracker_id
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 0.2
+"""The longest time that points wait in W&B's process before they are in its file."""
+
+
+class WandbSink:
+    """A run in Weights & Biases.
+
+    Without an API key (`WANDB_API_KEY`, or what `wandb login` stored) or with `WANDB_MODE=offline`, the run is kept in
+    files for `wandb sync`; nobody is asked anything. A run that continues has the same W&B id and `resume="allow"`:
+    offline it is one folder more, whose first point is that after the checkpoint. The x axis of all curves is
+    `train/global_step`, because W&B's own count of points never goes back.
+
+    Args:
+        project: W&B project; None is `WANDB_PROJECT`, else "onstep".
+        run_name: Name of the W&B run; None is the run's.
+        entity: User or team; None is W&B's own choice (`WANDB_ENTITY`).
+        save_dir: Where `wandb/` is made; None is `WANDB_DIR`, else the run's folder.
+        tags: Tags of the run.
+        group: Group of the run.
+        mode: online | offline | disabled; None is `WANDB_MODE`, else online where there is a key.
+        settings: Further fields of `wandb.Settings`.
+    """
+
+    name = "wandb"
+    keeps_names = False
+    takes_back = False
+
+    def __init__(
+        self,
+        project: str | None = None,
+        run_name: str | None = None,
+        entity: str | None = None,
+        save_dir: str | None = None,
+        tags: Sequence[str] = (),
+        group: str | None = None,
+        mode: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        require_package("wandb")
+        self.project = project
+        self.run_name = run_name
+        self.entity = entity
+        self.save_dir = save_dir
+        self.tags = tuple(tags)
+        self.group = group
+        self.mode = mode
+        self.settings = dict(settings or {})
+        self._identity: RunIdentity | None = None
+        self._id: str | None = None
+        self._run: Any = None
+
+    def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
+        """Begin or continue the W&B run; offline, a new segment of it."""
+        mode = self.mode or os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
+        if mode != "online":
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # the package reports its own faults by network
+        import wandb
+
+        settings: Any = wandb.Settings
+        self._identity = run
+        self._id = tracker_id(run, state, r"[A-Za-z0-9_-]{1,64}")
+        folder = Path(self.save_dir or os.environ.get("WANDB_DIR") or run.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=self.project or os.environ.get("WANDB_PROJECT") or "onstep",
+            entity=self.entity,
+            name=self.run_name or run.name,
+            id=self._id,
+            group=self.group,
+            tags=self.tags or None,
+            dir=str(folder),
+            config=dict(run.config),
+            resume="allow",
+            reinit="create_new",
+            settings=settings(mode=mode, **_known(settings, self.settings)),
+        )
+        self._run.define_metric(STEP_NAME)
+        self._run.define_metric("*", step_metric=STEP_NAME, step_sync=True)
+        if mode == "offline":
+            segment = Path(self._run.settings.sync_dir)
+            runs = segment.parent / f"offline-run-*-{self._id}*"
+            logger.info("wandb: offline, recording in %s; to send the run: wandb sync %s", segment, runs)
+
+    def log(self, metrics: Mapping[str, float], step: int, timestamp: float) -> None:
+        """Add a row to the run's history."""
+        self._run.log({**metrics, STEP_NAME: step, "_timestamp": timestamp})
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Show the text as preformatted HTML."""
+        import wandb
+
+        self._run.log({tag: wandb.Html(f"<pre>{html.escape(text)}</pre>"), STEP_NAME: step})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The W&B id."""
+        return id_state(self._identity, self._id)
+
+    def close(self, status: str) -> None:
+        """Finish the run: finished, failed, or preempted (to be continued)."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        if status == "preempted":
+            run.mark_preempting()
+        run.finish(exit_code=0 if status in ("completed", "stopped") else 1)
+
+
+def _known(settings_class: Any, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Our settings and the user's; of ours, those that the installed version knows."""
+    ours = {"silent": True, "console": "off", "x_transaction_log_flush_interval": FLUSH_SECONDS}
+    known = getattr(settings_class, "model_fields", ours)
+    return {**{name: value for name, value in ours.items() if name in known}, **chosen}
+
+
+def _has_key() -> bool:
+    """Whether W&B would find an API key without asking anybody."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    given = os.environ.get("NETRC")
+    for path in [Path(given)] if given else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+        try:
+            if path.is_file() and netrc.netrc(str(path)).authenticators(host) is not None:
+                return True
+        except (OSError, netrc.NetrcParseError):
+            logger.warning("wandb: %s cannot be read; the run is recorded offline", path)
+    return False

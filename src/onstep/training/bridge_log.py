@@ -1,0 +1,308 @@
+"""Megatron Bridge's `training_log`: interval sums, tags for the trackers, and the console lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onstep.config import ConfigContainer
+from onstep.metrics.memory import report_memory
+from onstep.metrics.memory_estimate import report_theoretical_memory
+from onstep.metrics.memory_history import save_memory_snapshot
+from onstep.metrics.parameter_norms import report_l2_norm_grad
+from onstep.metrics.reductions import reduce_max_memory_across_pp_group
+from onstep.metrics.runtime import report_runtime
+from onstep.metrics.throughput import report_throughput
+from onstep.schedules import is_due
+from onstep.training.console_line import LineFacts, console_line, memory_line, step_time_line
+from onstep.training.state import GlobalState
+from onstep.training.step_size import describing_config, flops_of_samples, step_batch_size
+from onstep.training.tags import StepValues, interval_points, report_points, step_points, write_points
+
+ADVANCED, SKIPPED, NAN = COUNTERS = ("advanced iterations", "skipped iterations", "nan iterations")
+"""Keys of `total_loss_dict` that are no losses: steps of the interval that updated the weights, those that did not, and
+those of the latter whose loss was not finite."""
+
+
+@dataclass(frozen=True)
+class LogContext:
+    """What `training_log` is told of the run, the same at each of its steps."""
+
+    config: ConfigContainer
+    state: GlobalState
+    model: list[nn.Module]
+    pg_collection: Any = None
+    loaded_iteration: int = 0
+    seq_length: int | None = None
+
+    @property
+    def loggers(self) -> dict[str, Any]:
+        """The trackers of this rank by name; the loop has opened them, another caller gets them opened here."""
+        trackers, progress = self.state.trackers, self.state.train_state
+        trackers.open(progress.step, progress.consumed_train_samples, adds_only=True)
+        return trackers.loggers
+
+
+def training_log(
+    loss_dict: Mapping[str, Tensor],
+    total_loss_dict: dict[str, Any],
+    learning_rate: float | None,
+    decoupled_learning_rate: float | None,
+    loss_scale: float,
+    report_memory_flag: bool,
+    skipped_iter: int,
+    grad_norm: Tensor | float | None,
+    params_norm: Tensor | float | None,
+    num_zeros_in_grad: int | None,
+    config: ConfigContainer,
+    global_state: GlobalState,
+    history_wct: Sequence[float],
+    model: list[nn.Module],
+    *,
+    pg_collection: Any = None,
+    log_max_attention_logit: float | None = None,
+    loaded_iteration: int = 0,
+    seq_length: int | None = None,
+) -> bool:
+    """Take up the step that was just counted, and report it where that is due. All ranks call it after each step.
+
+    At every `logger.tensorboard_log_interval`-th step the trackers get its tags (`onstep.training.tags`), with values
+    on the device handed over unread. At a logged step (`logger.log_interval`, or as `global_state.is_logged_step` says)
+    the console gets Megatron Bridge's lines, for which the device is read, and the interval begins anew. Collective
+    where `pg_collection` has several pipeline stages, and with gradient norms of sharded parameters.
+
+    Args:
+        loss_dict: losses of the step, reduced over the ranks.
+        total_loss_dict: sums and counters of the interval, changed in place; an empty dictionary at first.
+        learning_rate: the rate of the next step.
+        decoupled_learning_rate: that of the embedding and output layer, where they have their own.
+        loss_scale: what the loss is multiplied by; 1 without a loss scaler.
+        report_memory_flag: what the last call returned; True at first.
+        skipped_iter: 1 where the update was not applied.
+        grad_norm: L2 norm of the gradients before clipping.
+        params_norm: L2 norm of all parameters.
+        num_zeros_in_grad: zeros among the gradients.
+        config: the run's configuration.
+        global_state: the run's progress, clock and loggers.
+        history_wct: seconds at the end of each of the latest `logger.throughput_window_size` steps.
+        model: list of model chunks; a model that carries its configuration gives the FLOPs.
+        pg_collection: process groups; memory reports are reduced over its `pp`. None is data parallelism alone.
+        log_max_attention_logit: largest attention logit of the step.
+        loaded_iteration: step that this process continued from.
+        seq_length: tokens of a sequence, where they are not the configuration's.
+
+    Returns:
+        Whether the next logged step reports the memory again.
+    """
+    run = LogContext(config, global_state, model, pg_collection, loaded_iteration, seq_length)
+    values = StepValues(
+        losses=loss_dict,
+        learning_rate=learning_rate,
+        decoupled_learning_rate=decoupled_learning_rate,
+        loss_scale=loss_scale,
+        grad_norm=grad_norm,
+        num_zeros=num_zeros_in_grad,
+        params_norm=params_norm,
+        max_attention_logit=log_max_attention_logit,
+    )
+    step = global_state.train_state.step
+    add_to_interval(loss_dict, total_loss_dict, skipped_iter)
+    global_state.interval_samples += step_batch_size(config, global_state)
+    save_memory_snapshot(config.profiling, step)
+    if not config.logger.skip_train_metrics_log and is_due(step, config.logger.tensorboard_log_interval):
+        write_step(run, values, history_wct)
+    is_logged = global_state.is_logged_step
+    if is_due(step, config.logger.log_interval) if is_logged is None else is_logged:
+        return report_interval(run, values, total_loss_dict, report_memory_flag)
+    return report_memory_flag
+
+
+def add_to_interval(loss_dict: Mapping[str, Tensor], total_loss_dict: dict[str, Any], skipped_iter: int) -> None:
+    """Add a step to the sums of the interval, without reading the device.
+
+    The losses of a skipped step are not added; a NaN or infinite one among them counts it as a nan iteration.
+    """
+    for counter in COUNTERS:
+        total_loss_dict.setdefault(counter, 0)
+    total_loss_dict[SKIPPED if skipped_iter else ADVANCED] += 1
+    if not skipped_iter:
+        for name, loss in loss_dict.items():
+            if name in total_loss_dict:
+                total_loss_dict[name].add_(loss.detach().reshape(1))
+            else:  # a copy: the loss itself may still wait for a tracker
+                total_loss_dict[name] = loss.detach().to(torch.float64, copy=True).reshape(1)
+    elif loss_dict:
+        sums = torch.stack([loss.detach().double().sum() for loss in loss_dict.values()])
+        total_loss_dict[NAN] = total_loss_dict[NAN] + sums.isfinite().all().logical_not().int()
+
+
+def write_step(run: LogContext, values: StepValues, history_wct: Sequence[float]) -> None:
+    """Hand a step's tags to the trackers. Collective where the reports are."""
+    reports = step_reports(run, history_wct)
+    if not run.loggers:
+        return
+    state, progress = run.state, run.state.train_state
+    points = report_points(*reports)
+    points += step_points(values, progress, step_batch_size(run.config, state), state.world.size, run.config.logger)
+    write_points(run.loggers, points, progress.step, progress.consumed_train_samples)
+
+
+def step_reports(run: LogContext, history_wct: Sequence[float]) -> list[Mapping[str, Any]]:
+    """The reports that the configuration asks for, by tag.
+
+    Collective: the memory over pipeline stages, the gradients of sharded parameters; the others only where there are
+    trackers.
+    """
+    options, state, progress = run.config.logger, run.state, run.state.train_state
+    memory: dict[str, Any] = {}
+    gradients: dict[str, float] = {}
+    if options.log_memory_to_tensorboard:
+        stages = getattr(run.pg_collection, "pp", None)
+        report = reduce_max_memory_across_pp_group(report_memory(options.memory_keys), stages)
+        memory = {f"memory/{name}": value for name, value in report.items()}
+    if options.log_l2_norm_grad_to_tensorboard:
+        gradients = report_l2_norm_grad(run.model)
+    if not run.loggers:
+        return []
+    throughput: dict[str, float] = {}
+    runtime: dict[str, float] = {}
+    length = run.seq_length or run.config.dataset.seq_length
+    if options.log_throughput_to_tensorboard:
+        throughput = report_throughput(
+            run.config.train,
+            progress.step,
+            length,
+            history_wct,
+            options.throughput_window_size,
+            batch_size=step_batch_size(run.config, state),
+            world_size=state.world.size,
+        )
+    if options.log_runtime_to_tensorboard:
+        runtime = report_runtime(
+            progress,
+            state.training_start_time,
+            length,
+            state.train_iters or 0,
+            options.runtime_time_unit,
+            start_step=state.start_step,
+            now=state.clock.wall(),
+        )
+    return [throughput, memory, runtime, gradients]
+
+
+def report_interval(
+    run: LogContext, values: StepValues, total_loss_dict: dict[str, Any], report_memory_flag: bool
+) -> bool:
+    """Report the steps since the last report, and begin the next interval; nothing where there was no step.
+
+    Args:
+        values: those of the last step.
+        total_loss_dict: sums and counters, zeroed when this returns.
+
+    Returns:
+        Whether the next one reports the memory again.
+    """
+    state, options = run.state, run.config.logger
+    num_steps = total_loss_dict.get(ADVANCED, 0) + total_loss_dict.get(SKIPPED, 0)
+    if num_steps == 0:
+        return report_memory_flag
+    prints = state.prints_console_line and not options.skip_train_metrics_log
+    facts = line_facts(run, values, total_loss_dict) if prints and state.is_last_rank else None
+    seconds = (state.clock.elapsed() - state.interval_start) / num_steps
+    teraflops = teraflops_per_device(run, seconds * num_steps)
+    begin_interval(total_loss_dict, state)
+    if options.skip_train_metrics_log:
+        return report_memory_flag
+    write_speed(run, teraflops, seconds)
+    if not prints:
+        return report_memory_flag
+    if state.world.is_main and teraflops is not None:
+        print(step_time_line(seconds, teraflops), flush=True)  # noqa: T201 - Bridge's line
+    if facts is not None:
+        print(console_line(facts, seconds, teraflops if options.log_throughput else None), flush=True)  # noqa: T201
+    if not report_memory_flag:
+        return False
+    print_memory(run)
+    return state.train_state.step <= run.loaded_iteration + 1
+
+
+def teraflops_per_device(run: LogContext, seconds: float) -> float | None:
+    """Model TFLOP/s of one device over an interval; None where the FLOPs of the model are not known."""
+    flops = flops_of_samples(run.config, run.model, run.state.interval_samples, run.seq_length)
+    return flops / seconds / run.state.world.size / 1e12 if flops and seconds > 0 else None
+
+
+def begin_interval(total_loss_dict: dict[str, Any], state: GlobalState) -> None:
+    """Zero the sums and counters, and start the interval's time."""
+    for name, value in total_loss_dict.items():
+        total_loss_dict[name] = 0 if name in COUNTERS else torch.zeros_like(value)
+    state.interval_samples = 0
+    state.interval_start = state.clock.elapsed()
+
+
+def line_facts(run: LogContext, values: StepValues, total_loss_dict: Mapping[str, Any]) -> LineFacts:
+    """What the console line shows of the interval. Reads the device, once."""
+    last = {
+        "loss_scale": values.loss_scale,
+        "grad_norm": values.grad_norm,
+        "num_zeros": values.num_zeros,
+        "params_norm": values.params_norm,
+        "max_attention_logit": values.max_attention_logit,
+    }
+    sums = read_together({**total_loss_dict, **{f"last {name}": value for name, value in last.items()}})
+    last = {name: sums.pop(f"last {name}") for name in last}
+    counts = {name: int(sums.pop(name)) for name in COUNTERS}
+    progress = run.state.train_state
+    return LineFacts(
+        timestamp=run.state.clock.wall(),
+        step=progress.step,
+        train_iters=run.state.train_iters or 0,
+        consumed_samples=progress.consumed_train_samples,
+        skipped_samples=progress.skipped_train_samples,
+        batch_size=step_batch_size(run.config, run.state),
+        learning_rate=values.learning_rate,
+        losses={name: value / max(1, counts[ADVANCED]) for name, value in sums.items()},
+        num_skipped=counts[SKIPPED],
+        num_nan=counts[NAN],
+        **last,
+    )
+
+
+def read_together(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with tensors of one element as plain numbers, read from the device at once."""
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    if not tensors:
+        return dict(values)
+    device = next((one.device for one in tensors.values() if one.device.type != "cpu"), torch.device("cpu"))
+    numbers = torch.stack([one.detach().to(device).double().reshape(()) for one in tensors.values()]).tolist()
+    return {**values, **dict(zip(tensors, numbers, strict=True))}
+
+
+def write_speed(run: LogContext, teraflops: float | None, seconds: float) -> None:
+    """Hand the interval's speed to the trackers: TFLOP/s of one device, seconds of a step."""
+    if not run.loggers:
+        return
+    options, progress = run.config.logger, run.state.train_state
+    points = interval_points(
+        teraflops if options.log_throughput_to_tensorboard else None,
+        run.state.world.size,
+        seconds if options.log_timers_to_tensorboard else None,
+    )
+    write_points(run.loggers, points, progress.step, progress.consumed_train_samples)
+
+
+def print_memory(run: LogContext) -> None:
+    """Print, on rank 0, what training needs in theory and what its GPU holds."""
+    state = run.state
+    if not state.world.is_main:
+        return
+    sizes = describing_config(run.config, run.model)
+    if sizes is not None and sizes.vocab_size is not None:
+        report_theoretical_memory(replace(run.config, model=sizes))
+    report = report_memory(run.config.logger.memory_keys)
+    if report:
+        print(memory_line(state.world.rank, state.train_state.step, report), flush=True)  # noqa: T201 - Bridge's line

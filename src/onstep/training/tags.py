@@ -1,0 +1,144 @@
+"""Megatron Bridge's tags: which values a step is reported by, and which tracker gets each under which name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from onstep.config.parts import LoggerConfig
+from onstep.progress import TrainState
+from onstep.sinks.mlflow_names import metric_name
+from onstep.training.trackers import TensorBoardLogger, TrackerLogger
+
+TENSORBOARD, WANDB, MLFLOW, COMET = BACKENDS = ("tensorboard", "wandb", "mlflow", "comet")
+"""The trackers that Megatron Bridge's tags go to."""
+
+VS_SAMPLES = " vs samples"
+"""Ends the name of a curve over consumed samples."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A value of one step."""
+
+    tag: str
+    value: Any
+    """A number or a tensor of one element; it need not be read yet."""
+    vs_samples: bool = False
+    """TensorBoard shows it over consumed samples too."""
+    backends: tuple[str, ...] = BACKENDS
+    mlflow_tag: str | None = None
+    """What MLflow's name for it is made of, where that is not the tag."""
+
+    def name_for(self, backend: str) -> str:
+        """What the tracker calls it."""
+        return metric_name(self.mlflow_tag or self.tag) if backend == MLFLOW else self.tag
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """What a step is reported by, as numbers or unread tensors; what is None has no point and no field in the line."""
+
+    losses: Mapping[str, Any]
+    learning_rate: float | None = None
+    decoupled_learning_rate: float | None = None
+    loss_scale: Any = 1.0
+    grad_norm: Any = None
+    num_zeros: Any = None
+    params_norm: Any = None
+    max_attention_logit: Any = None
+
+
+def step_points(
+    values: StepValues, progress: TrainState, batch_size: int, world_size: int, options: LoggerConfig
+) -> list[Point]:
+    """The points of a step, in Megatron Bridge's order."""
+    points = [Point("samples vs steps", progress.consumed_train_samples, backends=(WANDB, MLFLOW))]
+    points += _given("learning-rate", values.learning_rate)
+    if values.decoupled_learning_rate is not None:
+        points.append(Point("decoupled-learning-rate", values.decoupled_learning_rate, backends=(TENSORBOARD,)))
+    if progress.skipped_train_samples > 0:
+        points.append(Point("skipped-train-samples", progress.skipped_train_samples))
+    points += _given("batch-size", batch_size)
+    for name, value in values.losses.items():
+        points += _given(name, value)
+    points += _given("loss-scale", values.loss_scale if options.log_loss_scale_to_tensorboard else None)
+    points += _given("world-size", world_size if options.log_world_size_to_tensorboard else None)
+    points += _given("grad-norm", values.grad_norm)
+    points += _given("num-zeros", values.num_zeros)
+    points += _given("params-norm", values.params_norm)
+    points += _given("max-attention-logit", values.max_attention_logit)
+    return points
+
+
+def report_points(*reports: Mapping[str, Any]) -> list[Point]:
+    """The points of reports by tag: throughput, memory, time, gradient norms."""
+    return [Point(tag, value) for report in reports for tag, value in report.items()]
+
+
+def interval_points(teraflops: float | None, world_size: int, seconds_per_step: float | None) -> list[Point]:
+    """The points of a logged interval; `teraflops` are those of one device."""
+    points = []
+    if teraflops is not None:
+        points.append(Point("throughput/tflops/device", teraflops))
+        points.append(Point("throughput/tflops", teraflops * world_size))
+    if seconds_per_step is not None:
+        points.append(Point("iteration-time", seconds_per_step))
+    return points
+
+
+def evaluation_points(kind: str, losses: Mapping[str, float], perplexities: Mapping[str, float]) -> list[Point]:
+    """The points of an evaluation: `kind` is validation or test; `perplexities` may be empty."""
+    folder = "val" if kind == "validation" else kind
+    points = []
+    for name, loss in losses.items():
+        points.append(Point(f"{name} {kind}", loss, True, mlflow_tag=f"{folder}/{name}"))
+        if name in perplexities:
+            tag, mlflow_tag = f"{name} {kind} ppl", f"{folder}/{name} ppl"
+            points.append(Point(tag, perplexities[name], True, mlflow_tag=mlflow_tag))
+    return points
+
+
+def write_points(loggers: Mapping[str, Any], points: Iterable[Point], step: int, samples: int) -> None:
+    """Hand the points to the trackers that there are, by name; device tensors go to ours unread.
+
+    A logger that the user put in the place of ours is called as its own client is: `add_scalar` of a `SummaryWriter`,
+    `log` of W&B, `log_metrics` of MLflow and Comet, with plain numbers for the last two.
+    """
+    points = list(points)
+    for backend, logger in loggers.items():
+        values = {one.name_for(backend): one.value for one in points if backend in one.backends}
+        if not values:
+            continue
+        if backend == TENSORBOARD:
+            over_samples = {one.tag + VS_SAMPLES: one.value for one in points if one.vs_samples}
+            _write_curves(logger, values, over_samples, step, samples)
+        elif backend == WANDB:
+            logger.log(values, step)
+        elif isinstance(logger, TrackerLogger):
+            logger.log_metrics(values, step)
+        else:
+            logger.log_metrics({name: _plain(value) for name, value in values.items()}, step=step)
+
+
+def _write_curves(
+    writer: Any, over_steps: Mapping[str, Any], over_samples: Mapping[str, Any], step: int, samples: int
+) -> None:
+    if isinstance(writer, TensorBoardLogger):
+        writer.add_points(over_steps, over_samples, step, samples)
+        return
+    for x, values in ((step, over_steps), (samples, over_samples)):
+        for tag, value in values.items():
+            writer.add_scalar(tag, value, x)
+
+
+def _given(tag: str, value: Any) -> Iterator[Point]:
+    if value is not None:
+        yield Point(tag, value, vs_samples=True)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value

@@ -1,0 +1,59 @@
+"""Moving means."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from onstep.analysis import smooth_values
+from onstep.analysis.smoothing import automatic_window
+
+
+def reference(values: list[float], window: int) -> list[float]:
+    """The definition, point by point."""
+    half = window // 2
+    means = []
+    for index, value in enumerate(values):
+        near = [one for one in values[max(index - half, 0) : index + half + 1] if math.isfinite(one)]
+        means.append(sum(near) / len(near) if math.isfinite(value) else value)
+    return means
+
+
+@pytest.mark.parametrize("window", [2, 3, 4, 10, 11, 36, 37])
+def test_each_value_becomes_the_mean_of_its_neighbourhood(window: int) -> None:
+    values = [math.sin(index) + index / 10 for index in range(37)]
+    assert smooth_values(values, window) == pytest.approx(reference(values, window))
+
+
+def test_a_window_of_ten_averages_eleven_points() -> None:
+    spike = [0.0] * 40
+    spike[20] = 11.0
+    assert np.flatnonzero(smooth_values(spike, 10)).tolist() == list(range(15, 26))
+    assert smooth_values(spike, 10)[20] == pytest.approx(1.0)
+
+
+def test_values_that_are_not_finite_stay_and_count_in_no_mean() -> None:
+    values = [1.0, math.nan, 3.0, math.inf, 5.0, 7.0]
+    assert smooth_values(values, 3) == pytest.approx(reference(values, 3), nan_ok=True)
+
+
+@pytest.mark.parametrize("window", [0, 1, 4])
+def test_no_window_and_one_longer_than_the_values_change_nothing(window: int) -> None:
+    assert smooth_values([1.0, 5.0, 2.0], window).tolist() == [1.0, 5.0, 2.0]
+
+
+def test_a_huge_spike_spoils_only_the_means_that_it_belongs_to() -> None:
+    values = np.full(1000, 0.1)
+    values[300] = 1e20
+    means = smooth_values(values, 11)
+    assert means[400:] == pytest.approx(np.full(600, 0.1))
+
+
+def test_there_may_be_no_values() -> None:
+    assert smooth_values([], 3).tolist() == []
+
+
+def test_only_long_curves_are_smoothed_unasked() -> None:
+    assert [automatic_window(num) for num in (0, 39, 40, 1000)] == [1, 1, 3, 40]

@@ -1,0 +1,104 @@
+"""What grows is named, and tracing ends with the run."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from onstep import Callback, pretrain
+from onstep.callbacks.trace_malloc import TraceMalloc
+from onstep.config import ConfigContainer
+from onstep.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def untraced() -> Iterator[None]:
+    assert not tracemalloc.is_tracing()
+    yield
+    tracemalloc.stop()
+
+
+class Leak(Callback):
+    """Keeps 200 kB at every step."""
+
+    def __init__(self) -> None:
+        self.kept: list[bytes] = []
+
+    def on_step_end(self, context: Any) -> None:
+        self.kept.append(bytes(200_000 + len(self.kept)))
+
+
+@pytest.fixture
+def config(tiny_config: ConfigContainer) -> ConfigContainer:
+    tiny_config.validation.eval_interval = None
+    tiny_config.validation.eval_after_training = False
+    return tiny_config
+
+
+def reports(config: ConfigContainer, callback: TraceMalloc, caplog: pytest.LogCaptureFixture) -> list[str]:
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="onstep.callbacks.trace_malloc"):
+        pretrain(config, callbacks=[Leak(), callback])
+    return [message for message in caplog.messages if message.startswith("memory at step")]
+
+
+def test_the_line_that_leaks_is_the_first_that_is_named(
+    config: ConfigContainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second, _ = reports(config, TraceMalloc(top_k=3), caplog)
+    assert first.startswith("memory at step 4\n  resident (RSS): ")
+    lines = second.splitlines()
+    for head, kib in (("  grown since the previous log", 4 * 200_000 / 1024), ("  grown since the start", 8 * 195.3)):
+        place = next(number for number, line in enumerate(lines) if line.startswith(head))
+        assert "test_trace_malloc.py" in lines[place + 1]
+        assert float(lines[place + 1].split()[0]) == pytest.approx(kib, rel=0.02)
+        assert sum("blocks" in line for line in lines[place + 1 : place + 5]) == 3
+    assert "of them tensors" in lines[-1]
+
+
+def test_less_can_be_reported(config: ConfigContainer, caplog: pytest.LogCaptureFixture) -> None:
+    callback = TraceMalloc(monitor_system_memory=False, comprehensive_mode=False)
+    report = reports(config, callback, caplog)[0]
+    assert "RSS" not in report
+    assert "start of training" not in report
+    assert "tensors" not in report
+
+
+def test_tracing_ends_with_the_run_and_can_begin_again(
+    config: ConfigContainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    callback = TraceMalloc()
+    for _ in range(2):
+        assert len(reports(config, callback, caplog)) == 3
+        assert not tracemalloc.is_tracing()
+    callback.on_run_end(None, None, None)  # closed twice
+
+
+def test_a_trace_that_somebody_else_started_goes_on(config: ConfigContainer, caplog: pytest.LogCaptureFixture) -> None:
+    tracemalloc.start()
+    assert reports(config, TraceMalloc(), caplog)
+    assert tracemalloc.is_tracing()
+
+
+def test_without_psutil_the_message_has_the_install_line(config: ConfigContainer) -> None:
+    code = (
+        "import sys; sys.modules['psutil'] = None\n"
+        "from onstep.callbacks.trace_malloc import TraceMalloc\n"
+        "TraceMalloc(monitor_system_memory=False).on_train_begin(None, None, None)\n"
+        "TraceMalloc().on_train_begin(None, None, None)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "MissingExtraError" in done.stderr
+    assert "pip install 'onstep[diagnostics]'" in done.stderr
+    assert "line 4" in done.stderr
+
+
+def test_top_k_must_be_positive() -> None:
+    with pytest.raises(ConfigError, match="top_k must be >= 1, got 0"):
+        TraceMalloc(top_k=0)

@@ -1,0 +1,70 @@
+"""`onstep logs replay` fills a tracker from a run's journal and says where."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from onstep.cli.logs_replay import replay
+from onstep.errors import ConfigError, OnstepError
+from onstep.journal import Journal
+from sink_reading import scalars, table
+
+app = typer.Typer()
+app.command()(replay)
+
+
+@pytest.fixture(autouse=True)
+def quiet_again() -> Iterator[None]:
+    """The command lets trackers tell where they record; other tests are not to hear of it."""
+    sinks = logging.getLogger("onstep.sinks")
+    before = sinks.level
+    yield
+    sinks.setLevel(before)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A journal of 5 steps in runs/mine, seen from above runs/."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "mine"
+    with Journal.open(folder / "trainer_logs.json") as journal:
+        for step in range(1, 6):
+            journal.append({"timestamp": 1.0, "global_step": step, "epoch": 0.1, "loss": 1.0 / step})
+    return folder
+
+
+@pytest.mark.parametrize("words", ["mine", "runs/mine", "runs/mine/trainer_logs.json"])
+def test_a_run_is_given_as_name_folder_or_journal(words: str, run: Path) -> None:
+    result = CliRunner().invoke(app, [words, "--to", "csv"], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "5 records of" in result.output
+    assert "metrics.csv" in result.output
+    assert list(table(run / "metrics.csv").step) == [1, 2, 3, 4, 5]
+
+
+def test_local_files_go_where_they_are_wanted(run: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["mine", "--to", "tensorboard", "--output", "elsewhere"], catch_exceptions=False)
+    assert str(Path("elsewhere") / "tensorboard") in result.output
+    assert len(scalars(tmp_path / "elsewhere" / "tensorboard")["train/loss"]) == 5
+    assert not (run / "tensorboard").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "to", "message"),
+    [("mine", "tensorbord", "Did you mean 'tensorboard'"), ("yours", "csv", "there is no log 'yours'.*mine")],
+)
+def test_what_is_not_there_is_named(words: str, to: str, message: str, run: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replay(words, to)
+
+
+def test_a_tracker_that_fails_says_so(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OnstepError, match=r"'csv' could not be filled: .*Error"):
+        replay("mine", "csv", tmp_path / "file" / "below")

@@ -1,0 +1,50 @@
+"""Every callback of the package, by discovery, and how each is made for a run in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onstep.callbacks
+from onstep.events import Callback, TrainerCallback
+
+
+def discovered() -> dict[str, type[Any]]:
+    """The callback classes of `onstep.callbacks` by name; an alias of a class is no second one."""
+    exported = {name: getattr(onstep.callbacks, name) for name in onstep.callbacks.__all__}
+    return {
+        name: one
+        for name, one in exported.items()
+        if isinstance(one, type) and issubclass(one, Callback | TrainerCallback) and one.__name__ == name
+    }
+
+
+def _writer(folder: Path) -> Any:
+    return onstep.callbacks.ResumableSummaryWriter(str(folder / "tensorboard"))
+
+
+MAKE: dict[str, Callable[[Path], list[Any]]] = {
+    "TBLogger": lambda folder: [
+        onstep.callbacks.TBLogger(writer := _writer(folder), experiment_info={"note": "contract"}),
+        writer,
+    ],
+    "ResumableSummaryWriter": lambda folder: [_writer(folder)],
+    "TextgenCallback": lambda folder: [
+        onstep.callbacks.TextgenCallback(writer := _writer(folder), ["def ", "x"], max_new_tokens=3),
+        writer,
+    ],
+    "ProfilerCallback": lambda folder: [onstep.callbacks.ProfilerCallback(output_dir=str(folder / "profiles"))],
+    "MetricSinks": lambda folder: [onstep.callbacks.MetricSinks("csv")],
+    "EarlyStopping": lambda folder: [onstep.callbacks.EarlyStopping(patience=50)],
+    "DivergenceDetector": lambda folder: [onstep.callbacks.DivergenceDetector(threshold=50.0)],
+    "JsonLogger": lambda folder: [onstep.callbacks.JsonLogger(note="contract")],
+    "ProgressCallback": lambda folder: [onstep.callbacks.ProgressCallback(use_tqdm=False)],
+    "TraceMalloc": lambda folder: [onstep.callbacks.TraceMalloc(top_k=2, comprehensive_mode=False)],
+}
+"""How those are made that need arguments, or that would otherwise not do their work in a small run."""
+
+
+def make(name: str, folder: Path) -> list[Any]:
+    """The callback called `name`, with what it needs beside it; it comes first."""
+    return MAKE[name](folder) if name in MAKE else [discovered()[name]()]

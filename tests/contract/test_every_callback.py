@@ -1,0 +1,138 @@
+"""The contract of every built-in callback, over all that the package has."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from every_callback import discovered, make
+
+from forked_processes import Processes
+from onstep.checkpoint import decode_state, encode_state
+from onstep.journal import read_records
+from whole_runs import Ranks, check_same, forked
+
+NAMES = sorted(discovered())
+STATEFUL = [name for name in NAMES if hasattr(discovered()[name], "state_dict")]
+DOCS = Path(__file__).parents[2] / "docs"
+SCRIPT = Path(__file__).with_name("contract_jobs.py")
+WALL_CLOCK_STATES = ("MetricSinks", "ThroughputMonitor")
+"""Callbacks whose state holds measured times."""
+
+
+def snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def test_all_callbacks_are_found() -> None:
+    files = {path.stem for path in Path(inspect.getfile(discovered()["JsonLogger"])).parent.glob("[a-z]*.py")}
+    assert {inspect.getmodule(one).__name__.rpartition(".")[2] for one in discovered().values()} == files  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_can_be_made_without_touching_anything(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert type(make(name, tmp_path / "own")[0]).__name__ == name
+    assert not list(tmp_path.rglob("*")), "a constructor must not write"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_documented(name: str) -> None:
+    kind = discovered()[name]
+    documentation = inspect.getdoc(kind) or ""
+    assert len(documentation) > 80
+    for parameter in list(inspect.signature(kind).parameters):
+        assert re.search(rf"\b{parameter}\b", documentation), f"{name} does not say what {parameter} is"
+    page = DOCS / "callbacks" / f"{snake(name)}.md"
+    assert page.exists(), f"{page.name} is missing"
+    text = page.read_text()
+    assert name in text
+    assert "```" in text, "no sample"
+    navigation = yaml.safe_dump(yaml.load((DOCS.parent / "mkdocs.yml").read_text(), yaml.SafeLoader)["nav"])
+    assert f"callbacks/{page.name}" in navigation
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_its_state_goes_through_a_checkpoint_s_codec_into_a_new_one(name: str, tmp_path: Path) -> None:
+    one, other = make(name, tmp_path / "own")[0], make(name, tmp_path / "own")[0]
+    tensors, tree = encode_state(one.state_dict())
+    other.load_state_dict(decode_state(tensors, json.loads(json.dumps(tree))))
+    assert encode_state(other.state_dict())[1] == tree
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    with forked() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def ranks(processes: Processes, corpus: Path, token_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """Starts runs of the jobs of `contract_jobs.py`."""
+    folder = tmp_path_factory.mktemp("contract")
+    return Ranks(processes, folder, SCRIPT, corpus=str(corpus), cache=str(token_cache))
+
+
+@pytest.fixture(scope="module")
+def plain(ranks: Ranks) -> dict[int, dict[str, Any]]:
+    """What a run without the callback learns, by number of ranks."""
+    return {number: ranks.finish(f"plain-{number}", "run", ranks=number, names=[]) for number in (1, 2)}
+
+
+def told(ranks: Ranks, name: str) -> dict[str, Any]:
+    return dict(json.loads((ranks.folder / name / "states-0.json").read_text()))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(
+    name: str, number: int, ranks: Ranks, plain: dict[int, dict[str, Any]]
+) -> None:
+    whole, killed = f"{name}-whole-{number}", f"{name}-killed-{number}"
+    expected = ranks.finish(whole, "run", ranks=number, names=[name])
+    assert expected["weights"] == plain[number]["weights"], f"{name} changes what is learned"
+    assert expected["files"] == plain[number]["files"], f"{name} changes the random state"
+    for step in (6, 10):
+        assert -9 in ranks.start(killed, "run", ranks=number, names=[name], dies_at=step)
+    found = ranks.finish(killed, "run", ranks=number, names=[name])
+    check_same(found, expected)
+    if name not in WALL_CLOCK_STATES:
+        assert without_paths(told(ranks, killed), killed) == without_paths(told(ranks, whole), whole)
+
+
+def without_paths(states: dict[str, Any], name: str) -> str:
+    """The states as text, with the run's folder named alike."""
+    return json.dumps(states, sort_keys=True).replace(f"/{name}/", "/run/")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_runs_in_a_row_and_a_second_end_are_fine(name: str, ranks: Ranks) -> None:
+    codes = ranks.start(f"{name}-twice", "twice", ranks=1, names=[name])
+    assert codes == [0], ranks.output(f"{name}-twice")
+    runs = ranks.folder / f"{name}-twice" / "runs"
+    losses = [
+        [one.get("loss") for one in read_records(runs / run / "trainer_logs.json")] for run in ("first", "second")
+    ]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_works_in_the_trainer_and_for_an_evaluation_after_training(name: str, ranks: Ranks) -> None:
+    codes = ranks.start(f"{name}-trainer", "trainer", ranks=1, names=[name])
+    assert codes == [0], ranks.output(f"{name}-trainer")
+
+
+@pytest.mark.distributed
+def test_all_together_on_two_ranks_change_nothing(ranks: Ranks, plain: dict[int, dict[str, Any]]) -> None:
+    names = [name for name in NAMES if name not in ("ProfilerCallback", "TraceMalloc")]
+    assert -9 in ranks.start("all", "run", ranks=2, names=names, dies_at=6)
+    found = ranks.finish("all", "run", ranks=2, names=names)
+    assert found["weights"] == plain[2]["weights"]
+    assert found["files"] == plain[2]["files"]

@@ -1,0 +1,173 @@
+"""Spectral norms against singular value decompositions, and what they leave alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from onstep.errors import ConfigError
+from onstep.metrics.spectral_norms import SpectralNorms
+
+
+def exact(tensor: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(tensor.detach().double().reshape(tensor.shape[0], -1), 2))
+
+
+def with_values(values: Tensor, rows: int, columns: int) -> Tensor:
+    """A random matrix with the given singular values."""
+    generator = torch.Generator().manual_seed(rows + columns)
+    gaussian = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    left, _, right = torch.linalg.svd(gaussian, full_matrices=False)
+    return ((left * values.double()) @ right).float()
+
+
+def measure(tensor: Tensor, num_steps: int = 10, times: int = 1) -> float:
+    spectral = SpectralNorms(num_steps)
+    model = nn.ParameterDict({"w": nn.Parameter(tensor)})
+    for _ in range(times):
+        norms = spectral.measure(model)
+    return norms["w"]
+
+
+SPECTRA: dict[str, Any] = {
+    "falls by 1e12": lambda count: torch.logspace(0, -12, count),
+    "falls linearly": lambda count: torch.linspace(1, 0, count),
+    "two close at the top": lambda count: torch.cat([torch.tensor([1.0, 0.9999]), torch.full((count - 2,), 0.9)]),
+    "all close": lambda count: torch.linspace(1, 0.98, count),
+    "one a little above many": lambda count: torch.cat([torch.tensor([1.02]), torch.ones(count - 1)]),
+    "all equal": torch.ones,
+    "rank 3": lambda count: torch.cat([torch.tensor([3.0, 2.9, 1.0]), torch.zeros(count - 3)]),
+    "rank 1": lambda count: torch.cat([torch.tensor([3.0]), torch.zeros(count - 1)]),
+}
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("shape", [(96, 96), (400, 120), (120, 400), (8, 500)])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_within_one_percent_of_the_decomposition(name: str, shape: tuple[int, int], times: int) -> None:
+    matrix = with_values(SPECTRA[name](min(shape)), *shape)
+    assert measure(matrix, times=times) == pytest.approx(exact(matrix), rel=0.01)
+
+
+@pytest.mark.parametrize("shape", [(700, 700), (1000, 300), (300, 1000), (50, 2000), (1, 40), (40, 1), (2, 3)])
+@pytest.mark.parametrize("num_steps", [1, 10])
+def test_random_matrices(shape: tuple[int, int], num_steps: int) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    norm, true = measure(matrix, num_steps), exact(matrix)
+    assert norm == pytest.approx(true, rel=0.01)
+    assert norm <= true * (1 + 1e-5), "an estimate from below"
+
+
+def test_convolutions_zero_vectors_scalars_and_nothing() -> None:
+    kernel = torch.randn(8, 3, 3, 3, generator=torch.Generator().manual_seed(1))
+    tensors = {"kernel": kernel, "zero": torch.zeros(5, 5), "vector": torch.tensor([1.0, -3.0]), "empty": torch.ones(0)}
+    tensors |= {"scalar": torch.tensor(-2.0), "no_columns": torch.ones(3, 0)}
+    model = nn.ParameterDict({name: nn.Parameter(tensor) for name, tensor in tensors.items()})
+    norms = SpectralNorms().measure(model)
+    assert list(norms) == list(model)
+    assert norms.pop("kernel") == pytest.approx(exact(kernel), rel=0.01)
+    assert norms == {"zero": 0.0, "vector": 3.0, "empty": 0.0, "scalar": 2.0, "no_columns": 0.0}
+
+
+@pytest.mark.parametrize("factor", [1e36, 1e-36])
+def test_huge_and_tiny_values(factor: float) -> None:
+    matrix = torch.randn(60, 40, generator=torch.Generator().manual_seed(1)) * factor
+    assert measure(matrix) == pytest.approx(exact(matrix), rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_precisions(dtype: torch.dtype) -> None:
+    matrix = torch.randn(60, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert measure(matrix) == pytest.approx(exact(matrix), rel=0.01)
+
+
+def test_not_a_number_is_shown() -> None:
+    model = nn.ParameterDict({"bad": torch.full((4, 4), math.nan), "good": torch.eye(4)})
+    spectral = SpectralNorms()
+    for _ in range(2):
+        norms = spectral.measure(model)
+        assert math.isnan(norms["bad"])
+        assert norms["good"] == pytest.approx(1.0)
+
+
+def test_many_matrices_of_few_shapes_are_measured_together_each_by_its_name() -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(*[nn.Linear(20, 30 if number % 2 else 20) for number in range(9)])
+    norms = SpectralNorms().measure(model)
+    assert list(norms) == [name for name, _ in model.named_parameters()]
+    for name, parameter in model.named_parameters():
+        true = exact(parameter) if parameter.dim() == 2 else parameter.abs().max().item()
+        assert norms[name] == pytest.approx(true, rel=0.01)
+
+
+def test_a_value_that_outgrows_the_one_known_is_found() -> None:
+    values = torch.linspace(0.5, 0, 200)
+    values[:2] = torch.tensor([1.0, 0.9])
+    spectral = SpectralNorms()
+    model = nn.ParameterDict({"w": nn.Parameter(with_values(values, 200, 200))})
+    assert spectral.measure(model)["w"] == pytest.approx(1.0, rel=1e-3)
+    values[1] = 1.04
+    with torch.no_grad():
+        model["w"].copy_(with_values(values, 200, 200))
+    assert spectral.measure(model)["w"] == pytest.approx(1.04, rel=1e-3)
+
+
+def count_products(spectral: SpectralNorms, model: nn.Module) -> int:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Products(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            is_product = func.overloadpacket.__name__ == "bmm" and (50, 70) in [tuple(one.shape[1:]) for one in args]
+            self.count += is_product
+            return func(*args, **(kwargs or {}))
+
+    with Products() as products:
+        spectral.measure(model)
+    return products.count
+
+
+def test_the_first_measurement_takes_twice_the_iterations_and_a_resumed_one_does_not() -> None:
+    values = torch.cat([torch.tensor([1.0]), torch.full((49,), 0.3)])
+    model = nn.ParameterDict({"w": nn.Parameter(with_values(values, 50, 70))})
+    spectral = SpectralNorms(num_steps=4)
+    assert count_products(spectral, model) == 2 * 8
+    resumed = SpectralNorms(num_steps=4)
+    resumed.load_state_dict(spectral.state_dict())
+    assert count_products(spectral, model) == 2 * 4
+    assert count_products(resumed, model) == 2 * 4
+
+
+def test_a_resumed_measurement_gives_the_same_bits() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(60, 50)
+    spectral, resumed = SpectralNorms(), SpectralNorms()
+    spectral.measure(model)
+    resumed.load_state_dict(spectral.state_dict())
+    assert resumed.measure(model) == spectral.measure(model)
+
+
+def test_a_state_of_other_shapes_is_passed_over() -> None:
+    spectral = SpectralNorms()
+    spectral.measure(nn.Linear(6, 5))
+    other = nn.Linear(6, 9)
+    assert spectral.measure(other)["weight"] == pytest.approx(exact(other.weight), rel=0.01)
+
+
+def test_no_random_number_of_the_training_is_drawn() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    spectral, model = SpectralNorms(), nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 400))
+    torch.set_rng_state(before)
+    spectral.measure(model)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_too_few_iterations_are_refused() -> None:
+    with pytest.raises(ConfigError, match="num_steps must be >= 1, got 0"):
+        SpectralNorms(0)

@@ -1,0 +1,109 @@
+"""The Comet sink without a network: what is in its archives, also of a process that was killed."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from tracker_reading import CometArchive, comet_archives, without_keys
+
+from onstep.sinks import RunIdentity
+from onstep.sinks.comet_archive import Segment, finish_segments
+from onstep.sinks.comet_sink import CometSink
+
+RUN_ID = "0123456789abcdef" * 2
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    without_keys(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunIdentity:
+    return RunIdentity("pretty", RUN_ID, tmp_path, {"optimizer": {"lr": 0.5}}, start_step=3)
+
+
+def test_without_a_key_the_run_is_recorded_in_an_archive(
+    run: RunIdentity, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sink = CometSink(project="p", tags=["a"])
+    with caplog.at_level(logging.INFO, "onstep"):
+        sink.open(run, {})
+    sink.log({"train/loss": 2.0, "train/nan": float("nan")}, 4, 0.0)
+    sink.log({"train/loss": 1.0}, 5, 0.0)
+    sink.text("samples", "once", 5)
+    assert sink.state_dict() == {"run": RUN_ID, "id": RUN_ID}
+    sink.close("completed")
+    sink.close("completed")
+    (archive,) = comet_archives(tmp_path)
+    assert archive.points("train/loss") == [(4, 2.0), (5, 1.0)]
+    assert archive.parameters["optimizer|lr"] == 0.5
+    assert archive.others.items() >= {"Name": "pretty", "onstep_start_step": 3, "onstep_status": "completed"}.items()
+    assert (archive.meta["offline_id"], archive.meta["project_name"]) == (RUN_ID, "p")
+    assert archive.meta["tags"] == ["a"]
+    assert "comet upload" in caplog.text
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_id_that_comet_cannot_have_is_replaced_by_a_stable_one(tmp_path: Path) -> None:
+    keys = []
+    for _ in range(2):
+        sink = CometSink()
+        sink.open(RunIdentity("n", f"{RUN_ID}-bridge", tmp_path), {})
+        keys.append(sink.state_dict()["id"])
+        sink.close("completed")
+    assert keys[0] == keys[1] != RUN_ID
+    assert keys[0].isalnum()
+    assert len(keys[0]) == 32
+
+
+def left_by_a_kill(folder: Path, content: bytes, key: str = RUN_ID) -> Segment:
+    """A segment as it is when its process dies."""
+    segment = Segment(folder, key, "p", None, 1000.0)
+    (segment.path / "messages.json").write_bytes(content)
+    return segment
+
+
+MESSAGE = (
+    b'{"payload":{"metric":{"metricName":"a","metricValue":1.0,"step":1},"local_timestamp":5},"type":"metric_msg"}\n'
+)
+
+
+def test_what_a_killed_process_left_is_archived_up_to_its_last_whole_line(tmp_path: Path) -> None:
+    segment = left_by_a_kill(tmp_path, MESSAGE + MESSAGE[:40])
+    segment.release()
+    (archive,) = finish_segments(tmp_path, RUN_ID)
+    assert CometArchive(archive).points("a") == [(1, 1.0)]
+    assert CometArchive(archive).meta["offline_id"] == RUN_ID
+    assert list(tmp_path.iterdir()) == [archive]
+    assert finish_segments(tmp_path, RUN_ID) == []
+
+
+def test_a_segment_that_is_being_recorded_is_left_alone(tmp_path: Path) -> None:
+    segment = left_by_a_kill(tmp_path, MESSAGE)
+    assert finish_segments(tmp_path, RUN_ID) == []
+    assert segment.path.is_dir()
+    segment.release()
+    segment.release()
+    assert len(finish_segments(tmp_path, RUN_ID)) == 1
+
+
+def test_other_experiments_are_left_alone(tmp_path: Path) -> None:
+    left_by_a_kill(tmp_path, MESSAGE, "f" * 32).release()
+    assert finish_segments(tmp_path, RUN_ID) == []
+
+
+def test_a_process_that_died_before_it_recorded_anything_leaves_nothing(tmp_path: Path) -> None:
+    Segment(tmp_path, RUN_ID, "p", None, 0.0).release()
+    assert finish_segments(tmp_path, RUN_ID) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_archives_go_may_be_chosen(run: RunIdentity, tmp_path: Path) -> None:
+    sink = CometSink(save_dir=str(tmp_path / "here"))
+    sink.open(run, {})
+    sink.close("failed")
+    assert len(list((tmp_path / "here").glob("*.zip"))) == 1
+    assert not (tmp_path / "comet").exists()

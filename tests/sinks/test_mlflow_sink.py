@@ -1,0 +1,158 @@
+"""The MLflow sink on a local store, read back with MLflow's client."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tracker_reading import mlflow_points, mlflow_runs, without_keys
+
+from onstep.sinks import RunIdentity
+from onstep.sinks.mlflow_sink import MlflowSink
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    without_keys(monkeypatch, tmp_path)
+
+
+def identity(folder: Path, config: dict[str, Any] | None = None, **facts: Any) -> RunIdentity:
+    return RunIdentity("pretty", "run-1", folder, config or {"optimizer": {"lr": 0.5}}, **facts)
+
+
+def only_run(folder: Path, experiment: str = "onstep") -> tuple[Any, Any]:
+    client, (run,) = mlflow_runs(folder, experiment)
+    return client, run
+
+
+def test_a_run_is_kept_in_the_runs_folder(tmp_path: Path) -> None:
+    sink = MlflowSink(tags={"team": "red"}, description="why")
+    sink.open(identity(tmp_path), {})
+    sink.log({"train/loss": 2.0, "throughput/device/tokens_per_sec": 7.0}, 1, 1000.5)
+    sink.log({"train/loss": math.nan}, 2, 1001.5)
+    sink.text("samples/a", "once", 2)
+    assert only_run(tmp_path)[1].info.status == "RUNNING"
+    sink.close("completed")
+    client, run = only_run(tmp_path)
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "pretty")
+    (one, nan) = mlflow_points(client, run, "train/loss")
+    assert one == (1, 2.0)
+    assert math.isnan(nan[1])
+    assert client.get_metric_history(run.info.run_id, "train/loss")[0].timestamp == 1000500
+    assert mlflow_points(client, run, "throughput/device_tokens_per_sec") == [(1, 7.0)]
+    assert run.data.params == {"optimizer.lr": "0.5"}
+    assert run.data.tags.items() >= {"team": "red", "mlflow.note.content": "why", "onstep.run_id": "run-1"}.items()
+    (text,) = tmp_path.glob("mlruns/**/artifacts/text/samples_a/step-00000002.txt")
+    assert text.read_text() == "once"
+
+
+@pytest.mark.parametrize(
+    ("status", "shown"),
+    [("completed", "FINISHED"), ("stopped", "FINISHED"), ("preempted", "KILLED"), ("failed", "FAILED")],
+)
+def test_the_status_is_told(tmp_path: Path, status: str, shown: str) -> None:
+    sink = MlflowSink()
+    sink.open(identity(tmp_path), {})
+    sink.close(status)
+    sink.close("completed")
+    assert only_run(tmp_path)[1].info.status == shown
+
+
+def test_it_goes_on_in_the_run_that_has_the_id_also_without_a_checkpoint(tmp_path: Path) -> None:
+    sink = MlflowSink()
+    sink.open(identity(tmp_path), {})
+    state = sink.state_dict()
+    sink.close("preempted")
+    for start, given in ((4, state), (8, {})):
+        sink = MlflowSink()
+        sink.open(identity(tmp_path, start_step=start), given)
+        assert sink.state_dict() == state
+        assert only_run(tmp_path)[1].info.status == "RUNNING"
+        sink.close("preempted")
+    assert only_run(tmp_path)[1].data.tags["onstep.segments"] == "0, 4, 8"
+
+
+def test_another_run_and_a_deleted_one_are_left_alone(tmp_path: Path) -> None:
+    sink = MlflowSink()
+    sink.open(identity(tmp_path), {})
+    state = sink.state_dict()
+    sink.close("completed")
+    sink.open(RunIdentity("fork", "run-2", tmp_path), state)
+    assert sink.state_dict()["id"] != state["id"]
+    sink.close("completed")
+    client, runs = mlflow_runs(tmp_path)
+    assert len(runs) == 2
+    client.delete_run(state["id"])
+    sink.open(identity(tmp_path), state)
+    assert sink.state_dict()["id"] != state["id"]
+    sink.close("completed")
+
+
+def test_parameters_that_changed_on_the_way_are_kept_beside_the_first_ones(tmp_path: Path) -> None:
+    sink = MlflowSink()
+    many = {f"k{n}": n for n in range(230)}
+    sink.open(identity(tmp_path, {"lr": 0.5, **many}), {})
+    sink.close("preempted")
+    sink.open(identity(tmp_path, {"lr": 0.1, "new": "x", **many}, start_step=6), {})
+    sink.close("completed")
+    data = only_run(tmp_path)[1].data
+    assert (data.params["lr"], data.params["new"], len(data.params)) == ("0.5", "x", 232)
+    assert data.tags["onstep.from_step_6.lr"] == "0.1"
+
+
+def test_an_evaluation_on_its_own_is_no_segment(tmp_path: Path) -> None:
+    sink = MlflowSink()
+    sink.open(identity(tmp_path), {})
+    sink.close("completed")
+    sink.open(identity(tmp_path, start_step=9, adds_only=True), {})
+    sink.log({"eval/loss": 1.0}, 9, 0.0)
+    sink.close("completed")
+    client, run = only_run(tmp_path)
+    assert run.data.tags["onstep.segments"] == "0"
+    assert mlflow_points(client, run, "eval/loss") == [(9, 1.0)]
+
+
+def test_points_wait_for_each_other_no_longer_than_asked(tmp_path: Path) -> None:
+    sink = MlflowSink(flush_seconds=10.0)
+    now = 0.0
+    sink.clock = lambda: now
+    sink.open(identity(tmp_path), {})
+
+    def recorded() -> int:
+        client, run = only_run(tmp_path)
+        return len(mlflow_points(client, run, "a")) if "a" in run.data.metrics else 0
+
+    for step, now in ((1, 1.0), (2, 9.0)):  # noqa: B007 - the clock reads it
+        sink.log({"a": 0.0}, step, 0.0)
+    assert recorded() == 0
+    now = 10.0
+    sink.log({"a": 0.0}, 3, 0.0)
+    assert recorded() == 3
+    sink.log({"a": 0.0}, 4, 0.0)
+    assert recorded() == 3
+    sink.close("completed")
+    assert recorded() == 4
+
+
+def test_store_and_experiment_come_from_the_argument_else_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "there" / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "from-environment")
+    for sink in (MlflowSink(), MlflowSink("mine", tracking_uri=(tmp_path / "here" / "mlruns").as_uri())):
+        sink.open(identity(tmp_path / "run"), {})
+        sink.close("completed")
+    assert only_run(tmp_path / "there", "from-environment")
+    assert only_run(tmp_path / "here", "mine")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_users_own_active_run_is_left_alone(tmp_path: Path) -> None:
+    import mlflow
+
+    sink = MlflowSink()
+    sink.open(identity(tmp_path), {})
+    assert mlflow.active_run() is None
+    sink.close("completed")

@@ -1,0 +1,125 @@
+"""A tracker that is filled afterwards has what it would have had."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hostile_sinks import Raising, Remembering
+from onstep import JsonLogger, pretrain
+from onstep.callbacks import MetricSinks
+from onstep.config import ConfigContainer
+from onstep.journal import Journal, JournalError
+from onstep.sinks import make_sink, replay
+from sink_reading import scalars, table
+
+
+def journal(folder: Path, records: list[dict[str, Any]]) -> Path:
+    with Journal.open(folder / "trainer_logs.json") as file:
+        for record in records:
+            file.append(record)
+    return folder / "trainer_logs.json"
+
+
+def loss_at(step: int) -> dict[str, Any]:
+    return {"timestamp": 1000.0 + step, "global_step": step, "epoch": step / 10, "loss": 1.0 / step}
+
+
+def test_a_replayed_run_has_what_the_live_trackers_have(tiny_config: ConfigContainer, tmp_path: Path) -> None:
+    """Also where one of them missed everything."""
+    tiny_config.run.name, tiny_config.run.output_dir = "run", str(tmp_path)
+    tiny_config.run.save_weights, tiny_config.logger.log_interval = False, 1
+    dead, run = Raising("log"), tmp_path / "run"
+    pretrain(tiny_config, callbacks=[JsonLogger(note="x"), MetricSinks(["csv", "tensorboard", dead])])
+    for name in ("csv", "tensorboard"):
+        replay(run / "trainer_logs.json", make_sink(name), output=tmp_path / "again")
+    live, again = table(run / "metrics.csv"), table(tmp_path / "again" / "metrics.csv")
+    assert live.drop(columns="timestamp").equals(again[live.columns].drop(columns="timestamp"))
+    assert len(live) > 8
+    assert scalars(tmp_path / "again" / "tensorboard") == scalars(run / "tensorboard")
+    dead.where.clear()
+    dead.calls.clear()
+    replay(run / "trainer_logs.json", dead)
+    shown = [(call[2], call[1]["train/loss"]) for call in dead.calls if call[0] == "log" and "train/loss" in call[1]]
+    assert [step for step, _ in shown] == list(range(1, 9))
+
+
+def test_replaying_twice_into_fresh_targets_gives_the_same(tmp_path: Path) -> None:
+    path = journal(tmp_path, [loss_at(step) for step in range(1, 20)])
+    for folder in ("a", "b"):
+        replay(path, make_sink("csv"), output=tmp_path / folder)
+        replay(path, make_sink("tensorboard"), output=tmp_path / folder)
+    assert (tmp_path / "a" / "metrics.csv").read_text() == (tmp_path / "b" / "metrics.csv").read_text()
+    assert scalars(tmp_path / "a" / "tensorboard") == scalars(tmp_path / "b" / "tensorboard")
+
+
+def test_replaying_into_the_runs_own_folder_shows_each_step_once(tmp_path: Path) -> None:
+    path = journal(tmp_path, [loss_at(step) for step in range(1, 5)])
+    for _ in range(3):
+        replay(path, make_sink("tensorboard"))
+        replay(path, make_sink("csv"))
+    assert [step for step, _ in scalars(tmp_path / "tensorboard")["train/loss"]] == [1, 2, 3, 4]
+    assert list(table(tmp_path / "metrics.csv").step) == [1, 2, 3, 4]
+
+
+def test_steps_times_and_kinds_are_the_journals(tmp_path: Path) -> None:
+    records = [
+        {"timestamp": 1.0, "global_step": 0, "epoch": 0.0, "experiment_info": {"note": 1}},
+        loss_at(1),
+        {"timestamp": 1002.0, "global_step": 1, "epoch": 0.1, "eval_loss": 0.5, "peak_mem": [3, 4]},
+    ]
+    sink = Remembering()
+    assert replay(journal(tmp_path, records), sink) == 2
+    assert sink.calls[1:] == [
+        ("log", {"train/epoch": 0.1, "train/loss": 1.0}, 1, 1001.0),
+        ("log", {"eval/loss": 0.5, "train/peak_mem": 4}, 1, 1002.0),
+        ("close", "completed"),
+    ]
+
+
+def test_the_identity_comes_from_run_json_and_is_kept_apart_from_the_runs_own(tmp_path: Path) -> None:
+    content = {"run_id": "abc", "name": "mine", "status": "preempted", "config": {"train": {"lr": 1}}}
+    (tmp_path / "run.json").write_text(json.dumps(content))
+    sink = Remembering()
+    replay(journal(tmp_path, [loss_at(1)]), sink, output=tmp_path / "out")
+    _, run, state = sink.calls[0]
+    assert (run.name, run.run_id, run.config, run.folder) == (
+        "mine",
+        "abc-replay",
+        {"train": {"lr": 1}},
+        tmp_path / "out",
+    )
+    assert (run.start_step, state, sink.calls[-1]) == (0, {}, ("close", "preempted"))
+
+
+def test_a_journal_that_a_crash_cut_short_gives_what_is_whole(tmp_path: Path) -> None:
+    path = journal(tmp_path, [loss_at(step) for step in range(1, 4)])
+    path.write_bytes(path.read_bytes()[:-20])
+    sink = Remembering()
+    assert replay(path, sink) == 2
+    assert sink.steps == [1, 2]
+
+
+def test_a_trackers_error_is_raised_and_the_tracker_closed_as_failed(tmp_path: Path) -> None:
+    sink = Raising("log")
+    with pytest.raises(OSError, match="no route to host"):
+        replay(journal(tmp_path, [loss_at(1)]), sink)
+    assert sink.calls[-1] == ("close", "failed")
+
+
+def test_more_records_than_any_queue_holds_all_arrive(tmp_path: Path) -> None:
+    path = journal(tmp_path, [loss_at(step) for step in range(1, 3001)])
+    sink = Remembering()
+    assert replay(path, sink) == 3000
+    assert sink.steps == list(range(1, 3001))
+
+
+def test_a_file_that_is_no_journal_is_refused_before_the_tracker_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "trainer_logs.json").write_text("{}")
+    sink = Remembering()
+    with pytest.raises(JournalError):
+        replay(tmp_path / "trainer_logs.json", sink)
+    assert sink.calls == []

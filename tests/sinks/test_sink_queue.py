@@ -1,0 +1,329 @@
+"""Nothing a tracker does reaches the training: no wait, no exception, one warning."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hostile_sinks import Hanging, Raising, Remembering, identity
+from onstep.sinks import SinkQueue
+from onstep.sinks.circuit import CircuitBreaker
+
+
+@pytest.fixture
+def hanging() -> Iterator[list[Hanging]]:
+    """Sinks that are let go at the end, so that no thread stays."""
+    made: list[Hanging] = []
+    yield made
+    for sink in made:
+        sink.released.set()
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def opened(sink: Any, folder: Path, **options: Any) -> SinkQueue:
+    queue = SinkQueue(sink, **options)
+    queue.open(identity(folder), {})
+    return queue
+
+
+class OnDevice:
+    """A number that tells which thread reads it, as a tensor on a device would make it wait."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self.read_by: int | None = None
+
+    def __float__(self) -> float:
+        self.read_by = threading.get_ident()
+        return self.value
+
+
+def test_a_sink_gets_everything_in_order_in_one_other_thread(tmp_path: Path) -> None:
+    sink = Remembering()
+    queue = opened(sink, tmp_path)
+    for step in range(50):
+        queue.log({"loss": step / 2}, step, 100.0 + step)
+    queue.text("samples", "Once upon", 50)
+    queue.close("stopped")
+    logged = [("log", {"loss": step / 2}, step, 100.0 + step) for step in range(50)]
+    assert sink.calls == [
+        ("open", identity(tmp_path), {}),
+        *logged,
+        ("text", "samples", "Once upon", 50),
+        ("close", "stopped"),
+    ]
+    assert len(sink.threads) == 1
+    assert threading.get_ident() not in sink.threads
+    assert queue.dropped == 0
+
+
+def test_values_on_a_device_are_read_by_the_sinks_thread(tmp_path: Path) -> None:
+    sink, value = Remembering(), OnDevice(0.5)
+    queue = opened(sink, tmp_path)
+    queue.log({"loss": value, "note": "text", "step_time": 2}, 1, 0.0)
+    queue.close("completed")
+    assert sink.calls[1] == ("log", {"loss": 0.5, "step_time": 2}, 1, 0.0)
+    assert value.read_by in sink.threads
+
+
+def test_the_metrics_may_be_changed_after_they_were_handed_over(tmp_path: Path, hanging: list[Hanging]) -> None:
+    sink = Hanging("open")
+    hanging.append(sink)
+    queue, metrics = opened(sink, tmp_path), {"loss": 1.0}
+    queue.log(metrics, 1, 0.0)
+    metrics["loss"] = 2.0
+    sink.released.set()
+    queue.close("completed")
+    assert sink.calls[1] == ("log", {"loss": 1.0}, 1, 0.0)
+
+
+def test_a_sink_that_raises_costs_one_warning_and_what_it_did_not_take_is_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink = Raising("log", "text", "close")
+    queue = opened(sink, tmp_path)
+    for step in range(3):
+        queue.log({"loss": 1.0}, step, 0.0)
+    queue.text("samples", "Once", 3)
+    queue.close("completed")
+    assert queue.dropped == 4
+    [warning] = warnings(caplog)
+    assert "'remembering' failed with OSError: no route to host" in warning
+    assert f"onstep logs replay {tmp_path} --to remembering" in warning
+
+
+def test_a_sink_that_recovers_gets_what_comes_after(tmp_path: Path) -> None:
+    sink = Raising("log")
+    queue = opened(sink, tmp_path)
+    queue.log({"loss": 1.0}, 1, 0.0)
+    queue.text("marker", "", 1)
+    while "text" not in sink.names:
+        pass
+    sink.where.clear()
+    queue.log({"loss": 1.0}, 2, 0.0)
+    queue.close("completed")
+    assert queue.dropped == 1
+    assert sink.steps == [1, 2]
+
+
+def test_what_does_not_fit_into_the_queue_is_dropped_without_waiting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, hanging: list[Hanging]
+) -> None:
+    sink = Hanging("log")
+    hanging.append(sink)
+    queue = opened(sink, tmp_path, capacity=5)
+    queue.log({"loss": 1.0}, 0, 0.0)
+    assert sink.reached.wait(10)
+    for step in range(1, 101):
+        queue.log({"loss": 1.0}, step, 0.0)
+    assert queue.dropped == 95
+    assert "slower than the run (5 points wait for it)" in warnings(caplog)[0]
+    sink.released.set()
+    queue.close("completed")
+    assert sink.steps == [0, 1, 2, 3, 4, 5]
+    assert len(warnings(caplog)) == 1
+
+
+@pytest.mark.parametrize("where", ["open", "log", "close"])
+def test_close_leaves_a_sink_behind_that_hangs(
+    where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, hanging: list[Hanging]
+) -> None:
+    sink = Hanging(where)
+    hanging.append(sink)
+    queue = opened(sink, tmp_path, close_timeout=0.05)
+    queue.log({"loss": 1.0}, 1, 0.0)
+    queue.log({"loss": 1.0}, 2, 0.0)
+    queue.close("completed")
+    assert "did not finish within 0.05 s and was left behind" in warnings(caplog)[0]
+    assert queue.dropped == {"open": 2, "log": 1, "close": 0}[where]
+    assert not queue.is_open
+
+
+def test_a_sink_that_was_left_behind_is_never_used_by_two_threads(tmp_path: Path, hanging: list[Hanging]) -> None:
+    sink = Hanging("close")
+    hanging.append(sink)
+    queue = opened(sink, tmp_path, close_timeout=0.05)
+    queue.close("completed")
+    queue.open(identity(tmp_path), {})
+    queue.log({"loss": 1.0}, 7, 0.0)
+    queue.close("completed")
+    assert sink.names == ["open", "close"]
+    sink.released.set()
+    while len(sink.names) < 4:
+        pass
+    assert sink.names == ["open", "close", "open", "close"], "the point was given up with its session"
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+def test_a_sink_that_ends_its_thread_costs_one_warning(
+    error: BaseException, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink = Raising("log", error=error)
+    queue = opened(sink, tmp_path)
+    for step in range(3):
+        queue.log({"loss": 1.0}, step, 0.0)
+    queue.close("completed")
+    assert queue.dropped == 3
+    assert len(warnings(caplog)) == 1
+    assert sink.names[-1] == "close"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_is_killed_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sink = Remembering()
+    sink.name = "killed"
+    queue = opened(sink, tmp_path)
+    [thread] = [one for one in threading.enumerate() if one.name == "sink-killed"]
+    assert thread.ident is not None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+    queue.log({"loss": 1.0}, 1, 0.0)  # wakes the thread, which meets its end
+    thread.join()
+    queue.log({"loss": 1.0}, 2, 0.0)
+    queue.log({"loss": 1.0}, 3, 0.0)
+    assert queue.is_broken
+    assert queue.dropped == 2
+    queue.close("completed")
+    assert len(warnings(caplog)) == 1
+
+
+def test_a_sink_that_keeps_failing_is_left_alone_and_tried_again_later(tmp_path: Path) -> None:
+    now = [0.0]
+    sink = Raising("log")
+    queue = opened(sink, tmp_path, breaker=CircuitBreaker(3, retry_seconds=60.0, clock=lambda: now[0]))
+
+    def log_and_wait(step: int) -> None:
+        before = queue.dropped + len(sink.steps)
+        queue.log({"loss": 1.0}, step, 0.0)
+        while queue.dropped + len(sink.steps) == before:
+            pass
+
+    for step in range(10):
+        log_and_wait(step)
+    while queue.dropped < 10:
+        pass
+    assert sink.steps == [0, 1, 2]
+    assert queue.is_broken
+    sink.where.clear()
+    now[0] = 61.0
+    log_and_wait(10)
+    queue.log({"loss": 1.0}, 11, 0.0)
+    queue.close("completed")
+    assert sink.steps == [0, 1, 2, 10, 11]
+    assert not queue.is_broken
+    assert queue.dropped == 10
+
+
+def test_a_sink_that_cannot_be_opened_is_opened_for_a_later_point(tmp_path: Path) -> None:
+    sink = Raising("open")
+    queue = opened(sink, tmp_path)
+    while sink.names != ["open"]:
+        pass
+    sink.where.clear()
+    queue.log({"loss": 1.0}, 1, 0.0)
+    queue.close("completed")
+    assert sink.names == ["open", "open", "log", "close"]
+
+
+def test_a_sink_that_was_never_open_is_not_closed(tmp_path: Path) -> None:
+    sink = Raising("open")
+    queue = opened(sink, tmp_path)
+    queue.log({"loss": 1.0}, 1, 0.0)
+    queue.close("completed")
+    assert set(sink.names) == {"open"}
+    assert queue.dropped == 1
+
+
+def test_closing_twice_and_logging_before_opening_are_harmless(tmp_path: Path) -> None:
+    queue = SinkQueue(Remembering())
+    queue.log({"loss": 1.0}, 1, 0.0)
+    assert queue.dropped == 1
+    queue.close("completed")
+    queue.open(identity(tmp_path), {})
+    queue.close("completed")
+    queue.close("failed")
+    assert queue.sink.names == ["open", "close"]  # type: ignore[attr-defined]
+    assert queue.dropped == 0
+
+
+def test_opening_again_continues_behind_what_waits(tmp_path: Path) -> None:
+    sink = Remembering()
+    queue = opened(sink, tmp_path)
+    queue.log({"loss": 1.0}, 1, 0.0)
+    queue.open(identity(tmp_path, start_step=1), {"id": "x"})
+    queue.log({"loss": 1.0}, 2, 0.0)
+    queue.close("completed")
+    assert [call[0] if call[0] != "close" else call for call in sink.calls] == [
+        "open",
+        "log",
+        ("close", "preempted"),
+        "open",
+        "log",
+        ("close", "completed"),
+    ]
+    assert sink.calls[3] == ("open", identity(tmp_path, start_step=1), {"id": "x"})
+
+
+def test_the_state_is_the_checkpoints_until_the_sink_has_its_own(tmp_path: Path, hanging: list[Hanging]) -> None:
+    sink = Hanging("open")
+    hanging.append(sink)
+    queue = SinkQueue(sink)
+    queue.open(identity(tmp_path), {"id": "saved"})
+    assert queue.state_dict() == {"id": "saved"}
+    sink.released.set()
+    queue.close("completed")
+    assert queue.state_dict() == {"calls": 2}
+
+
+def test_a_state_that_is_not_plain_never_reaches_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Strange(Remembering):
+        def state_dict(self) -> dict[str, Any]:
+            return {"run": self}
+
+    queue = SinkQueue(Strange())
+    queue.open(identity(tmp_path), {"id": "saved"})
+    queue.close("completed")
+    assert queue.state_dict() == {"id": "saved"}
+    assert len(warnings(caplog)) == 1
+
+
+def test_a_forked_child_delivers_nothing_and_does_not_hang(tmp_path: Path) -> None:
+    sink = Remembering()
+    queue = opened(sink, tmp_path)
+    child = os.fork()
+    if child == 0:  # as a data loader's worker
+        queue.log({"loss": 1.0}, 99, 0.0)
+        queue.close("completed")
+        os._exit(queue.dropped)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    queue.log({"loss": 1.0}, 1, 0.0)
+    queue.close("completed")
+    assert sink.steps == [1]
+
+
+def test_the_process_ends_although_a_sink_hangs(tmp_path: Path) -> None:
+    script = """
+import sys, threading
+from pathlib import Path
+from hostile_sinks import Hanging, identity
+from onstep.sinks import SinkQueue
+queue = SinkQueue(Hanging("log"), close_timeout=0.1)
+queue.open(identity(Path(sys.argv[1])), {})
+queue.log({"loss": 1.0}, 1, 0.0)
+queue.close("completed")
+assert "torch" not in sys.modules
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr.count("was left behind")) == (0, 1), ended.stderr

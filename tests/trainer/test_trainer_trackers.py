@@ -1,0 +1,105 @@
+"""`report_to` of a Trainer: who is told, once, and what Hugging Face's own tracker callbacks see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_models import Regression, arguments, regression_rows
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from onstep import Trainer
+from onstep.callbacks.metric_sinks import MetricSinks
+from onstep.errors import ConfigError
+from onstep.sinks import tracker_run
+
+
+def trainer_with(tmp_path: Path, callbacks: list[Any] | None = None, **options: Any) -> Trainer:
+    args = arguments(tmp_path, logging_steps=1, **options)
+    rows = regression_rows()
+    return Trainer(Regression(), args, train_dataset=rows, eval_dataset=rows, callbacks=callbacks)
+
+
+def metric_sinks(trainer: Trainer) -> list[MetricSinks]:
+    return [callback for callback in trainer.callback_manager.callbacks if isinstance(callback, MetricSinks)]
+
+
+def tables(tmp_path: Path) -> list[Path]:
+    return sorted(tmp_path.rglob("metrics.csv"))
+
+
+def losses(table: Path) -> list[str]:
+    head, *rows = (line.split(",") for line in table.read_text().splitlines())
+    column, kind = head.index("loss"), head.index("kind")
+    return [row[column] for row in rows if row[kind] == "train" and row[column]]
+
+
+def test_a_tracker_that_is_asked_for_gets_every_logged_step(tmp_path: Path) -> None:
+    trainer = trainer_with(tmp_path, report_to="csv")
+    trainer.train()
+    (sinks,) = metric_sinks(trainer)
+    assert [sink.name for sink in sinks.sinks] == ["csv"]
+    (table,) = tables(tmp_path)
+    assert len(losses(table)) == 3
+
+
+def test_without_report_to_nothing_is_attached(tmp_path: Path) -> None:
+    trainer = trainer_with(tmp_path)
+    trainer.train()
+    assert metric_sinks(trainer) == []
+    assert tables(tmp_path) == []
+
+
+def test_it_is_attached_once_and_evaluations_reach_it_too(tmp_path: Path) -> None:
+    trainer = trainer_with(tmp_path, report_to=["csv"], save_strategy="no")
+    trainer.evaluate()
+    trainer.train()
+    trainer.evaluate()
+    assert len(metric_sinks(trainer)) == 1
+    (table,) = tables(tmp_path)
+    assert "eval_loss" in table.read_text()
+
+
+def test_a_users_own_metric_sinks_takes_its_place(tmp_path: Path) -> None:
+    mine = MetricSinks(["tensorboard"])
+    trainer = trainer_with(tmp_path, [mine], report_to="csv")
+    trainer.train()
+    assert metric_sinks(trainer) == [mine]
+    assert tables(tmp_path) == []
+
+
+def test_a_missing_package_ends_it_before_anything_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker_run, "find_spec", lambda package: None)
+    trainer = trainer_with(tmp_path, report_to="wandb")
+    with pytest.raises(ConfigError, match=r"pip install 'onstep\[wandb\]'"):
+        trainer.train()
+    assert not Path(str(trainer.args.output_dir)).exists()
+
+
+def test_hugging_faces_own_tracker_callbacks_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations import TensorBoardCallback
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "theirs"))
+    trainer = trainer_with(tmp_path, [TensorBoardCallback()])
+    trainer.train()
+    reader = EventAccumulator(str(tmp_path / "theirs"))
+    reader.Reload()
+    assert [event.step for event in reader.Scalars("train/loss")] == [1, 2, 3]
+
+
+def test_hugging_faces_wandb_callback_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+    from transformers.integrations import WandbCallback
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_CONSOLE", "off")
+    trainer = trainer_with(tmp_path, [WandbCallback()], run_name="theirs", project="p")
+    try:
+        trainer.train()
+        assert wandb.run is not None
+        assert (wandb.run.name, wandb.run.summary["train/global_step"]) == ("theirs", 3)
+    finally:
+        wandb.teardown()

@@ -63,8 +63,13 @@ def test_a_checkpoint_gets_the_records_of_the_last_step() -> None:
     points.add({"loss": 2.0, "epoch": 0.5}, 2, 20.0)
     points.add({"eval_loss": 3.0, "epoch": 0.5}, 2, 21.0)
     expected = (Point({"loss": 2.0, "epoch": 0.5}, 2, 20.0), Point({"eval_loss": 3.0, "epoch": 0.5}, 2, 21.0))
-    assert points.last == RunPoints(points.last).last == points_for(True, points.last) == expected
-    assert [dict(point.metrics) for point in points_for(False, points.last)] == [
+    assert (
+        points.recent.last
+        == RunPoints(points.recent.last).recent.last
+        == points_for(True, points.recent.last)
+        == expected
+    )
+    assert [dict(point.metrics) for point in points_for(False, points.recent.last)] == [
         {"train/loss": 2.0, "train/epoch": 0.5},
         {"eval/loss": 3.0},
     ]

@@ -32,6 +32,8 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/loop_overhead.py
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/sinks.py
+	$(BIN)/python benchmarks/log_analysis.py
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,3 +177,18 @@ def test_each_training_of_a_state_has_an_end_of_its_own() -> None:
     state.cfg.train.train_iters = 3
     run(state, manager)
     assert told == ["on_train_end", "on_run_end completed"] * 2
+
+
+def test_a_stop_of_a_continued_training_does_not_end_the_next_one(tmp_path: Path) -> None:
+    state = small_state(train_iters=2)
+    state.cfg.checkpoint.save = str(tmp_path)
+    run(state)
+    again = small_state(train_iters=6)
+    again.cfg.checkpoint.save, again.cfg.checkpoint.on_config_change = str(tmp_path), "apply"
+    manager = CallbackManager()
+    manager.register("on_step_end", lambda context: context.control.stop("enough"))
+    run(again, manager)
+    assert again.train_state.step == 3
+    again.cfg.checkpoint.save = None
+    run(again)
+    assert again.train_state.step == 6

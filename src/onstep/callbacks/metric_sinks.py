@@ -89,7 +89,7 @@ class MetricSinks(Callback):
     def on_log_step(self, context: CallbackContext) -> None:
         """Add `sink/dropped` to the logs, once anything was dropped."""
         if self.dropped and context.logs is not None:
-            context.logs["sink/dropped"] = self.dropped
+            context.logs["sink/dropped"] = context.logs.get("sink/dropped", 0) + self.dropped
 
     def on_log(self, context: CallbackContext) -> None:
         """Send a logged step, or the final metrics."""

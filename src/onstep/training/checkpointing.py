@@ -285,7 +285,6 @@ class RunCheckpoints:
             position.seek()
 
     def _tell_durable(self, saved: SavedCheckpoint) -> None:
-        self.state.saved_step = saved.step
         if self.state.cfg.checkpoint.async_save and self.state.cfg.logger.log_progress:
             log_async_checkpoint_saved(self.state, saved.step)
         details = {"checkpoint_step": saved.step, "path": str(saved.path)}
@@ -319,7 +318,7 @@ def own_checkpoints(
         yield
     finally:
         state.checkpoints.close()
-        state.checkpoints = None
+        state.checkpoints, state.is_resumed = None, False
 
 
 def place_scheduler(scheduler: OptimizerParamScheduler, state: GlobalState) -> None:

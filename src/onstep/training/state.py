@@ -103,8 +103,6 @@ class GlobalState:
     """Why the newest checkpoint was begun."""
     error: str | None = None
     """What ended the run, where it failed."""
-    saved_step: int | None = None
-    """Step of the newest durable checkpoint of this process."""
     evaluation_is_whole: bool = True
     """Nothing of the evaluation that runs was reported yet, so it may be given up and made again."""
     evaluated_at: int | None = None

@@ -14,7 +14,6 @@ from onstep.config.parts import (
     DatasetConfig,
     DistributedDataParallelConfig,
     DistributedInitConfig,
-    LoggerConfig,
     ModelConfig,
     OptimizerConfig,
     RerunStateMachineConfig,
@@ -25,6 +24,7 @@ from onstep.config.parts import (
     TrainingConfig,
     ValidationConfig,
 )
+from onstep.config.reporting import LoggerConfig, ProfilingConfig
 from onstep.config.rules import parse_split
 from onstep.config.training_arguments import TrainingArguments, UnknownArgumentError
 from onstep.config.validate import resolve, validate
@@ -43,6 +43,7 @@ __all__ = [
     "LoggerConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "ProfilingConfig",
     "RNGConfig",
     "RerunStateMachineConfig",
     "RunConfig",

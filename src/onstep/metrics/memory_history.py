@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from onstep.config.parts import ProfilingConfig
+from onstep.config.reporting import ProfilingConfig
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from onstep.config.parts import LoggerConfig
+from onstep.config.reporting import LoggerConfig
 from onstep.progress import TrainState
 from onstep.sinks.mlflow_names import metric_name
 from onstep.training.trackers import TensorBoardLogger, TrackerLogger

@@ -150,7 +150,11 @@ class ProfilerCallback(TrainerCallback):
         self.trace_path = path
         if rank != 0:
             return
-        averages = profiler.key_averages()
+        try:
+            averages = profiler.key_averages()
+        except UnicodeDecodeError as error:  # the profiler loses names of Python frames, rarely, in forked processes
+            logger.warning("the profiler's tables cannot be made (%s); the trace is in %s", error, path)
+            return
         print(averages.table(sort_by="cpu_time_total", row_limit=30))  # noqa: T201 - the tables are what was asked for
         if any(event.device_time_total > 0 for event in averages):
             print(averages.table(sort_by="device_time_total", row_limit=30))  # noqa: T201 - as above

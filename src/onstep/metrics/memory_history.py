@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +62,7 @@ def save_memory_snapshot(profiling: ProfilingConfig | None, step: int) -> Path |
 def write_memory_snapshot(path: Path) -> None:
     """Write what the allocator remembers; the folder is made if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        pickle.dump(torch.cuda.memory._snapshot(), file)
+    torch.cuda.memory._dump_snapshot(str(path))
 
 
 def _rank() -> int:

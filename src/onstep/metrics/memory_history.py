@@ -62,7 +62,7 @@ def save_memory_snapshot(profiling: ProfilingConfig | None, step: int) -> Path |
 def write_memory_snapshot(path: Path) -> None:
     """Write what the allocator remembers; the folder is made if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
 
 
 def _rank() -> int:

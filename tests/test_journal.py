@@ -12,9 +12,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from onstep.errors import OnstepError
 from onstep.journal import Journal, JournalError, JournalHeldError, align, read_records, set_aside
@@ -86,13 +88,66 @@ def test_values_json_has_no_form_for_become_plain(path: Path) -> None:
     assert read_records(path) == [{"array": [0, 1], "scalar": 0.5, "path": "a/b"}]
 
 
-def test_record_that_cannot_be_encoded_changes_nothing(path: Path) -> None:
+class Hostile:
+    def __repr__(self) -> str:
+        raise RuntimeError("no text of this")
+
+
+def hostile_values() -> dict[str, Any]:
+    circular: list[Any] = [1]
+    circular.append(circular)
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    return {
+        "tuple keys": {("a", "b"): 1, None: 2, 3: 4},
+        "circular": circular,
+        "deep": deep,
+        "hostile": Hostile(),
+        "hostile key": {Hostile(): 1},
+        "long": 10**5000,
+        "meta": torch.ones(2, device="meta"),
+        "set": {1},
+    }
+
+
+@pytest.mark.parametrize("name", hostile_values())
+def test_whatever_is_recorded_the_rest_of_the_record_is_there(path: Path, name: str) -> None:
     with Journal.open(path) as journal:
-        journal.append({"global_step": 1})
-        with pytest.raises(TypeError):
-            journal.append({("a", "b"): 1})
+        journal.append({"global_step": 1, "loss": math.inf, "bad": hostile_values()[name], "list": (1, {"a": 2.5})})
         journal.append({"global_step": 2})
-    assert steps_of(path) == [1, 2]
+    first, second = read_records(path)
+    assert {key: value for key, value in first.items() if key != "bad"} == {
+        "global_step": 1,
+        "loss": math.inf,
+        "list": [1, {"a": 2.5}],
+    }
+    assert first["bad"]
+    assert second == {"global_step": 2}
+
+
+def test_values_json_cannot_hold_become_text_where_they_are(path: Path) -> None:
+    values = hostile_values()
+    with Journal.open(path) as journal:
+        journal.append({name: values[name] for name in ("tuple keys", "circular", "hostile")})
+    (record,) = read_records(path)
+    assert record["tuple keys"] == {"('a', 'b')": 1, "null": 2, "3": 4}
+    assert record["circular"] == [1, "[1, [...]]"]
+    assert "Hostile" in record["hostile"]
+
+
+@pytest.mark.parametrize("take_it", [Journal.open, align, set_aside])
+def test_a_folder_of_that_name_is_renamed(path: Path, take_it: Any) -> None:
+    path.mkdir()
+    (path / "thesis.tex").write_text("years of work")
+    taken = take_it(path)
+    if isinstance(taken, Journal):
+        taken.close()
+        assert read_records(path) == []
+    else:
+        assert not path.exists()
+    aside = path.with_name(f"{path.stem}.unreadable-1{path.suffix}")
+    assert (aside / "thesis.tex").read_text() == "years of work"
 
 
 def test_folder_is_made(tmp_path: Path) -> None:

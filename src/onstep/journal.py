@@ -43,6 +43,8 @@ WALL_CLOCK_FIELDS = (
 _CLOSING = b"\n]"
 _BLANK = " \t\r\n\x00"
 """White space, and the zeros that some file systems leave at the end of a file after a power cut."""
+_MOST_NESTED = 100
+"""How deep a value is followed that JSON cannot hold as it is."""
 _CUT_TOKEN = re.compile(r'(?:"[^\n]*|[-+.\\\w]*)\Z')
 """What may stand between a decoding error and the end of the text when writing stopped there."""
 
@@ -103,7 +105,8 @@ class Journal:
     def append(self, record: Record) -> None:
         """Add one record; when this returns, the file is valid JSON with the record in it.
 
-        Numpy and torch values are written as plain numbers and lists, what JSON has no form for as its `str`.
+        Numpy and torch values are written as plain numbers and lists, what JSON has no form for as its `str` or `repr`:
+        a record is never refused for what it holds.
 
         Raises:
             JournalError: when the journal is closed.
@@ -183,8 +186,8 @@ def align(path: str | Path, last_step: int | None = None, *, num_records: int | 
 
     Records with a `global_step` beyond `last_step`, and those beyond the first `num_records`, are kept aside in
     ``<name>.branch-<n>.json``; a record without `global_step` counts as step 0. A file that is no journal is renamed to
-    ``<name>.unreadable-<n>.json``, after which `path` is free. The journal is replaced in one atomic step, and
-    left untouched where nothing is to be done.
+    ``<name>.unreadable-<n>.json``, and so is a folder, after which `path` is free. The journal is replaced in one
+    atomic step, and left untouched where nothing is to be done.
 
     Args:
         path: The journal.
@@ -199,6 +202,8 @@ def align(path: str | Path, last_step: int | None = None, *, num_records: int | 
         JournalHeldError: when a live writer has the file open.
     """
     path = Path(path)
+    if path.is_dir():
+        return _rename_aside(path, "unreadable-")
     descriptor = _locked(path)
     try:
         try:
@@ -241,11 +246,15 @@ def fork(path: str | Path, target: str | Path, *, num_records: int | None = None
 def set_aside(path: str | Path) -> Path:
     """Rename the journal at `path` to ``<name>.<n>.json``, the first number that is free, and return that.
 
+    A folder of that name becomes ``<name>.unreadable-<n>.json``.
+
     Raises:
         FileNotFoundError: when there is no such file.
         JournalHeldError: when a live writer has the file open.
     """
     path = Path(path)
+    if path.is_dir():
+        return _rename_aside(path, "unreadable-")
     descriptor = _locked(path)
     try:
         return _rename_aside(path, "")
@@ -265,14 +274,53 @@ def without_wall_clock(record: Record) -> Record:
 
 
 def encode(record: Record) -> str:
-    """One line of JSON; NaN and the infinities as Python's ``json`` spells them."""
-    return json.dumps(record, default=_plain)
+    """One line of JSON; NaN and the infinities as Python's ``json`` spells them.
+
+    Keys and values that JSON cannot hold (tuples as keys, circular or very deep values) become text where they stand.
+    """
+    try:
+        return json.dumps(record, default=_plain)
+    except Exception:  # noqa: BLE001 - the values' own code may raise anything, and no record is lost for one value
+        return json.dumps(_held(record))
 
 
 def _plain(value: Any) -> Any:
     """What JSON has a form for: lists and numbers for arrays and tensors, text for the rest."""
     to_list = getattr(value, "tolist", None)
     return to_list() if callable(to_list) else str(value)
+
+
+def _held(value: Any, around: tuple[int, ...] = ()) -> Any:
+    """`value` with text in the place of what JSON cannot hold.
+
+    Args:
+        around: ids of the containers that it is in.
+    """
+    if isinstance(value, (dict, list, tuple)):
+        if id(value) in around or len(around) >= _MOST_NESTED:
+            return _text(value)
+        inside = (*around, id(value))
+        if isinstance(value, dict):
+            return {_key(key): _held(one, inside) for key, one in value.items()}
+        return [_held(one, inside) for one in value]
+    try:
+        plain = value if value is None or isinstance(value, (str, int, float)) else _plain(value)
+        json.dumps(plain)
+    except Exception:  # noqa: BLE001 - as in `encode`
+        return _text(value)
+    return plain
+
+
+def _key(key: Any) -> str | float | None:
+    held: Any = _held(key)
+    return held if held is None or isinstance(held, (str, int, float)) else _text(key)
+
+
+def _text(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:  # noqa: BLE001 - as in `encode`
+        return f"<{type(value).__qualname__}>"
 
 
 def _decode(path: Path) -> tuple[list[Record], bool]:
@@ -369,19 +417,22 @@ def _lock(descriptor: int, path: Path) -> None:
 
 
 def _rename_aside(path: Path, label: str) -> Path:
-    name = _free_name(path, label)
+    name = _free_name(path, label, is_folder=path.is_dir() and not path.is_symlink())
     os.replace(path, name)
     return name
 
 
-def _free_name(path: Path, label: str) -> Path:
-    """A name like ``<name>.<label><n>.json`` that nothing had; an empty file reserves it against other processes."""
-    return next(name for name in _names(path, label) if _reserved(name))
+def _free_name(path: Path, label: str, is_folder: bool = False) -> Path:
+    """A name like ``<name>.<label><n>.json`` that nothing had; something empty reserves it against other processes."""
+    return next(name for name in _names(path, label) if _reserved(name, is_folder))
 
 
-def _reserved(name: Path) -> bool:
+def _reserved(name: Path, is_folder: bool) -> bool:
     try:
-        name.touch(exist_ok=False)
+        if is_folder:
+            name.mkdir()
+        else:
+            name.touch(exist_ok=False)
     except FileExistsError:
         return False
     return True

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
+from made_logs import log_of, points
 
 from onstep.analysis import TrainingLog, compare_runs, format_comparison
 from onstep.analysis.comparison import ABSENT, differences, flat
 from onstep.analysis.comparison_formats import number_text, value_text
+from onstep.analysis.run_liveness import is_locked
 from onstep.errors import ConfigError
 from onstep.journal import Journal
 
@@ -111,6 +114,24 @@ def test_a_run_that_never_said_that_it_ended_is_running_or_killed(logs: list[Tra
     assert compare_runs(logs).statuses == ["running or killed", "completed"]
 
 
+def test_a_run_whose_process_is_gone_was_killed(logs: list[TrainingLog]) -> None:
+    folder = logs[0].log_path.parent
+    (folder / "run.json").write_text('{"status": "running"}')
+    (folder / ".run.lock").write_text(f"process 1 on {socket.gethostname()}\n")
+    if is_locked(folder / ".run.lock") is None:
+        pytest.skip("this system does not list the locks of its processes")
+    assert compare_runs(logs).statuses == ["killed", "completed"]
+
+
+def test_branch_that_a_run_left_is_noted(tmp_path: Path) -> None:
+    with Journal.open(tmp_path / "back" / "trainer_logs.json") as journal:
+        for step, loss in [(1, 3.0), (2, 1.0), (3, 0.5), (2, 2.0)]:
+            journal.append({"global_step": step, "loss": loss})
+    logs = [TrainingLog.from_run_dir(tmp_path / "back"), made(tmp_path / "other", [4.0])]
+    assert row(logs, "best loss") == ([2.0, 4.0], [2, 1], [0])
+    assert [note for note in compare_runs(logs).notes if note.startswith("back: the run went back")]
+
+
 def test_text_lines_up(logs: list[TrainingLog]) -> None:
     lines = format_comparison(compare_runs(logs)).splitlines()
     assert lines[0].split() == ["good", "bad"]
@@ -160,3 +181,13 @@ def test_values_are_short() -> None:
     assert number_text(math.nan) == "nan"
     assert [value_text(value) for value in (None, "", "adam", [1, 2], True)] == ["null", '""', "adam", "[1, 2]", "true"]
     assert len(value_text("x" * 100)) == 40
+
+
+def test_numbers_are_short_whatever_their_size() -> None:
+    found = [number_text(value) for value in (600.0, 1234.56, 1e20, 1.5e7 + 0.25, 0.000123456, None)]
+    assert found == ["600", "1,234.6", "1e+20", "1.5e+07", "0.0001235", "-"]
+
+
+def test_runs_without_a_configuration_share_one_note() -> None:
+    [note] = compare_runs([log_of(points("loss", [2.0, 1.0]), name) for name in ("one", "two", "three")]).notes
+    assert note == "no run.json with a configuration beside the logs of one, two, three"

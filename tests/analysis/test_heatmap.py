@@ -111,9 +111,22 @@ def test_colours_can_be_bounded(path: Path) -> None:
     assert (norm.vmin, norm.vmax) == (2, 9)
 
 
-def test_long_names_keep_their_end() -> None:
+def test_long_names_keep_their_layer_and_their_end() -> None:
     assert short_label("a" * 60) == "a" * 60
-    assert short_label("a" * 61) == "..." + "a" * 57
+    assert short_label("a" * 30 + "b" * 31) == "a" * 19 + "..." + "a" * 7 + "b" * 31
+    names = [f"model.decoder.layers.{layer}.self_attention.core_attention.linear_qkv.weight" for layer in (1, 11)]
+    first, second = map(short_label, names)
+    assert first.startswith("model.decoder.layers.1...")
+    assert second.startswith("model.decoder.layers.11...")
+    assert second.endswith(".linear_qkv.weight")
+    deep = f"{'wrapper.' * 8}layers.7.{'block.' * 8}linear.weight"
+    assert "layers.7..." in short_label(deep)
+    assert {len(short_label(name)) for name in (*names, deep)} == {60}
+
+
+def test_values_beyond_the_colours_are_told_by_the_bar(path: Path) -> None:
+    bars = [plot_parameter_heatmap(path, **bounds).axes[0].collections[0].colorbar for bounds in ({}, {"vmax": 9})]
+    assert [bar.extend for bar in bars] == ["neither", "max"]
 
 
 def many(folder: Path, num_parameters: int, num_steps: int) -> Path:
@@ -174,6 +187,8 @@ def test_files_that_cannot_be_drawn_say_why(tmp_path: Path) -> None:
         ({"filter_pattern": "nothing"}, DataError, "there are 3: embed.weight"),
         ({"step_stride": 0}, ConfigError, "step_stride must be at least 1"),
         ({"vmin": 2, "vmax": 1}, ConfigError, "v_min must be below v_max"),
+        ({"vmin": 50}, ConfigError, "vmin=50 is above all values, which are 1 to 12"),
+        ({"vmax": 0.5}, ConfigError, "vmax=0.5 is below all values"),
         ({"log_scale": True, "vmin": 0}, ConfigError, "vmin must be > 0"),
     ],
 )

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from onstep.analysis.limits import outlier_limits
+from onstep.analysis.limits import bulk_limits, outlier_limits
 
 
 def test_far_outliers_leave_the_percentiles_with_room() -> None:
@@ -43,3 +43,8 @@ def test_what_is_not_finite_has_no_say() -> None:
 @pytest.mark.parametrize("series", [[], [np.array([])], [np.array([math.nan])], [np.ones(5)]])
 def test_there_are_no_limits_without_a_span(series: list[np.ndarray]) -> None:
     assert outlier_limits(series) is None
+
+
+def test_a_constant_has_limits_of_its_own() -> None:
+    assert bulk_limits(np.full(5, 3e-4)) == (3e-4, 3e-4)
+    assert bulk_limits(np.array([math.nan])) is None

@@ -178,6 +178,75 @@ def test_bounds_that_are_given_win_over_outliers() -> None:
     assert 1.9 < top[0] < 2 < 3 == top[1]
 
 
+@pytest.mark.parametrize(
+    ("options", "limits"),
+    [({"y_max": 1}, (0, 1)), ({"y_min": 200}, (200, 400)), ({"y_max": 1, "log_scale": True}, (0.1, 1))],
+)
+def test_bounds_that_are_given_win_also_beyond_the_data(options: dict[str, Any], limits: tuple[float, float]) -> None:
+    assert plot_training_metrics([spiky()], ["loss"], **options).axes[0].get_ylim() == pytest.approx(limits)
+
+
+def test_a_lone_spike_is_no_plateau_in_the_moving_mean() -> None:
+    raw, smooth = plot_training_metrics([spiky()], ["loss"], smooth_window=20).axes[0].lines
+    assert (raw.get_ydata().max(), smooth.get_ydata().max()) == (80.0, pytest.approx(2.02, abs=0.01))
+    smooth = plot_training_metrics([spiky()], ["loss"], smooth_window=20, ignore_outliers=False).axes[0].lines[1]
+    assert smooth.get_ydata().max() > 5
+
+
+@pytest.mark.parametrize(
+    ("bounds", "limits"),
+    [({"x_min": 600}, (600, 1008)), ({"x_max": 500}, (0.2, 500)), ({"x_min": -10}, (-10, 1020.2))],
+)
+def test_one_bound_of_the_x_axis_leaves_the_other_at_the_end_of_the_data(
+    bounds: dict[str, float], limits: tuple[float, float]
+) -> None:
+    for axes in plot_training_metrics([run()], ["loss", "eval_loss"], **bounds).axes:
+        assert axes.get_xlim() == pytest.approx(limits)
+
+
+def test_an_axes_whose_points_all_lie_beyond_the_bounds_says_so() -> None:
+    records = [*points("loss", [3.0] * 20), {"global_step": 10, "eval_loss": 3.0}]
+    training, validation = plot_training_metrics([log_of(records)], ["loss", "eval_loss"], x_min=15).axes
+    assert training.get_xlim() == validation.get_xlim() == pytest.approx((15, 20.1))
+    assert [text.get_text() for text in validation.texts] == ["no eval_loss here"]
+
+
+def test_bounds_without_a_point_between_them_are_answered_with_the_range_of_the_data() -> None:
+    for options in ({"x_min": 1001}, {"x_max": 9}, {"x_min": 11, "x_max": 12}):
+        with pytest.raises(ConfigError, match=r"no point lies where .*the x axis \(step\) has 10 to 1000"):
+            plot_loss_curves([run()], **options)  # type: ignore[arg-type]
+
+
+def test_gaps_beyond_the_bounds_are_neither_marked_nor_counted() -> None:
+    values = [1.0, math.nan, 2.0, 3.0, 2.0]
+    axes = plot_training_metrics([log_of(points("loss", values))], ["loss"], x_min=2.5).axes[0]
+    assert [line.get_marker() for line in axes.lines] == ["o"]
+    assert note(axes) == ""
+
+
+def test_a_metric_is_called_by_its_own_name() -> None:
+    [axes] = plot_training_metrics([log_of(points("cost_$", [1.0, 2.0]))], ["cost_$"]).axes
+    assert heading(axes) == r"cost_\$"
+
+
+def test_a_log_of_one_record_has_whole_steps_and_points_that_can_be_seen() -> None:
+    left, right = plot_loss_curves([log_of(points("loss", [2.0], learning_rate=0.1))]).axes
+    assert ticks(left.xaxis) == ["1"]
+    assert right.lines[0].get_marker() == "o"
+
+
+def test_letters_that_no_font_has_are_told_once_and_not_by_a_warning_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onstep.analysis.plots_fonts.FALLBACKS", ("STIXGeneral", "No Such Font"))
+    logs = [run("\u8bad\u7ec3"), run("\u2a6f b")]
+    figure = plot_training_metrics(logs, ["loss"], output_path=tmp_path / "loss.png")
+    [said] = [record.getMessage() for record in caplog.records]
+    assert "no font of this machine can write \u7ec3 \u8bad;" in said
+    families = [text.get_fontfamily() for text in figure.legends[0].get_texts()]
+    assert families == [["sans-serif", "STIXGeneral"]] * 2
+
+
 def test_y_limits_fit_the_part_that_shows() -> None:
     axes = plot_training_metrics([spiky()], ["loss"], x_min=150, ignore_outliers=False).axes[0]
     assert axes.get_ylim()[1] < 2.1
@@ -267,8 +336,13 @@ def test_showing_without_a_screen_says_where_the_picture_is(
 def test_a_metric_that_only_one_run_has_leaves_the_other_out() -> None:
     axes = plot_training_metrics([run("a"), log_of(points("loss", [1.0]), "b")], ["eval_loss", "loss"]).axes[0]
     assert len(axes.lines) == 1
-    figure = plot_training_metrics([log_of(points("loss", [1.0, 2.0]))], ["loss", "eval_loss"])
-    assert [text.get_text() for text in figure.axes[1].texts] == ["no eval_loss"]
+
+
+def test_a_metric_that_no_run_has_is_left_out_unless_it_was_named() -> None:
+    logs = [log_of(points("loss", [1.0, 2.0]), name) for name in "ab"]
+    assert [heading(axes) for axes in plot_training_metrics(logs).axes] == ["training loss"]
+    with pytest.raises(DataError, match=r"none of the logs has 'los'. Did you mean 'loss'\? There is loss"):
+        plot_training_metrics(logs, ["loss", "los"])
 
 
 @pytest.mark.parametrize("plot", [plot_training_metrics, plot_loss_curves, plot_grad_norm])
@@ -294,6 +368,7 @@ def test_a_metric_that_does_not_exist_is_answered_with_a_near_one() -> None:
         ({"x_min": 2, "x_max": 1}, "x_min must be below x_max"),
         ({"y_min": math.nan}, "must be finite"),
         ({"log_scale": True, "y_min": 0}, "y_min must be > 0"),
+        ({"log_scale": True, "y_max": -1}, "y_max must be > 0"),
         ({"figsize": (0, 3)}, "figsize must be"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,80 @@ def test_columns_of_plain_records_decode_none_of_them(tmp_path: Path, monkeypatc
     assert not log.is_training[100]
     with pytest.raises(AssertionError, match="was decoded"):
         log.records[0]
+
+
+def nested_log(path: Path, num_records: int = 300) -> tuple[TrainingLog, list[dict[str, Any]]]:
+    records: list[dict[str, Any]] = [
+        {"global_step": step, "norms": {"a": step / 7, "b": {"c": []}}, "who": ["x", "{"], "loss": 1 / (1 + step)}
+        for step in range(num_records)
+    ]
+    path.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]")
+    return TrainingLog.from_file(path), records
+
+
+def test_columns_beside_objects_and_lists_of_texts_decode_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, records = nested_log(tmp_path / "log.json")
+    monkeypatch.setattr(record_file.RecordFile, "_decoded", None)
+    assert log.column("loss").tolist() == [record["loss"] for record in records]
+    assert np.isnan(log.column("norms")).all()
+    assert [value for block in log.blocks(["norms"]) for value in block["norms"]] == [one["norms"] for one in records]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        '{"x": 5, "a": 1, "loss": 2}',
+        '{"x": {}, "a": {}, "loss": 2}',
+        '{"x": {"a": 1, "loss": 2}}',
+        '{"x": {"a": {}, "loss": 2}}',
+        '{"x": {"}": 1}, "loss": 2}',
+        '{"x": {"\\"": 1}, "loss": 2}',
+        '{"x": [{"a": 1}], "loss": 2}',
+        '{"x": {"a": "x"}, "loss": 2}',
+    ],
+)
+@pytest.mark.parametrize("example", ['{"x": {"a": 1}, "loss": 7}', '{"x": {"a": {}}, "loss": 7}'])
+def test_line_that_only_looks_like_its_neighbours_is_told_apart(tmp_path: Path, example: str, other: str) -> None:
+    path = tmp_path / "log.json"
+    path.write_text(f"[\n{example},\n{other},\n{example}\n]")
+    log, decoded = TrainingLog.from_file(path), json.loads(path.read_text())
+    assert log.notes == []
+    assert np.array_equal(log.column("loss"), ListColumns(decoded).column("loss"), equal_nan=True)
+    assert [value for block in log.blocks(["x"]) for value in block["x"]] == [record.get("x") for record in decoded]
+
+
+def test_damaged_value_in_an_object_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "log.json"
+    _, records = nested_log(path, 3)
+    path.write_text(path.read_text().replace(json.dumps(records[1]["norms"]), '{"a": 1x, "b": {"c": []}}'))
+    log = TrainingLog.from_file(path)
+    assert log.column("loss").tolist() == [record["loss"] for record in records]
+    assert math.isnan(log.records[1]["norms"])
+    assert "'norms' in record 1" in log.notes[0]
+
+
+def test_log_of_another_layout_takes_no_more_memory_than_its_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_file, "_PIECE_BYTES", 1 << 16)
+    records = [{"step": step, "loss": 1 / (1 + step), "epoch": step / 100} for step in range(20_000)]
+    path = tmp_path / "trainer_state.json"
+    path.write_text(json.dumps({"log_history": records}, indent=2))
+    del records
+    tracemalloc.start()
+    try:
+        content = json.loads(path.read_text())
+        as_objects = tracemalloc.get_traced_memory()[1]
+        del content
+        tracemalloc.reset_peak()
+        log = TrainingLog.from_file(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert log.num_records == 20_000
+    assert peak < 1.1 * as_objects
 
 
 def test_lists_and_texts_are_no_numbers(tmp_path: Path) -> None:

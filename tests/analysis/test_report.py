@@ -18,8 +18,10 @@ import numpy as np
 import pytest
 from made_logs import log_of, points, run
 
-from onstep.analysis import TrainingLog, write_report
+from onstep.analysis import TrainingLog, smooth_values, write_report
+from onstep.analysis.limits import outlier_limits
 from onstep.analysis.report_data import group_of, report_data
+from onstep.analysis.report_page import SCRIPT
 from onstep.errors import ConfigError, DataError, MissingExtraError
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -203,22 +205,79 @@ def test_what_cannot_be_reported_is_refused(tmp_path: Path, monkeypatch: pytest.
     assert not (tmp_path / "report.html").exists()
 
 
+def test_limits_are_those_of_all_values_of_a_long_log() -> None:
+    values = 2 + 0.1 * np.random.default_rng(0).normal(size=20_000)
+    values[300], values[400] = 80.0, math.inf
+    data = report_data([log_of(points("loss", values.tolist()))], ["a"])
+    [series] = metrics(data)["loss"]["series"]
+    finite = np.delete(values, [300, 400])
+    assert series["bulk"] == pytest.approx(outlier_limits([values]), rel=1e-5)
+    assert series["bulk"][0] < finite.min()
+    assert series["range"] == pytest.approx([finite.min(), 80.0], rel=1e-5)
+    assert series["missing"] == 1
+    assert max(series["means"]["y"]) > 3 > max(series["means"]["calm"])
+
+
+def test_spikes_of_a_short_log_are_told_by_their_places() -> None:
+    values = [2 + 0.01 * (index % 5) for index in range(200)]
+    plain = report_data([log_of(points("loss", values))], ["a"])
+    values[77] = 80.0
+    spiky = report_data([log_of(points("loss", values))], ["a"])
+    assert [metrics(data)["loss"]["series"][0]["raw"].get("spikes") for data in (plain, spiky)] == [None, [77]]
+
+
+def test_limits_that_no_number_can_be_are_left_out() -> None:
+    data = report_data([log_of(points("loss", [-1.7e308, 1.7e308, 0.0]))], ["a"])
+    assert metrics(data)["loss"]["series"][0]["bulk"] is None
+    json.dumps(data, allow_nan=False)
+
+
+def in_a_browser(path: Path, profile: Path) -> str:
+    """What the page has become once its scripts have run."""
+    quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", *quiet, f"--user-data-dir={profile}"]
+    command += ["--window-size=1300,4000", "--virtual-time-budget=5000", "--dump-dom", path.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+def test_charts_say_what_they_do_not_show_and_a_constant_is_not_zero(tmp_path: Path) -> None:
+    values = [2 + 0.01 * (index % 5) for index in range(200)]
+    values[77], values[80] = 80.0, math.nan
+    records = points("loss", values, learning_rate=3e-4)
+    drawn = in_a_browser(write_report(log_of(records), tmp_path / "report.html"), tmp_path / "profile")
+    remarks = re.findall(r'class="quiet remark">(.*?)</p>', drawn)
+    assert remarks == ["1 not finite, up to 80 outside", ""]
+    [_, rate] = drawn.split('class="chart js-plotly-plot"')[1:]
+    ticks = re.findall(r'class="ytick".*?>([^<>]+)</text>', rate)
+    assert len(ticks) > 1
+    assert not {"0", "1", "\u22121"} & set(ticks), ticks
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+def test_the_moving_mean_of_the_page_is_that_of_the_figures(tmp_path: Path) -> None:
+    values = [math.sin(index) for index in range(97)]
+    values[30] = 1e20
+    given = [None if index == 50 else value for index, value in enumerate(values)]
+    values[50] = math.nan
+    functions = SCRIPT[SCRIPT.index("  function windowSums") : SCRIPT.index("  function smoothed")]
+    call = f"JSON.stringify([movingMean({json.dumps(given)}, 10), movingMean({json.dumps(given)}, 10, [30])])"
+    path = tmp_path / "means.html"
+    path.write_text(f"<!DOCTYPE html><p id=p></p><script>{functions}\np.textContent = {call};</script>")
+    [text] = re.findall(r'<p id="p">(.*?)</p>', in_a_browser(path, tmp_path / "profile"))
+    with_spike, without = (np.array(one, dtype=float) for one in json.loads(text))
+    assert with_spike == pytest.approx(smooth_values(values, 10), nan_ok=True)
+    assert without == pytest.approx(smooth_values(values, 10, np.arange(97) == 30), nan_ok=True)
+    assert np.nanmax(np.abs(without)) < 1
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
 def test_a_browser_draws_the_charts_and_runs_no_script_of_a_log(tmp_path: Path) -> None:
     path = write_report([run(EVIL), run("b", offset=1.0)], tmp_path / "report.html", title="Two runs")
-    quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    command = [
-        str(CHROMIUM),
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        *quiet,
-        f"--user-data-dir={tmp_path / 'profile'}",
-    ]
-    command += ["--window-size=1300,4000", "--virtual-time-budget=5000", "--dump-dom", path.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    drawn = done.stdout
-    assert "<title>Two runs</title>" in drawn, done.stderr
+    drawn = in_a_browser(path, tmp_path / "profile")
+    assert "<title>Two runs</title>" in drawn
     assert drawn.count('class="chart js-plotly-plot"') == 6
     assert drawn.count('class="js-line"') >= 12
     assert "hacked" not in re.findall(r"<title>(.*?)</title>", drawn)

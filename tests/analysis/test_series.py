@@ -7,7 +7,7 @@ import math
 import pytest
 from made_logs import log_of, points, run
 
-from onstep.analysis.series import curve, curves, metrics_of
+from onstep.analysis.series import curve, curves, metrics_of, x_axes
 from onstep.errors import DataError
 
 
@@ -52,6 +52,14 @@ def test_an_evaluation_stands_at_the_tokens_of_its_step_also_before_and_after_al
     assert curve(log_of(records), "eval_loss", "tokens").x.tolist() == [0, 500, 1500, 3000]
 
 
+def test_tokens_are_also_those_that_hugging_faces_trainer_counts() -> None:
+    records = [{"global_step": step, "loss": 1.0, "num_input_tokens_seen": 64 * step} for step in (10, 20)]
+    log = log_of([*records, {"global_step": 20, "eval_loss": 1.0}])
+    assert curve(log, "loss", "tokens").x.tolist() == [640, 1280]
+    assert curve(log, "eval_loss", "tokens").x.tolist() == [1280]
+    assert x_axes(log) == ["step", "tokens"]
+
+
 def test_what_is_not_finite_is_a_gap() -> None:
     found = curve(log_of(points("loss", [1.0, math.nan, math.inf, 2.0])), "loss")
     assert found.y == pytest.approx([1.0, math.nan, math.nan, 2.0], nan_ok=True)
@@ -71,7 +79,9 @@ def test_two_evaluations_at_one_step_are_both_kept() -> None:
 
 def test_an_axis_that_the_log_cannot_have_is_refused_with_those_that_it_has() -> None:
     log = log_of(points("loss", [1.0, 2.0], epoch=0.5))
-    with pytest.raises(DataError, match=r"no 'total_tokens' for the x axis 'tokens'.*step, epoch"):
+    with pytest.raises(
+        DataError, match=r"no 'total_tokens' or 'num_input_tokens_seen' for the x axis 'tokens'.*step, epoch"
+    ):
         curve(log, "loss", "tokens")
     with pytest.raises(ValueError, match="Invalid x_axis: 'miles'"):
         curve(log, "loss", "miles")

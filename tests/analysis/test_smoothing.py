@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from onstep.analysis import smooth_values
-from onstep.analysis.smoothing import automatic_window
+from onstep.analysis.smoothing import automatic_window, spikes
 
 
 def reference(values: list[float], window: int) -> list[float]:
@@ -57,3 +57,20 @@ def test_there_may_be_no_values() -> None:
 
 def test_only_long_curves_are_smoothed_unasked() -> None:
     assert [automatic_window(num) for num in (0, 39, 40, 1000)] == [1, 1, 3, 40]
+
+
+def test_a_lone_spike_counts_in_no_mean() -> None:
+    values = np.full(200, 2.0) + 0.01 * (np.arange(200) % 5)
+    values[77] = 1e20
+    left_out = spikes(values, 20)
+    assert np.flatnonzero(left_out).tolist() == [77]
+    assert smooth_values(values, 20, left_out) == pytest.approx(np.full(200, 2.02), abs=0.01)
+    assert not spikes(values, 1).any()
+
+
+@pytest.mark.parametrize("where", [slice(0, 45), slice(500, 540), slice(960, 1000)])
+def test_a_stretch_far_outside_is_no_spike(where: slice) -> None:
+    values = np.full(1000, 2.0) + 0.01 * (np.arange(1000) % 5)
+    values[where] = 50.0
+    assert not spikes(values, 40).any()
+    assert smooth_values(values, 40, spikes(values, 40))[where].max() > 45

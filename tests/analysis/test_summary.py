@@ -82,7 +82,8 @@ def test_file_and_list_give_the_same_summary(whole: dict[str, Any], tmp_path: Pa
 
 
 def test_what_is_missing_has_no_key() -> None:
-    assert summary_of(path="x.json") == {"run_name": None, "log_path": "x.json"}
+    nothing = {"run_name": None, "log_path": "x.json", "notes": ["the log has no records yet"]}
+    assert summary_of(path="x.json") == nothing
     assert set(summary_of({"loss": 1.0})) == {
         "run_name",
         "log_path",
@@ -162,3 +163,55 @@ def test_one_line_of_a_nameless_running_log() -> None:
 def test_one_line_cuts_a_long_name(whole: dict[str, Any]) -> None:
     line = format_summary_one_line({**whole, "run_name": "n" * 50})
     assert line.startswith("n" * 30 + "   | ")
+
+
+def test_branch_that_the_run_left_does_not_count() -> None:
+    left = [{"global_step": step, "loss": 1.0, "grad_norm": 9.0} for step in range(1, 101)]
+    left += [{"global_step": 100, "eval_loss": 0.5}]
+    newest = [{"global_step": step, "loss": 2.0, "grad_norm": 1.0} for step in range(81, 151)]
+    found = summary_of(*left, *newest, {"global_step": 150, "eval_loss": 1.5})
+    assert found["avg_loss"] == pytest.approx((80 * 1.0 + 70 * 2.0) / 150)
+    assert found["avg_grad_norm"] == pytest.approx((80 * 9.0 + 70 * 1.0) / 150)
+    assert (found["best_eval_loss"], found["best_eval_loss_step"]) == (1.5, 150)
+    (note,) = found["notes"]
+    assert "20 records of training" in note
+    assert f"note: {note}" in format_summary_text(found)
+    assert f"note: {note}" in format_summary_markdown(found)
+    assert "notes" not in summary_of(*left)
+
+
+def test_evaluation_of_an_earlier_step_at_the_end_takes_no_training_away() -> None:
+    records = [{"global_step": step, "loss": 1 / step} for step in range(1, 11)]
+    found = summary_of(*records, {"global_step": 3, "eval_loss": 1.0})
+    assert (found["best_loss_step"], found["best_eval_loss_step"]) == (10, 3)
+
+
+def test_records_without_steps_count_all() -> None:
+    assert summary_of({"loss": 1.0}, {"loss": 3.0})["avg_loss"] == 2.0
+
+
+def test_log_without_losses_says_what_it_has() -> None:
+    found = summary_of({"global_step": 1, "norms": {"a": 1.0}, "x\x1by": 2})
+    assert found["notes"] == ["no record has loss or eval_loss; its keys are global_step, norms, x\x1by"]
+    assert "its keys are global_step, norms, x?y" in format_summary_text(found)
+
+
+def test_every_evaluation_set_is_shown() -> None:
+    records = [
+        {"global_step": 10, "loss": 3.0},
+        {"global_step": 10, "eval_a_loss": 2.0},
+        {"global_step": 10, "eval_b_loss": 4.0},
+        {"global_step": 20, "eval_a_loss": 2.5},
+        {"global_step": 20, "eval_b_loss": 3.5},
+    ]
+    found = summary_of(*records)
+    assert found["eval_sets"]["a"] == {
+        "final_eval_loss": 2.5,
+        "final_eval_loss_step": 20,
+        "best_eval_loss": 2.0,
+        "best_eval_loss_step": 10,
+    }
+    lines = [" ".join(line.split()) for line in format_summary_text(found).splitlines()]
+    assert "Best Eval Loss (a): 2.0000 (step 10)" in lines
+    assert "Final Eval Loss (b): 3.5000 (step 20)" in lines
+    assert "notes" not in summary_of(*records[1:])

@@ -126,3 +126,14 @@ def test_no_two_logs_of_a_comparison_have_one_label() -> None:
     names = ["output_models/gpt/runs/a/x", "output_models/gpt/runs/b/x", "output_models/bert/runs/a/x", "runs/gpt/x"]
     logs = [TrainingLog(Path(name), []) for name in [*names, names[0]]]
     assert distinct_labels(logs) == ["gpt/a", "gpt/b", "bert", "gpt", "gpt/a (2)"]
+
+
+def test_log_without_a_name_is_called_as_its_place(tmp_path: Path) -> None:
+    def labels(*paths: str) -> list[str]:
+        return distinct_labels([TrainingLog(tmp_path / path, []) for path in paths])
+
+    assert labels("mine/trainer_logs.json") == ["mine"]
+    assert labels("hf/checkpoint-500/trainer_state.json", "notes.jsonl") == ["hf/checkpoint-500", "notes"]
+    assert labels("a/x/trainer_logs.json", "b/x/trainer_logs.json") == ["a/x", "b/x"]
+    assert labels("a/log.json", "b/log.json", "b/log.jsonl") == ["a/log", "b/log", "b/log (2)"]
+    assert TrainingLog(tmp_path / "mine/trainer_logs.json", []).get_label(0) == "Run 1"

@@ -73,8 +73,12 @@ def test_signature_is_the_documented_one() -> None:
     [
         ({"smoothing": 0.0}, r"smoothing must be in \(0, 1\], got 0.0"),
         ({"smoothing": 1.1}, "smoothing must be"),
-        ({"threshold": 0.0}, "threshold must be > 0, got 0.0"),
-        ({"relative_threshold": 1.0}, "relative_threshold must be > 1, got 1.0"),
+        ({"smoothing": "a"}, r"smoothing must be in \(0, 1\], got 'a'"),
+        ({"threshold": 0.0}, "threshold must be a number > 0, got 0.0"),
+        ({"threshold": "1"}, "threshold must be a number > 0, got '1'"),
+        ({"relative_threshold": 1.0}, "relative_threshold must be a number > 1, got 1.0"),
+        ({"metric_key": 3}, "metric_key must be the name of a metric, got 3"),
+        ({"metric_key": ""}, "metric_key must be the name of a metric, got ''"),
         ({"threshold": None}, "both None"),
         ({"patience": 0}, "patience must be a whole number >= 1, got 0"),
         ({"warmup": -1}, "warmup must be a whole number >= 0, got -1"),
@@ -219,6 +223,29 @@ def test_which_metric_is_watched_and_what_is_ignored() -> None:
         assert detector.state_dict()["observation_count"] == 0
         detector.on_evaluate(None, None, TrainerControl(), metrics={key: 1.0})
         assert detector.state_dict()["observation_count"] == 1
+
+
+@pytest.mark.parametrize(
+    ("metric", "length", "nearest"), [("losss", 8, "loss"), ("eval_los", 8, "eval_loss"), ("losss", 2, "loss")]
+)
+def test_a_metric_that_is_never_there_is_told_once_with_the_nearest_name(
+    metric: str, length: int, nearest: str, tiny_config: ConfigContainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_config.train.train_iters, tiny_config.scheduler.lr_warmup_iters = length, 0
+    tiny_config.logger.log_interval = tiny_config.validation.eval_interval = 2
+    pretrain(tiny_config, callbacks=[DivergenceDetector(metric_key=metric)])
+    (told,) = [message for message in caplog.messages if "nothing is detected" in message]
+    assert f"watches {metric!r}" in told
+    assert f"Did you mean {nearest!r}?" in told
+
+
+@pytest.mark.parametrize("options", [{}, {"use_eval_loss": True}, {"metric_key": "grad_norm"}])
+def test_a_metric_that_is_there_is_not_told_to_be_missing(
+    options: dict[str, Any], tiny_config: ConfigContainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_config.logger.log_interval, tiny_config.validation.eval_interval = 1, 7
+    pretrain(tiny_config, callbacks=[DivergenceDetector(**options)])
+    assert "nothing is detected" not in caplog.text
 
 
 def test_a_step_that_the_anomaly_gate_left_out_is_no_observation() -> None:

@@ -84,7 +84,12 @@ def test_a_metric_that_is_not_there_is_an_error_with_the_nearest_name(start: Any
     [
         ({"mode": "up"}, "mode must be min"),
         ({"patience": 0}, "patience must be"),
-        ({"min_delta": -1}, "min_delta must"),
+        ({"min_delta": -1}, "min_delta must be a number >= 0, got -1"),
+        ({"min_delta": "0"}, "min_delta must be a number >= 0, got '0'"),
+        ({"stop_at": "x"}, "stop_at must be a number, got 'x'"),
+        ({"stop_at": math.nan}, "stop_at must be a number, got nan"),
+        ({"metric": ""}, "metric must be the name of a metric, got ''"),
+        ({"metric": 3}, "metric must be the name of a metric, got 3"),
     ],
 )
 def test_a_value_that_breaks_a_rule_is_refused(arguments: dict[str, Any], message: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from onstep.callbacks import JsonLogger
+from onstep.errors import ConfigError
 from onstep.events import CallbackContext, CallbackManager
 from onstep.journal import Journal, read_records
 
@@ -325,3 +326,42 @@ def test_records_wait_for_room_on_a_full_disk(
     run.tell("on_log", 5, logs={"loss": 0.5})
     assert steps(path) == [1, 2, 3, 4, 5]
     run.end(5)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_folder_in_the_place_of_the_journal_is_renamed(start: Any, path: Path, first: int) -> None:
+    path.mkdir(parents=True)
+    (path / "thesis.tex").write_text("years of work")
+    start(JsonLogger()).train(first, 3)
+    assert steps(path)[-1] == 3
+    assert (path.with_name("trainer_logs.unreadable-1.json") / "thesis.tex").read_text() == "years of work"
+
+
+def test_an_evaluation_alone_renames_a_folder_too(start: Any, path: Path) -> None:
+    path.mkdir(parents=True)
+    start(JsonLogger()).tell("on_evaluate", 1, metrics={"eval_loss": 1.0})
+    assert steps(path) == [1]
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_a_remedy(start: Any, args: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    args.logging_dir = str(tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"logging_dir .*file'? cannot be written \(.*\); choose another"):
+        start(JsonLogger()).train(0, 1)
+
+
+def test_what_json_cannot_hold_is_recorded_as_text(start: Any, path: Path) -> None:
+    circular: dict[str, Any] = {}
+    circular["self"] = circular
+    run = start(JsonLogger(by_pair={("a", "b"): 1}, circular=circular))
+    state = run.train(0, 1)
+    run.tell("on_log", 2, logs={"loss": 0.5, "pairs": {(1, 2): 3.0}, "circular": circular})
+    run.end(2)
+    header, _, record = read_records(path)
+    assert header["experiment_info"]["by_pair"] == {"('a', 'b')": 1}
+    assert record["loss"] == 0.5
+    assert record["pairs"] == {"(1, 2)": 3.0}
+    again = JsonLogger(by_pair={("a", "b"): 1}, circular=circular)
+    again.load_state_dict(state)
+    start(again).train(1, 2)
+    assert steps(path) == [0, 1, 2], "the same arguments are recorded once"

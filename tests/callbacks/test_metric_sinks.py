@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,8 +125,6 @@ def test_a_run_without_a_folder_has_the_same_id_at_each_start(tmp_path: Path, mo
 
 
 def _context(folder: Path, step: int = 0, **fields: Any) -> CallbackContext:
-    from types import SimpleNamespace
-
     args = SimpleNamespace(output_dir=str(folder), logging_dir=None)
     state = SimpleNamespace(args=args, trainer_state=SimpleNamespace(global_step=step))
     return CallbackContext(state=state, model=[], **fields)
@@ -167,7 +168,7 @@ def test_a_hostile_tracker_costs_one_warning_and_nothing_of_the_run(
     assert [info.step for info in checkpoints(folder / "checkpoints")][:1] == [8]
     warnings = [one for one in caplog.records if one.levelname == "WARNING" and one.name.startswith("onstep.sinks")]
     assert len(warnings) == 1
-    assert f"onstep logs replay {folder} --to remembering" in warnings[0].getMessage()
+    assert f"onstep.sinks.replay({str(folder / 'trainer_logs.json')!r}, sink)" in warnings[0].getMessage()
     assert list(table(folder / "metrics.csv").loss.dropna()) == [
         loss for _, loss in journal_values(folder / "trainer_logs.json", "loss")
     ]
@@ -291,6 +292,74 @@ def test_two_trackers_of_a_name_are_told_apart(tmp_path: Path) -> None:
     assert list(callback.state_dict()["sinks"]) == ["remembering", "remembering-2"]
 
 
+class Bare:
+    """A user's sink that says nothing of names and of taking back."""
+
+    name = "bare"
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def open(self, run: Any, state: Any) -> None: ...
+
+    def log(self, metrics: Any, step: int, timestamp: float) -> None:
+        if "train/loss" in metrics:
+            self.steps.append(step)
+
+    def text(self, tag: str, text: str, step: int) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def close(self, status: str) -> None: ...
+
+
+def test_a_sink_need_not_say_what_it_keeps_and_takes_back(tmp_path: Path) -> None:
+    sink = Bare()
+    trainer(tmp_path, MetricSinks([sink, "csv"]), eval_strategy="no").train()  # type: ignore[list-item]
+    assert sink.steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_a_tracker_has_never_been_given_survives_any_number_of_kills(tmp_path: Path) -> None:
+    """Processes that are killed while a tracker still opens, each long after the one before."""
+    saved, hanging = None, []
+    for process in range(4):
+        sink = Hanging("open")
+        hanging.append(sink)
+        callback = MetricSinks([sink, KeepsNames()])
+        if saved is not None:
+            callback.load_state_dict(saved)
+        start = 10 * process
+        callback.on_train_start(_context(tmp_path, start))
+        callback._points.recent._points = deque(  # the time between the processes
+            replace(point, timestamp=point.timestamp - 90.0) for point in callback._points.recent.kept
+        )
+        for step in range(start + 1, start + 11):
+            callback.on_log(_context(tmp_path, step, logs={"loss": float(step)}))
+        callback._memory["state"] = SimpleNamespace(global_step=start + 10)
+        saved = callback.state_dict()
+    assert [point["step"] for point in saved["last_points"]] == list(range(1, 41))
+    for sink in hanging:
+        sink.released.set()
+    callback.on_run_end(_context(tmp_path, 40))
+    assert [step for step, _ in logged(hanging[-1], "train/loss")] == list(range(1, 41))
+
+
+def test_settled_points_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onstep.sinks.points.SETTLING_SECONDS", 0.0)
+    monkeypatch.setattr("onstep.sinks.deliveries.SETTLING_SECONDS", 0.0)
+    monkeypatch.setattr("onstep.sinks.deliveries._MARK_SECONDS", 0.0)
+    sink = Remembering()
+    callback = MetricSinks(sink)
+    callback.on_train_start(_context(tmp_path))
+    for step in range(1, 200):
+        callback.on_log(_context(tmp_path, step, logs={"loss": float(step)}))
+        while step not in sink.steps:
+            pass
+    assert len(callback._points.recent.kept) < 10
+    callback.on_run_end(_context(tmp_path, 200))
+
+
 def test_data_loader_workers_and_trackers_go_together(tmp_path: Path) -> None:
     sink = Remembering()
     trainer(tmp_path, MetricSinks(sink), dataloader_num_workers=2, eval_strategy="no").train()
@@ -301,6 +370,9 @@ def test_data_loader_workers_and_trackers_go_together(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"sinks": "tensorbord"}, "Did you mean 'tensorboard'"),
+        ({"sinks": ["csv", Remembering]}, r"Remembering is a class.*Remembering\(\.\.\.\)"),
+        ({"sinks": SimpleNamespace(name="half", open=print, log=print, close=print)}, "no method text, state_dict"),
+        ({"sinks": SimpleNamespace()}, "has no `name`"),
         ({"sinks": "csv", "queue_capacity": 0}, "at least 1"),
         ({"sinks": "csv", "close_timeout": -1.0}, ">= 0 seconds"),
     ],

@@ -186,7 +186,7 @@ def test_either_kind_may_be_left_out(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"power_iter_steps": 0}, "power_iter_steps must be >= 1, got 0"),
+        ({"power_iter_steps": 0}, "power_iter_steps must be a whole number >= 1, got 0"),
         ({"log_norms": False, "log_spectral_norms": False}, "are both False"),
     ],
 )
@@ -397,3 +397,48 @@ def test_other_ranks_write_nothing(tmp_path: Path, make_state: Any) -> None:
         for event in ("on_train_begin", "on_pre_optimizer_step", "on_evaluate", "on_run_end"):
             getattr(logger, event)(args, make_state(step=event == "on_evaluate", rank=1), None, model=model)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"log_norms": "a"}, "log_norms must be True or False, got 'a'"),
+        ({"log_spectral_norms": 1}, "log_spectral_norms must be True or False, got 1"),
+        ({"power_iter_steps": 1.5}, "power_iter_steps must be a whole number >= 1, got 1.5"),
+        ({"power_iter_steps": True}, "power_iter_steps must be a whole number >= 1, got True"),
+    ],
+)
+def test_arguments_of_wrong_types_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ParameterNormLogger(**wrong)
+
+
+class Rare(nn.Module):
+    """Weights of rare types beside those that learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.learns = Model()
+        self.waves = nn.Parameter(torch.full((3, 4), 3 + 4j), requires_grad=False)
+        self.small = nn.Parameter(torch.ones(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, **batch: Tensor) -> Any:
+        return self.learns(**batch)
+
+
+def test_complex_and_float8_weights_are_recorded(tmp_path: Path) -> None:
+    trainer(tmp_path, [ParameterNormLogger(), WeightNormLogger()], Rare()).train()
+    for record in records(tmp_path, PARAMETERS):
+        assert record["norms"]["waves"] == pytest.approx(5 * 12**0.5)
+        assert record["spectral_norms"]["waves"] == pytest.approx(5 * 12**0.5), "of rank 1"
+        assert record["norms"]["small"] == 4.0
+        assert record["spectral_norms"]["small"] == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("kind", [GradNormLogger, ParameterNormLogger])
+def test_a_folder_that_cannot_be_written_ends_it_before_training(kind: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    truth = Truth()
+    with pytest.raises(ConfigError, match=r"logging_dir .*/file/logs.* cannot be written.*choose another"):
+        trainer(tmp_path, [kind(), truth], logging_dir=str(tmp_path / "file" / "logs")).train()
+    assert not truth.gradients

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -174,10 +176,132 @@ def test_profiling_changes_no_loss(config: ConfigContainer, tmp_path: Path) -> N
     ]
 
 
-@pytest.mark.parametrize("options", [{"start_step": -1}, {"num_steps": 0}, {"warmup_steps": -1}])
-def test_a_window_that_is_none_is_refused(options: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=f"{next(iter(options))} must be"):
+@pytest.mark.parametrize(
+    "options", [{"start_step": -1}, {"num_steps": 0}, {"warmup_steps": -1}, {"num_steps": "5"}, {"start_step": None}]
+)
+def test_a_window_that_is_none_is_refused(options: dict[str, Any]) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(ConfigError, match=f"{name} must be a whole number >= [01], got {value!r}"):
         ProfilerCallback(**options)
+
+
+def test_a_second_one_in_a_run_is_refused_and_the_next_run_can_have_one(
+    config: ConfigContainer, tmp_path: Path
+) -> None:
+    first, second = profiler(tmp_path / "a", start_step=1), profiler(tmp_path / "b", start_step=2)
+    with pytest.raises(ConfigError, match=r"there is a ProfilerCallback already \(output_dir='.*a/profiles'\)"):
+        pretrain(config, callbacks=[first, second])
+    pretrain(config, callbacks=[second])
+    assert trace(second)
+
+
+def test_inside_a_profiler_of_the_user_it_is_refused_and_theirs_goes_on(
+    config: ConfigContainer, tmp_path: Path
+) -> None:
+    with torch.profiler.profile() as theirs:
+        with pytest.raises(ConfigError, match="inside another profiler"):
+            pretrain(config, callbacks=[profiler(tmp_path)])
+        torch.ones(3).cumsum(0)
+    assert "aten::cumsum" in {event.name for event in theirs.events()}
+
+
+class Theirs(Callback):
+    """A profiler that is not ours, from the beginning of a step to the end of training."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.profiler = step, torch.profiler.profile()
+
+    def on_forward_backward_end(self, context: Any) -> None:
+        if context.state.train_state.step == self.step:
+            self.profiler.start()
+
+    def on_train_end(self, context: Any) -> None:
+        torch.ones(3).cumsum(0)
+        self.profiler.stop()
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_where_one_of_the_user_records_at_the_window_nothing_is_profiled_and_theirs_goes_on(
+    step: int, config: ConfigContainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs, callback = Theirs(step), profiler(tmp_path, start_step=3, num_steps=2)
+    pretrain(config, callbacks=[callback, theirs])
+    assert caplog.text.count("profiles nothing: another profiler records") == 1
+    assert "nothing was profiled" not in caplog.text
+    assert callback.trace_path is None
+    assert "aten::cumsum" in {event.name for event in theirs.profiler.events()}
+    pretrain(config, callbacks=[callback])
+    assert steps_in(trace(callback)) == [4, 5]
+
+
+class Spoiling(Callback):
+    """Does something to the folder of the traces after the second step."""
+
+    def __init__(self, spoil: Callable[[], None]) -> None:
+        self.spoil = spoil
+
+    def on_step_end(self, context: Any) -> None:
+        if context.state.train_state.step == 2:
+            self.spoil()
+
+
+def test_a_folder_that_was_removed_during_the_run_is_made_again(config: ConfigContainer, tmp_path: Path) -> None:
+    callback = profiler(tmp_path, start_step=2, num_steps=2)
+    pretrain(config, callbacks=[callback, Spoiling(lambda: shutil.rmtree(tmp_path / "profiles"))])
+    assert steps_in(trace(callback)) == [3, 4]
+
+
+def test_a_trace_that_cannot_be_written_is_not_claimed(
+    config: ConfigContainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def spoil() -> None:
+        (tmp_path / "profiles").rmdir()
+        (tmp_path / "profiles").write_text("a file")
+
+    callback = profiler(tmp_path, start_step=2, num_steps=2)
+    pretrain(config, callbacks=[callback, Spoiling(spoil)])
+    assert callback.trace_path is None
+    assert "real_training_rank0.json could not be written: " in caplog.text
+    assert "lower start_step" not in caplog.text
+
+
+@pytest.mark.parametrize("content", ['{"traceEvents": [{"ph": "X"', "", None])
+def test_a_trace_that_is_not_whole_is_not_claimed(
+    content: str | None, make_state: Any, args: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(path: str) -> None:
+        if content is not None:
+            Path(path).write_text(content)
+
+    callback = profiler(tmp_path, start_step=0, num_steps=1)
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "profiles/real_training_rank0.json").write_text("{}")  # of an earlier run
+    callback.on_train_begin(args, make_state(max_steps=9), None)
+    callback.on_step_begin(args, make_state(max_steps=9), None)
+    callback._profiler.export_chrome_trace = write
+    callback.on_step_end(args, make_state(step=1, max_steps=9), None)
+    callback.on_train_end(args, make_state(step=1, max_steps=9), None)
+    assert callback.trace_path is None
+    assert "real_training_rank0.json could not be written: " in caplog.text
+
+
+def test_an_output_dir_that_cannot_be_made_is_refused_before_training(
+    config: ConfigContainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "profiles").write_text("a file")
+    with pytest.raises(ConfigError, match=r"output_dir='.*profiles' cannot be made"):
+        pretrain(config, callbacks=[profiler(tmp_path)])
+    assert "lower start_step" not in caplog.text
+
+
+def test_an_export_that_takes_long_is_announced(
+    config: ConfigContainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config.train.train_iters, config.scheduler.lr_warmup_iters = 1, 0
+    for with_stack in (False, True):
+        pretrain(config, callbacks=[profiler(tmp_path, with_stack=with_stack, num_steps=1)])
+        assert ("training waits, and this may take long (faster: with_stack=False" in caplog.text) == with_stack
+    assert "tracemalloc is tracing" not in caplog.text
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

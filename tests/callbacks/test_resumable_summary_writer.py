@@ -21,6 +21,7 @@ from onstep import CallbackManager, TrainerCallback, pretrain
 from onstep.callbacks.resumable_summary_writer import ResumableSummaryWriter
 from onstep.callbacks.tb_logger import TBLogger
 from onstep.config import ConfigContainer
+from onstep.errors import ConfigError
 
 
 class Run:
@@ -330,3 +331,18 @@ def test_it_works_where_only_the_start_of_training_is_told(folder: Path, killed:
         writer.flush()
     assert steps_by_tag(folder) == {"loss": [1]}
     writer.close()
+
+
+@pytest.mark.parametrize("event", ["on_data_init_start", "on_train_begin"])
+def test_a_folder_that_cannot_be_written_is_told_before_training(make_state: Any, tmp_path: Path, event: str) -> None:
+    (tmp_path / "file").write_text("")
+    run = Run(make_state, tmp_path / "file" / "tb")
+    with pytest.raises(ConfigError, match=r"log_dir .*/file/tb.* cannot be written.*choose another"):
+        run.tell(event, 0)
+    Run(make_state, tmp_path / "file" / "tb", rank=1).tell(event, 0)
+
+
+def test_a_folder_that_cannot_be_written_is_told_when_something_is(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"log_dir .*/file/tb.* cannot be written"):
+        ResumableSummaryWriter(tmp_path / "file" / "tb").add_scalar("loss", 1.0, 1)

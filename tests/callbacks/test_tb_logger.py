@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from onstep.callbacks.tb_logger import TBLogger, TBScalar, default_tb_scalars
@@ -195,3 +196,20 @@ def test_mistakes_are_named() -> None:
         TBLogger("runs/tb")
     with pytest.raises(TypeError, match="must be a SummaryWriter"):
         TBLogger(SimpleNamespace())
+
+
+def test_a_number_too_large_for_a_float_is_infinite_and_what_is_no_number_is_left_out(start: Any) -> None:
+    run = start(scalars={"a": {}, "b": {}, "c": {}, "d": {}})
+    logs = {"a": 10**400, "b": [1, -(10**400)], "c": 1 + 2j, "d": np.str_("text")}
+    assert run.tell("on_log", 1, logs=logs) == [("a", math.inf, 1), ("b", 1.0, 1)]
+    assert run.tell("on_log", 2, logs={"a": -(10**400)}) == [("a", -math.inf, 2)]
+
+
+def test_a_transform_that_fails_is_named_once_and_ends_nothing(start: Any, caplog: pytest.LogCaptureFixture) -> None:
+    run = start(scalars={"ratio": {"source": "loss", "transform": lambda loss, logs: loss / logs["tokens"]}})
+    for step in (1, 2):
+        assert run.tell("on_log", step, logs={"loss": 1.0}) == [("train-loss", 1.0, step)]
+    assert run.tell("on_log", 3, logs={"loss": 1.0, "tokens": 2})[-1] == ("ratio", 0.5, 3)
+    (message,) = caplog.messages
+    assert "'ratio'" in message
+    assert "KeyError('tokens')" in message

@@ -341,9 +341,10 @@ def test_a_run_that_fails_stops_the_clock(caplog: pytest.LogCaptureFixture) -> N
     assert run.monitor._callback_clock is None
 
 
-def test_a_peak_that_is_not_positive_is_refused() -> None:
-    with pytest.raises(ConfigError, match="peak_flops_per_device must be > 0, got -1"):
-        ThroughputMonitor(-1)
+@pytest.mark.parametrize("peak", [-1, 0, float("nan"), "a", True])
+def test_a_peak_that_is_no_positive_number_is_refused(peak: Any) -> None:
+    with pytest.raises(ConfigError, match=f"peak_flops_per_device must be a number > 0, got {peak!r}"):
+        ThroughputMonitor(peak)
 
 
 def test_pretrain_with_it_has_the_same_losses_and_evaluates_on_its_account(tiny_config: ConfigContainer) -> None:

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from onstep import Callback, pretrain
+from onstep.callbacks.profiler_callback import ProfilerCallback
 from onstep.callbacks.trace_malloc import TraceMalloc
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
@@ -86,6 +88,19 @@ def test_a_trace_that_somebody_else_started_goes_on(config: ConfigContainer, cap
     assert tracemalloc.is_tracing()
 
 
+def test_where_a_profiler_records_it_makes_no_report_and_the_next_one_has_the_growth_of_both(
+    config: ConfigContainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    profiler = ProfilerCallback(start_step=3, num_steps=2, output_dir=str(tmp_path / "profiles"), with_stack=False)
+    with caplog.at_level(logging.INFO):
+        pretrain(config, callbacks=[Leak(), profiler, TraceMalloc(top_k=50)])
+    assert "no memory report at step 4, where a profiler records" in caplog.text
+    first = next(message for message in caplog.messages if message.startswith("memory at step"))
+    assert first.startswith("memory at step 8")
+    (leak,) = [line for line in first.partition("the start of")[0].splitlines() if "test_trace_malloc.py" in line]
+    assert float(leak.split()[0]) == pytest.approx(8 * 200_000 / 1024, rel=0.02)
+
+
 def test_without_psutil_the_message_has_the_install_line(config: ConfigContainer) -> None:
     code = (
         "import sys; sys.modules['psutil'] = None\n"
@@ -99,6 +114,7 @@ def test_without_psutil_the_message_has_the_install_line(config: ConfigContainer
     assert "line 4" in done.stderr
 
 
-def test_top_k_must_be_positive() -> None:
-    with pytest.raises(ConfigError, match="top_k must be >= 1, got 0"):
-        TraceMalloc(top_k=0)
+@pytest.mark.parametrize("top_k", [0, "a", 2.5, None])
+def test_top_k_must_be_a_positive_whole_number(top_k: Any) -> None:
+    with pytest.raises(ConfigError, match=f"top_k must be a whole number >= 1, got {top_k!r}"):
+        TraceMalloc(top_k=top_k)

@@ -106,13 +106,15 @@ def test_labels_may_hold_commas_where_each_is_given_alone(project: Path, capsys:
     [
         (["fats"], "Did you mean 'fast'?"),
         (["fast", "--metrics", "los"], "Did you mean 'loss'?"),
+        (["fast", "slow", "--metrics", "loss,los"], "Did you mean 'loss'? There is loss, grad_norm"),
+        (["fast", "--x-min", "61"], "no point lies where --x-min=61; the x axis (step) has 1 to 60"),
         (["fast", "--metrics", ","], "--metrics must name at least one key"),
-        (["fast", "--x-axis", "day"], "Invalid x_axis: 'day'"),
+        (["fast", "--x-axis", "day"], "Invalid --x-axis: 'day'"),
         (["fast", "--x-axis", "tokens"], "choose another x axis: step, epoch, time"),
         (["fast", "--loss-curves", "--grad-norm"], "choose one of them"),
         (["fast", "--metrics", "loss", "--grad-norm"], "choose one of them"),
         (["fast", "--grad-norm", "--perplexity"], "--perplexity is about losses"),
-        (["fast", "--labels", "a,b"], "--labels must name each of the 1 runs, got 2"),
+        (["fast", "slow", "--labels", "a,b,c"], "--labels must name each of the 2 runs, got 3"),
         (["fast", "--compare"], "--compare needs two runs"),
         (["fast", "--format", "gif"], "--format must be one of png, svg, pdf"),
         (["fast", "-o", "x.png", "--format", "svg"], "do not agree"),
@@ -123,6 +125,19 @@ def test_plot_refuses_what_cannot_be(
 ) -> None:
     assert message in refused(capsys, "logs", "plot", *options)
     assert not list(project.rglob("*.png"))
+
+
+def test_runs_in_the_order_of_the_alphabet_are_sorted_by_their_numbers(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("lr10", "lr2"):
+        (project / "runs" / name).mkdir()
+        (project / "runs" / name / "trainer_logs.json").write_text('[{"global_step": 1, "loss": 2.0}]')
+    found = texts(onstep(capsys, "logs", "plot", "lr10", "lr2", "-o", "x.svg"))
+    assert found.index("lr2") < found.index("lr10")
+    assert "validation loss" not in found
+    chosen = texts(onstep(capsys, "logs", "plot", "slow", "fast", "-o", "y.svg"))
+    assert chosen.index("slow") < chosen.index("fast")
 
 
 def test_an_output_without_a_suffix_gets_that_of_the_format(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,6 +234,17 @@ def test_heatmap_takes_the_newest_file_whatever_its_name(project: Path, capsys: 
     assert onstep(capsys, "plot", "heatmap") == "tmp/fast_heatmap_gradient_norms.png"
     assert onstep(capsys, "plot", "heatmap", "slow") == "tmp/slow_heatmap_parameter_norms.png"
     assert onstep(capsys, "plot", "heatmap", "runs/fast") == "tmp/fast_heatmap_gradient_norms.png"
+
+
+def test_heatmap_of_a_metric_takes_the_file_that_has_it(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    diagnostics(project, "fast", "gradient_norms.json", "grad_norms", age=50)
+    diagnostics(project, "fast", "parameter_norms.json", "norms", age=10)
+    diagnostics(project, "slow", "parameter_norms.json", "norms", age=5)
+    for words in (["fast"], []):
+        found = onstep(capsys, "plot", "heatmap", *words, "--metric", "grad_norm")
+        assert found == "tmp/fast_heatmap_gradient_norms_grad_norm.png"
+    message = refused(capsys, "plot", "heatmap", "slow", "--metric", "grad_norm")
+    assert "slow has no gradient_norms.json; train with the callback GradNormLogger" in message
 
 
 def test_every_option_of_heatmap_reaches_the_picture(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from onstep.analysis import LogTail
+from onstep.analysis.run_liveness import ending_of, is_locked
 from onstep.cli import logs_tail
 from onstep.cli.main import main
-from onstep.cli.run_liveness import ending_of, is_locked
 from onstep.journal import Journal, align
 
 RECORDS: list[dict[str, Any]] = [

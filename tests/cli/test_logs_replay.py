@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,3 +69,20 @@ def test_a_tracker_that_fails_says_so(run: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OnstepError, match=r"'csv' could not be filled: .*Error"):
         replay("mine", "csv", tmp_path / "file" / "below")
+
+
+@pytest.mark.parametrize("lock", [".run.lock", "trainer_logs.json"])
+def test_the_files_of_a_live_run_are_left_alone(lock: str, run: Path, tmp_path: Path) -> None:
+    (run / "metrics.csv").write_text("the run's own")
+    holder = (run / lock).open("a")
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    for to in ("csv", "tensorboard"):
+        for output in (None, Path("runs") / "mine"):
+            with pytest.raises(ConfigError, match=r"is a live run.*--output DIR"):
+                replay("mine", to, output)
+    assert not (run / "tensorboard").exists()
+    replay("mine", "csv", tmp_path / "elsewhere")
+    assert len(table(tmp_path / "elsewhere" / "metrics.csv")) == 5
+    holder.close()
+    replay("mine", "csv")
+    assert (run / "metrics.1.csv").read_text() == "the run's own"

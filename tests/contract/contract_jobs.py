@@ -30,7 +30,7 @@ def contract_config(settings: dict[str, Any]) -> Any:
 
 def callbacks_of(settings: dict[str, Any]) -> list[Any]:
     """Those asked for, and a journal beside them."""
-    made = [one for name in settings["names"] for one in make(name, Path("own"))]
+    made = [one for name in settings["names"] for one in make(name, Path(settings.get("own", "own")))]
     return made if any(isinstance(one, JsonLogger) for one in made) else [*made, JsonLogger()]
 
 
@@ -69,6 +69,20 @@ def job_twice(settings: dict[str, Any]) -> None:
 
 def job_trainer(settings: dict[str, Any]) -> None:
     """The other door: train, then evaluate, which reopens what the end of training closed."""
+    trainer = _trainer(settings)
+    trainer.train()
+    trainer.evaluate()
+    trainer.train()
+
+
+def job_evaluate_first(settings: dict[str, Any]) -> None:
+    """Evaluate what is to be trained, and then train it in the folder that the evaluation left files in."""
+    trainer = _trainer(settings)
+    trainer.evaluate()
+    trainer.train()
+
+
+def _trainer(settings: dict[str, Any]) -> Trainer:
     import torch
     from torch import nn
 
@@ -95,10 +109,7 @@ def job_trainer(settings: dict[str, Any]) -> None:
         report_to="none",
     )
     callbacks = callbacks_of(settings)
-    trainer = Trainer(Model(), args, train_dataset=rows, eval_dataset=rows[:4], callbacks=callbacks)
-    trainer.train()
-    trainer.evaluate()
-    trainer.train()
+    return Trainer(Model(), args, train_dataset=rows, eval_dataset=rows[:4], callbacks=callbacks)
 
 
 def _tell_the_end_again(manager: CallbackManager, state: Any) -> None:

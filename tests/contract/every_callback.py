@@ -34,7 +34,9 @@ MAKE: dict[str, Callable[[Path], list[Any]]] = {
         onstep.callbacks.TextgenCallback(writer := _writer(folder), ["def ", "x"], max_new_tokens=3),
         writer,
     ],
-    "ProfilerCallback": lambda folder: [onstep.callbacks.ProfilerCallback(output_dir=str(folder / "profiles"))],
+    "ProfilerCallback": lambda folder: [
+        onstep.callbacks.ProfilerCallback(num_steps=2, output_dir=str(folder / "profiles"), with_stack=False)
+    ],
     "MetricSinks": lambda folder: [onstep.callbacks.MetricSinks("csv")],
     "EarlyStopping": lambda folder: [onstep.callbacks.EarlyStopping(patience=50)],
     "DivergenceDetector": lambda folder: [onstep.callbacks.DivergenceDetector(threshold=50.0)],

@@ -129,6 +129,14 @@ def test_it_works_in_the_trainer_and_for_an_evaluation_after_training(name: str,
     assert codes == [0], ranks.output(f"{name}-trainer")
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_it_works_in_an_evaluation_before_training(name: str, ranks: Ranks) -> None:
+    codes = ranks.start(f"{name}-first", "evaluate_first", ranks=1, names=[name], own="run/own")
+    assert codes == [0], ranks.output(f"{name}-first")
+    found = next((ranks.folder / f"{name}-first").rglob("trainer_logs.json"))
+    assert any(record["global_step"] == 9 for record in read_records(found))
+
+
 @pytest.mark.distributed
 def test_all_together_on_two_ranks_change_nothing(ranks: Ranks, plain: dict[int, dict[str, Any]]) -> None:
     names = [name for name in NAMES if name not in ("ProfilerCallback", "TraceMalloc")]

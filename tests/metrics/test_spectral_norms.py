@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from onstep.checkpoint import decode_state, encode_state
 from onstep.errors import ConfigError
+from onstep.metrics.named_parameters import missing_parameters
 from onstep.metrics.spectral_norms import SpectralNorms
 
 
@@ -83,6 +85,60 @@ def test_huge_and_tiny_values(factor: float) -> None:
 def test_other_precisions(dtype: torch.dtype) -> None:
     matrix = torch.randn(60, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
     assert measure(matrix) == pytest.approx(exact(matrix), rel=0.01)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("shape", [(60, 40), (30, 90), (2, 2)])
+def test_complex_matrices(shape: tuple[int, int], dtype: torch.dtype, times: int) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    true = float(torch.linalg.matrix_norm(matrix.to(torch.complex128), 2))
+    assert measure(matrix, times=times) == pytest.approx(true, rel=0.01)
+
+
+def test_a_complex_matrix_whose_transpose_is_not_its_adjoint() -> None:
+    matrix = torch.tensor([[1.0, 1j], [1j, -1.0]])  # squares to zero; its norm is 2
+    assert measure(matrix) == pytest.approx(2.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_is_widened(dtype: torch.dtype) -> None:
+    matrix = torch.randn(60, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert measure(matrix) == pytest.approx(exact(matrix.float()), rel=0.01)
+
+
+def test_complex_and_float8_states_are_of_types_that_a_checkpoint_holds_and_give_the_same_bits() -> None:
+    tensors = [torch.randn(40, 30, dtype=torch.complex128), torch.randn(40, 30).to(torch.float8_e4m3fn)]
+    model = nn.ParameterDict({str(number): nn.Parameter(one, False) for number, one in enumerate(tensors)})
+    spectral, resumed = SpectralNorms(), SpectralNorms()
+    spectral.measure(model)
+    resumed.load_state_dict(decode_state(*encode_state(spectral.state_dict())))
+    assert resumed.measure(model) == spectral.measure(model)
+
+
+def test_packed_float4_is_left_out() -> None:
+    packed = torch.zeros(4, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    model = nn.ParameterDict({"packed": nn.Parameter(packed, requires_grad=False), "plain": torch.eye(2)})
+    assert list(SpectralNorms().measure(model)) == ["plain"]
+    assert "float4" in missing_parameters(model)["packed"]
+
+
+def test_an_infinity_makes_the_norm_infinite_unless_there_is_a_not_a_number_too() -> None:
+    infinite, both = torch.eye(4), torch.eye(4)
+    infinite[1, 2], both[0, 0], both[1, 1] = -math.inf, math.inf, math.nan
+    model = nn.ParameterDict({"infinite": infinite, "both": both, "good": torch.eye(4)})
+    spectral = SpectralNorms()
+    for _ in range(2):
+        norms = spectral.measure(model)
+        assert norms["infinite"] == math.inf
+        assert math.isnan(norms["both"])
+        assert norms["good"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("factor", [1e-310, 1e300])
+def test_values_at_the_ends_of_float64(factor: float) -> None:
+    matrix = torch.randn(60, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert measure(matrix * factor) == pytest.approx(exact(matrix) * factor, rel=0.01)
 
 
 def test_not_a_number_is_shown() -> None:
@@ -169,5 +225,11 @@ def test_no_random_number_of_the_training_is_drawn() -> None:
 
 
 def test_too_few_iterations_are_refused() -> None:
-    with pytest.raises(ConfigError, match="num_steps must be >= 1, got 0"):
+    with pytest.raises(ConfigError, match="num_steps must be a whole number >= 1, got 0"):
         SpectralNorms(0)
+
+
+@pytest.mark.parametrize("wrong", [1.5, "10", True, None])
+def test_iterations_that_are_no_whole_number_are_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="num_steps must be a whole number >= 1, got"):
+        SpectralNorms(wrong)

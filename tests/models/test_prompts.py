@@ -110,7 +110,26 @@ def test_padding_goes_before_a_row_and_is_masked() -> None:
 def test_what_our_transformer_does_not_know_is_refused_with_the_nearest_name(own: nn.Module, theirs: Any) -> None:
     with pytest.raises(ConfigError, match=r"'top_kk' is not one of the built-in transformer's.*mean 'top_k'"):
         check_options(own, {"top_kk": 3})
-    check_options(theirs, {"num_beams": 3})
+    with pytest.raises(ConfigError, match=r"'num_beems' is not one of transformers.GenerationConfig.*mean 'num_beams'"):
+        check_options(theirs, {"num_beems": 3})
+    check_options(theirs, {"num_beams": 3, "max_new_tokens": 4, "pad_token_id": 0})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": -5}, "top_k must be >= 1, got -5"),
+        ({"top_p": 2.0}, r"top_p must be in \(0, 1\], got 2.0"),
+        ({"temperature": "hot", "do_sample": True}, "must be numbers, got .*'hot'"),
+        ({"max_new_tokens": "5"}, "max_new_tokens must be a whole number >= 1, got '5'"),
+    ],
+)
+def test_values_that_our_transformer_cannot_work_with_are_refused(
+    options: dict[str, Any], message: str, own: nn.Module
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_options(own, options)
+    check_options(own, {"top_k": 0, "top_p": None, "temperature": 0.0, "do_sample": True})
 
 
 def test_what_can_generate(own: nn.Module, theirs: Any) -> None:

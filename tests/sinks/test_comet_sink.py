@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,39 @@ def test_without_a_key_the_run_is_recorded_in_an_archive(
     assert archive.meta["tags"] == ["a"]
     assert "comet upload" in caplog.text
     assert capfd.readouterr() == ("", "")
+
+
+def test_experiments_that_are_open_at_once_have_all_their_points(tmp_path: Path) -> None:
+    """Also one that the user began: Comet's constructor would end whatever began last."""
+    from comet_ml import OfflineExperiment
+    from comet_ml.config.config_api import get_global_experiment
+
+    options = {"log_env_details": False, "log_code": False, "log_git_metadata": False, "auto_output_logging": False}
+    users = OfflineExperiment(offline_directory=str(tmp_path / "comet"), display_summary_level=0, **options)
+    sinks = {tag: CometSink() for tag in "abcd"}
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda one: one[1].open(RunIdentity(one[0], one[0] * 32, tmp_path), {}), sinks.items()))
+    assert get_global_experiment() is users
+    for step in (1, 2, 3):
+        for tag, sink in sinks.items():
+            sink.log({tag: float(step)}, step, 0.0)
+        users.log_metric("mine", float(step), step=step)
+    for sink in sinks.values():
+        sink.close("completed")
+    users.end()
+    found = {archive.meta["offline_id"]: archive for archive in comet_archives(tmp_path)}
+    assert len(found) == 5
+    for tag in sinks:
+        assert found[tag * 32].points(tag) == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert found[users.id].points("mine") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+def test_line_ends_and_control_characters_in_names_are_replaced(run: RunIdentity, tmp_path: Path) -> None:
+    sink = CometSink()
+    sink.open(run, {})
+    sink.log({"train/a\nb\x00": 1.0}, 4, 0.0)
+    sink.close("completed")
+    assert comet_archives(tmp_path)[0].metrics == [("train/a_b_", 4, 1.0)]
 
 
 def test_an_id_that_comet_cannot_have_is_replaced_by_a_stable_one(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hostile_sinks import identity
+from onstep.errors import OnstepError
 from onstep.sinks import Point, make_sink
 from sink_reading import table
 
@@ -131,3 +132,16 @@ def test_names_that_need_quotes_stay_one_column(tmp_path: Path) -> None:
     found = table(write(tmp_path, [(2, names)], start_step=1))
     assert list(found.columns)[3:] == ['a,b "c" d', "loss"]
     assert list(found.loss) == [2.0, 2.0]
+
+
+def test_a_table_that_was_replaced_under_the_run_is_said_so(tmp_path: Path) -> None:
+    sink = make_sink("csv")
+    sink.open(identity(tmp_path), {})
+    for step in range(1, 5):
+        sink.log({"loss": 1.0}, step, 0.0)
+    for content, new_name in (("step,kind,timestamp,loss\n", "late"), ("", "later")):
+        (tmp_path / "other.csv").write_text(content)
+        (tmp_path / "other.csv").rename(tmp_path / "metrics.csv")
+        with pytest.raises(OnstepError, match="something else has replaced it"):
+            sink.log({new_name: 1.0}, 5, 0.0)
+    sink.close("completed")

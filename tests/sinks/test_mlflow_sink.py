@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow.exceptions import MlflowException
 from tracker_reading import mlflow_points, mlflow_runs, without_keys
 
 from onstep.sinks import RunIdentity
@@ -147,6 +149,52 @@ def test_store_and_experiment_come_from_the_argument_else_from_the_environment(
     assert only_run(tmp_path / "there", "from-environment")
     assert only_run(tmp_path / "here", "mine")
     assert not (tmp_path / "run").exists()
+
+
+def test_an_experiment_that_somebody_else_makes_at_the_same_time_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    create = MlflowClient.create_experiment
+
+    def later_than_another(client: MlflowClient, name: str) -> str:
+        create(client, name)
+        return create(client, name)
+
+    monkeypatch.setattr(MlflowClient, "create_experiment", later_than_another)
+    sink = MlflowSink()
+    sink.open(identity(tmp_path), {})
+    sink.log({"a": 1.0}, 1, 0.0)
+    sink.close("completed")
+    client, run = only_run(tmp_path)
+    assert mlflow_points(client, run, "a") == [(1, 1.0)]
+
+
+def test_an_experiment_that_cannot_be_made_is_told_in_mlflows_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    def refuse(client: MlflowClient, name: str) -> str:
+        raise MlflowException("no rights")
+
+    monkeypatch.setattr(MlflowClient, "create_experiment", refuse)
+    with pytest.raises(MlflowException, match="no rights"):
+        MlflowSink().open(identity(tmp_path), {})
+
+
+def test_sinks_that_open_a_new_store_at_once_share_its_experiment(tmp_path: Path) -> None:
+    def report(number: int) -> None:
+        sink = MlflowSink()
+        sink.open(RunIdentity("n", f"run-{number}", tmp_path), {})
+        sink.log({"a": float(number)}, 1, 0.0)
+        sink.close("completed")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(report, range(8)))
+    _, runs = mlflow_runs(tmp_path)
+    assert sorted(run.data.metrics["a"] for run in runs) == [float(number) for number in range(8)]
 
 
 def test_the_users_own_active_run_is_left_alone(tmp_path: Path) -> None:

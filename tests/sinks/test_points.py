@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from onstep.sinks import RunPoints
+import numpy as np
+
+from onstep.sinks import RunPoints, numbers_of
 
 
 def points_every(seconds: float, steps: int) -> RunPoints:
@@ -32,9 +34,48 @@ def test_a_step_is_unsettled_as_a_whole() -> None:
     ]
 
 
-def test_old_points_are_forgotten_step_by_step() -> None:
-    assert [point.step for point in points_every(25.0, 10).recent.kept] == [8, 9, 10]
-    assert len(points_every(0.001, 5000).recent.kept) == 2000
+def test_settled_points_are_forgotten_step_by_step_when_told_to() -> None:
+    recent = points_every(25.0, 10).recent
+    assert len(recent.kept) == 10
+    recent.forget(num_waiting=3)
+    assert [point.step for point in recent.kept] == [8, 9, 10]
+    recent.forget(num_waiting=0)
+    assert [point.step for point in recent.kept] == [10]
+    recent = RunPoints(points_every(0.001, 5000).recent.kept).recent
+    recent.forget(0)
+    assert [point.step for point in recent.kept] == [
+        point.step for point in points_every(0.001, 5000).recent.unsettled()
+    ]
+
+
+def test_forgetting_changes_nothing_of_what_is_unsettled() -> None:
+    for seconds in (0.1, 0.7, 10.0):
+        for num_waiting in (0, 1, 5, 7, 40):
+            recent = RunPoints()
+            for number in range(40):
+                recent.add({"loss": float(number)}, number // 3, 1000.0 + number * seconds)
+            before = recent.recent.unsettled(num_waiting)
+            recent.recent.forget(num_waiting)
+            assert recent.recent.kept == before
+
+
+def test_a_point_that_waits_is_kept_through_restarts_and_whatever_their_number() -> None:
+    """Time between two processes is no reason to believe that a tracker has been given anything."""
+    points = points_every(0.1, 3000)
+    saved = points.recent.unsettled(num_waiting=3000)
+    again = RunPoints(saved)
+    again.add({"loss": 0.0}, 3001, 1_000_000.0)
+    again.recent.forget(num_waiting=3001)
+    assert [point.step for point in again.recent.unsettled(num_waiting=3001)] == list(range(1, 3002))
+
+
+def test_numbers_are_of_pythons_own_types() -> None:
+    numbers = numbers_of({"loss": np.float64(0.25), "ranks": [np.float64(1.0), np.float64(2.0)], "flag": True})
+    assert {name: (type(one), one) for name, one in numbers.items()} == {
+        "loss": (float, 0.25),
+        "ranks": (float, 2.0),
+        "flag": (int, 1),
+    }
 
 
 def test_without_points_nothing_is_unsettled() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tracker_reading import mlflow_points, mlflow_runs, without_keys
 
 from hostile_sinks import Raising, Remembering
 from onstep import JsonLogger, pretrain
@@ -86,13 +88,25 @@ def test_the_identity_comes_from_run_json_and_is_kept_apart_from_the_runs_own(tm
     sink = Remembering()
     replay(journal(tmp_path, [loss_at(1)]), sink, output=tmp_path / "out")
     _, run, state = sink.calls[0]
-    assert (run.name, run.run_id, run.config, run.folder) == (
-        "mine",
-        "abc-replay",
-        {"train": {"lr": 1}},
-        tmp_path / "out",
-    )
+    assert (run.name, run.config, run.folder) == ("mine", {"train": {"lr": 1}}, tmp_path / "out")
+    assert re.fullmatch("abc-replay-[0-9a-f]{8}", run.run_id)
     assert (run.start_step, state, sink.calls[-1]) == (0, {}, ("close", "preempted"))
+
+
+@pytest.mark.parametrize("name", ["mlflow", "wandb", "comet"])
+def test_each_replay_is_a_run_of_its_own(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_keys(monkeypatch, tmp_path)
+    path = journal(tmp_path, [loss_at(1), loss_at(2)])
+    ids = []
+    for _ in range(2):
+        sink = make_sink(name)
+        replay(path, sink)
+        ids.append(sink.state_dict()["id"])
+    assert ids[0] != ids[1]
+    if name == "mlflow":
+        client, runs = mlflow_runs(tmp_path)
+        found = [mlflow_points(client, run, "train/loss") for run in runs]
+        assert found == [[(1, 1.0), (2, 0.5)]] * 2
 
 
 def test_a_journal_that_a_crash_cut_short_gives_what_is_whole(tmp_path: Path) -> None:
@@ -123,3 +137,39 @@ def test_a_file_that_is_no_journal_is_refused_before_the_tracker_is_opened(tmp_p
     with pytest.raises(JournalError):
         replay(tmp_path / "trainer_logs.json", sink)
     assert sink.calls == []
+
+
+@pytest.mark.parametrize("records", [[], [{"timestamp": 1.0, "global_step": 0, "epoch": 0.0}]])
+def test_a_journal_without_metrics_is_refused_before_anything_is_written(
+    records: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    (tmp_path / "metrics.csv").write_text("step,kind\n")
+    with pytest.raises(JournalError, match="no metrics to send"):
+        replay(journal(tmp_path, records), make_sink("csv"))
+    assert not (tmp_path / "metrics.1.csv").exists()
+
+
+def test_what_a_cut_journal_lacks_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = journal(tmp_path, [loss_at(step) for step in range(1, 4)])
+    whole = path.read_bytes()
+    for end in (len(whole), -2):  # whole records, with and without the closing bracket
+        path.write_bytes(whole[:end])
+        replay(path, Remembering())
+        assert not caplog.records
+    path.write_bytes(whole[:-20])
+    replay(path, Remembering())
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert "after step 2" in warning
+    assert '"global_step": 3' in warning or '"timestamp": 1003.0' in warning
+
+
+def test_a_tracker_of_ones_own_need_not_say_which_names_it_gets(tmp_path: Path) -> None:
+    class Bare(Remembering):
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("keeps_names", "takes_back"):
+                raise AttributeError(name)
+            return super().__getattribute__(name)
+
+    sink = Bare()
+    assert replay(journal(tmp_path, [loss_at(1)]), sink) == 1
+    assert sink.calls[1][1]["train/loss"] == 1.0

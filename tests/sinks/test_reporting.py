@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from onstep.config import ConfigContainer, TrainingArguments, args_to_config, from_dict
+from onstep.config import (
+    ConfigContainer,
+    TrainingArguments,
+    apply_overrides,
+    args_to_config,
+    dump_yaml,
+    from_dict,
+    parse_yaml,
+    validate,
+)
 from onstep.errors import ConfigError
 from onstep.sinks import tracker_run
 from onstep.sinks.reporting import check_reported, reporting_sinks
@@ -41,6 +50,20 @@ def test_all_are_those_whose_package_is_there(monkeypatch: pytest.MonkeyPatch) -
         reporting_sinks(config_with(report_to=["comet"]))
 
 
+@pytest.mark.parametrize(("given", "meant"), [("csv", ["csv"]), ("[csv,wandb]", ["csv", "wandb"]), ("none", [])])
+def test_on_the_command_line_one_tracker_takes_no_brackets(given: str, meant: list[str]) -> None:
+    config = ConfigContainer()
+    apply_overrides(config, [f"logger.report_to={given}"])
+    assert names(config) == meant
+    assert names(from_dict(parse_yaml(dump_yaml(config)))) == meant
+
+
+def test_a_mistyped_tracker_without_brackets_is_told_the_nearest(tiny_config: ConfigContainer) -> None:
+    apply_overrides(tiny_config, ["logger.report_to=tensorbord"])
+    with pytest.raises(ConfigError, match=r"logger.report_to='tensorbord' is no tracker; .*Did you mean 'tensorboard'"):
+        validate(tiny_config)
+
+
 def test_an_unknown_tracker_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"logger.report_to='tensorbord' is no tracker; .*Did you mean 'tensorboard'"):
         reporting_sinks(config_with(report_to=["tensorbord"]))
@@ -54,8 +77,13 @@ def sink_of(config: ConfigContainer) -> Any:
 def test_the_keys_of_the_configuration_reach_the_sinks() -> None:
     wandb = sink_of(config_with(report_to=["wandb"], wandb_entity="me", wandb_save_dir="w", wandb_exp_name="n"))
     assert (wandb.entity, wandb.save_dir, wandb.run_name, wandb.project) == ("me", "w", "n", None)
-    mlflow = sink_of(config_with(report_to=["mlflow"], mlflow_tracking_uri="http://x", mlflow_tags={"a": "b"}))
+    mlflow = sink_of(
+        config_with(
+            report_to=["mlflow"], mlflow_tracking_uri="http://x", mlflow_tags={"a": "b"}, mlflow_description="why"
+        )
+    )
     assert (mlflow.tracking_uri, mlflow.tags, mlflow.experiment) == ("http://x", {"a": "b"}, None)
+    assert mlflow.description == "why"
     comet = sink_of(config_with(report_to=["comet"], comet_workspace="w", comet_tags=["t"], comet_project="p"))
     assert (comet.workspace, comet.tags, comet.project) == ("w", ("t",), "p")
 

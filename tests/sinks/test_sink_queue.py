@@ -7,14 +7,16 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hostile_sinks import Hanging, Raising, Remembering, identity
-from onstep.sinks import SinkQueue
+from onstep.sinks import Point, SinkQueue
 from onstep.sinks.circuit import CircuitBreaker
 
 
@@ -100,7 +102,61 @@ def test_a_sink_that_raises_costs_one_warning_and_what_it_did_not_take_is_counte
     assert queue.dropped == 4
     [warning] = warnings(caplog)
     assert "'remembering' failed with OSError: no route to host" in warning
-    assert f"onstep logs replay {tmp_path} --to remembering" in warning
+    assert f"onstep.sinks.replay({str(tmp_path / 'trainer_logs.json')!r}, sink)" in warning
+
+
+def test_the_remedy_is_the_trackers_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    known = Raising("log")
+    known.name = "wandb"
+    for queue in (opened(known, tmp_path), opened(Raising("log"), tmp_path, remedy="Nothing can be done.")):
+        queue.log({"loss": 1.0}, 1, 0.0)
+        queue.close("completed")
+    first, second = warnings(caplog)
+    assert first.endswith(f"to fill the tracker afterwards: onstep logs replay {tmp_path} --to wandb")
+    assert second.endswith("training goes on. Nothing can be done.")
+
+
+def test_until_a_sink_is_open_the_points_of_the_process_before_wait_too(tmp_path: Path, hanging: list[Hanging]) -> None:
+    """Both where the sink is to write them itself and where the queue hands them over."""
+    last = tuple(Point({"loss": 1.0}, step, 1000.0) for step in range(1, 9))
+    for takes_back in (True, False):
+        sink = Hanging("open")
+        sink.takes_back = takes_back
+        hanging.append(sink)
+        queue = SinkQueue(sink, capacity=5)
+        queue.open(identity(tmp_path, start_step=8, last_points=last), {})
+        queue.log({"loss": 1.0}, 9, 0.0)
+        assert queue.num_waiting == 9
+        sink.released.set()
+        queue.close("completed")
+        assert queue.dropped == 0
+        assert sink.steps == ([9] if takes_back else list(range(1, 10)))
+
+
+def test_a_sink_that_cannot_be_opened_keeps_its_claim_to_what_it_would_write_itself(tmp_path: Path) -> None:
+    sink = Raising("open")
+    sink.takes_back = True
+    queue = SinkQueue(sink)
+    queue.open(identity(tmp_path, start_step=3, last_points=(Point({"loss": 1.0}, 3, 0.0),)), {})
+    queue.log({"loss": 1.0}, 4, 0.0)
+    while queue.dropped == 0:
+        pass
+    assert queue._session is not None
+    queue._session.deliveries._clock = lambda: time.monotonic() + 60.0
+    assert queue.num_waiting == 2
+    sink.where.clear()
+    queue.log({"loss": 1.0}, 5, 0.0)
+    while 5 not in sink.steps:
+        pass
+    queue.close("completed")
+
+
+def test_numbers_reach_a_sink_in_pythons_own_types(tmp_path: Path) -> None:
+    sink = Remembering()
+    queue = opened(sink, tmp_path)
+    queue.log({"loss": np.float64(0.25)}, 1, 0.0)
+    queue.close("completed")
+    assert type(sink.calls[1][1]["loss"]) is float
 
 
 def test_a_sink_that_recovers_gets_what_comes_after(tmp_path: Path) -> None:
@@ -290,11 +346,17 @@ def test_a_state_that_is_not_plain_never_reaches_a_checkpoint(tmp_path: Path, ca
         def state_dict(self) -> dict[str, Any]:
             return {"run": self}
 
-    queue = SinkQueue(Strange())
+    sink = Strange()
+    queue = SinkQueue(sink)
     queue.open(identity(tmp_path), {"id": "saved"})
+    for step in range(20):
+        queue.log({"loss": 1.0}, step, 0.0)
     queue.close("completed")
     assert queue.state_dict() == {"id": "saved"}
-    assert len(warnings(caplog)) == 1
+    assert sink.steps == list(range(20))
+    assert (queue.dropped, queue.is_broken) == (0, False)
+    [warning] = warnings(caplog)
+    assert "'remembering' has a state that no checkpoint can hold (TypeError: " in warning
 
 
 def test_a_forked_child_delivers_nothing_and_does_not_hang(tmp_path: Path) -> None:
@@ -316,7 +378,7 @@ def test_the_process_ends_although_a_sink_hangs(tmp_path: Path) -> None:
 import sys, threading
 from pathlib import Path
 from hostile_sinks import Hanging, identity
-from onstep.sinks import SinkQueue
+from onstep.sinks import Point, SinkQueue
 queue = SinkQueue(Hanging("log"), close_timeout=0.1)
 queue.open(identity(Path(sys.argv[1])), {})
 queue.log({"loss": 1.0}, 1, 0.0)

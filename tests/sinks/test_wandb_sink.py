@@ -68,6 +68,18 @@ def test_a_text_is_shown_as_it_is(run: RunIdentity, tmp_path: Path) -> None:
     assert "<pre>&lt;b&gt;once&lt;/b&gt;</pre>" in page.read_text()
 
 
+def test_line_ends_and_control_characters_in_names_are_replaced(run: RunIdentity, tmp_path: Path) -> None:
+    sink = WandbSink()
+    sink.open(run, {})
+    sink.log({"train/a\nb\x00": 1.0, "train/\u00fc\ud800": 2.0}, 4, 0.0)
+    sink.text("two\nlines", "once", 4)
+    sink.close("completed")
+    (segment,) = wandb_segments(tmp_path)
+    assert segment.points("train/a_b_") == [(4, 1.0)]
+    assert segment.points("train/\u00fc_") == [(4, 2.0)]
+    assert "two_lines" in {name.partition("/")[0] for row in segment.rows for name in row}
+
+
 @pytest.mark.parametrize(("status", "exit_code"), [("completed", 0), ("stopped", 0), ("preempted", 1), ("failed", 1)])
 def test_the_status_is_told(run: RunIdentity, tmp_path: Path, status: str, exit_code: int) -> None:
     sink = WandbSink()

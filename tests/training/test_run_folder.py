@@ -183,6 +183,36 @@ def test_a_folder_with_other_files_is_left_alone(config: ConfigContainer) -> Non
     assert folder.stat().st_mtime_ns == changed
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gradient_norms.json",
+        "parameter_norms.1.json",
+        "tb/events.out.tfevents.1.host",
+        "a/b/loss_x/events.out.tfevents.1.host",
+        "events.out.tfevents.1.host",
+    ],
+)
+def test_what_is_measured_before_training_does_not_keep_the_run_out(config: ConfigContainer, name: str) -> None:
+    path = folder_of(config) / name
+    path.parent.mkdir(parents=True)
+    path.write_text("[]")
+    pretrain(config)
+    assert record(config)["status"] == "completed"
+    assert path.read_text() == "[]"
+
+
+@pytest.mark.parametrize("name", ["tb/thesis.tex", "tb/a/thesis.tex", "tb"])
+def test_a_folder_with_more_than_events_is_left_alone(config: ConfigContainer, name: str) -> None:
+    path = folder_of(config) / name
+    path.parent.mkdir(parents=True)
+    (path.parent / "events.out.tfevents.1.host").write_text("") if name != "tb" else path.mkdir()
+    if name != "tb":
+        path.write_text("years of work")
+    with pytest.raises(RunExistsError, match=r"holds files but no run\.json"):
+        pretrain(config)
+
+
 def test_an_empty_folder_is_taken(config: ConfigContainer) -> None:
     folder_of(config).mkdir(parents=True)
     pretrain(config)

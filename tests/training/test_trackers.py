@@ -18,7 +18,7 @@ from onstep import CallbackManager, pretrain
 from onstep.config import ConfigContainer
 from onstep.distributed import World
 from onstep.errors import ConfigError
-from onstep.sinks import RunIdentity
+from onstep.sinks import RunIdentity, SinkQueue, make_sink
 from onstep.training import Clock, GlobalState, evaluate_and_print_results
 from onstep.training.tags import Point, write_points
 from onstep.training.trackers import TensorBoardLogger, TrackerLogger, Trackers
@@ -96,21 +96,30 @@ def test_a_logger_is_there_where_it_is_configured_and_only_on_the_last_rank(name
 
 
 def test_options_reach_the_trackers(sinks: list[MemorySink]) -> None:
+    """The sinks that were asked for are made here too, and have what was said."""
     state = configured(train_iters=1)
     options = state.cfg.logger
     options.wandb_entity, options.wandb_save_dir, options.wandb_exp_name = "us", "there", "w"
     options.mlflow_tracking_uri, options.mlflow_tags, options.mlflow_run_name = "file:x", {"a": "b"}, "m"
+    options.mlflow_description = "why"
     options.comet_workspace, options.comet_tags = "space", ["t"]
     state.cfg.run.name, state.cfg.env_vars = "night", {"SECRET": "key"}
     run(state)
-    made = [(sink.name, sink.options, sink.opened[0][0].name) for sink in sinks]
-    assert made == [
-        ("tensorboard", {"log_dir": "here"}, "night"),
-        ("tensorboard", {"log_dir": Path("here/vs_samples")}, "night"),
-        ("wandb", {"project": "here", "entity": "us", "dir": "there"}, "w"),
-        ("mlflow", {"experiment": "here", "uri": "file:x", "tags": {"a": "b"}}, "m"),
-        ("comet", {"project": "here", "workspace": "space", "tags": ["t"]}, "night"),
+    names = [(sink.name, sink.opened[0][0].name) for sink in sinks]
+    assert names == [
+        ("tensorboard", "night"),
+        ("tensorboard", "night"),
+        ("wandb", "w"),
+        ("mlflow", "m"),
+        ("comet", "night"),
     ]
+    real: list[Any] = [make_sink(sink.name, **sink.options) for sink in sinks]
+    assert [sink.location for sink in real[:2]] == [Path("here"), Path("here/vs_samples")]
+    wandb, mlflow, comet = real[2:]
+    assert (wandb.project, wandb.entity, wandb.save_dir, wandb.run_name) == ("here", "us", "there", "w")
+    assert (mlflow.experiment, mlflow.tracking_uri, mlflow.tags) == ("here", "file:x", {"a": "b"})
+    assert (mlflow.run_name, mlflow.description) == ("m", "why")
+    assert (comet.project, comet.workspace, comet.tags, comet.run_name) == ("here", "space", ("t",), None)
     assert all(sink.opened[0][0].run_id.endswith("-bridge") for sink in sinks)
     assert sinks[0].opened[0][0].config["env_vars"] == ["SECRET"]
     assert sinks[0].opened[0][0].config["run"]["name"] == "night"
@@ -408,3 +417,32 @@ def test_a_rollback_takes_points_back(sinks: list[MemorySink], tmp_path: Path) -
     assert [opened.start_step for opened, _ in sinks[1].opened] == [0, 20], "samples are not taken back"
     steps = [step for tag, _, step in sinks[0].points if tag == "lm loss"]
     assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_logger_forgets_what_its_tracker_has_and_nothing_else(
+    sinks: list[MemorySink], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(SinkQueue, "num_waiting", 3)
+    seconds = iter(range(0, 10_000, 100))
+    logger = TrackerLogger(SinkQueue(MemorySink("wandb")), clock=lambda: float(next(seconds)))
+    logger.open(RunIdentity("run", "abc", tmp_path), {})
+    for step in range(1, 11):
+        logger.log_metrics({"loss": 1.0}, step)
+    monkeypatch.setattr(SinkQueue, "num_waiting", 100)
+    assert [point["step"] for point in logger.state_dict()["last"]] == [8, 9, 10]
+    logger.close()
+
+
+def test_a_warning_does_not_promise_what_the_journal_cannot_give(
+    sinks: list[MemorySink], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MemorySink, "log", lambda *point: [][0])
+    trackers = configured().trackers
+    trackers.open(step=0, samples=0)
+    for logger in trackers.loggers.values():
+        logger.log_metrics({"lm loss": 1.0}, 1)
+    trackers.loggers["tensorboard"].add_scalar("lm loss vs samples", 1.0, 8)
+    trackers.close("completed")
+    warnings = [record.getMessage() for record in caplog.records if record.name.startswith("onstep.sinks")]
+    assert len(warnings) == len(sinks) == 5
+    assert all("cannot be refilled" in warning and "journal is complete" not in warning for warning in warnings)

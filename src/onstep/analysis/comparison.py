@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from onstep.analysis.summary import compute_summary_statistics, get_perplexity
+from onstep.analysis.run_liveness import status_of
+from onstep.analysis.summary import Summary, compute_summary_statistics, get_perplexity
 from onstep.analysis.training_log import TrainingLog, distinct_labels
 from onstep.config.change_classes import ChangeClass, classify
 from onstep.errors import ConfigError
@@ -56,7 +57,7 @@ class Comparison:
     labels: list[str]
     paths: list[Path]
     statuses: list[str | None]
-    """How each run stands by its run.json; None where there is none."""
+    """How each run stands, as `status_of` says; None where it has no run.json."""
     configs: list[dict[str, Any] | None]
     """The whole configuration of each run by dotted key; None where it is not known."""
     metrics: list[MetricRow]
@@ -104,17 +105,15 @@ def compare_runs(logs: Sequence[TrainingLog]) -> Comparison:
     found = [_run_record(log) for log in logs]
     configs = [_config_of(record) for record in found]
     notes = [f"{label}: {note}" for label, log in zip(labels, logs, strict=True) for note in log.notes]
-    notes += [
-        f"{label}: no {RUN_FILE} with a configuration beside {log.log_path}"
-        for label, log, config in zip(labels, logs, configs, strict=True)
-        if config is None
-    ]
+    notes += _without_config(labels, logs, configs)
+    summaries = [compute_summary_statistics(log) for log in logs]
+    notes += [f"{label}: {note}" for label, one in zip(labels, summaries, strict=True) for note in one.get("notes", [])]
     return Comparison(
         labels,
         [log.log_path for log in logs],
-        [_status(record) for record in found],
+        [status_of(log.log_path) for log in logs],
         configs,
-        _metric_rows(logs),
+        _metric_rows(logs, summaries),
         differences(configs),
         notes,
     )
@@ -162,9 +161,12 @@ def _run_record(log: TrainingLog) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _status(record: Mapping[str, Any]) -> str | None:
-    status = record.get("status")
-    return "running or killed" if status == "running" else None if status is None else str(status)
+def _without_config(labels: Sequence[str], logs: Sequence[TrainingLog], configs: Sequence[Any]) -> list[str]:
+    """One note for all runs whose configuration is not known."""
+    found = [(label, log) for label, log, config in zip(labels, logs, configs, strict=True) if config is None]
+    if len(found) < 2:
+        return [f"{label}: no {RUN_FILE} with a configuration beside {log.log_path}" for label, log in found]
+    return [f"no {RUN_FILE} with a configuration beside the logs of {', '.join(label for label, _ in found)}"]
 
 
 def _config_of(record: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -172,18 +174,18 @@ def _config_of(record: Mapping[str, Any]) -> dict[str, Any] | None:
     return dict(flat(config)) if isinstance(config, Mapping) and config else None
 
 
-def _metric_rows(logs: Sequence[TrainingLog]) -> list[MetricRow]:
+def _metric_rows(logs: Sequence[TrainingLog], summaries: Sequence[Summary]) -> list[MetricRow]:
     """The numbers that at least one run tells."""
-    told = [_numbers(log) for log in logs]
+    told = [_numbers(log, summary) for log, summary in zip(logs, summaries, strict=True)]
     further = dict.fromkeys(key for numbers in told for key in numbers if key.startswith("eval_"))
     rows = [*_ROWS, *(_Row(f"final {key}", key) for key in further)]
     found = [_metric_row(row, told) for row in rows]
     return [row for row in found if any(value is not None for value in row.values)]
 
 
-def _numbers(log: TrainingLog) -> dict[str, Any]:
+def _numbers(log: TrainingLog, summary: Summary) -> dict[str, Any]:
     """The summary of a run, its tokens, and the last value of each further metric of its evaluations."""
-    numbers = dict(compute_summary_statistics(log))
+    numbers = {key: value for key, value in summary.items() if key != "eval_sets"}
     if "best_eval_loss" in numbers:
         numbers["best_eval_perplexity"] = get_perplexity(numbers["best_eval_loss"])
     tokens = log.column("total_tokens")

@@ -12,6 +12,8 @@ from onstep.errors import ConfigError
 
 _VALUE_LENGTH = 40
 _UNKNOWN = "-"
+_HUGE = 1e7
+"""From here on a number that is not whole is told by its exponent."""
 
 
 def format_comparison(comparison: Comparison, form: str = "text") -> str:
@@ -49,14 +51,14 @@ def value_text(value: Any, length: int = _VALUE_LENGTH) -> str:
 
 
 def number_text(value: float | None) -> str:
-    """A whole number with separators, any other with four digits."""
+    """A whole number with separators, any other with four digits: 1,234.5, and 1.234e+20 where it is huge."""
     if value is None:
         return _UNKNOWN
     if not math.isfinite(value):
         return str(value)
     if float(value).is_integer() and abs(value) < 1e15:
         return f"{value:,.0f}"
-    return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,.1f}" if 1000 <= abs(value) < _HUGE else f"{value:.4g}"
 
 
 def _cells(row: MetricRow) -> list[str]:

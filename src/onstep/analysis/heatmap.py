@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from matplotlib import colormaps
@@ -22,6 +24,8 @@ DPI = 200
 _MOST_PIXELS = 40e6
 """A picture of 40 by 60 inches is drawn with fewer dots an inch, so that drawing it takes no gigabytes."""
 LABEL_LENGTH = 60
+_HEAD, _LONGEST_HEAD = 19, 34
+"""Characters of the beginning of a name that is shortened: without a layer's number, and at the most."""
 _MANY_STEPS, _STEP_TICKS = 30, 20
 _MISSING_COLOUR = "#d0d0d0"
 _BAR_LENGTH, _BAR_WIDTH = 6.0, 0.2
@@ -50,7 +54,8 @@ def plot_parameter_heatmap(
         filter_pattern: A regular expression; only parameters in whose names it is found are shown.
         step_stride: Show every so many records.
         log_scale: Whether the colours are logarithmic; what is not positive is grey then.
-        vmin: Value of the lowest colour; None: the least value (on a logarithmic scale the least positive one).
+        vmin: Value of the lowest colour; None: the least value (on a logarithmic scale the least positive one). Where
+            values lie beyond this or the next, the colour bar ends in a point.
         vmax: Value of the highest colour; None: the greatest value.
         title: Above the figure; None: the metric and the run's folder.
         output_path: The picture (.png, .svg, .pdf); None writes none.
@@ -97,8 +102,14 @@ def _draw_cells(axes: Axes, values: NDArray[np.float64], colours: Normalize) -> 
 
 
 def short_label(name: str) -> str:
-    """A parameter's name; of one longer than 60 characters, dots and its last 57."""
-    return name if len(name) <= LABEL_LENGTH else f"...{name[-(LABEL_LENGTH - 3) :]}"
+    """A parameter's name; of one longer than 60 characters the beginning with the layer's number, dots, and the end."""
+    if len(name) <= LABEL_LENGTH:
+        return name
+    numbers = [found.end() for found in re.finditer(r"(?<![^.])\d+(?![^.])", name)]
+    head = name[: next((end for end in reversed(numbers) if end <= _LONGEST_HEAD), numbers[0] if numbers else _HEAD)]
+    if len(head) > _LONGEST_HEAD:
+        head = f"...{head[3 - _LONGEST_HEAD :]}"
+    return f"{head}...{name[len(head) + 3 - LABEL_LENGTH :]}"
 
 
 def _fitting_size(table: ParameterTable) -> tuple[float, float]:
@@ -109,6 +120,7 @@ def _fitting_size(table: ParameterTable) -> tuple[float, float]:
 
 def _colours(table: ParameterTable, log_scale: bool, vmin: float | None, vmax: float | None) -> Normalize:
     values = table.values[np.isfinite(table.values)]
+    _check_colours(values, vmin, vmax)
     if not log_scale:
         return Normalize(_or(vmin, values.min(initial=np.inf)), _or(vmax, values.max(initial=-np.inf)))
     if vmin is not None and vmin <= 0:
@@ -118,6 +130,16 @@ def _colours(table: ParameterTable, log_scale: bool, vmin: float | None, vmax: f
         raise DataError(f"{table.log_path} has no positive {NAMES[table.metric]} for a logarithmic scale.")
     low, high = _or(vmin, positive.min()), _or(vmax, positive.max())
     return LogNorm(low, high if high > low else low * 1.01)
+
+
+def _check_colours(values: NDArray[np.float64], vmin: float | None, vmax: float | None) -> None:
+    """Refuse bounds that would give all values one colour."""
+    if len(values) == 0:
+        return
+    least, most = float(values.min()), float(values.max())
+    for name, bound, is_beyond in (("vmin", vmin, "above"), ("vmax", vmax, "below")):
+        if bound is not None and (bound > most if is_beyond == "above" else bound < least):
+            raise ConfigError(f"{name}={bound:g} is {is_beyond} all values, which are {least:.4g} to {most:.4g}.")
 
 
 def _or(given: float | None, found: float) -> float:
@@ -153,6 +175,7 @@ def _add_bar(figure: Figure, axes: Axes, cells: QuadMesh, name: str) -> None:
     bar = figure.colorbar(
         cells,
         ax=axes,
+        extend=_beyond(cells),
         pad=0.01,
         shrink=length / height,
         aspect=length / _BAR_WIDTH,
@@ -161,6 +184,17 @@ def _add_bar(figure: Figure, axes: Axes, cells: QuadMesh, name: str) -> None:
     bar.set_label(name, color=TEXT_COLOUR, fontsize=FONT_SIZE)
     bar.ax.tick_params(colors=TEXT_COLOUR, length=0, labelsize=9.0)
     bar.outline.set_visible(False)
+
+
+def _beyond(cells: QuadMesh) -> Literal["neither", "both", "min", "max"]:
+    """At which ends of the colours there are values that lie beyond."""
+    values = np.asarray(np.ma.asarray(cells.get_array()).compressed(), dtype=np.float64)
+    norm = cells.norm
+    if norm.vmin is None or norm.vmax is None or len(values) == 0:
+        return "neither"
+    is_below = values.min() < norm.vmin and not isinstance(norm, LogNorm)  # what is not positive is grey there
+    is_above = values.max() > norm.vmax
+    return "both" if is_below and is_above else "min" if is_below else "max" if is_above else "neither"
 
 
 def _put_title(axes: Axes, table: ParameterTable, title: str | None) -> None:

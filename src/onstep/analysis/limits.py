@@ -20,14 +20,18 @@ def outlier_limits(series: Iterable[Values]) -> tuple[float, float] | None:
     above; of these the least and the greatest. An outlier lies beyond a percentile by more than their span: where a
     side has none, all of it shows, so that neither the end of a loss nor the first of ten evaluations is cut off.
     """
-    found = [_limits(values[np.isfinite(values)]) for values in series if np.isfinite(values).any()]
+    found = [limits for limits in map(bulk_limits, series) if limits is not None]
     if not found:
         return None
     low, high = min(low for low, _ in found), max(high for _, high in found)
     return (low, high) if high > low else None
 
 
-def _limits(values: Values) -> tuple[float, float]:
+def bulk_limits(values: Values) -> tuple[float, float] | None:
+    """The limits of one series, also where they are the same; None where there is nothing finite."""
+    values = values[np.isfinite(values)]
+    if len(values) == 0:
+        return None
     low, high = (float(bound) for bound in np.percentile(values, [5, 95]))
     span = high - low
     least, most = float(values.min()), float(values.max())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,16 @@ from numpy.typing import NDArray
 
 Positions = NDArray[np.int64]
 
-_QUOTE, _NEWLINE, _COMMA, _OPEN, _CLOSE = b'"\n,{}'
+_QUOTE, _NEWLINE, _COMMA, _OPEN, _CLOSE, _BACKSLASH = b'"\n,{}\\'
 _PADDING = b"\0" * 8
 """Behind the bytes, so that eight can be looked at from any of them."""
 _PAIR = re.compile(
     rb'(?P<head>[{,][ \t]*"(?P<key>[^"\\]*)"[ \t]*:[ \t]*)'
-    rb'(?:(?P<text>"(?:[^"\\]|\\[^"])*")|\[[^"{}\\]*\]|[^"{}\[\],\\ \t]+)'
+    rb'(?:(?P<text>"(?:[^"\\]|\\[^"])*")|\[[^"{}\\]*\]|[^"{}\[\],\\ \t]+|(?P<nested>(?=[{\[])))'
 )
-"""A key without escapes, and a value without objects, lists of texts or quotes in a text."""
+"""A key without escapes, and a value: a text without quotes in it, a plain list, a number, or the start of others."""
+_MARK = re.compile(rb'"[^"]*"|[\[\]{}]')
+_BRACKETS = b"[]{}"
 
 
 class Lines:
@@ -41,6 +44,32 @@ class Lines:
         self.quotes: Positions = self._positions(_QUOTE)
         self.first_quotes: Positions = np.searchsorted(self.quotes, starts)
         self.num_quotes: Positions = np.searchsorted(self.quotes, stops) - self.first_quotes
+
+    @cached_property
+    def brackets(self) -> Positions:
+        """Where brackets and braces stand outside of texts, in lines without a backslash."""
+        letters = self._bytes[: len(self.data)]
+        found = np.flatnonzero(np.isin(letters, np.frombuffer(_BRACKETS, np.uint8)))
+        rows = np.searchsorted(self.starts, found, side="right") - 1
+        num_before = np.searchsorted(self.quotes, found) - self.first_quotes[np.maximum(rows, 0)]
+        outside: Positions = found[(rows >= 0) & (num_before % 2 == 0)]
+        return outside
+
+    @cached_property
+    def has_backslash(self) -> NDArray[np.bool_]:
+        """Which lines have one."""
+        found = self._positions(_BACKSLASH)
+        has: NDArray[np.bool_] = np.searchsorted(found, self.stops) > np.searchsorted(found, self.starts)
+        return has
+
+    def have_brackets(self, rows: Positions, brackets: bytes) -> NDArray[np.bool_]:
+        """Which of the rows have these brackets outside of texts, one after another, and no backslash."""
+        first = np.searchsorted(self.brackets, self.starts[rows])
+        fits: NDArray[np.bool_] = np.searchsorted(self.brackets, self.stops[rows]) - first == len(brackets)
+        fits &= ~self.has_backslash[rows]
+        for at, bracket in enumerate(brackets):
+            fits[fits] = self._bytes[self.brackets[first[fits] + at]] == bracket
+        return fits
 
     @classmethod
     def of(cls, data: bytes) -> Lines:
@@ -83,15 +112,19 @@ class Layout:
     keys: tuple[str, ...]
     heads: tuple[bytes, ...] = ()
     """Before each value: the separator, the key, the colon."""
-    is_text: tuple[bool, ...] = ()
-    """Which values are texts in quotes."""
+    inner_quotes: tuple[int, ...] = ()
+    """Quotes of each value: none of a number, two of a text, any number of a list or an object."""
     tail: bytes = b""
     """Behind the last value."""
+    brackets: bytes = b""
+    """All brackets and braces outside of texts, where a value holds others; else empty."""
+    spans: tuple[tuple[int, int] | None, ...] = ()
+    """Of each such value, the places of its first and its last bracket in `brackets`; None for other values."""
 
     @property
     def num_quotes(self) -> int:
         """Quotes in a line."""
-        return 2 * len(self.keys) + 2 * sum(self.is_text)
+        return 2 * len(self.keys) + sum(self.inner_quotes)
 
     @property
     def is_plain(self) -> bool:
@@ -103,21 +136,33 @@ class Layout:
 
         Of lines that are JSON it is true; of a line that is not, each value may be damaged.
         """
+        if self.brackets:
+            fits = lines.have_brackets(rows, self.brackets)
+            fits[fits] = self._match_heads(lines, rows[fits])
+            return fits
+        return self._match_heads(lines, rows)
+
+    def _match_heads(self, lines: Lines, rows: Positions) -> NDArray[np.bool_]:
+        """Which of the rows have the heads and the tail where they belong."""
         quotes = lines.first_quotes[rows]
+        first_brackets = np.searchsorted(lines.brackets, lines.starts[rows]) if self.brackets else quotes
         fits = np.ones(len(rows), bool)
         value_ends = lines.starts[rows]
         at, is_tight = 0, True
-        for head, is_text in zip(self.heads, self.is_text, strict=True):
+        for head, inner, span in zip(self.heads, self.inner_quotes, self.spans, strict=True):
             begin = lines.quotes[quotes + at] - head.index(b'"')
             fits &= (begin == value_ends) if is_tight else (begin > value_ends)
             fits &= (begin >= 0) & (begin + len(head) <= lines.stops[rows])
             fits[fits] &= lines.are(head, begin[fits])
             value_ends = begin + len(head)
-            at, is_tight = at + 2, is_text
-            if is_text:
+            at, is_tight = at + 2, inner > 0 or span is not None
+            if span is not None:
+                fits &= lines.brackets[first_brackets + span[0]] == value_ends
+                value_ends = lines.brackets[first_brackets + span[1]] + 1
+            elif inner:
                 fits &= lines.quotes[quotes + at] == value_ends
                 value_ends = lines.quotes[quotes + at + 1] + 1
-                at += 2
+            at += inner
         begin = lines.stops[rows] - len(self.tail)
         fits &= (begin == value_ends) if is_tight else (begin > value_ends)
         fits[fits] &= lines.are(self.tail, begin[fits])
@@ -132,11 +177,11 @@ class Layout:
             key: One of `keys`.
         """
         index = self.keys.index(key)
-        at = 2 * index + 2 * sum(self.is_text[:index])
+        at = 2 * index + sum(self.inner_quotes[:index])
         first = lines.first_quotes[rows]
         begins = lines.quotes[first + at] + _behind_quote(self.heads[index])
         if index + 1 < len(self.keys):
-            ends = lines.quotes[first + at + 2 + 2 * self.is_text[index]] - self.heads[index + 1].index(b'"')
+            ends = lines.quotes[first + at + 2 + self.inner_quotes[index]] - self.heads[index + 1].index(b'"')
         else:
             ends = lines.stops[rows] - len(self.tail)
         data = lines.data
@@ -150,18 +195,39 @@ def _behind_quote(head: bytes) -> int:
 
 def layout_of(line: bytes) -> Layout | None:
     """The layout that a line of JSON is an example of; None where it has one that cannot be told apart in bulk."""
-    heads, is_text, position = [], [], 0
+    heads, inner_quotes, ends, position = [], [], [], 0
     while (pair := _PAIR.match(line, position)) is not None:
         if (pair["head"][:1] == b"{") != (position == 0):
             return None
+        position = pair.end() if pair["nested"] is None else _end_of_value(line, pair.end())
         heads.append(pair["head"])
-        is_text.append(pair["text"] is not None)
-        position = pair.end()
+        ends.append((pair.end(), position) if pair["nested"] is not None else None)
+        value = line[pair.start() + len(pair["head"]) : position]
+        inner_quotes.append(value.count(b'"'))
     tail = line[position:]
     keys = _keys(line)
     if not heads or tail.strip(b" \t") != b"}" or keys is None or len(keys) != len(heads):
         return None
-    return Layout(keys, tuple(heads), tuple(is_text), tail)
+    if not any(ends):
+        return Layout(keys, tuple(heads), tuple(inner_quotes), tail, spans=(None,) * len(keys))
+    if b"\\" in line:
+        return None
+    marks = [match.start() for match in _MARK.finditer(line) if match[0] in _BRACKETS]
+    spans = tuple(end and (marks.index(end[0]), marks.index(end[1] - 1)) for end in ends)
+    return Layout(keys, tuple(heads), tuple(inner_quotes), tail, bytes(line[mark] for mark in marks), spans)
+
+
+def _end_of_value(line: bytes, start: int) -> int:
+    """Behind the bracket that closes the one at `start`; the end of the line where none does."""
+    depth = 0
+    for mark in _MARK.finditer(line, start):
+        if mark[0] in b"[{":
+            depth += 1
+        elif mark[0] in b"]}":
+            depth -= 1
+            if depth == 0:
+                return mark.end()
+    return len(line)
 
 
 def _keys(line: bytes) -> tuple[str, ...] | None:

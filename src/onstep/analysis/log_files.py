@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 FILE_NAME = "trainer_logs.json"
+FOREIGN_FILE_NAME = "trainer_state.json"
+"""What the Trainer of Hugging Face leaves in each checkpoint; it holds the records so far."""
 _ANY = "*"
 
 
@@ -21,6 +23,18 @@ def find_log_files(project_dir: str | Path, model_name: str | None = None) -> li
         model_name: Only the runs of this model.
     """
     return _newest_first(_found(Path(project_dir), FILE_NAME, model_name))
+
+
+def find_foreign_log(folder: str | Path) -> Path | None:
+    """The `trainer_state.json` of a folder, else of the checkpoint of the highest step in it; None where is none."""
+    here = Path(folder) / FOREIGN_FILE_NAME
+    found = [here] if here.is_file() else [*Path(folder).glob(f"checkpoint-*/{FOREIGN_FILE_NAME}")]
+    return max(found, key=_step_of, default=None)
+
+
+def _step_of(path: Path) -> int:
+    step = path.parent.name.rpartition("-")[2]
+    return int(step) if step.isdecimal() else -1
 
 
 def find_diagnostic_logs(project_dir: str | Path, *file_names: str) -> list[Path]:

@@ -20,6 +20,7 @@ _STEP, _FOREIGN_STEP = "global_step", "step"
 _RECORD_KEYS = (_STEP, _FOREIGN_STEP, "loss", "train_loss", "eval_loss")
 """A single object with one of them is a record."""
 _REMEDY = "give the trainer_logs.json of a run, JSON lines, or the trainer_state.json of Hugging Face's Trainer."
+_IS_FOREIGN = "the log is another program's: its 'step' is read as 'global_step'"
 _BINARY = re.compile(rb"[\x00-\x08\x0e-\x1f\x7f]")
 
 
@@ -37,16 +38,20 @@ def read_log(path: Path) -> RecordFile:
         return _in_memory(path, [], ["the file is empty: nothing was logged yet"])
     _require_json(path, head)
     if not _has_record_a_line(source):
-        return _in_memory(path, *_read_whole(path, source.read(0, source.size)))
+        return _in_memory(path, *_read_whole(path, source))
     records = RecordFile(source)
     records.notes += _notes(records.line_index)
     return records
 
 
 def _in_memory(path: Path, records: list[Record], notes: list[str]) -> RecordFile:
-    """Records laid out by lines, so that their columns are read as those of any log."""
-    lines = "\n".join(json.dumps(record) for record in records)
-    in_lines = RecordFile(MemorySource(str(path), lines.encode("ascii")))
+    """Records laid out by lines, so that their columns are read as those of any log; `records` is emptied."""
+    lines, gone = bytearray(), Record()
+    for row, record in enumerate(records):
+        lines += json.dumps(_with_step(record) if _IS_FOREIGN in notes else record).encode("ascii") + b"\n"
+        records[row] = gone  # so that not all of them are in memory twice
+    records.clear()
+    in_lines = RecordFile(MemorySource(str(path), lines))
     in_lines.notes += notes
     return in_lines
 
@@ -58,10 +63,10 @@ def _require_json(path: Path, head: bytes) -> None:
         return
     kind = ""
     if "tfevents" in path.name:
-        kind = " It is TensorBoard's event file; `tensorboard --logdir` shows it."
+        kind = "; it is TensorBoard's event file, which `tensorboard --logdir` shows"
     elif _BINARY.search(text):
-        kind = " It is a binary file."
-    raise DataError(f"Invalid JSON in log file: {path}: it begins with {_shown(text)} instead of '['.{kind} {_REMEDY}")
+        kind = "; it is a binary file"
+    raise DataError(f"Invalid JSON in log file: {path}: it begins with {_shown(text)} instead of '['{kind}; {_REMEDY}")
 
 
 def _has_record_a_line(source: FileSource) -> bool:
@@ -93,19 +98,23 @@ def _notes(index: LineIndex) -> list[str]:
     return notes
 
 
-def _read_whole(path: Path, data: bytes) -> tuple[list[Record], list[str]]:
+def _read_whole(path: Path, source: FileSource) -> tuple[list[Record], list[str]]:
     """The records of a file of another layout (indented, all on one line, another program's), and notes."""
-    text = data.removeprefix(BYTE_ORDER_MARK).decode("utf-8", errors="replace").strip(_BLANK.decode())
-    content, notes = _content(path, text)
-    records = [entry for entry in content if isinstance(entry, dict)]
-    if len(records) < len(content):
-        if not records:
+    content, notes = _content(path, _text_of(source))
+    num_entries = len(content)
+    content[:] = [entry for entry in content if isinstance(entry, dict)]
+    if len(content) < num_entries:
+        if not content:
             raise DataError(f"{path} must contain a JSON array of records (objects); {_REMEDY}")
-        notes.append(f"Recovered {len(records)} records; {len(content) - len(records)} entries that are none left out")
-    if any(_FOREIGN_STEP in record for record in records) and not any(_STEP in record for record in records):
-        records = [_with_step(record) for record in records]
-        notes.append("the log is another program's: its 'step' is read as 'global_step'")
-    return records, notes
+        notes.append(f"Recovered {len(content)} records; {num_entries - len(content)} entries that are none left out")
+    if any(_FOREIGN_STEP in record for record in content) and not any(_STEP in record for record in content):
+        notes.append(_IS_FOREIGN)
+    return content, notes
+
+
+def _text_of(source: FileSource) -> str:
+    data = source.read(0, source.size)
+    return data.removeprefix(BYTE_ORDER_MARK).decode("utf-8", errors="replace").strip(_BLANK.decode())
 
 
 def _content(path: Path, text: str) -> tuple[list[Any], list[str]]:

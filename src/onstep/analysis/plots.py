@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,18 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from onstep.analysis.plots_axes import (
-    Shape,
-    add_legend,
-    draw,
-    finish_axes,
-    legend_line,
-    metric_name,
-    shaped,
-    time_unit,
-)
+from onstep.analysis.plots_axes import add_legend, draw, finish_axes, legend_line, metric_name, time_unit
+from onstep.analysis.plots_found import found_curves
 from onstep.analysis.plots_options import PlotOptions
 from onstep.analysis.plots_output import finish, new_figure
+from onstep.analysis.plots_shape import shaped
 from onstep.analysis.plots_style import (
     FONT_SIZE,
     RATE_COLOUR,
@@ -34,9 +26,9 @@ from onstep.analysis.plots_style import (
     number_axis,
     plain,
 )
-from onstep.analysis.series import Curve, curves, is_of_evaluation, metrics_of
+from onstep.analysis.series import Curve, check_x_axis, is_of_evaluation, rows_of, x_keys
 from onstep.analysis.training_log import TrainingLog, distinct_labels
-from onstep.errors import ConfigError, DataError
+from onstep.errors import ConfigError
 
 DEFAULT_METRICS = ("loss", "eval_loss", "learning_rate")
 LOSS_LOOKS = {"loss": Look(TRAINING_COLOUR), "eval_loss": Look(VALIDATION_COLOUR)}
@@ -47,7 +39,7 @@ _NAME_LENGTH = 50
 
 def plot_training_metrics(
     logs: Sequence[TrainingLog] | TrainingLog,
-    metrics: Sequence[str] = DEFAULT_METRICS,
+    metrics: Sequence[str] | None = None,
     x_axis: str = "step",
     smooth_window: int | None = None,
     log_scale: bool = False,
@@ -66,7 +58,7 @@ def plot_training_metrics(
 
     Args:
         logs: The runs, or one run.
-        metrics: Keys of their records.
+        metrics: Keys of their records; None: loss, eval_loss and learning_rate, those of them that a run has.
         x_axis: "step", "epoch", "time" (since the first record that is plotted: minutes, or hours where it is long),
             "tokens" or "flops" (both in total; an evaluation stands at the total of its step).
         smooth_window: Points that a centred moving mean spans, drawn over the raw line; 1 draws the raw line alone;
@@ -76,26 +68,28 @@ def plot_training_metrics(
         figsize: Width and height in inches.
         show: Whether to open the picture in the system's viewer.
         title: Above the figure; None: the label of the run where there is one.
-        ignore_outliers: Whether a few points far outside leave the y limits of losses and gradient norms alone; a note
-            says how far they reach. Without effect on logarithmic axes.
+        ignore_outliers: Whether a few points far outside leave the y limits of losses and gradient norms alone, and a
+            lone one the moving mean; a note says how far they reach. Logarithmic axes show them.
         perplexity: Whether to show exp(loss) in place of a loss; a smoothed one is that of the mean loss.
         x_min: Left end, in the unit of the axis (minutes for "time").
         x_max: Right end.
-        y_min: Lower end of every axes; wins over `ignore_outliers`.
+        y_min: Lower end of every axes; wins over what the data and `ignore_outliers` would make it.
         y_max: Upper end.
 
     Returns:
         The figure, a `matplotlib.figure.Figure` that pyplot knows nothing of.
 
     Raises:
-        ConfigError: a ValueError; for an option that cannot be, and for no logs.
-        DataError: when no run has any of the metrics, or one has nothing to place a metric on the x axis by.
+        ConfigError: a ValueError; for an option that cannot be, for bounds of the x axis with no point between them,
+            and for no logs.
+        DataError: when no run has one of the metrics, or one has nothing to place a metric on the x axis by.
     """
     options = PlotOptions(
         x_axis, smooth_window, log_scale, output_path, figsize, show, title, ignore_outliers, perplexity,
         x_min, x_max, y_min, y_max,
     )  # fmt: skip
-    return _draw_grid(_as_list(logs), list(metrics), options)
+    logs = _as_list(logs)
+    return _draw_grid(logs, default_metrics(logs, x_axis) if metrics is None else list(metrics), options)
 
 
 def plot_loss_curves(
@@ -152,7 +146,7 @@ def plot_grad_norm(
     logs = _as_list(logs)
     if len(logs) > 1:
         return _draw_grid(logs, ["grad_norm"], options)
-    of_metric = _curves(logs, ["grad_norm", "max_grad_norm"], options)
+    of_metric, options = found_curves(logs, ["grad_norm", "max_grad_norm"], options, need=2)
     unit = time_unit(options, [row[0] for row in of_metric])
     figure = new_figure(options.figsize)
     axes = figure.add_subplot()
@@ -164,6 +158,15 @@ def plot_grad_norm(
     return finish(figure, options.output_path, show=options.show)
 
 
+def default_metrics(logs: Sequence[TrainingLog], x_axis: str = "step") -> list[str]:
+    """Those of `DEFAULT_METRICS` that a run has; all of them where no run has any."""
+    check_x_axis(x_axis)
+    for log in logs:
+        log.load_columns([*x_keys(x_axis), *DEFAULT_METRICS])  # in one pass over the file
+    known = [metric for metric in DEFAULT_METRICS if any(rows_of(log, metric).any() for log in logs)]
+    return known or list(DEFAULT_METRICS)
+
+
 def _as_list(logs: Sequence[TrainingLog] | TrainingLog) -> list[TrainingLog]:
     found = [logs] if isinstance(logs, TrainingLog) else list(logs)
     if not found:
@@ -173,7 +176,7 @@ def _as_list(logs: Sequence[TrainingLog] | TrainingLog) -> list[TrainingLog]:
 
 def _draw_grid(logs: list[TrainingLog], metrics: list[str], options: PlotOptions, *, share_y: bool = False) -> Figure:
     """A grid of axes of two columns; an odd last one is as wide as both."""
-    of_metric = _curves(logs, metrics, options)
+    of_metric, options = found_curves(logs, metrics, options)
     unit = time_unit(options, [one for row in of_metric for one in row])
     rows = [[shaped(one, metric, options) for one in row] for metric, row in zip(metrics, of_metric, strict=True)]
     neighbours = [shape for row in rows for shape in row] if share_y else []
@@ -198,7 +201,7 @@ def _draw_losses(logs: list[TrainingLog], options: PlotOptions) -> Figure:
 
 def _draw_one_run(log: TrainingLog, options: PlotOptions) -> Figure:
     """Losses on the left axis, learning rate on the right one."""
-    of_metric = _curves([log], ["loss", "eval_loss", "learning_rate"], options, need=2)
+    of_metric, options = found_curves([log], ["loss", "eval_loss", "learning_rate"], options, need=2)
     training, validation, rate = (row[0] for row in of_metric)
     unit = time_unit(options, [training, validation, rate])
     figure = new_figure(options.figsize)
@@ -229,9 +232,18 @@ def draw_together(
 
 def _draw_rate(axes: Axes, rate: Curve, options: PlotOptions, unit: float) -> Line2D:
     right = axes.twinx()
-    shape = Shape("learning_rate", rate.within(options.x_min, options.x_max), None)
-    look = Look(RATE_COLOUR, "--")
-    right.plot(shape.raw.x / unit, shape.raw.y, color=look.colour, linestyle=look.dash, linewidth=1.4, zorder=1)
+    seen, look = rate.within(options.x_min, options.x_max), Look(RATE_COLOUR, "--")
+    marker = "o" if len(rate) == 1 else ""  # which no line would show
+    right.plot(
+        seen.x / unit,
+        seen.y,
+        color=look.colour,
+        linestyle=look.dash,
+        linewidth=1.4,
+        marker=marker,
+        markersize=5,
+        zorder=1,
+    )
     right.set_ylim(bottom=0)
     number_axis(right.yaxis, si_from=1e4)
     right.tick_params(colors="#9a6a00", length=0, labelsize=FONT_SIZE - 1)
@@ -241,31 +253,6 @@ def _draw_rate(axes: Axes, rate: Curve, options: PlotOptions, unit: float) -> Li
     axes.set_zorder(right.get_zorder() + 1)
     axes.patch.set_visible(False)
     return legend_line(look)
-
-
-def _curves(
-    logs: list[TrainingLog], metrics: list[str], options: PlotOptions, need: int | None = None
-) -> list[list[Curve]]:
-    """A row of curves for each metric; the first `need` (all) of them must not be empty everywhere."""
-    if not metrics:
-        raise ConfigError(f"metrics must name at least one key, got {metrics}.")
-    found = curves(logs, metrics, options.x_axis)
-    if not any(len(one) for row in found[:need] for one in row):
-        raise DataError(_nothing(logs, metrics[:need]))
-    return found
-
-
-def _nothing(logs: list[TrainingLog], metrics: list[str]) -> str:
-    """What to say where no run has what was asked for."""
-    known = list(dict.fromkeys(name for log in logs for name in metrics_of(log)))
-    where = str(logs[0].log_path) if len(logs) == 1 else "none of the logs"
-    wanted = " or ".join(map(repr, metrics))
-    head = f"{where} has no {wanted}" if len(logs) == 1 else f"{where} has {wanted}"
-    if not known:
-        return f"{head}, and no other metric yet; log at least one step first."
-    near = difflib.get_close_matches(metrics[0], known, 1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"{head}.{hint} There is {', '.join(known)}."
 
 
 def _grid(figure: Figure, num: int) -> list[Axes]:
@@ -279,7 +266,7 @@ def _grid(figure: Figure, num: int) -> list[Axes]:
 
 
 def _put_title(figure: Figure, logs: list[TrainingLog], options: PlotOptions) -> None:
-    title = options.title if options.title is not None else logs[0].get_label(0) if len(logs) == 1 else ""
+    title = options.title if options.title is not None else distinct_labels(logs)[0] if len(logs) == 1 else ""
     if title:
         figure.suptitle(
             plain(title, _TITLE_LENGTH), x=0.01, ha="left", color=TEXT_COLOUR, fontsize=TITLE_SIZE, fontweight="bold"

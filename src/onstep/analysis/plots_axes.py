@@ -1,9 +1,8 @@
-"""Curves on axes: lines, smoothing, markers, limits, and a note on what does not show."""
+"""Curves on axes: lines, markers, the x axis, and a note on what does not show."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,8 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
-from onstep.analysis.limits import outlier_limits
 from onstep.analysis.plots_options import PlotOptions
+from onstep.analysis.plots_scale import scale_y
+from onstep.analysis.plots_shape import Shape
 from onstep.analysis.plots_style import (
     FONT_SIZE,
     LABEL_LENGTH,
@@ -20,19 +20,15 @@ from onstep.analysis.plots_style import (
     QUIET_COLOUR,
     TEXT_COLOUR,
     Look,
-    log_axis,
     number_axis,
     plain,
     style_axes,
 )
-from onstep.analysis.series import Curve, is_loss, is_of_evaluation
-from onstep.analysis.smoothing import automatic_window, smooth_values
+from onstep.analysis.series import Curve, is_loss
 from onstep.analysis.thinning import thin
 
 Values = NDArray[np.float64]
 
-OUTLIER_METRICS = ("grad_norm", "max_grad_norm")
-"""Shown without their outliers, as losses are."""
 NAMES = {
     "loss": "training loss",
     "eval_loss": "validation loss",
@@ -49,45 +45,12 @@ _HOURS_FROM = 180.0
 """Minutes from which on a time axis counts hours."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A curve made ready to be drawn."""
-
-    metric: str
-    raw: Curve
-    smoothed: Values | None
-    """In place of `raw.y`; None where nothing is smoothed."""
-
-    @property
-    def shown(self) -> Values:
-        """The values that the reader looks at."""
-        return self.raw.y if self.smoothed is None else self.smoothed
-
-
 def metric_name(metric: str, options: PlotOptions) -> str:
-    """What a figure calls a metric."""
-    name = NAMES.get(metric, plain(metric))
+    """What a figure calls a metric; `plain` makes it fit for matplotlib."""
+    name = NAMES.get(metric, metric)
     if options.perplexity and is_loss(metric):
         return name.removesuffix("loss") + "perplexity"
     return name
-
-
-def shaped(curve: Curve, metric: str, options: PlotOptions) -> Shape:
-    """A curve smoothed and cut to what shows. An evaluation's values are means already, and a learning rate is exact.
-
-    A smoothed perplexity is that of the mean loss.
-    """
-    window = automatic_window(len(curve)) if options.smooth_window is None else options.smooth_window
-    smoothed = None
-    if 1 < window <= len(curve) and not is_of_evaluation(metric) and not metric.startswith("learning_rate"):
-        smoothed = smooth_values(curve.y, window)
-    if options.perplexity and is_loss(metric):
-        curve = replace(curve, y=_perplexity(curve.y))
-        smoothed = None if smoothed is None else _perplexity(smoothed)
-    seen = curve.within(options.x_min, options.x_max)
-    if smoothed is not None:
-        smoothed = Curve(curve.x, smoothed).within(options.x_min, options.x_max).y
-    return Shape(metric, seen, smoothed)
 
 
 def draw(axes: Axes, shape: Shape, look: Look, label: str, *, time_unit: float = 1.0) -> None:
@@ -121,7 +84,7 @@ def draw(axes: Axes, shape: Shape, look: Look, label: str, *, time_unit: float =
     )
     if not has_markers:
         _draw_alone(axes, *thin(x, shape.raw.y), look)
-    _mark_gaps(axes, x[np.isnan(shape.raw.y)], look)
+    _mark_gaps(axes, x[np.isnan(shape.raw.y) & shape.is_inside], look)
 
 
 def finish_axes(
@@ -134,17 +97,16 @@ def finish_axes(
 ) -> None:
     """Scale, limits, ticks and the note of axes on which `shapes` were drawn; `neighbours` share the y limits."""
     style_axes(axes)
-    _scale_y(axes, [*shapes, *neighbours], options)
-    x_low, x_high = options.x_min, options.x_max
+    scale_y(axes, [*shapes, *neighbours], options)
     axes.margins(x=0.02)
-    if any(len(shape.raw) for shape in shapes):
-        axes.set_xlim(_divided(x_low, time_unit), _divided(x_high, time_unit))
+    if options.x_min is not None and options.x_max is not None:
+        axes.set_xlim(options.x_min / time_unit, options.x_max / time_unit)
     number_axis(axes.xaxis, is_integer=options.x_axis == "step", si_from=1e6 if options.x_axis == "step" else 1e4)
     axes.set_xlabel(x_name(options, time_unit), color=TEXT_COLOUR, fontsize=FONT_SIZE)
     note = _note(axes, shapes)
     if note:
         axes.set_title(note, loc="right", color=QUIET_COLOUR, fontsize=NOTE_SIZE)
-    if not any(len(shape.raw) for shape in shapes):
+    if not any(len(shape.inside) for shape in shapes):
         _say_empty(axes, shapes)
 
 
@@ -185,12 +147,6 @@ def _legend_label(label: str) -> str:
     return f" {shown}" if shown.startswith("_") else shown
 
 
-def _perplexity(losses: Values) -> Values:
-    with np.errstate(over="ignore"):
-        values = np.exp(losses)
-    return np.where(np.isfinite(values), values, np.nan)
-
-
 def _draw_alone(axes: Axes, x: Values, y: Values, look: Look) -> None:
     """Dots for points between two gaps, which no line reaches."""
     is_gap = np.concatenate([[True], np.isnan(y), [True]])
@@ -218,52 +174,15 @@ def _mark_gaps(axes: Axes, x: Values, look: Look) -> None:
         )
 
 
-def _scale_y(axes: Axes, shapes: Sequence[Shape], options: PlotOptions) -> None:
-    values = np.concatenate([*(shape.raw.y for shape in shapes), np.empty(0)])
-    values = values[np.isfinite(values)]
-    is_log = options.log_scale and bool((values > 0).any())
-    if is_log:
-        axes.set_yscale("log", nonpositive="mask")
-        low, high = _log_range(values[values > 0])
-    else:
-        low, high = _bulk(shapes, options) or _range(values)
-    low = low if options.y_min is None else options.y_min
-    high = high if options.y_max is None else options.y_max
-    axes.set_ylim(low, high if high > low else low + max(abs(low), 1.0))
-    if is_log:
-        log_axis(axes.yaxis, *axes.get_ylim())
-    else:
-        number_axis(axes.yaxis, si_from=1e4)
-
-
-def _bulk(shapes: Sequence[Shape], options: PlotOptions) -> tuple[float, float] | None:
-    """Limits that leave outliers out, where that is wanted and fits the metrics."""
-    spiky = [shape.raw.y for shape in shapes if is_loss(shape.metric) or shape.metric in OUTLIER_METRICS]
-    return outlier_limits(spiky) if options.ignore_outliers else None
-
-
-def _range(values: Values) -> tuple[float, float]:
-    if len(values) == 0:
-        return 0.0, 1.0
-    low, high = float(values.min()), float(values.max())
-    room = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
-    return low - room, high + room
-
-
-def _log_range(values: Values) -> tuple[float, float]:
-    low, high = float(values.min()), float(values.max())
-    room = max((high / low) ** 0.05, 1.02)
-    return low / room, high * room
-
-
 def _note(axes: Axes, shapes: Sequence[Shape]) -> str:
     """What the axes do not show: values that are not finite, and those beyond the limits."""
     notes = []
-    missing = sum(shape.raw.num_not_finite for shape in shapes)
+    missing = sum(shape.inside.num_not_finite for shape in shapes)
     if missing:
         notes.append(f"{missing:,} not finite (x)")
     low, high = axes.get_ylim()
-    values = np.concatenate([*(shape.raw.y[np.isfinite(shape.raw.y)] for shape in shapes), np.empty(0)])
+    values = np.concatenate([*(shape.inside.y for shape in shapes), np.empty(0)])
+    values = values[np.isfinite(values)]
     if len(values) and values.max() > high:
         notes.append(f"up to {values.max():,.4g} outside")
     if len(values) and values.min() < low:
@@ -272,20 +191,15 @@ def _note(axes: Axes, shapes: Sequence[Shape]) -> str:
 
 
 def _say_empty(axes: Axes, shapes: Sequence[Shape]) -> None:
+    """What to say where all points lie beyond the bounds of the x axis."""
     names = " or ".join(dict.fromkeys(plain(shape.metric) for shape in shapes))
     axes.text(
         0.5,
         0.5,
-        f"no {names}",
+        f"no {names} here",
         transform=axes.transAxes,
         ha="center",
         va="center",
         color=QUIET_COLOUR,
         fontsize=FONT_SIZE,
     )
-    axes.set_xticks([])
-    axes.set_yticks([])
-
-
-def _divided(value: float | None, unit: float) -> float | None:
-    return None if value is None else value / unit

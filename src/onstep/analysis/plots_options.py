@@ -35,8 +35,9 @@ class PlotOptions:
         check_range("x", self.x_min, self.x_max)
         check_range("y", self.y_min, self.y_max)
         check_figsize(self.figsize)
-        if self.log_scale and self.y_min is not None and self.y_min <= 0:
-            raise ConfigError(f"y_min must be > 0 on a logarithmic axis, got {self.y_min:g}.")
+        for name, bound in (("y_min", self.y_min), ("y_max", self.y_max)):
+            if self.log_scale and bound is not None and bound <= 0:
+                raise ConfigError(f"{name} must be > 0 on a logarithmic axis, got {bound:g}.")
 
 
 def check_range(name: str, low: float | None, high: float | None) -> None:

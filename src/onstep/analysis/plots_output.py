@@ -15,6 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from onstep.analysis.plots_fonts import quiet_glyphs, use_fallback_fonts
 from onstep.errors import ConfigError
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ def save(figure: Figure, output_path: str | Path, *, dpi: int = DPI) -> Path:
     if path.suffix.lower().removeprefix(".") not in known:
         raise ConfigError(f"{path} must end in .png, .svg or .pdf, so that the format is known.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context({"pdf.fonttype": 42}):  # fonts that printers and journals accept
+    use_fallback_fonts(figure)
+    with quiet_glyphs(), rc_context({"pdf.fonttype": 42}):  # fonts that printers and journals accept
         figure.savefig(path, dpi=dpi, bbox_inches="tight")
     return path
 

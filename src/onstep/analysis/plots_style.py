@@ -100,7 +100,9 @@ def style_axes(axes: Axes) -> None:
 
 def number_axis(axis: Axis, *, is_integer: bool = False, si_from: float = 1e6) -> None:
     """Few round ticks with short labels."""
-    axis.set_major_locator(MaxNLocator("auto", integer=is_integer, steps=[1, 2, 2.5, 5, 10]))
+    least = 1 if is_integer else 2  # of a single step there is one tick, and none between two
+    locator = MaxNLocator("auto", integer=is_integer, min_n_ticks=least, steps=[1, 2, 2.5, 5, 10])
+    axis.set_major_locator(locator)
     axis.set_major_formatter(ShortNumbers(si_from))
 
 

@@ -54,12 +54,12 @@ class FileSource:
 class MemorySource:
     """Bytes in memory."""
 
-    def __init__(self, name: str, data: bytes) -> None:
-        self.name, self._data, self.size = name, data, len(data)
+    def __init__(self, name: str, data: bytes | bytearray) -> None:
+        self.name, self._data, self.size = name, memoryview(data), len(data)
 
     def read(self, start: int, stop: int) -> bytes:
         """The bytes from `start` to `stop`."""
-        return self._data[start:stop]
+        return bytes(self._data[start:stop])
 
 
 class RecordFile(Sequence[Record]):

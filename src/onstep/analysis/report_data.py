@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from onstep.analysis.limits import bulk_limits
 from onstep.analysis.plots_axes import NAMES
 from onstep.analysis.plots_style import look_of
 from onstep.analysis.series import (
@@ -20,7 +21,10 @@ from onstep.analysis.series import (
     newest_rows,
     places,
     rows_of,
+    x_axes,
+    x_keys,
 )
+from onstep.analysis.smoothing import automatic_window, spikes
 from onstep.analysis.thinning import column_means, thinned_rows
 from onstep.analysis.training_log import TrainingLog
 
@@ -48,11 +52,14 @@ def report_data(logs: Sequence[TrainingLog], labels: Sequence[str]) -> dict[str,
     """Everything that the page draws, as JSON takes it; metrics with a single value everywhere are left to the tables.
 
     {"runs": [{label, colour, dash}], "axes": [...], "groups": [{name, metrics: [{key, name, evaluation, series}]}]}, a
-    series being {run, points, raw: {step, ..., y}, means: the same for column means, or None}.
+    series being {run, points, missing, range, bulk, raw: {step, ..., y}, means: the same for column means, or None}:
+    `missing` values that are not finite, `range` and `bulk` the lowest and highest y of all of them and of those that
+    are no outliers. Means of a curve with spikes have `calm` beside `y`, those without them; the raw points of a short
+    one have `spikes`, their places.
     """
     metrics = _ordered(dict.fromkeys(metric for log in logs for metric in metrics_of(log)))
     for log in logs:
-        log.load_columns([*X_COLUMNS.values(), "eval_loss", *metrics])
+        log.load_columns([*(key for axis in X_COLUMNS for key in x_keys(axis)), "eval_loss", *metrics])
     starts = [first_timestamp(log, metrics) for log in logs]
     rows = {metric: [_rows(log, metric) for log in logs] for metric in metrics}
     drawn = [metric for metric in metrics if max(map(len, rows[metric])) > 1]
@@ -68,7 +75,7 @@ def report_data(logs: Sequence[TrainingLog], labels: Sequence[str]) -> dict[str,
         entries.setdefault(group_of(metric), []).append({**entry, "series": series})
     return {
         "runs": [_run(index, label) for index, label in enumerate(labels)],
-        "axes": [axis for axis, key in X_COLUMNS.items() if any(np.isfinite(log.column(key)).any() for log in logs)],
+        "axes": [axis for axis in X_COLUMNS if any(axis in x_axes(log) for log in logs)],
         "groups": [{"name": name, "metrics": entries[name]} for name in _group_names() if name in entries],
     }
 
@@ -127,12 +134,32 @@ def _series(
     y = np.where(np.isfinite(y), y, np.nan)
     found = {axis: _place(log, axis, start)[rows] for axis in X_COLUMNS}
     kept = thinned_rows(found["step"], y, columns)
+    is_spike = spikes(y, automatic_window(len(y)))
+    raw: dict[str, Any] = {axis: _short(x[kept]) for axis, x in found.items()}
+    raw["y"] = _short(y[kept])
     means = None
     if len(kept) < len(rows):
-        means = {axis: _short(column_means(x, y, columns)[0]) for axis, x in found.items()}
-        means["y"] = _short(column_means(found["step"], y, columns)[1])
-    raw = {axis: _short(x[kept]) for axis, x in found.items()}
-    return {"run": index, "points": len(rows), "raw": {**raw, "y": _short(y[kept])}, "means": means}
+        means = _means(found, y, is_spike, columns)
+    elif is_spike.any():
+        raw["spikes"] = np.flatnonzero(is_spike).tolist()
+    return {"run": index, "points": len(rows), **_limits(y), "raw": raw, "means": means}
+
+
+def _limits(y: Values) -> dict[str, Any]:
+    """What the script needs to know of all values; None for limits that no number can be."""
+    finite = y[np.isfinite(y)]
+    limits = {"range": (float(finite.min()), float(finite.max())) if len(finite) else None, "bulk": bulk_limits(y)}
+    told = {name: _short(np.array(pair)) if pair and np.isfinite(pair).all() else None for name, pair in limits.items()}
+    return {"missing": len(y) - len(finite), **told}
+
+
+def _means(found: dict[str, Values], y: Values, is_spike: NDArray[np.bool_], columns: int) -> dict[str, Any]:
+    """Means of each column; of a curve with spikes also `calm`, those without them."""
+    means = {axis: _short(column_means(x, y, columns)[0]) for axis, x in found.items()}
+    means["y"] = _short(column_means(found["step"], y, columns)[1])
+    if is_spike.any():
+        means["calm"] = _short(column_means(found["step"], np.where(is_spike, np.nan, y), columns)[1])
+    return means
 
 
 def _place(log: TrainingLog, axis: str, start: float) -> Values:

@@ -22,12 +22,15 @@ summary { cursor: pointer; }
 .charts { display: grid; gap: 18px; margin-top: 12px; }
 .charts { grid-template-columns: repeat(auto-fill, minmax(min(100%, 480px), 1fr)); }
 .charts > div { min-width: 0; }
-.chart { height: 300px; }
+.chart { height: 316px; }
+.remark { min-height: 19px; }
 .scroll { overflow-x: auto; margin-top: 8px; }
-table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
+table { width: max-content; border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
 th, td { padding: 4px 14px 4px 0; text-align: right; vertical-align: top; }
-th, td { overflow-wrap: anywhere; min-width: 70px; max-width: 320px; }
-th:first-child, td:first-child { text-align: left; }
+th, td { overflow-wrap: break-word; min-width: 70px; max-width: 320px; }
+th:first-child, td:first-child { text-align: left; white-space: nowrap; max-width: none; }
+ul { margin: 8px 0 0; padding-left: 20px; }
+li { overflow-wrap: anywhere; }
 thead th { border-bottom: 2px solid #d8dbe0; }
 tbody tr + tr td { border-top: 1px solid #eef0f2; }
 td.best { font-weight: 700; }
@@ -57,16 +60,25 @@ SCRIPT = """
     return made;
   }
 
-  function movingMean(values, width) {
-    const half = Math.floor(width / 2), sums = [0], counts = [0];
-    values.forEach(function (value, index) {
-      sums.push(sums[index] + (value === null ? 0 : value));
-      counts.push(counts[index] + (value === null ? 0 : 1));
-    });
+  // Sums over `width` (odd) values around each place. They run within blocks, so that a value of 1e20 spoils no other.
+  function windowSums(values, width) {
+    const half = (width - 1) / 2, length = Math.ceil((values.length + width) / width) * width;
+    const fromStart = new Float64Array(length), toEnd = new Float64Array(length);
+    values.forEach(function (value, index) { fromStart[index + half] = toEnd[index + half] = value; });
+    for (let at = 1; at < length; at += 1) if (at % width !== 0) fromStart[at] += fromStart[at - 1];
+    for (let at = length - 2; at >= 0; at -= 1) if (at % width !== width - 1) toEnd[at] += toEnd[at + 1];
     return values.map(function (value, index) {
-      if (value === null) return null;
-      const first = Math.max(index - half, 0), end = Math.min(index + half + 1, values.length);
-      return (sums[end] - sums[first]) / (counts[end] - counts[first]);
+      return index % width === 0 ? toEnd[index] : toEnd[index] + fromStart[index + width - 1];
+    });
+  }
+
+  function movingMean(values, width, leftOut) {
+    const span = 2 * Math.floor(width / 2) + 1, left = new Set(leftOut || []);
+    const counted = values.map(function (value, index) { return value !== null && !left.has(index); });
+    const sums = windowSums(values.map(function (value, index) { return counted[index] ? value : 0; }), span);
+    const counts = windowSums(counted.map(Number), span);
+    return values.map(function (value, index) {
+      return value === null || counts[index] === 0 ? value : sums[index] / counts[index];
     });
   }
 
@@ -76,8 +88,8 @@ SCRIPT = """
     if (window <= 1) return null;
     const source = series.means || series.raw;
     const perPoint = series.means ? series.points / series.means.y.length : 1;
-    const width = Math.round(window / perPoint);
-    return { x: source[state.axis], y: width > 1 ? movingMean(source.y, width) : source.y };
+    const width = Math.round(window / perPoint), y = (state.bulk && source.calm) || source.y;
+    return { x: source[state.axis], y: width > 1 ? movingMean(y, width, state.bulk ? source.spikes : null) : y };
   }
 
   function line(run, x, y, faint, few) {
@@ -100,28 +112,54 @@ SCRIPT = """
     return found;
   }
 
-  function bulkRange(metric) {
-    let low = Infinity, high = -Infinity;
-    metric.series.forEach(function (series) {
-      if (state.hidden.has(series.run)) return;
-      const values = ((series.means || series.raw).y || []).filter(function (value) { return value !== null; });
-      if (!values.length) return;
-      values.sort(function (a, b) { return a - b; });
-      const p5 = values[Math.floor(0.05 * (values.length - 1))], p95 = values[Math.ceil(0.95 * (values.length - 1))];
-      const span = p95 - p5, least = values[0], most = values[values.length - 1];
-      low = Math.min(low, (least >= p5 - span ? least : p5) - 0.05 * span);
-      high = Math.max(high, (most <= p95 + span ? most : p95 + 0.1 * span) + 0.05 * span);
-    });
-    return high > low ? [low, high] : null;
+  function visible(metric) {
+    return metric.series.filter(function (series) { return !state.hidden.has(series.run); });
+  }
+
+  // The lowest and the highest of the limits of that name ("range" or "bulk") of all series; null where there are none.
+  function limits(metric, name) {
+    const found = visible(metric).map(function (series) { return series[name]; }).filter(Boolean);
+    if (!found.length) return null;
+    return [
+      Math.min.apply(null, found.map(function (one) { return one[0]; })),
+      Math.max.apply(null, found.map(function (one) { return one[1]; })),
+    ];
+  }
+
+  // What the y axis shows; null leaves it to the data. A constant is drawn in the middle, and not as 0.
+  function yRange(metric) {
+    if (state.log) return null;
+    const whole = limits(metric, "range");
+    if (whole && whole[0] === whole[1]) {
+      const room = 0.05 * Math.abs(whole[0]) || 1;
+      return [whole[0] - room, whole[1] + room];
+    }
+    const bulk = state.bulk ? limits(metric, "bulk") : null;
+    return bulk && bulk[1] > bulk[0] ? bulk : null;
+  }
+
+  function number(value) {
+    const digits = Number(value.toPrecision(4)), size = Math.abs(value);
+    if (size >= 1e7 || (size > 0 && size < 1e-3)) return digits.toExponential();
+    return digits.toLocaleString("en", { maximumSignificantDigits: 4 });
+  }
+
+  function remark(metric) {
+    const range = yRange(metric), whole = limits(metric, "range"), notes = [];
+    const missing = visible(metric).reduce(function (sum, series) { return sum + series.missing; }, 0);
+    if (missing) notes.push(missing.toLocaleString("en") + " not finite");
+    if (range && whole[1] > range[1]) notes.push("up to " + number(whole[1]) + " outside");
+    if (range && whole[0] < range[0]) notes.push("down to " + number(whole[0]) + " outside");
+    return notes.join(", ");
   }
 
   function layout(metric) {
-    const range = state.bulk && !state.log ? bulkRange(metric) : null;
+    const range = yRange(metric);
     const yaxis = { type: state.log ? "log" : "linear", gridcolor: "#e8eaed", zeroline: false, exponentformat: "SI" };
     if (metric.key.startsWith("learning_rate")) yaxis.exponentformat = "e";
     if (range) yaxis.range = range;
     return {
-      margin: { l: 58, r: 12, t: 8, b: 42 }, font: { size: 12, color: "#222" }, hovermode: "x unified",
+      margin: { l: 58, r: 12, t: 30, b: 42 }, font: { size: 12, color: "#222" }, hovermode: "x unified",
       hoverlabel: { namelength: 40 }, paper_bgcolor: "#fff", plot_bgcolor: "#fff", yaxis: yaxis,
       xaxis: { title: { text: AXES[state.axis] }, gridcolor: "#e8eaed", zeroline: false, exponentformat: "SI" },
       uirevision: state.axis + state.log + state.bulk,
@@ -132,6 +170,8 @@ SCRIPT = """
     chart.drawn = true;
     const buttons = [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "autoScale2d", "resetScale2d"]];
     const options = { responsive: true, displaylogo: false, modeBarButtons: buttons, plotlyServerURL: "" };
+    options.displayModeBar = "hover";
+    chart.remark.textContent = remark(chart.metric);
     Plotly.react(chart.node, traces(chart.metric), layout(chart.metric), options);
   }
 
@@ -209,8 +249,9 @@ SCRIPT = """
       group.metrics.forEach(function (metric) {
         const cell = element("div", {}, grid);
         element("h3", { textContent: metric.name, title: metric.key }, cell);
+        const remark = element("p", { className: "quiet remark" }, cell);
         const node = element("div", { className: "chart" }, cell);
-        charts.push({ node: node, metric: metric, drawn: false });
+        charts.push({ node: node, remark: remark, metric: metric, drawn: false });
       });
     });
   }

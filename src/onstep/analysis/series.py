@@ -21,6 +21,8 @@ X_COLUMNS = {
     "flops": "total_flos",
 }
 """What the x axis can show, and the key of the records that it is read from."""
+_ALSO_COLUMNS = {"tokens": "num_input_tokens_seen"}
+"""Read where a log has none of the above: the key of Hugging Face's Trainer."""
 TRAINING_METRICS = ("loss", "grad_norm", "max_grad_norm", "learning_rate")
 """Read from records of training only, whatever an evaluation tells under these names."""
 NOT_METRICS = ("timestamp", "global_step", "step", "epoch")
@@ -46,11 +48,26 @@ class Curve:
         """How many points are gaps."""
         return int(np.isnan(self.y).sum())
 
+    def inside(self, x_min: float | None, x_max: float | None) -> NDArray[np.bool_]:
+        """Which points lie between two bounds, shape (num_points,)."""
+        return (self.x >= (-np.inf if x_min is None else x_min)) & (self.x <= (np.inf if x_max is None else x_max))
+
     def within(self, x_min: float | None, x_max: float | None) -> Curve:
         """The part that shows between two bounds, with the neighbour on either side so that lines go on to the edge."""
         first = 0 if x_min is None else max(int(np.searchsorted(self.x, x_min)) - 1, 0)
         end = len(self.x) if x_max is None else int(np.searchsorted(self.x, x_max, side="right")) + 1
         return Curve(self.x[first:end], self.y[first:end])
+
+
+def x_keys(x_axis: str) -> list[str]:
+    """The keys that an x axis may be read from; a column of a long log takes a while, so that no others are read."""
+    found = [X_COLUMNS[x_axis], *([_ALSO_COLUMNS[x_axis]] if x_axis in _ALSO_COLUMNS else [])]
+    return ["global_step", *found] if x_axis in _TOTALS else found
+
+
+def x_axes(log: TrainingLog) -> list[str]:
+    """The x axes that a log has anything for."""
+    return [axis for axis in X_COLUMNS if np.isfinite(_x_column(log, axis)).any()]
 
 
 def check_x_axis(x_axis: str) -> None:
@@ -111,7 +128,7 @@ def curve(log: TrainingLog, metric: str, x_axis: str = "step", start: float | No
         DataError: when the log has the metric and nothing to place it on that axis by.
     """
     check_x_axis(x_axis)
-    log.load_columns([*_columns_for(x_axis), metric])
+    log.load_columns([*x_keys(x_axis), metric])
     rows = rows_of(log, metric)
     if not rows.any():
         return Curve(np.empty(0), np.empty(0))
@@ -129,14 +146,14 @@ def curves(logs: Sequence[TrainingLog], metrics: Sequence[str], x_axis: str) -> 
     """For each metric the curve of each log; on the axis "time" the curves of a log begin together."""
     check_x_axis(x_axis)
     for log in logs:
-        log.load_columns([*_columns_for(x_axis), "eval_loss", *metrics])  # in one pass over the file
+        log.load_columns([*x_keys(x_axis), "eval_loss", *metrics])  # in one pass over the file
     starts = [first_timestamp(log, metrics) if x_axis == "time" else None for log in logs]
     return [[curve(log, metric, x_axis, start) for log, start in zip(logs, starts, strict=True)] for metric in metrics]
 
 
 def places(log: TrainingLog, x_axis: str) -> Values:
     """Where each record stands on the x axis (time in unix seconds), shape (num_records,); NaN where not known."""
-    found = log.column(X_COLUMNS[x_axis])
+    found = _x_column(log, x_axis)
     if x_axis not in _TOTALS:
         return found
     steps = log.column("global_step")
@@ -154,9 +171,12 @@ def newest_rows(x: Values) -> NDArray[np.intp]:
     return known[x[known] < lowest_later]
 
 
-def _columns_for(x_axis: str) -> list[str]:
-    """What places on the axis are read from; a column of a long log takes a while."""
-    return ["global_step", X_COLUMNS[x_axis]] if x_axis in _TOTALS else [X_COLUMNS[x_axis]]
+def _x_column(log: TrainingLog, x_axis: str) -> Values:
+    """What the records say of their place; NaN where they say nothing."""
+    found = log.column(X_COLUMNS[x_axis])
+    if x_axis in _ALSO_COLUMNS and not np.isfinite(found).any():
+        return log.column(_ALSO_COLUMNS[x_axis])
+    return found
 
 
 def _between(steps: Values, known_steps: Values, known_totals: Values) -> Values:
@@ -173,7 +193,7 @@ def _between(steps: Values, known_steps: Values, known_totals: Values) -> Values
 
 
 def _no_place(log: TrainingLog, metric: str, x_axis: str) -> str:
-    known = [name for name, key in X_COLUMNS.items() if np.isfinite(log.column(key)).any()]
+    known = x_axes(log)
     instead = f"choose another x axis: {', '.join(known)}" if known else "its records have no place in the run"
-    key = X_COLUMNS[x_axis]
-    return f"{log.log_path}: the records with {metric!r} have no {key!r} for the x axis {x_axis!r}; {instead}."
+    keys = " or ".join(repr(key) for key in (X_COLUMNS[x_axis], _ALSO_COLUMNS.get(x_axis)) if key)
+    return f"{log.log_path}: the records with {metric!r} have no {keys} for the x axis {x_axis!r}; {instead}."

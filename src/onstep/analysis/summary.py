@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from onstep.analysis.record_columns import Mask, Numbers, number
+from onstep.analysis.series import newest_rows
 from onstep.analysis.training_log import TrainingLog
 
 Summary = dict[str, Any]
@@ -20,6 +22,10 @@ _FINAL_KEYS = (
     "train_steps_per_second",
     "effective_batch_size",
 )
+_LOSS_OF_SET = re.compile(r"eval_(.+)_loss")
+"""Key of the loss on one of several evaluation sets."""
+_MOST_KEYS = 12
+"""Keys that are named where nothing could be summed up."""
 
 
 def compute_summary_statistics(log: TrainingLog) -> Summary:
@@ -29,15 +35,30 @@ def compute_summary_statistics(log: TrainingLog) -> Summary:
     `min_loss`, `best_loss`, `best_loss_step`; `avg_grad_norm`, `max_grad_norm_value`, `max_grad_norm_step`;
     `initial_lr`, `final_lr`. With evaluations: `final_eval_loss`, `final_eval_loss_step`, `best_eval_loss`,
     `best_eval_loss_step`. After the end: `train_runtime` (seconds), `train_samples`, `train_samples_per_second`,
-    `train_steps_per_second`, `effective_batch_size`.
+    `train_steps_per_second`, `effective_batch_size`. With several evaluation sets (`eval_<set>_loss`): `eval_sets`, for
+    each the same four figures of evaluations. `notes`: what to know of the figures, in words.
+
+    Where a run went back to an earlier step, and its log still holds what came after that step, only the newer branch
+    counts, as in figures.
 
     The last value is what was logged, also NaN; mean, least and best are taken over the finite values, and
     `nonfinite_losses` and `nonfinite_grad_norms` count the others where there are any.
     """
     summary: Summary = {"run_name": log.run_name, "log_path": str(log.log_path)}
-    log.load_columns(["loss", "grad_norm", "eval_loss"])
-    for part in (_training, _grad_norm, _learning_rate, _evaluation, _final):
-        summary.update({key: value for key, value in part(log).items() if value is not None})
+    sets = _loss_keys_of_sets(log)
+    log.load_columns(["global_step", "loss", "grad_norm", "eval_loss", *sets.values()])
+    training, evaluation = _rows_that_count(log, [*sets.values()])
+    parts = [
+        _training(log, training),
+        _grad_norm(log, training & log.has("grad_norm")),
+        _learning_rate(log, training),
+        _evaluation(log, "eval_loss", evaluation & log.is_evaluation),
+        {"eval_sets": {name: _known(_evaluation(log, key, evaluation)) for name, key in sets.items()} or None},
+        _final(log),
+        {"notes": _notes(log, int(np.count_nonzero(log.is_training & ~training)), [*sets.values()]) or None},
+    ]
+    for part in parts:
+        summary.update(_known(part))
     return summary
 
 
@@ -49,8 +70,48 @@ def get_perplexity(loss: float) -> float:
         return math.inf
 
 
-def _training(log: TrainingLog) -> Summary:
-    rows = log.is_training
+def _loss_keys_of_sets(log: TrainingLog) -> dict[str, str]:
+    """Name of each evaluation set, and the key of the loss on it."""
+    found = [_LOSS_OF_SET.fullmatch(key) for key in log.keys()]  # noqa: SIM118 - a log is no dictionary
+    return {match[1]: match[0] for match in found if match is not None}
+
+
+def _rows_that_count(log: TrainingLog, more_losses: list[str]) -> tuple[Mask, Mask]:
+    """Which records of training, and which of evaluations, are of the newest branch."""
+    training, evaluation = log.is_training, log.is_evaluation
+    for key in more_losses:
+        evaluation = evaluation | log.has(key)
+    return _newest(log, training) & training, _newest(log, training | evaluation) & evaluation
+
+
+def _newest(log: TrainingLog, rows: Mask) -> Mask:
+    """Which records are not of a branch that was left; those of an unknown step are not."""
+    steps = np.where(rows, log.column("global_step"), np.nan)
+    newest: Mask = ~np.isfinite(steps)
+    newest[newest_rows(steps)] = True
+    return newest
+
+
+def _notes(log: TrainingLog, num_left: int, more_losses: list[str]) -> list[str]:
+    notes = []
+    if num_left:
+        notes.append(
+            f"the run went back to an earlier step: {num_left} records of training of the branch that it left are not "
+            "counted"
+        )
+    if not any(log.has(key).any() for key in ("loss", "eval_loss", *more_losses)):
+        keys = log.keys()
+        more = ", ..." if len(keys) > _MOST_KEYS else ""
+        its = f"no record has loss or eval_loss; its keys are {', '.join(keys[:_MOST_KEYS])}{more}"
+        notes.append(its if keys else "the log has no records yet")
+    return notes
+
+
+def _known(figures: Summary) -> Summary:
+    return {key: value for key, value in figures.items() if value is not None}
+
+
+def _training(log: TrainingLog, rows: Mask) -> Summary:
     losses = _numbers_at(log, "loss", rows)
     best = _extreme_row(log.column("loss"), rows, np.argmin)
     return {
@@ -65,8 +126,7 @@ def _training(log: TrainingLog) -> Summary:
     }
 
 
-def _grad_norm(log: TrainingLog) -> Summary:
-    rows = log.is_training & log.has("grad_norm")
+def _grad_norm(log: TrainingLog, rows: Mask) -> Summary:
     largest = _extreme_row(log.column("grad_norm"), rows, np.argmax)
     return {
         "avg_grad_norm": _mean(_numbers_at(log, "grad_norm", rows)),
@@ -76,21 +136,19 @@ def _grad_norm(log: TrainingLog) -> Summary:
     }
 
 
-def _learning_rate(log: TrainingLog) -> Summary:
-    rows = log.is_training
+def _learning_rate(log: TrainingLog, rows: Mask) -> Summary:
     return {"initial_lr": _first(log, "learning_rate", rows), "final_lr": _last(log, "learning_rate", rows)}
 
 
-def _evaluation(log: TrainingLog) -> Summary:
-    rows = log.is_evaluation
-    chosen = np.flatnonzero(rows)
-    best = _extreme_row(log.column("eval_loss"), rows, np.argmin)
+def _evaluation(log: TrainingLog, key: str, rows: Mask) -> Summary:
+    chosen = np.flatnonzero(rows & log.has(key))
+    best = _extreme_row(log.column(key), rows, np.argmin)
     return {
-        "final_eval_loss": _last(log, "eval_loss", rows),
+        "final_eval_loss": _last(log, key, rows),
         "final_eval_loss_step": _as_step(_value(log, "global_step", int(chosen[-1]) if len(chosen) else None)),
-        "best_eval_loss": _value(log, "eval_loss", best),
+        "best_eval_loss": _value(log, key, best),
         "best_eval_loss_step": _as_step(_value(log, "global_step", best)),
-        "nonfinite_eval_losses": _num_not_finite(log, "eval_loss", rows),
+        "nonfinite_eval_losses": _num_not_finite(log, key, rows),
     }
 
 

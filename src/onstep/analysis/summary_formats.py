@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from onstep.analysis.run_names import name_of_place
 from onstep.analysis.summary import Summary, get_perplexity
 
 ONE_LINE_HEADER = f"{'run':<32} | steps | time | loss | eval | samp/s"
@@ -18,10 +19,11 @@ _MISSING = "N/A"
 
 
 def format_summary_text(summary: Summary) -> str:
-    """A summary for a terminal, in sections; what is not known is left out."""
+    """A summary for a terminal, in sections, and notes; what is not known is left out."""
     lines = [f"Summary of {_name(summary)}", f"  {summary['log_path']}"]
     for title, entries in _sections(summary):
         lines += ["", title, *(f"  {label + ':':<24} {text}{_at(step)}" for label, text, step in entries)]
+    lines += ["", *_notes(summary)] if summary.get("notes") else []
     return "\n".join(lines)
 
 
@@ -36,6 +38,7 @@ def format_summary_markdown(summary: Summary) -> str:
         lines.append("")
     for title, entries in sections.items():
         lines += [f"- {title}: {label} {text}{_at(step)}" for label, text, step in entries]
+    lines += ["", *_notes(summary)] if summary.get("notes") else []
     return "\n".join(lines).rstrip()
 
 
@@ -97,6 +100,9 @@ def _metrics(summary: Summary) -> list[_Entry]:
     if summary.get("best_eval_loss") is not None:
         perplexity = get_perplexity(summary["best_eval_loss"])
         entries.append(("Best Eval Perplexity", f"{perplexity:.2f}", summary.get("best_eval_loss_step")))
+    for name, figures in summary.get("eval_sets", {}).items():
+        entries.append(_entry(figures, f"Final Eval Loss ({name})", "final_eval_loss", ".4f", "final_eval_loss_step"))
+        entries.append(_entry(figures, f"Best Eval Loss ({name})", "best_eval_loss", ".4f", "best_eval_loss_step"))
     for key, what in (("nonfinite_losses", "Losses"), ("nonfinite_eval_losses", "Eval Losses")):
         entries.append(_entry(summary, f"NaN or Infinite {what}", key, "d"))
     return [entry for entry in entries if entry is not None]
@@ -149,9 +155,13 @@ def _number(value: Any, form: str) -> str:
 
 
 def _name(summary: Summary) -> str:
-    """The run's name, else that of the folder the log stands in, else its file's."""
-    path = Path(summary["log_path"])
-    return str(summary.get("run_name") or path.parent.name or path.name)
+    """The run's name, else that of the file or the folder that the log stands in."""
+    return str(summary.get("run_name") or name_of_place(Path(summary["log_path"])))
+
+
+def _notes(summary: Summary) -> list[str]:
+    """Texts of a log without what would break a line or move a cursor."""
+    return [f"note: {''.join(one if one.isprintable() else '?' for one in note)}" for note in summary["notes"]]
 
 
 def _strict(value: Any) -> Any:

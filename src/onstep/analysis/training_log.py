@@ -17,7 +17,7 @@ from onstep.analysis.log_files import FILE_NAME
 from onstep.analysis.log_reading import read_log
 from onstep.analysis.record_columns import Columns, ListColumns
 from onstep.analysis.record_file import RecordFile
-from onstep.analysis.run_names import names_in_path
+from onstep.analysis.run_names import name_of_place, names_in_path
 from onstep.errors import ConfigError
 from onstep.journal import Record
 
@@ -29,7 +29,10 @@ class TrainingLog:
     """The log of one run, also of one that is going on or was killed.
 
     Columns (`column`, `has`, `keys`) are read from the file without a dictionary per record, so that a log of a million
-    records can be summed up in seconds. `records` decodes what it is asked for.
+    records can be summed up in seconds; lists and objects as values cost nothing more than their bytes. `records`
+    decodes what it is asked for. This holds for files with one record a line, as journals have; a file of another
+    layout (indented, all on one line) is decoded as a whole, which takes several times its size in memory, and lines
+    with objects that hold escaped characters, or beyond 256 kinds of lines, are decoded one by one.
 
     Where the path has a part ``runs``, the part after it names the run, and the part before it the model
     (``output_models/<model>/runs/<run>/trainer_logs.json``); a run that stands in a plain ``runs/<run>/`` has no model.
@@ -192,9 +195,10 @@ class TrainingLog:
 def distinct_labels(logs: Sequence[TrainingLog]) -> list[str]:
     """A label for each log that no other of them has, for legends and tables.
 
-    Logs of one label are told apart by ``<model>/<run>``, and where that is not enough by a number.
+    A log without a label or a name in its path is called as its folder or file. Logs of one label are told apart by
+    ``<model>/<run>``, and where that is not enough by a number.
     """
-    labels = [log.get_label(index) for index, log in enumerate(logs)]
+    labels = [_label_or_place(log, index) for index, log in enumerate(logs)]
     labels = [
         _longer(log, label) if labels.count(label) > 1 else label for log, label in zip(logs, labels, strict=True)
     ]
@@ -205,8 +209,15 @@ def distinct_labels(logs: Sequence[TrainingLog]) -> list[str]:
     return labels
 
 
+def _label_or_place(log: TrainingLog, index: int) -> str:
+    is_named = log.label or log.model_name or log.run_name
+    return log.get_label(index) if is_named else name_of_place(log.log_path)
+
+
 def _longer(log: TrainingLog, label: str) -> str:
-    """The label with the run's name."""
+    """The label with the run's name; that of a place with the folder above it."""
+    if not (log.label or log.model_name or log.run_name):
+        return name_of_place(log.log_path, 1)
     return label if log.run_name is None or log.run_name == label else f"{label}/{log.run_name}"
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, Literal
 
+from onstep.config.part import nearest
 from onstep.errors import ConfigError
 from onstep.events import Control, Request, TrainerCallback
 
@@ -31,6 +33,9 @@ class DivergenceDetector(TrainerCallback):
     return, to an older one. The weights, the optimizer and this detector are then as they were, but the cooldown goes
     on, and `anomaly.max_rollbacks` ends a run that diverges again and again. It is done at the end of the step after
     the observation, or of the epoch.
+
+    Where three logged steps (for a name that begins with "eval", three evaluations) have passed, or the training is
+    over, without the metric, it warns once, with the nearest name that there was.
 
     A run that begins at step 0 begins with a new curve; after the end of training nothing is acted on.
 
@@ -70,6 +75,8 @@ class DivergenceDetector(TrainerCallback):
         _check_counts(patience=(patience, 1), warmup=(warmup, 0), cooldown=(cooldown, 0))
         _check_choice("action", action, ACTIONS)
         _check_choice("mode", mode, ("min", "max"))
+        if metric_key is not None and (not isinstance(metric_key, str) or not metric_key):
+            raise ConfigError(f"metric_key must be the name of a metric, got {metric_key!r}; None watches the loss.")
         self.smoothing = smoothing
         self.threshold = threshold
         self.relative_threshold = relative_threshold
@@ -106,6 +113,8 @@ class DivergenceDetector(TrainerCallback):
         """Observe the metric of a logged step."""
         value = self._value(logs)
         if value is None:
+            if self._run.is_missing and _is_main(state):
+                self._run.absence.note(self.metric, logs, is_evaluation=False)
             return
         self._run.told = None if state is None else (state.global_step, value)
         self._observe(value, state, control)
@@ -115,7 +124,11 @@ class DivergenceDetector(TrainerCallback):
     ) -> None:
         """Observe the metric of an evaluation, which Hugging Face's Trainer has already told at `on_log`."""
         value = self._value(metrics)
-        if value is None or (state is not None and self._run.told == (state.global_step, value)):
+        if value is None:
+            if self._run.is_missing and _is_main(state):
+                self._run.absence.note(self.metric, metrics, is_evaluation=True)
+            return
+        if state is not None and self._run.told == (state.global_step, value):
             return
         self._observe(value, state, control)
 
@@ -129,6 +142,8 @@ class DivergenceDetector(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """From here on there is nothing to stop."""
+        if self._run.is_missing and _is_main(state):
+            self._run.absence.warn(self.metric)
         self._run = _Run(is_over=True)
 
     def state_dict(self) -> dict[str, Any]:
@@ -168,6 +183,7 @@ class DivergenceDetector(TrainerCallback):
 
     def _observe(self, value: float, state: Any, control: Any) -> None:
         curve = self._curve
+        self._run.has_observed = True
         if not math.isfinite(value):
             self._act(f"{self.metric} is {value}", state, control)
             return
@@ -207,7 +223,7 @@ class DivergenceDetector(TrainerCallback):
     def _act(self, reason: str, state: Any, control: Any) -> None:
         if self.action == "rollback" and self._way_back.is_asked:
             return
-        if state is None or getattr(state, "is_world_process_zero", True):
+        if _is_main(state):
             where = "" if state is None else f" at step {state.global_step}"
             logger.error("divergence%s: %s; action: %s", where, reason, self.action)
         if self.action == "rollback":
@@ -259,8 +275,49 @@ class _Run:
     is_over: bool = False
     is_loaded: bool = False
     """Whether the training that is about to begin continues a saved curve."""
+    has_observed: bool = False
     told: tuple[int, float] | None = None
     """Step and value of the last `on_log`."""
+    absence: _Absence = field(default_factory=lambda: _Absence())
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether training goes on and the metric was not there yet."""
+        return self.is_training and not self.has_observed
+
+
+@dataclass
+class _Absence:
+    """The records without the metric, as long as none had it: a mistyped name would watch nothing, silently."""
+
+    count: int = 0
+    names: list[str] = field(default_factory=list)
+    """What there was instead, with numbers as values."""
+    has_warned: bool = False
+
+    def note(self, metric: str, record: Mapping[str, Any] | None, is_evaluation: bool) -> None:
+        """Take in a record without the metric; those of the kind that would have it count."""
+        if not record or "anomaly" in record:
+            return
+        numbers = [name for name, value in record.items() if isinstance(value, int | float)]
+        self.names += [name for name in numbers if name not in self.names]
+        has_evaluation = is_evaluation or any(name.startswith("eval_") for name in numbers)
+        if is_evaluation or not has_evaluation:  # an evaluation that is logged as well is told twice
+            self.count += metric.startswith("eval") == has_evaluation
+        if self.count >= 3:
+            self.warn(metric)
+
+    def warn(self, metric: str) -> None:
+        """Say it, once, where there were records at all."""
+        if self.names and not self.has_warned:
+            self.has_warned = True
+            logger.warning(
+                "DivergenceDetector watches %r, and nothing that was logged or evaluated so far has it: nothing is "
+                "detected.%s There was: %s",
+                metric,
+                nearest(metric, self.names),
+                ", ".join(self.names),
+            )
 
 
 @dataclass
@@ -308,15 +365,27 @@ class _WayBack:
         return None if healthy_step is None else healthy_step + 1
 
 
+def _is_main(state: Any) -> bool:
+    return state is None or bool(getattr(state, "is_world_process_zero", True))
+
+
 def _check_thresholds(smoothing: float, threshold: float | None, relative_threshold: float | None) -> None:
-    if not 0 < smoothing <= 1:
-        raise ConfigError(f"smoothing must be in (0, 1], got {smoothing}; 1 looks at each value by itself.")
+    if not _is_number(smoothing) or not 0 < smoothing <= 1:
+        raise ConfigError(f"smoothing must be in (0, 1], got {smoothing!r}; 1 looks at each value by itself.")
     if threshold is None and relative_threshold is None:
         raise ConfigError("threshold and relative_threshold are both None, so nothing would be detected; set one.")
-    if threshold is not None and not threshold > 0:
-        raise ConfigError(f"threshold must be > 0, got {threshold}; pass None to use relative_threshold alone.")
-    if relative_threshold is not None and not relative_threshold > 1:
-        raise ConfigError(f"relative_threshold must be > 1, got {relative_threshold}; 1.5 is half as much again.")
+    if threshold is not None and not (_is_number(threshold) and threshold > 0):
+        raise ConfigError(
+            f"threshold must be a number > 0, got {threshold!r}; pass None to use relative_threshold alone."
+        )
+    if relative_threshold is not None and not (_is_number(relative_threshold) and relative_threshold > 1):
+        raise ConfigError(
+            f"relative_threshold must be a number > 1, got {relative_threshold!r}; 1.5 is half as much again."
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _check_counts(**counts: tuple[int, int]) -> None:

@@ -24,8 +24,9 @@ class JsonLogger(TrainerCallback):
     was recorded after the checkpoint is kept aside in ``trainer_logs.branch-<n>.json``. A run that starts from another
     run's checkpoint begins with that run's records. A run that begins where a journal exists moves that one to
     ``trainer_logs.<n>.json``. An evaluation without training adds to the journal there is. A file that is no journal is
-    renamed, never overwritten. Where another live run writes the file, this one takes the next
-    ``trainer_logs.<n>.json``. Without `args.logging_dir` nothing is recorded.
+    renamed, never overwritten, and so is a folder of that name. What JSON cannot hold is recorded as text. Where
+    another live run writes the file, this one takes the next ``trainer_logs.<n>.json``. Without `args.logging_dir`
+    nothing is recorded; one that cannot be written is a `ConfigError` when training begins.
 
     Args:
         **kwargs: Anything to record about the experiment when training starts.

@@ -16,6 +16,7 @@ from onstep.sinks import (
     RunIdentity,
     RunPoints,
     SinkQueue,
+    check_sink,
     make_sink,
     path_id,
     plain_point,
@@ -30,21 +31,22 @@ class MetricSinks(Callback):
     """Sends every logged step, evaluation and test to trackers, each in a thread of its own behind a bounded queue.
 
     A tracker that is slow, raises, hangs or dies costs one warning and shows as `sink/dropped` (points that trackers
-    did not take) in the logs; it never holds or ends the training, and the journal is complete without it:
-    ``onstep logs replay RUN --to NAME`` fills the tracker afterwards. A run that continues from a checkpoint goes on in
+    did not take) in the logs; it never holds or ends the training (but one that computes in Python shares the
+    interpreter with it), and the journal is complete without it: ``onstep logs replay RUN --to NAME`` fills the tracker
+    afterwards, `onstep.sinks.replay` one of your own. A run that continues from a checkpoint goes on in
     the same run of each tracker, and CSV and TensorBoard show each step once.
 
     Trackers get the names that Hugging Face's integrations use (`train/loss`, `eval/loss`, `test/loss`), CSV those of
     the journal. Of a list with one entry a rank the largest is sent; what is no number is left out.
 
     Args:
-        sinks: Names (csv, tensorboard, wandb, mlflow, comet, trackio) or objects with the methods of `MetricSink`; one
-            or a list.
+        sinks: Names (csv, tensorboard, wandb, mlflow, comet, trackio) or objects with a name and the methods of
+            `MetricSink`; one or a list. `keeps_names` and `takes_back` are False where they have none.
         queue_capacity: Points that wait for a tracker at the most; of more, the newest are dropped.
         close_timeout: Seconds that the end of the run waits for all trackers together.
 
     Raises:
-        ConfigError: for a name that no tracker has.
+        ConfigError: for a name that no tracker has, and an object that lacks a method.
     """
 
     ranks = "main"
@@ -114,11 +116,10 @@ class MetricSinks(Callback):
     def state_dict(self) -> dict[str, Any]:
         """What continues the run in each tracker, and the points that a kill might take from one."""
         run, state = self._memory.get("run"), self._memory.get("state")
-        num_waiting = max((queue.num_waiting for queue in self._queues.values()), default=0)
         return {
             "run_id": None if run is None else run.run_id,
             "step": None if state is None else state.global_step,
-            "last_points": [plain_point(point) for point in self._points.recent.unsettled(num_waiting)],
+            "last_points": [plain_point(point) for point in self._points.recent.unsettled(self._num_waiting)],
             "sinks": self._states(),
         }
 
@@ -132,6 +133,10 @@ class MetricSinks(Callback):
         self._memory["run"] = run
         self._open(run, _states_in(state_dict, run))
 
+    @property
+    def _num_waiting(self) -> int:
+        return max((queue.num_waiting for queue in self._queues.values()), default=0)
+
     def _has_evaluated_only(self, context: CallbackContext) -> bool:
         """Whether what was sent so far is an evaluation of this run before its first step."""
         run = self._memory.get("run")
@@ -139,7 +144,7 @@ class MetricSinks(Callback):
 
     def _open(self, run: RunIdentity, states: Mapping[str, Any]) -> None:
         for name, queue in self._queues.items():
-            last = () if run.adds_only else points_for(queue.sink.keeps_names, self._points.recent.kept)
+            last = () if run.adds_only else points_for(_keeps_names(queue.sink), self._points.recent.kept)
             queue.open(replace(run, last_points=last), states.get(name, {}))
 
     def _send(self, context: CallbackContext, metrics: Mapping[str, Any] | None) -> None:
@@ -149,9 +154,9 @@ class MetricSinks(Callback):
             self._open_to_add(context)
         kept, shown = self._points.add(metrics, context.trainer_state.global_step, time.time())
         for queue in self._queues.values():
-            point = kept if queue.sink.keeps_names else shown
-            if point.metrics:
-                queue.log(point.metrics, point.step, point.timestamp)
+            point = kept if _keeps_names(queue.sink) else shown
+            queue.log(point.metrics, point.step, point.timestamp)
+        self._points.recent.forget(self._num_waiting)
 
     def _open_to_add(self, context: CallbackContext) -> None:
         """Open the trackers for an evaluation outside of training, which adds to what there is."""
@@ -170,11 +175,16 @@ def _queues(sinks: Sinks, capacity: int, close_timeout: float) -> dict[str, Sink
     queues: dict[str, SinkQueue] = {}
     for one in given:
         sink = make_sink(one) if isinstance(one, str) else one
+        check_sink(sink)
         name, number = sink.name, 2
         while name in queues:
             name, number = f"{sink.name}-{number}", number + 1
         queues[name] = SinkQueue(sink, capacity, close_timeout)
     return queues
+
+
+def _keeps_names(sink: MetricSink) -> bool:
+    return bool(getattr(sink, "keeps_names", False))
 
 
 def _identity(context: CallbackContext) -> RunIdentity:

@@ -9,6 +9,7 @@ from onstep.errors import ConfigError
 from onstep.events import TrainerCallback
 from onstep.metrics.json_log_writer import JsonLogWriter, logging_dir_of
 from onstep.metrics.norm_meters import ParameterMeter
+from onstep.metrics.spectral_norms import require_count
 
 
 class ParameterNormLogger(TrainerCallback):
@@ -30,12 +31,15 @@ class ParameterNormLogger(TrainerCallback):
             twice as many, and where the estimate has not settled more are added.
 
     Raises:
-        ConfigError: `power_iter_steps` is less than 1, or there is nothing to record.
+        ConfigError: `power_iter_steps` is less than 1 or no whole number, or there is nothing to record; when training
+            begins, `logging_dir` cannot be written.
     """
 
     def __init__(self, log_norms: bool = True, log_spectral_norms: bool = True, power_iter_steps: int = 10) -> None:
-        if power_iter_steps < 1:
-            raise ConfigError(f"power_iter_steps must be >= 1, got {power_iter_steps}; 10 is the default")
+        for name, value in (("log_norms", log_norms), ("log_spectral_norms", log_spectral_norms)):
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name} must be True or False, got {value!r}")
+        require_count("power_iter_steps", power_iter_steps)
         if not (log_norms or log_spectral_norms):
             raise ConfigError("log_norms and log_spectral_norms are both False; leave the callback out, or set one")
         self.log_norms = log_norms

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from onstep.errors import MissingExtraError
+from onstep.errors import ConfigError, MissingExtraError
 from onstep.events import TrainerCallback
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -40,6 +40,9 @@ class ResumableSummaryWriter(TrainerCallback):
 
     Args:
         log_dir: Folder of the event files; made when the first event is written.
+
+    Raises:
+        ConfigError: `log_dir` cannot be written; when training begins, or else with the first event.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
@@ -162,6 +165,8 @@ class ResumableSummaryWriter(TrainerCallback):
 
     def _begin(self, state: Any) -> None:
         """Arrange, once a run, that only what was written up to its first step is shown."""
+        if state.is_world_process_zero:
+            _require_writable(self._folder)
         step, hidden = state.global_step, self._hidden
         if hidden.begun_at == step:
             return
@@ -194,7 +199,7 @@ class ResumableSummaryWriter(TrainerCallback):
             hidden, self._hidden.of_writer = self._hidden.from_step, self._hidden.from_step
             if hidden is not None:
                 _wait_for_a_later_name(self._folder)
-            self._writer = _tensorboard().SummaryWriter(self.log_dir)
+            self._writer = _summary_writer(self.log_dir)
             if hidden is not None:
                 _hide_from(self._writer.file_writer, hidden)
             self._hidden.from_step = None  # said once: what is added from now on is to be seen
@@ -244,6 +249,27 @@ def _tensorboard() -> Any:
             "writing for TensorBoard needs the package tensorboard; install it: pip install 'onstep[tensorboard]'"
         ) from error
     return torch.utils.tensorboard
+
+
+def _summary_writer(log_dir: str) -> Any:
+    try:
+        return _tensorboard().SummaryWriter(log_dir)
+    except OSError as error:
+        raise _cannot_write(log_dir, error) from error
+
+
+def _require_writable(folder: Path) -> None:
+    """Refuse a folder that could not be made or written, without making it."""
+    folder = folder.absolute()
+    nearest = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
+    if not nearest.is_dir():
+        raise _cannot_write(folder, f"{nearest} is no folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise _cannot_write(folder, f"no permission to write to {nearest}")
+
+
+def _cannot_write(folder: str | Path, reason: object) -> ConfigError:
+    return ConfigError(f"log_dir {folder} cannot be written ({reason}); choose another log_dir, or make it writable.")
 
 
 def _hide_from(file_writer: Any, step: int) -> None:

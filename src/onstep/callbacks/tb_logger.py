@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -13,6 +14,8 @@ from typing import Any
 from onstep.config.part import nearest
 from onstep.errors import ConfigError
 from onstep.events import TrainerCallback
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 Transform = Callable[[Any, Mapping[str, Any]], float | None]
 """Turns a metric, with all others beside it, into what is shown; None shows nothing."""
@@ -74,7 +77,8 @@ class TBLogger(TrainerCallback):
     Args:
         summary_writer: A `torch.utils.tensorboard.SummaryWriter` or what has its `add_scalar`, `add_text` and `flush`.
         scalars: Changes to `default_tb_scalars()`, by tag: a dictionary with `source` and `transform` (both may be
-            left out), a whole `TBScalar`, or None to leave a default out.
+            left out), a whole `TBScalar`, or None to leave a default out. A `transform` that raises costs a warning
+            and the point.
         experiment_info: What to write down about the experiment: a dictionary, or a text in markdown.
 
     Raises:
@@ -102,6 +106,8 @@ class TBLogger(TrainerCallback):
         """Step of the newest point or text of each tag."""
         self._described: dict[str, str] = {}
         """Digest of each text about the run, as far as a continued run has to know."""
+        self._failed: set[str] = set()
+        """Tags whose `transform` has raised, which is said once each."""
 
     @staticmethod
     def mapping_as_markdown(mapping: Mapping[str, Any]) -> str:
@@ -175,9 +181,19 @@ class TBLogger(TrainerCallback):
 
     def _points(self, metrics: Mapping[str, Any], step: int) -> None:
         for tag, scalar in self.scalars.items():
-            value = scalar.value(metrics)
+            value = self._value(scalar, metrics)
             if value is not None and self._is_new(tag, step):
                 self.summary_writer.add_scalar(tag, value, global_step=step)
+
+    def _value(self, scalar: TBScalar, metrics: Mapping[str, Any]) -> float | None:
+        """What the chart gets; nothing where its own code fails, since a picture must not end a run."""
+        try:
+            return scalar.value(metrics)
+        except Exception as error:  # noqa: BLE001 - a user's transform may raise anything
+            if scalar.tag not in self._failed:
+                self._failed.add(scalar.tag)
+                logger.warning("TBLogger leaves out scalar %r: its transform raised %r", scalar.tag, error)
+            return None
 
     def _text(self, tag: str, text: Any, step: int) -> None:
         if self._is_new(tag, step):
@@ -210,13 +226,18 @@ def _merged(defaults: dict[str, TBScalar], changes: Mapping[str, Any]) -> dict[s
 
 
 def _number(value: Any) -> float | None:
-    """A plain number; of a list the largest; None for what is no number."""
+    """A plain number, infinite where it is too large for a float; of a list the largest; None for what is none."""
     if isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "ndim", 1) > 0:
         numbers = [number for number in map(_number, value) if number is not None]
         return max(numbers, default=None)
-    if isinstance(value, Real) or hasattr(value, "item"):
+    if not (isinstance(value, Real) or hasattr(value, "item")):
+        return None
+    try:
         return float(value)
-    return None
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+    except (TypeError, ValueError):  # a complex number, a text of numpy
+        return None
 
 
 def _facts(args: Any, state: Any, told: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,9 +27,9 @@ class TextgenCallback(TrainerCallback):
     other ranks wait where they next meet; a trainer with a `pipeline_generate` method is called on all ranks instead.
 
     Nothing of the training changes: the random generators, the mode of every module and compiled forwards are as
-    before, also after an error. The texts follow from `seed` and the step. Generation that fails costs a warning, since
-    a sample is not worth a run; with `on_generation_error = "raise"` it ends the run. Under `pipeline_generate` an
-    error always ends it: the ranks would wait for each other.
+    before, also after an error. The texts follow from `seed` and the step. Generation that fails costs a warning, the
+    first time with its traceback, since a sample is not worth a run; with `on_generation_error = "raise"` it ends the
+    run. Under `pipeline_generate` an error always ends it: the ranks would wait for each other.
 
     Args:
         summary_writer: a TensorBoard `SummaryWriter`; None logs the texts instead.
@@ -41,7 +41,8 @@ class TextgenCallback(TrainerCallback):
         max_new_tokens: most tokens to add to a prompt.
 
     Raises:
-        ConfigError: (a ValueError) for arguments of another kind, and for a file without a list of prompts.
+        ConfigError: (a ValueError) for arguments of another kind, and for a file without a list of prompts; when
+            training begins, for options that the model does not have, and for values that our transformer refuses.
     """
 
     seed = 0
@@ -68,16 +69,16 @@ class TextgenCallback(TrainerCallback):
         self.max_new_tokens = max_new_tokens
         self.next_gen_step = 0
         """First step whose evaluation is followed by texts."""
-        self._has_warned = False
+        self._has_warned = self._has_traced = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Check that the model takes the options; a training from the beginning generates from its beginning."""
-        from onstep.models.prompts import check_options
+        from onstep.models.prompts import can_generate, check_options
 
         if state.global_step == 0:
             self.next_gen_step = 0
-        self._has_warned = False
-        if model is not None and not _pipeline_of(kwargs.get("trainer")):
+        self._has_warned = self._has_traced = False
+        if can_generate(model) and not _pipeline_of(kwargs.get("trainer")):
             check_options(model, self.generation_config)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -134,7 +135,13 @@ class TextgenCallback(TrainerCallback):
         except Exception as error:  # a model's and a writer's foreign code; a sample is not worth a run
             if self.on_generation_error == "raise":
                 raise
-            logger.warning("no text was generated at step %d", state.global_step, exc_info=error)
+            self._warn_of(error, state.global_step)
+
+    def _warn_of(self, error: Exception, step: int) -> None:
+        """Say what went wrong, with the traceback the first time."""
+        what = f"{type(error).__name__}: {error}"
+        logger.warning("no text was generated at step %d: %s", step, what, exc_info=None if self._has_traced else error)
+        self._has_traced = True
 
     def _with_pipeline(self, model: Any, tokenizer: Any, trainer: Any) -> list[tuple[str, str]]:
         """Collective: every rank hands over the same prompts in the same order, one by one, so none has padding."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from onstep.errors import ConfigError
@@ -78,9 +79,12 @@ class ThroughputMonitor(Callback):
     ranks = "main"
 
     def __init__(self, peak_flops_per_device: float | None = None, breakdown: bool = True) -> None:
-        if peak_flops_per_device is not None and peak_flops_per_device <= 0:
+        peak: Any = peak_flops_per_device
+        if peak is not None and (
+            isinstance(peak, bool) or not isinstance(peak, Real) or not 0 < float(peak) < float("inf")
+        ):
             raise ConfigError(
-                f"peak_flops_per_device must be > 0, got {peak_flops_per_device!r}; pass None for the known ones."
+                f"peak_flops_per_device must be a number > 0, got {peak!r}; pass None for the known ones."
             )
         self.peak_flops_per_device = peak_flops_per_device
         self.breakdown = breakdown

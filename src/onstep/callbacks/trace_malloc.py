@@ -22,6 +22,8 @@ class TraceMalloc(TrainerCallback):
     Python's own `tracemalloc` sees what Python objects hold, not the storage of tensors; the process's and the GPU's
     numbers show that. Tracing makes Python several times slower: for looking into a leak, not for daily runs.
 
+    A log at which PyTorch's profiler records has no report; the next one has what has grown since the last report.
+
     Args:
         top_k: lines of code to name, those that grew the most.
         monitor_system_memory: report the process's resident and virtual memory (needs psutil) and the GPU's.
@@ -29,15 +31,15 @@ class TraceMalloc(TrainerCallback):
             many objects and tensors there are.
 
     Raises:
-        ConfigError: for `top_k` < 1.
+        ConfigError: for a `top_k` that is no whole number >= 1.
         MissingExtraError: where training begins and psutil is missing, with `monitor_system_memory`.
     """
 
     ranks = "main"
 
     def __init__(self, top_k: int = 10, monitor_system_memory: bool = True, comprehensive_mode: bool = True) -> None:
-        if top_k < 1:
-            raise ConfigError(f"top_k must be >= 1, got {top_k!r}; the default is 10.")
+        if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
+            raise ConfigError(f"top_k must be a whole number >= 1, got {top_k!r}; the default is 10.")
         self.top_k = top_k
         self.monitor_system_memory = monitor_system_memory
         self.comprehensive_mode = comprehensive_mode
@@ -61,6 +63,9 @@ class TraceMalloc(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Report what has grown since the previous log."""
         if self._first is None or self._latest is None or not tracemalloc.is_tracing():
+            return
+        if _is_profiled():
+            logger.info("no memory report at step %d, where a profiler records", state.global_step)
             return
         now = _snapshot()
         lines = [f"memory at step {state.global_step}"]
@@ -122,6 +127,13 @@ def _snapshot() -> tracemalloc.Snapshot:
     """What Python holds now, without what the tracing itself does."""
     ignored = [tracemalloc.Filter(False, tracemalloc.__file__), tracemalloc.Filter(False, __file__)]
     return tracemalloc.take_snapshot().filter_traces(ignored)
+
+
+def _is_profiled() -> bool:
+    """Whether PyTorch's profiler records: with stacks it would record each of the million calls of a report."""
+    import torch
+
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
 
 def _count_objects() -> tuple[int, int]:

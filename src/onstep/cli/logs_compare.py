@@ -13,7 +13,9 @@ from onstep.errors import ConfigError
 def compare(
     paths: Annotated[
         list[str],
-        typer.Argument(metavar="PATH PATH ...", help="Logs, run folders, names below runs/, or a folder of runs."),
+        typer.Argument(
+            metavar="PATH PATH ...", help="Logs, run folders, names below runs/, or a folder of runs for all of them."
+        ),
     ],
     form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="text, md or json.")] = "text",
     labels: Annotated[

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from onstep.analysis.log_files import find_log_files
+from onstep.analysis.run_liveness import status_of
 from onstep.analysis.run_names import names_in_path
 from onstep.cli.tables import date_shown, size_shown, table
 from onstep.errors import ConfigError
@@ -40,20 +41,11 @@ def _described(path: Path) -> dict[str, Any]:
     return {
         "run": run_name or path.absolute().parent.name,
         "model": model_name,
-        "status": _status(path.parent / "run.json"),
+        "status": status_of(path),
         "modified": datetime.fromtimestamp(status.st_mtime).astimezone().isoformat(timespec="seconds"),
         "bytes": status.st_size,
         "path": str(path),
     }
-
-
-def _status(run_json: Path) -> str | None:
-    """How the run stands, where it has a record of that."""
-    try:
-        content = json.loads(run_json.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return str(content["status"]) if isinstance(content, dict) and "status" in content else None
 
 
 def _as_lines(logs: list[dict[str, Any]]) -> list[str]:

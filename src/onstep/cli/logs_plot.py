@@ -18,10 +18,14 @@ _WIDTH, _ROW_HEIGHT = 12.0, 4.0
 def plot(
     paths: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PATH ...]", help="Logs, run folders, or names below runs/; default the newest run."),
+        typer.Argument(
+            metavar="[PATH ...]",
+            help="Logs, run folders, or names below runs/; of a folder of runs the newest; default the newest run.",
+        ),
     ] = None,
     metrics: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Keys of the records; default loss,eval_loss,learning_rate.")
+        str | None,
+        typer.Option(metavar="A,B", help="Keys of the records; default loss,eval_loss,learning_rate, where there."),
     ] = None,
     x_axis: Annotated[str, typer.Option(metavar="AXIS", help="step, epoch, time, tokens or flops.")] = "step",
     smooth: Annotated[
@@ -56,10 +60,11 @@ def plot(
 
     Several runs share the axes: onstep logs plot base low-lr --loss-curves --x-axis tokens
     """
+    from onstep.analysis.plots_order import natural_order
     from onstep.cli.logs_reading import file_prefix, hand_over, output_path, read_logs
 
     names = _metric_names(metrics, loss_curves=loss_curves, grad_norm=grad_norm)
-    logs = read_logs(paths or [], labels or [])
+    logs = natural_order(read_logs(paths or [], labels or []))
     if compare and len(logs) < 2:
         raise ConfigError("--compare needs two runs or more; give their folders or names.")
     target = output_path(output, form, file_prefix(logs) + _file_name(names, loss_curves, grad_norm))
@@ -104,13 +109,13 @@ def _file_name(names: list[str] | None, loss_curves: bool, grad_norm: bool) -> s
 def _draw(
     logs: list[TrainingLog], names: list[str] | None, options: dict[str, Any], *, loss_curves: bool, grad_norm: bool
 ) -> None:
-    from onstep.analysis.plots import DEFAULT_METRICS, plot_grad_norm, plot_loss_curves, plot_training_metrics
+    from onstep.analysis.plots import default_metrics, plot_grad_norm, plot_loss_curves, plot_training_metrics
 
     if loss_curves:
         plot_loss_curves(logs, **options)
     elif grad_norm:
         plot_grad_norm(logs, **options)
     else:
-        chosen = names or list(DEFAULT_METRICS)
+        chosen = names or default_metrics(logs, options["x_axis"])
         rows = (len(chosen) + 1) // 2
         plot_training_metrics(logs, chosen, figsize=(_WIDTH, max(6.0, _ROW_HEIGHT * rows)), **options)

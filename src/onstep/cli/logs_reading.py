@@ -26,7 +26,8 @@ def read_logs(words: Sequence[str], labels: Sequence[str] = (), *, expand: bool 
     Args:
         words: Each as `find_log` takes it.
         labels: What to call the runs; none leaves them their own names.
-        expand: Whether a folder of runs stands for all of them, by name, and not for the newest.
+        expand: Whether a folder of runs stands for all of them, by name, and not for the newest; which that is, is
+            told on stderr.
 
     Raises:
         ConfigError: for a word that names nothing, and when there are not as many labels as logs.
@@ -34,7 +35,7 @@ def read_logs(words: Sequence[str], labels: Sequence[str] = (), *, expand: bool 
     """
     paths = [path for word in words for path in _paths(word, expand=expand)] if words else [find_log(None)]
     logs = [TrainingLog.from_file(path) for path in _without_repeats(paths)]
-    chosen = split_labels(labels)
+    chosen = split_labels(labels, len(logs))
     if chosen and len(chosen) != len(logs):
         raise ConfigError(f"--labels must name each of the {len(logs)} runs, got {len(chosen)}: {', '.join(chosen)}.")
     for log, label in zip(logs, chosen, strict=False):
@@ -42,16 +43,18 @@ def read_logs(words: Sequence[str], labels: Sequence[str] = (), *, expand: bool 
     return logs
 
 
-def split_labels(labels: Sequence[str]) -> list[str]:
-    """`--labels a,b`, or `--labels a --labels b`, where a comma is part of the label."""
-    return [part.strip() for part in labels[0].split(",")] if len(labels) == 1 else list(labels)
+def split_labels(labels: Sequence[str], num_logs: int) -> list[str]:
+    """`--labels a,b`, or a label for each log as in `--labels a --labels b`, where a comma is part of the label."""
+    return [part.strip() for part in labels[0].split(",")] if len(labels) == 1 < num_logs else list(labels)
 
 
 def output_path(output: Path | None, form: str | None, name: str, *, known: Sequence[str] = FORMATS) -> Path:
     """Where to write: `output`, or `name` in tmp/; the format is the one asked for, that of the suffix, or the first.
 
+    A name without a suffix, or with a number behind its last dot, gets that of the format.
+
     Raises:
-        ConfigError: for an unknown format, and for one that is not the suffix's.
+        ConfigError: for an unknown format or suffix, and for a format that is not the suffix's.
     """
     if form is not None and form not in known:
         raise ConfigError(f"--format must be one of {', '.join(known)}, got {form!r}.")
@@ -59,6 +62,9 @@ def output_path(output: Path | None, form: str | None, name: str, *, known: Sequ
         return OUTPUT_FOLDER / f"{name}.{form or known[0]}"
     suffix = output.suffix.lower().removeprefix(".")
     if suffix not in known:
+        if suffix and not suffix[0].isdigit():
+            endings = ", ".join(f".{one}" for one in known)
+            raise ConfigError(f"--output must end in one of {endings}, got {str(output)!r}.")
         return output.with_name(f"{output.name}.{form or known[0]}")
     if form not in (None, suffix):
         raise ConfigError(f"--output {output} and --format {form} do not agree; leave one of them away.")
@@ -83,15 +89,23 @@ def hand_over(path: Path, *, edit: bool = False, show: bool = False) -> None:
     print(path)
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR")
     if edit and editor:
-        subprocess.run([*shlex.split(editor), str(path)], check=False)
+        try:
+            subprocess.run([*shlex.split(editor), str(path)], check=False)
+        except (OSError, ValueError) as error:
+            print(f"The editor {editor!r} could not be started: {error}", file=sys.stderr)
     elif (edit or show) and not open_file(path):
         print("There is no screen, or no program, to open it with.", file=sys.stderr)
 
 
 def _paths(word: str, *, expand: bool) -> list[Path]:
     folder = Path(word)
-    if expand and folder.is_dir() and not (folder / FILE_NAME).is_file():
-        return sorted(find_log_files(folder)) or [find_log(word)]
+    if not folder.is_dir() or (folder / FILE_NAME).is_file():
+        return [find_log(word)]
+    found = find_log_files(folder)
+    if expand:
+        return sorted(found) or [find_log(word)]
+    if len(found) > 1:
+        print(f"{word} has {len(found)} runs; the newest is taken: {found[0].parent}", file=sys.stderr)
     return [find_log(word)]
 
 

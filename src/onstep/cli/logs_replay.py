@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from tqdm import tqdm
 
+from onstep.analysis.log_files import FOREIGN_FILE_NAME
+from onstep.analysis.run_liveness import is_locked
+from onstep.analysis.run_names import name_of_place
+from onstep.analysis.training_log import TrainingLog
 from onstep.cli.log_paths import find_log
-from onstep.errors import OnstepError
-from onstep.journal import Record
-from onstep.sinks import make_sink
+from onstep.errors import ConfigError, OnstepError
+from onstep.journal import Journal, Record
+from onstep.sinks import make_sink, recorded_run
 from onstep.sinks import replay as send
 
 BAR_DELAY_SECONDS = 0.5
+_LOCAL = ("csv", "tensorboard")
+"""Trackers whose files in the run's folder a live run may be writing."""
 
 
 def replay(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, its name below runs/, or a journal.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, its name below runs/, or a log.")],
     to: Annotated[str, typer.Option("--to", metavar="NAME", help="csv, tensorboard, wandb, mlflow, comet or trackio.")],
     output: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where local files go; without it, the run's folder.")
@@ -29,21 +38,57 @@ def replay(
     """Fill a tracker from the journal of a run, completely, as a run of its own.
 
     For a tracker that was not there, was unreachable or dropped points while the run trained. Waits until everything is
-    handed over.
+    handed over. Of a run that is still going on, csv and tensorboard take --output: its own files are in use.
     """
     journal = find_log(run)
     sink = make_sink(to)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("onstep.sinks").setLevel(logging.INFO)  # trackers say there where they record
     target = journal.parent if output is None else output
+    if to in _LOCAL:
+        _refuse_files_in_use(journal, target)
+    run_sent = recorded_run(journal, target)
+    if journal.name == FOREIGN_FILE_NAME:
+        run_sent = dataclasses.replace(run_sent, name=name_of_place(journal).replace("/", "-"))
     try:
-        num_sent = send(journal, sink, output=target, progress=_with_bar)
+        with _as_journal(journal) as readable:
+            num_sent = send(readable, sink, run_sent, progress=_with_bar)
     except OnstepError:
         raise
     except Exception as error:  # any tracker's own
         raise OnstepError(f"The tracker {to!r} could not be filled: {type(error).__name__}: {error}") from error
     where = getattr(sink, "location", None) or f"{to} (its local files, if any, are below {target})"
     print(f"{num_sent} records of {journal} sent to {where}")
+
+
+@contextmanager
+def _as_journal(path: Path) -> Iterator[Path]:
+    """The journal itself; of the log of Hugging Face's Trainer a copy in the form of one, for the time being."""
+    if path.name != FOREIGN_FILE_NAME:
+        yield path
+        return
+    written = path.stat().st_mtime  # its records have no time of their own
+    with tempfile.TemporaryDirectory() as folder:
+        with Journal.open(Path(folder) / "trainer_logs.json") as journal:
+            for record in TrainingLog.from_file(path).records:
+                head = {"timestamp": written, "global_step": 0}
+                journal.append({**head, **{key: value for key, value in record.items() if key != "step"}})
+        yield journal.path
+
+
+def _refuse_files_in_use(journal: Path, target: Path) -> None:
+    """Two writers cannot share the files of a run that is alive.
+
+    Raises:
+        ConfigError: when they would.
+    """
+    folder = journal.parent
+    is_live = is_locked(folder / ".run.lock") or is_locked(journal)
+    if is_live and target.resolve() == folder.resolve():
+        raise ConfigError(
+            f"{folder} is a live run, whose files this would replace; give another folder: --output DIR, or wait for "
+            f"its end."
+        )
 
 
 def _with_bar(records: list[Record]) -> Iterator[Record]:

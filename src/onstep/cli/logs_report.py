@@ -11,7 +11,10 @@ import typer
 def report(
     paths: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PATH ...]", help="Logs, run folders, or names below runs/; default the newest run."),
+        typer.Argument(
+            metavar="[PATH ...]",
+            help="Logs, run folders, names below runs/, or a folder of runs for all of them; default the newest run.",
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="The HTML file; default in tmp/.")] = None,
     labels: Annotated[
@@ -25,10 +28,11 @@ def report(
 
     One HTML file that works without a network. Needs plotly: pip install 'onstep[reports]'
     """
+    from onstep.analysis.plots_order import natural_order
     from onstep.analysis.report import write_report
     from onstep.cli.logs_reading import file_prefix, hand_over, output_path, read_logs
 
-    logs = read_logs(paths or [], labels or [])
+    logs = natural_order(read_logs(paths or [], labels or [], expand=True))
     target = output_path(output, None, f"{file_prefix(logs)}report", known=("html", "htm"))
     write_report(logs, target, title)
     hand_over(target, edit=edit, show=show)

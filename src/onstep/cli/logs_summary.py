@@ -42,9 +42,13 @@ def summary(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write there instead of printing.")
     ] = None,
-    table: Annotated[
-        Path | None,
-        typer.Option("--export", metavar="FILE", help="Also write all records as a table: FILE.csv or FILE.parquet."),
+    tables: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--export",
+            metavar="FILE",
+            help="Also write all records as a table: FILE.csv or FILE.parquet; may be given again.",
+        ),
     ] = None,
 ) -> None:
     """Sum a run up: last and best losses, gradient norm, learning rate, speed.
@@ -53,7 +57,7 @@ def summary(
     """
     if everything and path is not None:
         print(f"warning: --all takes every log of the project; {path} is ignored", file=sys.stderr)
-    if everything and table is not None:
+    if everything and tables:
         raise ConfigError("--export writes one log; name it, without --all.")
     logs = _all_logs() if everything else [TrainingLog.from_file(find_log(path))]
     text = _shown([compute_summary_statistics(log) for log in logs], form, with_header=everything)
@@ -63,7 +67,7 @@ def summary(
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(f"{text}\n", encoding="utf-8")
         print(f"summary of {len(logs)} log(s): {output}", file=sys.stderr)
-    if table is not None:
+    for table in tables or []:
         print(f"all {logs[0].num_records} records of {logs[0].log_path}: {export(logs[0], table)}", file=sys.stderr)
 
 

@@ -14,9 +14,9 @@ from typing import Annotated, Any
 import typer
 
 from onstep.analysis.log_tail import LogTail
+from onstep.analysis.run_liveness import ending_of, is_locked
 from onstep.analysis.training_log import TrainingLog
 from onstep.cli.log_paths import find_log
-from onstep.cli.run_liveness import ending_of, is_locked
 from onstep.cli.tables import printable, shortened
 from onstep.errors import ConfigError
 from onstep.journal import Record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from importlib.metadata import version
 
@@ -20,6 +21,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verify-resume": ("onstep.cli.verify_resume", "Prove that kills change nothing: onstep verify-resume CONFIG.yaml"),
 }
 """Command name: module with its `app`, and one line of help."""
+_TRAINING = ("train", "verify-resume")
+"""Commands that run the user's own code; their OSErrors keep the traceback that says where."""
+_DRAWING = ("logs", "plot")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,11 +65,31 @@ def _run(name: str, arguments: list[str]) -> int:
         result = app(args=arguments, prog_name=f"onstep {name}", standalone_mode=True)
     except OnstepError as error:
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
-        print(f"error: {error}{notes}", file=sys.stderr)
+        text = str(error)
+        if name in _DRAWING:
+            from onstep.cli.option_names import in_options
+
+            text = in_options(text)
+        print(f"error: {text}{notes}", file=sys.stderr)
+        return ERROR
+    except BrokenPipeError:  # the reader of the pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ERROR
+    except OSError as error:
+        if name in _TRAINING:
+            raise
+        print(f"error: {_told(error)}", file=sys.stderr)
         return ERROR
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else ERROR if exit_.code else OK
     return result if isinstance(result, int) else OK
+
+
+def _told(error: OSError) -> str:
+    """What the system refused, and of which file."""
+    if error.strerror is None:
+        return str(error)
+    return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
 
 
 def _nearest(name: str) -> str:

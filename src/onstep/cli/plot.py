@@ -17,7 +17,11 @@ app = typer.Typer(
     help="Draw what is logged for each parameter. Curves of a run's log: onstep logs plot",
 )
 
-FILE_NAMES = ("parameter_norms.json", "gradient_norms.json")
+FILE_NAMES = {
+    "parameter_norms.json": ("ParameterNormLogger", ("norm", "spectral_norm")),
+    "gradient_norms.json": ("GradNormLogger", ("grad_norm",)),
+}
+"""The files that are drawn, with the callback that writes each and the metrics that it may have."""
 
 
 @app.callback()
@@ -57,7 +61,7 @@ def heatmap(
     from onstep.analysis.heatmap import plot_parameter_heatmap
     from onstep.cli.logs_reading import as_file_name, hand_over, output_path
 
-    path = find_file(log_path)
+    path = find_file(log_path, metric)
     name = f"{as_file_name(path.absolute().parent.name)}_heatmap_{path.stem}{f'_{metric}' if metric else ''}"
     target = output_path(output, form, name)
     plot_parameter_heatmap(
@@ -66,29 +70,34 @@ def heatmap(
     hand_over(target, edit=edit, show=show)
 
 
-def find_file(words: str | None) -> Path:
+def find_file(words: str | None, metric: str | None = None) -> Path:
     """The file that the words name; of a run, or without words of the project, the one last written to.
+
+    Args:
+        words: A file, a run's folder or its name; None: any run of the project.
+        metric: What the file is to have, where the words name no file; None: anything.
 
     Raises:
         ConfigError: when there is none.
     """
     from onstep.analysis.log_files import find_diagnostic_logs
 
+    names = [name for name, (_, metrics) in FILE_NAMES.items() if metric in metrics] or list(FILE_NAMES)
     if words is None:
-        found = find_diagnostic_logs(Path.cwd(), *FILE_NAMES)
+        found = find_diagnostic_logs(Path.cwd(), *names)
         if not found:
-            raise ConfigError(f"there is no {' or '.join(FILE_NAMES)} below {Path.cwd()}; {_remedy()}")
+            raise ConfigError(f"there is no {' or '.join(names)} below {Path.cwd()}; {_remedy(names)}")
         return found[0]
     for path in (Path(words), Path("runs") / words):
         if path.is_file():
             return path
-        there = [path / name for name in FILE_NAMES if (path / name).is_file()]
+        there = [path / name for name in names if (path / name).is_file()]
         if there:
             return max(there, key=lambda one: one.stat().st_mtime)
     if Path(words).is_dir() or (Path("runs") / words).is_dir():
-        raise ConfigError(f"{words} has no {' or '.join(FILE_NAMES)}; {_remedy()}")
+        raise ConfigError(f"{words} has no {' or '.join(names)}; {_remedy(names)}")
     raise ConfigError(f"there is no file or run {words!r}.")
 
 
-def _remedy() -> str:
-    return "train with the callback ParameterNormLogger or GradNormLogger."
+def _remedy(names: list[str]) -> str:
+    return f"train with the callback {' or '.join(FILE_NAMES[name][0] for name in names)}."

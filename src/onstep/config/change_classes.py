@@ -79,6 +79,7 @@ SAFE = (
                 "mlflow_run_name",
                 "mlflow_tracking_uri",
                 "mlflow_tags",
+                "mlflow_description",
                 "comet_project",
                 "comet_experiment_name",
                 "comet_workspace",

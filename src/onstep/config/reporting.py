@@ -23,9 +23,9 @@ class LoggerConfig(ConfigPart):
     """Where the journal and trackers write; None is the run's folder."""
     log_progress: bool = False
     """Append starts and saves to `progress.txt` in the folder of the checkpoints."""
-    report_to: list[str] | None = None
-    """Trackers for the metrics of the journal: csv, tensorboard, wandb, mlflow, comet, trackio; read by `onstep train`
-    and `Trainer`."""
+    report_to: list[str] | str | None = None
+    """Trackers for the metrics of the journal, one or a list: csv, tensorboard, wandb, mlflow, comet, trackio; read by
+    `onstep train` and `Trainer`."""
     log_params_norm: bool = False
     """Report the L2 norm of all parameters."""
     log_throughput: bool = False
@@ -76,6 +76,8 @@ class LoggerConfig(ConfigPart):
     """MLflow's store; None is `mlruns` in the run's folder."""
     mlflow_tags: dict[str, str] | None = None
     """Tags of the MLflow run."""
+    mlflow_description: str | None = None
+    """Note of the MLflow run."""
     comet_project: str | None = None
     """Comet project that Megatron Bridge's tags go to; None writes none."""
     comet_experiment_name: str | None = None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from onstep.errors import ConfigError
 from onstep.journal import Journal, JournalHeldError, align, fork, numbered_name, read_records, set_aside
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -23,7 +25,8 @@ class JsonLogWriter:
     this writer's state from a checkpoint, or at a step > 0) continues its file; what was written after the checkpoint
     is kept aside in ``<name>.branch-<n>.json``. A run that starts from another run's checkpoint begins with that run's
     records. A run that begins where a file exists moves that one to ``<name>.<n>.json``. A file that is no journal is
-    renamed, never overwritten. Where another live run writes the file, this one takes the next ``<name>.<n>.json``.
+    renamed, never overwritten, and so is a folder of that name. Where another live run writes the file, this one takes
+    the next ``<name>.<n>.json``.
 
     Only one rank of a run may write.
 
@@ -56,27 +59,36 @@ class JsonLogWriter:
         Args:
             logging_dir: Folder of a file that begins here; a file that is continued stays where it is.
             step: Optimizer steps that are done; 0 begins a run.
+
+        Raises:
+            ConfigError: when the file cannot be written.
         """
         self.close()
-        path = self._path_to_train(Path(logging_dir) / self.file_name)
-        try:
-            self._make_ready(path, step)
-            self._open(path)
-        except JournalHeldError as error:
-            self._open_own(path, error)
+        with _naming(logging_dir):
+            path = self._path_to_train(Path(logging_dir) / self.file_name)
+            try:
+                self._make_ready(path, step)
+                self._open(path)
+            except JournalHeldError as error:
+                self._open_own(path, error)
         self._resume_step = None
 
     def reopen(self, logging_dir: str | Path) -> None:
-        """Open the file as it is, to add what belongs to no training, such as an evaluation alone."""
+        """Open the file as it is, to add what belongs to no training, such as an evaluation alone.
+
+        Raises:
+            ConfigError: when the file cannot be written.
+        """
         if self.is_open:
             return
-        path = Path(logging_dir) / self.file_name
-        if self.path is not None and self.path.exists():
-            path = self.path
-        try:
-            self._open(path)
-        except JournalHeldError as error:
-            self._open_own(path, error)
+        with _naming(logging_dir):
+            path = Path(logging_dir) / self.file_name
+            if self.path is not None and self.path.exists():
+                path = self.path
+            try:
+                self._open(path)
+            except JournalHeldError as error:
+                self._open_own(path, error)
 
     def write_record(self, step: int, epoch: float, data: Mapping[str, Any]) -> None:
         """Append a record; when this returns, it is in the file. Nothing happens while the writer is closed.
@@ -191,6 +203,17 @@ class JsonLogWriter:
             if not had_to_wait:
                 logger.warning("%s cannot be written (%s); its records wait in memory", self.path, error)
             del self._unwritten[:-MOST_WAITING]
+
+
+@contextmanager
+def _naming(logging_dir: str | Path) -> Iterator[None]:
+    """Say which setting is to be changed where a file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"logging_dir {logging_dir} cannot be written ({error}); choose another logging_dir, or make it writable."
+        ) from error
 
 
 def logging_dir_of(args: Any) -> Path | None:

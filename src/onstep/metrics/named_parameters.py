@@ -99,6 +99,7 @@ def _plain(name: str) -> str:
 def _why_not(parameter: Tensor) -> str | None:
     if parameter.is_meta:
         return "on the meta device"
-    if not (parameter.is_floating_point() or parameter.is_complex()):
+    is_packed = str(parameter.dtype).startswith("torch.float4")  # two numbers a byte, which torch cannot read
+    if is_packed or not (parameter.is_floating_point() or parameter.is_complex()):
         return f"of type {str(parameter.dtype).removeprefix('torch.')}"
     return None

@@ -1,6 +1,6 @@
 """Spectral norms, the largest singular values of weight matrices, from a few products with each matrix.
 
-An iteration multiplies a vector by the matrix and its transpose, as power iteration does; but where that keeps the last
+An iteration multiplies a vector by the matrix and its adjoint, as power iteration does; but where that keeps the last
 vector only, the norm is taken over all vectors that were met (Golub-Kahan bidiagonalisation), which the same products
 bring much closer to the truth, also where several singular values are close to the largest. Iterations are added until
 the estimate has settled.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ class SpectralNorms:
     A parameter of more dimensions than two is taken as a matrix ``(shape[0], -1)``; of one with fewer the norm is its
     largest absolute value. The first measurement uses `2 * num_steps` iterations, later ones start from the singular
     vectors found before, mixed with other directions, and use `num_steps`; both add iterations until the estimate has
-    settled. Within 1 % of an exact decomposition, commonly within 0.1 %, and never above it but for rounding.
+    settled. Within 1 % of an exact decomposition, commonly within 0.1 %, and never above it but for rounding. Of a
+    matrix with an infinite element it is infinite, of one with a NaN it is NaN.
 
     Start vectors come from generators of their own, seeded by the parameter's name: no other random number changes, and
     the same weights with the same state give the same norms.
@@ -50,12 +52,11 @@ class SpectralNorms:
         num_steps: iterations of a later measurement; each is two products with the matrix.
 
     Raises:
-        ConfigError: `num_steps` is less than 1.
+        ConfigError: `num_steps` is less than 1, or no whole number.
     """
 
     def __init__(self, num_steps: int = 10) -> None:
-        if num_steps < 1:
-            raise ConfigError(f"num_steps must be >= 1, got {num_steps}; 10 is the default")
+        require_count("num_steps", num_steps)
         self.num_steps = num_steps
         self._vectors: dict[str, Tensor] = {}
 
@@ -108,14 +109,17 @@ class _Batch:
         self._parameters = [matrices[name] for name in names]
         self._rows, self._columns = _shape(self._parameters[0])
         first = self._parameters[0]
-        self._dtype = torch.promote_types(first.dtype, torch.float32)
-        known = {name: starts[name] for name in names if name in starts and starts[name].shape == (self._rows,)}
+        self._dtype = _working_type(first.dtype)
+        known = {name: starts[name] for name in names if name in starts and self._fits(starts[name])}
         self._is_cold = len(known) < len(names)
         self._left = _starts(names, self._rows, known, self._dtype, first.device)[:, None]
         """Orthonormal vectors, (num_matrices, iterations + 1, rows); a zero one where the space is exhausted."""
         self._right = self._left.new_zeros(len(names), 0, self._columns)
         self._alphas = self._betas = self._left.new_zeros(len(names), 0, dtype=torch.float64)
         self._coefficients = torch.zeros(0)
+
+    def _fits(self, start: Tensor) -> bool:
+        return start.shape == (self._rows,) and start.is_complex() == self._dtype.is_complex
 
     def next_iterations(self, num_steps: int) -> int:
         """How many iterations come now: what the caller wants at first, then as many as there were."""
@@ -125,17 +129,19 @@ class _Batch:
 
     def iterate(self, count: int) -> None:
         """Extend the bidiagonal forms by `count` iterations: ``A V_k = U_(k+1) B_k``. Nothing is read."""
-        matrices, scale = self._scaled_matrices()
+        matrices, largest, scale = self._scaled_matrices()
         done = self._right.shape[1]
         self._left = _extended(self._left, count)
         self._right = _extended(self._right, count)
         self._alphas, self._betas = _extended(self._alphas, count), _extended(self._betas, count)
         for step in range(done, done + count):
-            image = torch.bmm((self._left[:, step] * scale).unsqueeze(1), matrices).squeeze(1) * scale
+            left = self._left[:, step].conj() * scale
+            image = torch.bmm(left.unsqueeze(1), matrices).squeeze(1).conj() * scale
             self._alphas[:, step] = self._append(self._right, step, image)
             image = torch.bmm(matrices, (self._right[:, step] * scale).unsqueeze(2)).squeeze(2) * scale
             self._betas[:, step] = self._append(self._left, step + 1, image)
-        self._scale = scale.squeeze(1).to(torch.float64)
+        self._scale = torch.where(largest.isfinite(), scale, largest).squeeze(1).to(torch.float64)
+        """The factor; of a matrix with elements that are not finite, what its norm is instead."""
 
     def recurrence(self) -> Tensor:
         """What the host needs to know, (num_matrices, 2 * iterations + 1) float64 on the device.
@@ -158,25 +164,29 @@ class _Batch:
         before = torch.linalg.matrix_norm(_bidiagonal(alphas[:, :half], betas[:, :half]), 2)
         has_settled = half < count and bool(((largest - before <= TOLERANCE * largest) | ~is_finite).all())
         self.is_settled = has_settled or count == self._most()
-        norms = (largest / scale.squeeze(1).square()).where(is_finite, math.nan)
+        instead = recurrence[:, -1].where(~recurrence[:, -1].isfinite(), math.nan)
+        scale = scale.squeeze(1)  # its square may leave the range of float64
+        norms = (largest / scale / scale).where(is_finite, instead)
         self.norms = dict(zip(self.names, norms.tolist(), strict=True))
 
     def left_vectors(self) -> dict[str, Tensor]:
-        """The left singular vector of each largest singular value, (rows,)."""
+        """The left singular vector of each largest singular value, (rows,), of a type that a checkpoint can hold."""
         coefficients = self._coefficients.to(self._left.device, self._dtype)
         found = torch.bmm(coefficients.unsqueeze(1), self._left).squeeze(1)
-        return {name: vector.clone() for name, vector in zip(self.names, found, strict=True)}
+        kept = torch.complex64 if found.is_complex() else found.dtype
+        return {name: vector.to(kept, copy=True) for name, vector in zip(self.names, found, strict=True)}
 
     def _most(self) -> int:
         return min(self._rows, self._columns, MOST_ITERATIONS)
 
-    def _scaled_matrices(self) -> tuple[Tensor, Tensor]:
-        """The matrices, (num_matrices, rows, columns), and the factor on each side that brings them near 1, (n, 1)."""
+    def _scaled_matrices(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The matrices, (num_matrices, rows, columns), and of each its largest absolute value, (num_matrices, 1), and
+        the factor on each side that brings it near 1."""
         matrices = [_matrix(parameter, self._dtype) for parameter in self._parameters]
         stacked = matrices[0][None] if len(matrices) == 1 else torch.stack(matrices)
         largest = torch.stack(torch._foreach_norm(matrices, math.inf))[:, None]
         is_usable = largest.isfinite() & (largest > 0)
-        return stacked, torch.where(is_usable, largest, 1.0).rsqrt()
+        return stacked, largest, torch.where(is_usable, largest, 1.0).rsqrt()
 
     def _append(self, basis: Tensor, place: int, image: Tensor) -> Tensor:
         """Put what is new in `image` into the basis as its vector `place`; its length, (num_matrices,) float64.
@@ -185,13 +195,28 @@ class _Batch:
         """
         length_before = _lengths(image)
         for _ in range(2):
-            image = image - torch.bmm(torch.bmm(basis, image.unsqueeze(2)).transpose(1, 2), basis).squeeze(1)
+            image = image - torch.bmm(torch.bmm(basis.conj(), image.unsqueeze(2)).transpose(1, 2), basis).squeeze(1)
         length = _lengths(image)
         is_new = ~(length <= 1e-6 * length_before)  # NaN counts as new, so that it is seen
         length = torch.where(is_new, length, 0.0)
         inverse = torch.where(length == 0, 0.0, length.reciprocal())
         basis[:, place] = image * inverse[:, None].to(image.dtype)
         return length
+
+
+def require_count(name: str, value: Any) -> None:
+    """Refuse what is no number of iterations.
+
+    Raises:
+        ConfigError: `value` is less than 1, or no whole number.
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < 1:
+        raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}; 10 is the default")
+
+
+def _working_type(dtype: torch.dtype) -> torch.dtype:
+    """The type to compute in: at least float32; torch promotes no float8."""
+    return torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
 
 
 def _batches(matrices: Mapping[str, Tensor]) -> list[list[str]]:
@@ -258,5 +283,7 @@ def _extended(basis: Tensor, count: int) -> Tensor:
 
 
 def _lengths(vectors: Tensor) -> Tensor:
+    if vectors.is_complex():
+        vectors = torch.view_as_real(vectors.resolve_conj()).flatten(1)
     lengths: Tensor = torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float64)
     return lengths

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from onstep.config.part import nearest
 from onstep.errors import ConfigError
 from onstep.models.generation import generate
+from onstep.models.sampling import Sampling
 from onstep.models.transformer import Transformer
 
 _OWN_OPTIONS = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")
@@ -28,19 +29,38 @@ def can_generate(model: Any) -> bool:
 
 
 def check_options(model: Any, options: Mapping[str, Any]) -> None:
-    """Refuse generation options that `model` would ignore.
+    """Refuse generation options that `model` does not have, and for our transformer values that it cannot work with.
 
     Raises:
-        ConfigError: naming the nearest one there is.
+        ConfigError: naming the nearest option there is, or the value and its rule.
     """
     if not is_own(model):
-        return  # transformers looks through them itself
+        _check_their_options(options)
+        return
     for name in options:
         if name not in _OWN_OPTIONS:
-            near = difflib.get_close_matches(name, _OWN_OPTIONS, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"generation option {name!r} is not one of the built-in transformer's: {', '.join(_OWN_OPTIONS)}.{hint}"
+                f"generation option {name!r} is not one of the built-in transformer's: {', '.join(_OWN_OPTIONS)}."
+                f"{nearest(name, list(_OWN_OPTIONS))}"
+            )
+    length = options.get("max_new_tokens", 1)
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise ConfigError(f"generation option max_new_tokens must be a whole number >= 1, got {length!r}.")
+    try:
+        Sampling(**_sampling_of(options))
+    except TypeError as error:
+        raise ConfigError(f"generation options must be numbers, got {dict(options)!r}: {error}.") from error
+
+
+def _check_their_options(options: Mapping[str, Any]) -> None:
+    """Refuse names that a `transformers.GenerationConfig` would keep, and nothing would read."""
+    from transformers import GenerationConfig
+
+    known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]  # type: ignore[no-untyped-call]
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                f"generation option {name!r} is not one of transformers.GenerationConfig.{nearest(name, known)}"
             )
 
 
@@ -112,11 +132,7 @@ def _continue_with_ours(
     seed: int,
 ) -> list[tuple[str, str]]:
     """One prompt after the other: they differ in length, and our cache has no padding."""
-    sampling: dict[str, Any] = {
-        name: options[name] for name in ("top_k", "top_p", "repetition_penalty") if name in options
-    }
-    sampling["temperature"] = options.get("temperature", 1.0) if options.get("do_sample", False) else 0.0
-    sampling["top_k"] = sampling.get("top_k") or None  # 0 restricts nothing, as in transformers
+    sampling = _sampling_of(options)
     texts = []
     for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
         out = generate(
@@ -129,6 +145,17 @@ def _continue_with_ours(
         )
         texts.append((prompt, decode_new(tokenizer, out[0, len(row) :].tolist())))
     return texts
+
+
+def _sampling_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of our `Sampling` for options of `transformers`."""
+    names = ("temperature", "top_k", "top_p", "repetition_penalty")
+    sampling = {name: options[name] for name in names if options.get(name) is not None}
+    if not options.get("do_sample", False):
+        sampling["temperature"] = 0.0
+    if sampling.get("top_k") == 0:  # restricts nothing, as in transformers
+        del sampling["top_k"]
+    return sampling
 
 
 def _continue_with_theirs(

@@ -3,7 +3,7 @@
 from onstep.sinks.metric_sink import MetricSink, Point, RunIdentity
 from onstep.sinks.points import RecentPoints, RunPoints, numbers_of, plain_point, points_for
 from onstep.sinks.refill import path_id, recorded_run, replay, run_record
-from onstep.sinks.sink_names import SINKS, make_sink, tracker_name, tracker_names
+from onstep.sinks.sink_names import SINKS, check_sink, make_sink, tracker_name, tracker_names
 from onstep.sinks.sink_queue import SinkQueue
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "RunIdentity",
     "RunPoints",
     "SinkQueue",
+    "check_sink",
     "make_sink",
     "numbers_of",
     "path_id",

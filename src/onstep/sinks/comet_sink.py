@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from onstep.sinks.comet_archive import Segment, finish_segments
 from onstep.sinks.metric_sink import RunIdentity
-from onstep.sinks.tracker_run import id_state, require_package, tracker_id
+from onstep.sinks.tracker_run import id_state, plain_name, require_package, tracker_id
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -29,14 +31,18 @@ _NOTHING_AUTOMATIC: dict[str, Any] = {
     "auto_log_co2": False,
 }
 
+_CONSTRUCTION = threading.Lock()
+"""Held while an experiment is made, by whichever sink of this process."""
+
 
 class CometSink:
-    """An experiment in Comet.
+    """An experiment in Comet; others of this process, also the user's own, go on beside it.
 
     Without an API key (`COMET_API_KEY`, or Comet's own configuration file) or with `COMET_START_ONLINE=0`, it is kept
     in archives for `comet upload`. A run that continues has the same experiment key; offline, each process leaves one
-    archive, whose first point is that after the checkpoint. The archive of a process that was killed is made by the
-    process that continues the run, from what was written until then.
+    archive. That begins with the points which a kill might have taken from the one before
+    (`RunIdentity.last_points`), so a step may have several values, of which the newest counts. The archive of a process
+    that was killed is made by the process that continues the run, from what was written until then.
 
     Args:
         project: Comet project; None is `COMET_PROJECT_NAME`, else "onstep".
@@ -82,7 +88,8 @@ class CometSink:
         self._key = tracker_id(run, state, r"[A-Za-z0-9]{32,50}")
         asked = self.online if self.online is not None else get_config("comet.start.online")
         has_key = bool(get_config("comet.api_key"))
-        self._experiment = self._start_online() if has_key and asked is not False else self._start_offline(run)
+        with _others_untouched():
+            self._experiment = self._start_online() if has_key and asked is not False else self._start_offline(run)
         self._experiment.set_name(self.run_name or run.name)
         if self.tags:
             self._experiment.add_tags(list(self.tags))
@@ -91,11 +98,11 @@ class CometSink:
 
     def log(self, metrics: Mapping[str, float], step: int, timestamp: float) -> None:
         """Add a point to each metric; Comet stamps it with the time of its arrival."""
-        self._experiment.log_metrics(dict(metrics), step=step)
+        self._experiment.log_metrics({plain_name(name): value for name, value in metrics.items()}, step=step)
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Log the text, with its tag as metadata."""
-        self._experiment.log_text(text, step=step, metadata={"tag": tag})
+        self._experiment.log_text(text, step=step, metadata={"tag": plain_name(tag)})
 
     def state_dict(self) -> dict[str, Any]:
         """The experiment's key."""
@@ -150,6 +157,21 @@ class CometSink:
         )
         logger.info("comet: offline, recording in %s; to send the run: comet upload %s/*.zip", folder, folder)
         return experiment
+
+
+@contextmanager
+def _others_untouched() -> Iterator[None]:
+    """Let an experiment be made here without ending another one: Comet's constructor ends the global one."""
+    from comet_ml.config import config_api
+
+    comet: Any = config_api  # parts of it have no types
+    with _CONSTRUCTION:
+        before = comet.get_global_experiment()
+        comet.set_global_experiment(None)
+        try:
+            yield
+        finally:
+            comet.set_global_experiment(before)
 
 
 def _offline_class(segment: Path) -> Any:

@@ -80,7 +80,7 @@ class CsvTable:
 
     def _rows(self) -> Iterator[_Row]:
         with self.path.open(encoding="utf-8", newline="") as file:
-            next(file)
+            file.readline()
             for line in file:
                 if line.endswith("\n"):
                     row = dict(zip(self._columns, line.rstrip("\r\n").split(","), strict=False))
@@ -99,11 +99,20 @@ class CsvTable:
             merged.update({name: cell for name, cell in row.items() if cell})
 
     def _kept_lines(self) -> Iterator[str]:
-        """The lines before those of the last step, as they are."""
+        """The lines before those of the last step, as they are.
+
+        Raises:
+            OnstepError: when the file is shorter than what was written here.
+        """
         with self.path.open(encoding="utf-8", newline="") as file:
-            position = len(next(file).encode())
+            position = len(file.readline().encode())
             while position < self._last_offset:
-                line = next(file)
+                line = file.readline()
+                if not line:
+                    raise OnstepError(
+                        f"{self.path} ends at byte {position} instead of {self._last_offset}: something else has "
+                        f"replaced it. Two writers cannot share a table; give each a path of its own."
+                    )
                 position += len(line.encode())
                 yield line
 

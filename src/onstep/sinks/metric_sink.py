@@ -33,9 +33,10 @@ class RunIdentity:
     start_step: int = 0
     """Step that this process continues from; 0 for a fresh run."""
     last_points: tuple[Point, ...] = ()
-    """What the checkpoint that is continued had reported last, and what a kill might have taken from the tracker; whole
-    steps. Sinks with `takes_back` write these again and drop everything else from that step on. The others are given
-    them again."""
+    """What the checkpoint that is continued had reported last, and what a kill might have taken from the tracker: whole
+    steps, of the last seconds before the checkpoint and whatever waited. Sinks with `takes_back` write these again and
+    drop everything else from that step on. The others are given them again, so their segment begins with these and not
+    exactly at `start_step`."""
     adds_only: bool = False
     """An evaluation outside of training: nothing that is there is replaced or taken back."""
 
@@ -54,9 +55,10 @@ class MetricSink(Protocol):
     name: str
     """What messages and checkpoints call it: "wandb"."""
     takes_back: bool
-    """Whether points can be replaced: such a sink sees to `RunIdentity.last_points` itself."""
+    """Whether points can be replaced: such a sink sees to `RunIdentity.last_points` itself. May be left out: False."""
     keeps_names: bool
-    """True: gets the journal's names (`loss`, `eval_loss`); False: `train/loss`, `eval/loss`, `test/loss`."""
+    """True: gets the journal's names (`loss`, `eval_loss`); False: `train/loss`, `eval/loss`, `test/loss`. May be left
+    out: False."""
 
     def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
         """Begin or continue the run in the tracker; `state` is `state_dict()` of the checkpoint, {} for a fresh run."""

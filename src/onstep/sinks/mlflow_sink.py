@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from onstep.sinks.metric_sink import RunIdentity
@@ -21,6 +23,9 @@ SEGMENTS_TAG = "onstep.segments"
 """Tag with the steps that the run was started and continued from: '0, 10, 20'."""
 
 _STATUS = {"completed": "FINISHED", "stopped": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
+
+_LOCAL_STORE = threading.Lock()
+"""Held while a sink of this process looks up or makes what it needs in a folder: MLflow reads half-made experiments."""
 
 Item = TypeVar("Item")
 
@@ -83,11 +88,12 @@ class MlflowSink:
 
         self._identity, self._waiting = run, []
         self._interval = (0.0 if is_local else 1.0) if self.flush_seconds is None else self.flush_seconds
-        self._client = MlflowClient(tracking_uri=uri)
-        self._id = self._find(run, state)
-        if self._id is None:
-            created = self._client.create_run(self._experiment_id(), run_name=self.run_name or run.name)
-            self._id = str(created.info.run_id)
+        with _LOCAL_STORE if is_local else nullcontext():
+            self._client = MlflowClient(tracking_uri=uri)
+            self._id = self._find(run, state)
+            if self._id is None:
+                created = self._client.create_run(self._experiment_id(), run_name=self.run_name or run.name)
+                self._id = str(created.info.run_id)
         self._client.update_run(self._id, status="RUNNING")
         self._describe(run)
         self._last_flush = self.clock()
@@ -129,7 +135,18 @@ class MlflowSink:
     def _experiment_id(self) -> str:
         name = self.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "onstep"
         found = self._client.get_experiment_by_name(name)
-        return str(self._client.create_experiment(name) if found is None else found.experiment_id)
+        return str(self._new_experiment(name) if found is None else found.experiment_id)
+
+    def _new_experiment(self, name: str) -> str:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return str(self._client.create_experiment(name))
+        except MlflowException:
+            found = self._client.get_experiment_by_name(name)
+            if found is None:
+                raise
+            return str(found.experiment_id)  # somebody else made it in the meantime
 
     def _find(self, run: RunIdentity, state: Mapping[str, Any]) -> str | None:
         """The id of this run's MLflow run: from the checkpoint, else by its tag; None where there is none yet."""

@@ -9,20 +9,18 @@ from typing import Any
 from onstep.sinks.metric_sink import Point
 from onstep.sinks.sink_names import tracker_names
 
-_MOST_KEPT = 2000
-"""Records that are kept for a checkpoint at the most."""
-_KEPT_SECONDS = 60.0
 SETTLING_SECONDS = 2.0
 """After this time a tracker has written what it was given; W&B, Trackio and MLflow take up to a second."""
 
 
 class RecentPoints:
-    """The newest points of a run, for checkpoints: what a kill might take from a tracker is among them."""
+    """The newest points of a run, for checkpoints: what a kill might take from a tracker is among them.
+
+    It grows until it is told, by `forget`, how much of it still waits for a tracker.
+    """
 
     def __init__(self, points: Iterable[Point] = ()) -> None:
-        self._points: deque[Point] = deque()
-        for point in points:
-            self.add(point)
+        self._points: deque[Point] = deque(points)
 
     @property
     def last(self) -> tuple[Point, ...]:
@@ -42,7 +40,7 @@ class RecentPoints:
     def unsettled(self, num_waiting: int = 0) -> tuple[Point, ...]:
         """The points that a kill might take from a tracker, always of whole steps.
 
-        Those of the last step, of the seconds before it, and as many as still wait in a queue.
+        Those of the last step, of the seconds before it, and as many as still wait in a queue, whatever their age.
         """
         points = self.kept
         if not points:
@@ -55,15 +53,29 @@ class RecentPoints:
         return points[first:]
 
     def add(self, point: Point) -> None:
-        """Take up a point, and let go of what is old, step by step; of one step with very many points, the first."""
+        """Take up a point."""
         self._points.append(point)
-        oldest = point.timestamp - _KEPT_SECONDS
-        while self._points[0].step != point.step and (
-            len(self._points) > _MOST_KEPT or self._points[0].timestamp < oldest
-        ):
-            self._points.popleft()
-        while len(self._points) > _MOST_KEPT:
-            self._points.popleft()
+
+    def forget(self, num_waiting: int) -> None:
+        """Let go of what is settled, step by step: see `unsettled`."""
+        while self._points and (size := self._settled_at_front(num_waiting)):
+            for _ in range(size):
+                self._points.popleft()
+
+    def _settled_at_front(self, num_waiting: int) -> int:
+        """How many points the first step has, where all of them are settled; else 0."""
+        first, newest = self._points[0], self._points[-1]
+        if first.step == newest.step or len(self._points) <= num_waiting:
+            return 0
+        young = newest.timestamp - SETTLING_SECONDS
+        size = 0
+        for point in self._points:
+            if point.step != first.step:
+                break
+            if point.timestamp >= young:
+                return 0
+            size += 1
+        return size if len(self._points) - size >= num_waiting else 0
 
 
 class RunPoints:
@@ -98,7 +110,7 @@ class RunPoints:
 
 def plain_point(point: Point) -> dict[str, Any]:
     """A point as a checkpoint keeps it, the arguments of `Point`; reads what is still on a device."""
-    metrics = {name: one if isinstance(one, (int, float)) else float(one) for name, one in point.metrics.items()}
+    metrics = {name: plain_number(one) for name, one in point.metrics.items()}
     return {"metrics": metrics, "step": point.step, "timestamp": point.timestamp}
 
 
@@ -109,17 +121,31 @@ def points_for(keeps_names: bool, points: Iterable[Point]) -> tuple[Point, ...]:
     return tuple(pair[0] if keeps_names else pair[1] for pair in pairs)
 
 
+def plain_number(value: Any) -> int | float:
+    """A number of Python's own types, also for their subclasses (`np.float64`) and for what is still on a device."""
+    return int(value) if isinstance(value, int) else float(value)
+
+
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers of a record; of a list (one entry a rank) the largest, and 0-d tensors as they are."""
     found = {name: _number(value) for name, value in metrics.items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
+def read_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics that are numbers; reads those that are still on a device."""
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            numbers[name] = plain_number(value)
+        except (TypeError, ValueError):
+            continue
+    return numbers
+
+
 def _number(value: Any) -> Any:
-    if isinstance(value, bool):
-        return int(value)
     if isinstance(value, (int, float)):
-        return value
+        return plain_number(value)
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         numbers = [one for one in map(_number, value) if one is not None]
         return max(numbers) if numbers else None

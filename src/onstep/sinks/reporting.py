@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from onstep.config import ConfigContainer
+from onstep.config import ConfigContainer, LoggerConfig
 from onstep.config.trackers import ALL, DEFAULT_PROJECT, TRACKERS, tracker_list
 from onstep.errors import ConfigError
 from onstep.sinks.metric_sink import MetricSink
 from onstep.sinks.sink_names import make_sink
 from onstep.sinks.tracker_run import is_installed
+
+_PROJECT = {"wandb": "project", "mlflow": "experiment", "comet": "project", "trackio": "project"}
+"""What the sink of a tracker calls the project."""
 
 
 def reporting_sinks(config: ConfigContainer) -> list[MetricSink]:
@@ -25,38 +28,42 @@ def reporting_sinks(config: ConfigContainer) -> list[MetricSink]:
     return [make_sink(name, **_options(name, config)) for name in names]
 
 
-def _options(name: str, config: ConfigContainer) -> dict[str, Any]:
-    """What the configuration says about a tracker; the rest is left to the sink's own defaults."""
-    logger, run_name = config.logger, config.trainer.get("run_name")
-    project = config.trainer.get("project", DEFAULT_PROJECT)
-    project = None if project == DEFAULT_PROJECT else project
+def tracker_options(name: str, logger: LoggerConfig) -> dict[str, Any]:
+    """What `logger` says about a tracker, as arguments of its sink; without what is unset, the sink's to choose."""
     options: dict[str, dict[str, Any]] = {
         "wandb": {
-            "project": project or logger.wandb_project,
-            "run_name": run_name or logger.wandb_exp_name,
+            "project": logger.wandb_project,
+            "run_name": logger.wandb_exp_name,
             "entity": logger.wandb_entity,
             "save_dir": logger.wandb_save_dir,
         },
         "mlflow": {
-            "experiment": project or logger.mlflow_experiment,
-            "run_name": run_name or logger.mlflow_run_name,
+            "experiment": logger.mlflow_experiment,
+            "run_name": logger.mlflow_run_name,
             "tracking_uri": logger.mlflow_tracking_uri,
             "tags": logger.mlflow_tags,
+            "description": logger.mlflow_description,
         },
         "comet": {
-            "project": project or logger.comet_project,
-            "run_name": run_name or logger.comet_experiment_name,
+            "project": logger.comet_project,
+            "run_name": logger.comet_experiment_name,
             "workspace": logger.comet_workspace,
             "tags": logger.comet_tags,
         },
-        "trackio": {
-            "project": project,
-            "run_name": run_name,
-            "space_id": config.trainer.get("trackio_space_id"),
-            "bucket_id": config.trainer.get("trackio_bucket_id"),
-        },
     }
     return {key: value for key, value in options.get(name, {}).items() if value is not None}
+
+
+def _options(name: str, config: ConfigContainer) -> dict[str, Any]:
+    """`tracker_options`, and before them what holds for every tracker: `trainer.project`, `trainer.run_name`."""
+    if name not in _PROJECT:
+        return {}
+    trainer = config.trainer
+    project = trainer.get("project", DEFAULT_PROJECT)
+    common = {_PROJECT[name]: None if project == DEFAULT_PROJECT else project, "run_name": trainer.get("run_name")}
+    if name == "trackio":
+        common |= {"space_id": trainer.get("trackio_space_id"), "bucket_id": trainer.get("trackio_bucket_id")}
+    return tracker_options(name, config.logger) | {key: value for key, value in common.items() if value}
 
 
 def has_sinks(callbacks: Iterable[Any]) -> bool:

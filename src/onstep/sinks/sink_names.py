@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from onstep.errors import ConfigError
@@ -44,6 +45,33 @@ def make_sink(name: str, **options: Any) -> MetricSink:
             f"The tracker {name!r} cannot be made with the options {sorted(options)}: {error}."
         ) from error
     return sink
+
+
+_METHODS = ("open", "log", "text", "state_dict", "close")
+
+
+def check_sink(sink: Any) -> None:
+    """Refuse an object that cannot be a tracker.
+
+    Raises:
+        ConfigError: for one without a name or without one of a sink's methods, and for a class.
+    """
+    if isinstance(sink, type):
+        raise ConfigError(f"{sink.__name__} is a class; give an object of it: {sink.__name__}(...).")
+    if not isinstance(getattr(sink, "name", None), str):
+        raise ConfigError(f"{sink!r} is no tracker: it has no `name`; give it a class attribute name = '...'.")
+    missing = [method for method in _METHODS if not callable(getattr(sink, method, None))]
+    if missing:
+        raise ConfigError(
+            f"{sink!r} is no tracker: it has no method {', '.join(missing)}; a sink has {', '.join(_METHODS)}."
+        )
+
+
+def how_to_fill(name: str, folder: Path) -> str:
+    """How the journal in a run's folder fills a tracker afterwards."""
+    journal = str(folder / "trainer_logs.json")
+    how = f"onstep logs replay {folder} --to {name}" if name in SINKS else f"onstep.sinks.replay({journal!r}, sink)"
+    return f"The journal is complete; to fill the tracker afterwards: {how}"
 
 
 def tracker_name(name: str) -> str:

@@ -8,45 +8,17 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from queue import SimpleQueue
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from onstep.sinks.circuit import CircuitBreaker
 from onstep.sinks.metric_sink import MetricSink, RunIdentity
+from onstep.sinks.points import read_numbers
+from onstep.sinks.sink_names import how_to_fill
+from onstep.sinks.sink_session import Session, Task
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Task:
-    """One call of the sink that waits for its turn."""
-
-    call: Callable[[], None]
-    is_point: bool = True
-    """Whether it may be dropped, and counts as such."""
-
-
-class _Session:
-    """The thread between one `open` and its `close`, and what waits for it."""
-
-    def __init__(self) -> None:
-        self.tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        self.thread: threading.Thread | None = None
-        """None where the system gave none."""
-        self.is_closing = False
-        self.is_abandoned = False
-        """`close` has waited long enough: points that still wait are not delivered any more."""
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether anybody takes what is handed over."""
-        return self.thread is not None and self.thread.is_alive()
-
-    @property
-    def num_left(self) -> int:
-        """Points that wait behind `begin_close`'s two last tasks."""
-        return max(self.tasks.qsize() - 2, 0)
 
 
 class SinkQueue:
@@ -62,6 +34,7 @@ class SinkQueue:
         capacity: Points and texts that wait at the most; of more, the newest are dropped.
         close_timeout: Seconds that `close` waits for what is still to be delivered.
         breaker: When a failing sink is tried again.
+        remedy: What the warning says of points that the sink misses; None is how the journal fills the sink.
     """
 
     def __init__(
@@ -71,16 +44,19 @@ class SinkQueue:
         close_timeout: float = 30.0,
         *,
         breaker: CircuitBreaker | None = None,
+        remedy: str | None = None,
     ) -> None:
         self.sink = sink
+        self._takes_back = bool(getattr(sink, "takes_back", False))
+        self._remedy = remedy
         self._capacity = capacity
         self._close_timeout = close_timeout
         self._breaker = breaker or CircuitBreaker()
         self._process = os.getpid()
-        self._session: _Session | None = None
-        self._last_session: _Session | None = None
+        self._session: Session | None = None
+        self._last_session: Session | None = None
         """Closed, but perhaps not ended yet."""
-        self._folder: object = None
+        self._folder = Path()
         self._is_sink_open = False
         self._to_open: Callable[[], None] | None = None
         """What opens the sink, until it has succeeded; like the flag before, only the thread looks at it."""
@@ -90,6 +66,7 @@ class SinkQueue:
         """Points dropped by the sink's thread."""
         self._state: dict[str, Any] = {}
         self._warnings = itertools.count()
+        self._state_warnings = itertools.count()
 
     @property
     def dropped(self) -> int:
@@ -103,8 +80,16 @@ class SinkQueue:
 
     @property
     def num_waiting(self) -> int:
-        """Calls that the sink has yet to take."""
-        return 0 if self._session is None else self._session.tasks.qsize() + 1
+        """The newest points that a kill might take: what the sink has yet to take, and took in the last seconds.
+
+        A sink that has not been opened yet has still to take its run's `last_points` too. Of a sink that takes nothing
+        for long, no more than it would be given again at the next start.
+        """
+        session = self._session
+        if session is None:
+            return 0
+        most = min(2 * self._capacity + session.num_again, 20 * self._capacity)
+        return min(session.deliveries.num_unsettled, most)
 
     @property
     def is_open(self) -> bool:
@@ -123,19 +108,16 @@ class SinkQueue:
             self._session = self._start()
         else:
             self._put_close(self._session, "preempted")
-        self._session.tasks.put(_Task(lambda: self._open_sink(run, dict(state)), is_point=False))
-        if not run.adds_only and not getattr(self.sink, "takes_back", False):
-            for point in run.last_points:
-                self.log(point.metrics, point.step, point.timestamp)
+        self._put_open(self._session, run, dict(state))
 
     def log(self, metrics: Mapping[str, Any], step: int, timestamp: float) -> None:
-        """Hand over the numbers of a step; 0-d tensors are read by the thread."""
+        """Hand over the numbers of a step; 0-d tensors are read by the thread. Without metrics, nothing is told."""
         metrics = dict(metrics)
-        self._offer(_Task(lambda: self.sink.log(_numbers(metrics), step, timestamp)))
+        self._offer(lambda: self._log(metrics, step, timestamp))
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Hand over a text."""
-        self._offer(_Task(lambda: self.sink.text(tag, text, step)))
+        self._offer(lambda: self.sink.text(tag, text, step))
 
     def state_dict(self) -> dict[str, Any]:
         """The sink's state after the last call that it finished; until then, what it was opened with."""
@@ -173,12 +155,12 @@ class SinkQueue:
         if self.dropped:
             logger.info("the tracker %r missed %d points", self.sink.name, self.dropped)
 
-    def _start(self) -> _Session:
+    def _start(self) -> Session:
         """A session with a thread of its own, which begins when the one before it has ended."""
         self._refused = self._lost = 0
-        self._warnings = itertools.count()
+        self._warnings, self._state_warnings = itertools.count(), itertools.count()
         self._breaker.succeeded()
-        session, previous = _Session(), self._last_session
+        session, previous = Session(), self._last_session
         thread = threading.Thread(
             target=self._work, args=(session, previous), name=f"sink-{self.sink.name}", daemon=True
         )
@@ -190,49 +172,73 @@ class SinkQueue:
             session.thread = thread
         return session
 
-    def _put_close(self, session: _Session, status: str) -> None:
-        session.tasks.put(_Task(lambda: self._close_sink(status), is_point=False))
+    def _put_open(self, session: Session, run: RunIdentity, state: dict[str, Any]) -> None:
+        """Let the sink be opened, and given again what an earlier process may have lost: beyond the capacity."""
+        points = () if run.adds_only else run.last_points
+        session.num_again = len(points)
+        number = session.deliveries.give(len(points) if self._takes_back else 0)
+        session.tasks.put(Task(lambda: self._open_sink(run, state), is_point=False, number=number))
+        for point in () if self._takes_back else points:
+            call = partial(self._log, dict(point.metrics), point.step, point.timestamp)
+            session.tasks.put(Task(call, number=session.deliveries.give()))
 
-    def _offer(self, task: _Task) -> None:
+    def _put_close(self, session: Session, status: str) -> None:
+        number = session.deliveries.num_given
+        session.tasks.put(Task(lambda: self._close_sink(status), is_point=False, number=number))
+
+    def _offer(self, call: Callable[[], None]) -> None:
         """Hand a point over, or drop it."""
         if self._process != os.getpid():
             return
         session = self._session
+        number = 0 if session is None else session.deliveries.give()
         if session is None or session.is_closing:
             self._refused += 1
         elif not session.is_alive:
             self._refused += 1
             self._warn("lost its thread")
-        elif session.tasks.qsize() >= self._capacity:
+        elif session.tasks.qsize() >= self._capacity + session.num_again:
             self._refused += 1
             self._warn(f"is slower than the run ({self._capacity} points wait for it)")
         else:
-            session.tasks.put(task)
+            session.tasks.put(Task(call, number=number))
 
     def _warn(self, what: str) -> None:
         """Say it once a session: what else goes wrong has the same remedy."""
         if next(self._warnings) > 0:
             return
         logger.warning(
-            "The tracker %r %s. What it misses is counted in `sink/dropped`; training goes on and the journal is "
-            "complete. To fill the tracker afterwards: onstep logs replay %s --to %s",
+            "The tracker %r %s. What it misses is counted in `sink/dropped`; training goes on. %s",
             self.sink.name,
             what,
-            self._folder,
+            self._remedy or how_to_fill(self.sink.name, self._folder),
+        )
+
+    def _warn_of_state(self, error: BaseException) -> None:
+        """Say it once a session: points are not touched by it."""
+        if next(self._state_warnings) > 0:
+            return
+        logger.warning(
+            "The tracker %r has a state that no checkpoint can hold (%s: %s); a run that continues hands it the state "
+            "before. Its state_dict() must give plain JSON values.",
             self.sink.name,
+            type(error).__name__,
+            error,
         )
 
     # In the sink's thread
 
-    def _work(self, session: _Session, previous: _Session | None) -> None:
+    def _work(self, session: Session, previous: Session | None) -> None:
         """Deliver task after task; a sink is never in two threads at once."""
         if previous is not None and previous.thread is not None:
             previous.thread.join()
         while (task := session.tasks.get()) is not None:
             if not (session.is_abandoned and task.is_point):
                 self._deliver(task)
+                if self._to_open is None or not self._takes_back:
+                    session.deliveries.take(task.number)
 
-    def _deliver(self, task: _Task) -> None:
+    def _deliver(self, task: Task) -> None:
         if task.is_point and not self._breaker.allows():
             self._lost += 1
             return
@@ -240,13 +246,23 @@ class SinkQueue:
             if task.is_point and self._to_open is not None:
                 self._open_now()
             task.call()
-            self._state = _plain(self.sink.state_dict())
         except BaseException as error:  # noqa: BLE001 - foreign code; whatever it does must not reach the training
             self._breaker.failed()
             self._lost += task.is_point
             self._warn(f"failed with {type(error).__name__}: {error}")
         else:
             self._breaker.succeeded()
+            self._keep_state()
+
+    def _keep_state(self) -> None:
+        try:
+            self._state = _plain(self.sink.state_dict())
+        except BaseException as error:  # noqa: BLE001 - foreign code, as in `_deliver`
+            self._warn_of_state(error)
+
+    def _log(self, metrics: Mapping[str, Any], step: int, timestamp: float) -> None:
+        if numbers := read_numbers(metrics):
+            self.sink.log(numbers, step, timestamp)
 
     def _open_sink(self, run: RunIdentity, state: dict[str, Any]) -> None:
         self._to_open = lambda: self.sink.open(run, state)
@@ -264,20 +280,6 @@ class SinkQueue:
         if self._is_sink_open:
             self._is_sink_open = False
             self.sink.close(status)
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics that are numbers; reads those that are still on a device."""
-    numbers: dict[str, float] = {}
-    for name, value in metrics.items():
-        if isinstance(value, (int, float)):
-            numbers[name] = value
-            continue
-        try:
-            numbers[name] = float(value)
-        except (TypeError, ValueError):
-            continue
-    return numbers
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,9 @@ PACKAGES = {
 }
 """By name of the tracker: the package that it takes; csv takes none."""
 
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
+"""Control characters, line ends, and halves of characters."""
+
 
 def is_installed(name: str) -> bool:
     """Whether the package of a tracker is there; it is not imported."""
@@ -51,6 +54,11 @@ def tracker_id(run: RunIdentity, state: Mapping[str, Any], pattern: str) -> str:
     if re.fullmatch(pattern, run.run_id):
         return run.run_id
     return hashlib.sha256(run.run_id.encode()).hexdigest()[:32]
+
+
+def plain_name(name: str) -> str:
+    """A metric's name without what W&B and Comet cannot show or send: control characters and line ends become "_"."""
+    return _UNPRINTABLE.sub("_", name)
 
 
 def id_state(run: RunIdentity | None, identity: str | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from onstep.sinks.metric_sink import RunIdentity
-from onstep.sinks.tracker_run import STEP_NAME, id_state, require_package, tracker_id
+from onstep.sinks.tracker_run import STEP_NAME, id_state, plain_name, require_package, tracker_id
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -25,8 +25,9 @@ class WandbSink:
 
     Without an API key (`WANDB_API_KEY`, or what `wandb login` stored) or with `WANDB_MODE=offline`, the run is kept in
     files for `wandb sync`; nobody is asked anything. A run that continues has the same W&B id and `resume="allow"`:
-    offline it is one folder more, whose first point is that after the checkpoint. The x axis of all curves is
-    `train/global_step`, because W&B's own count of points never goes back.
+    offline it is one folder more. That begins with the points which a kill might have taken from the one before
+    (`RunIdentity.last_points`), so a step may have several values, of which the newest counts. The x axis of all curves
+    is `train/global_step`, because W&B's own count of points never goes back.
 
     Args:
         project: W&B project; None is `WANDB_PROJECT`, else "onstep".
@@ -101,13 +102,14 @@ class WandbSink:
 
     def log(self, metrics: Mapping[str, float], step: int, timestamp: float) -> None:
         """Add a row to the run's history."""
-        self._run.log({**metrics, STEP_NAME: step, "_timestamp": timestamp})
+        named = {plain_name(name): value for name, value in metrics.items()}
+        self._run.log({**named, STEP_NAME: step, "_timestamp": timestamp})
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Show the text as preformatted HTML."""
         import wandb
 
-        self._run.log({tag: wandb.Html(f"<pre>{html.escape(text)}</pre>"), STEP_NAME: step})
+        self._run.log({plain_name(tag): wandb.Html(f"<pre>{html.escape(text)}</pre>"), STEP_NAME: step})
 
     def state_dict(self) -> dict[str, Any]:
         """The W&B id."""

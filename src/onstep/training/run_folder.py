@@ -23,7 +23,20 @@ Status = Literal["running", "completed", "stopped", "paused", "preempted", "fail
 """How a run stands: paused is left by `exit_interval` or `exit_duration_in_mins`, preempted by a signal, again by a
 Trainer that is about to start a new run in its own folder."""
 
-REPORTS = ("trainer_logs*.json", "metrics*.csv", "tensorboard", "wandb", "mlruns", "comet")
+EVENT_FILES = "events.out.tfevents.*"
+"""What TensorBoard's writers leave, in a folder of any name."""
+
+REPORTS = (
+    "trainer_logs*.json",
+    "gradient_norms*.json",
+    "parameter_norms*.json",
+    "metrics*.csv",
+    EVENT_FILES,
+    "tensorboard",
+    "wandb",
+    "mlruns",
+    "comet",
+)
 """What journals and trackers leave in a run's folder, perhaps before it is one."""
 
 FINISHED = ("completed", "stopped")
@@ -266,7 +279,15 @@ def _make_writable(folder: RunFolder) -> None:
 
 def _is_own(folder: RunFolder, path: Path) -> bool:
     """Whether a file is one that an evaluation before training leaves, so that the folder is still the run's."""
-    return path == folder.lock or any(path.match(pattern) for pattern in REPORTS)
+    return path == folder.lock or any(path.match(pattern) for pattern in REPORTS) or _holds_only_events(path)
+
+
+def _holds_only_events(path: Path) -> bool:
+    """Whether a folder has event files of TensorBoard, also in folders below, and nothing else."""
+    if not path.is_dir() or path.is_symlink():
+        return False
+    is_all = all(one.is_dir() or one.match(EVENT_FILES) for one in path.rglob("*"))
+    return is_all and any(path.rglob(EVENT_FILES))
 
 
 def _start(folder: RunFolder, config: ConfigContainer) -> None:

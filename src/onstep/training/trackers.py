@@ -14,6 +14,7 @@ from onstep.config import ConfigContainer
 from onstep.distributed import World
 from onstep.errors import ConfigError
 from onstep.sinks import Point, RecentPoints, RunIdentity, SinkQueue, make_sink, plain_point
+from onstep.sinks.reporting import tracker_options
 from onstep.sinks.tracker_run import require_package
 
 if TYPE_CHECKING:
@@ -28,6 +29,12 @@ on its axis, so two axes cannot share a folder."""
 
 CLOSE_TIMEOUT = 30.0
 """Seconds that the end of a run waits for all trackers together."""
+
+_REMEDY = (
+    "Megatron Bridge's tags are not in the journal, so these points cannot be refilled; `onstep logs replay` fills a "
+    "tracker with the journal's own metrics."
+)
+"""What there is to do about points that a tracker of these tags has missed."""
 
 _SWITCHES = {
     "tensorboard": "tensorboard_dir",
@@ -84,6 +91,7 @@ class TrackerLogger:
             step = max(self._recent.last_step, 0)
         self._recent.add(Point(dict(metrics), step, timestamp))
         self.queue.log(metrics, step, timestamp)
+        self._recent.forget(self.queue.num_waiting)
 
     def log_metric(self, name: str, value: Any, step: int | None = None) -> None:
         """Add a point to a curve."""
@@ -303,33 +311,16 @@ class Trackers:
 
     def _make(self, name: str) -> TrackerLogger:
         capacity = self._cfg.logger.tensorboard_queue_size
-        queue = SinkQueue(make_sink(name, **self._options(name)), capacity=capacity)
+        queue = SinkQueue(make_sink(name, **self._options(name)), capacity=capacity, remedy=_REMEDY)
         if name != "tensorboard":
             return TrackerLogger(queue, self._clock)
         folder = Path(self._cfg.logger.tensorboard_dir or "") / SAMPLES_FOLDER
-        return TensorBoardLogger(queue, SinkQueue(make_sink(name, log_dir=folder), capacity=capacity), self._clock)
+        over_samples = SinkQueue(make_sink(name, log_dir=folder), capacity=capacity, remedy=_REMEDY)
+        return TensorBoardLogger(queue, over_samples, self._clock)
 
     def _options(self, name: str) -> dict[str, Any]:
         logger = self._cfg.logger
-        options: dict[str, dict[str, Any]] = {
-            "tensorboard": {"log_dir": logger.tensorboard_dir},
-            "wandb": {
-                "project": logger.wandb_project,
-                "entity": logger.wandb_entity,
-                "dir": logger.wandb_save_dir,
-            },
-            "mlflow": {
-                "experiment": logger.mlflow_experiment,
-                "uri": logger.mlflow_tracking_uri,
-                "tags": logger.mlflow_tags,
-            },
-            "comet": {
-                "project": logger.comet_project,
-                "workspace": logger.comet_workspace,
-                "tags": logger.comet_tags,
-            },
-        }
-        return {key: value for key, value in options[name].items() if value is not None}
+        return {"log_dir": logger.tensorboard_dir} if name == "tensorboard" else tracker_options(name, logger)
 
     def _identity(self, name: str, start: int, adds_only: bool) -> RunIdentity:
         cfg = self._cfg

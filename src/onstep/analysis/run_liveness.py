@@ -23,10 +23,27 @@ def ending_of(log_path: Path) -> str | None:
     status = run_json.get("status")
     if status is not None and status not in _RUNNING:
         return f"the run {_VERBS.get(str(status), str(status))}"
-    lock = log_path.parent / ".run.lock"
-    if status is not None and _was_held_here(lock) and is_locked(lock) is False:
+    if status is not None and _is_held(log_path) is False:
         return "the run's process is gone without an end, as after a kill; the same command may continue it"
     return None
+
+
+def status_of(log_path: Path) -> str | None:
+    """How the run of a log stands, in a word or two; None where it has no run.json that says so.
+
+    For a run that never said that it ended: "killed" where its process is gone, "running" where it is there, and
+    "running or killed" where nothing tells, as on another machine than the one it ran on.
+    """
+    status = _read(log_path.parent / "run.json").get("status")
+    if status not in _RUNNING:
+        return None if status is None else str(status)
+    return {True: "running", False: "killed", None: "running or killed"}[_is_held(log_path)]
+
+
+def _is_held(log_path: Path) -> bool | None:
+    """Whether the run's process is there; None where nothing tells."""
+    lock = log_path.parent / ".run.lock"
+    return is_locked(lock) if _was_held_here(lock) else None
 
 
 def is_locked(path: Path) -> bool | None:

@@ -76,6 +76,22 @@ def test_it_goes_on_in_the_run_that_has_the_id_also_without_a_checkpoint(tmp_pat
     assert only_run(tmp_path)[1].data.tags["onstep.segments"] == "0, 4, 8"
 
 
+def test_a_metric_file_that_a_kill_left_empty_does_not_end_the_run(tmp_path: Path) -> None:
+    sink = MlflowSink()
+    sink.open(identity(tmp_path), {})
+    sink.log({"train/loss": 1.0}, 1, 1000.0)
+    state = sink.state_dict()
+    (metrics,) = (tmp_path / "mlruns").glob("*/*/metrics")
+    (metrics / "train" / "grad_norm").touch()
+    again = MlflowSink()
+    again.open(identity(tmp_path, start_step=1), state)
+    again.log({"train/loss": 2.0}, 2, 1001.0)
+    again.close("completed")
+    client, found = only_run(tmp_path)
+    assert found.info.run_id == state["id"]
+    assert mlflow_points(client, found, "train/loss") == [(1, 1.0), (2, 2.0)]
+
+
 def test_another_run_and_a_deleted_one_are_left_alone(tmp_path: Path) -> None:
     sink = MlflowSink()
     sink.open(identity(tmp_path), {})

@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
 from onstep.sinks.metric_sink import RunIdentity
 from onstep.sinks.mlflow_names import METRICS_PER_BATCH, PARAMETERS_PER_BATCH, metric_name, parameters
@@ -90,6 +92,8 @@ class MlflowSink:
         self._interval = (0.0 if is_local else 1.0) if self.flush_seconds is None else self.flush_seconds
         with _LOCAL_STORE if is_local else nullcontext():
             self._client = MlflowClient(tracking_uri=uri)
+            if is_local:
+                remove_torn_metrics(uri, run.run_id)
             self._id = self._find(run, state)
             if self._id is None:
                 created = self._client.create_run(self._experiment_id(), run_name=self.run_name or run.name)
@@ -180,6 +184,19 @@ class MlflowSink:
         self._client.log_batch(self._id, tags=[RunTag(key, value) for key, value in tags.items()])
         for batch in _batches(new, PARAMETERS_PER_BATCH):
             self._client.log_batch(self._id, params=batch)
+
+
+def remove_torn_metrics(uri: str, run_id: str) -> None:
+    """Remove the empty metric files that a kill has left in this run's folders of a local store.
+
+    MLflow makes a file before it writes the first point, and refuses to read a run that has an empty one.
+    """
+    root = Path(unquote(urlsplit(uri).path) if uri.startswith("file:") else uri)
+    for tag in root.glob(f"*/*/tags/{RUN_TAG}"):
+        if tag.read_text("utf-8").strip() == run_id:
+            for path in (tag.parents[1] / "metrics").rglob("*"):
+                if path.is_file() and path.stat().st_size == 0:
+                    path.unlink()
 
 
 def _batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:

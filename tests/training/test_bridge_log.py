@@ -379,7 +379,7 @@ def test_a_snapshot_is_written_also_without_train_metrics(
     log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": []})
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda **options: {"segments": []})
     profiling = log.state.cfg.profiling
     profiling.record_memory_history, profiling.profile_step_end = True, 2
     profiling.memory_snapshot_path = str(tmp_path / "memory.pickle")

@@ -218,6 +218,7 @@ def test_a_forked_process_does_not_set_the_flag(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_workers_survive_a_signal_to_the_process_group(tmp_path: Path, number: signal.Signals) -> None:
     with process("workers", tmp_path, "60", "ours") as running:
+        wait_for(tmp_path / "seen", running)  # the other worker has begun too
         worker = wait_for(tmp_path / "waiting", running)
         assert worker != running.pid
         os.killpg(running.pid, number)

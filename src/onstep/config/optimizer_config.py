@@ -1,0 +1,75 @@
+"""The parts of a configuration that say how weights are updated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onstep.config.part import ConfigPart
+
+
+@dataclass
+class OptimizerConfig(ConfigPart):
+    """The optimizer: AdamW (`adam`) or `sgd`."""
+
+    optimizer: str = "adam"
+    """adam (AdamW) | sgd"""
+    lr: float | None = None
+    """Largest learning rate."""
+    min_lr: float | None = None
+    """Where the schedule ends; None is 0."""
+    weight_decay: float = 0.01
+    """Decoupled decay of matrices; vectors do not decay."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.999
+    """Decay of the second moment."""
+    adam_eps: float = 1e-8
+    """Added to the denominator."""
+    sgd_momentum: float = 0.9
+    """Momentum of SGD."""
+    clip_grad: float | None = 1.0
+    """Largest global gradient norm; None or 0 does not clip. The norm is computed either way."""
+    loss_scale: float | None = None
+    """A constant loss scale for float16; None scales dynamically."""
+    initial_loss_scale: float = 2.0**32
+    """Where the dynamic loss scale starts."""
+    min_loss_scale: float = 1.0
+    """Where it ends falling: an overflow there is an anomaly."""
+    loss_scale_window: int = 1000
+    """Clean steps after which it doubles."""
+    hysteresis: int = 2
+    """Overflows after which it halves."""
+
+
+@dataclass
+class SchedulerConfig(ConfigPart):
+    """Learning rate and weight decay as a function of progress."""
+
+    lr_decay_style: str = "linear"
+    """constant | linear | cosine | inverse-square-root | WSD"""
+    lr_wsd_decay_style: str = "exponential"
+    """linear | cosine | exponential | minus_sqrt"""
+    lr_decay_iters: int | None = None
+    """Step at which the schedule ends; None is the run's last."""
+    lr_decay_samples: int | None = None
+    """The same in samples."""
+    lr_wsd_decay_iters: int | None = None
+    """Length of WSD's last phase in steps."""
+    lr_wsd_decay_samples: int | None = None
+    """The same in samples."""
+    lr_warmup_fraction: float | None = None
+    """Warm-up as a share of the schedule."""
+    lr_warmup_iters: int = 0
+    """Warm-up in steps."""
+    lr_warmup_samples: int = 0
+    """Warm-up in samples."""
+    lr_warmup_init: float = 0.0
+    """Learning rate at step 0 of the warm-up."""
+    start_weight_decay: float | None = None
+    """Weight decay at step 0; None is `optimizer.weight_decay`."""
+    end_weight_decay: float | None = None
+    """Weight decay at the end; None is `optimizer.weight_decay`."""
+    weight_decay_incr_style: str = "constant"
+    """constant | linear | cosine"""
+    max_steps: int | None = None
+    """Build the schedule for a run of this many steps (at least `train_iters`)."""

@@ -16,7 +16,8 @@ from typing import Any
 from onstep.config import ConfigContainer, ConfigPart, TrainingArguments
 from onstep.config.reserved_arguments import REASONS, ReservedArguments
 from onstep.events import MOMENTS
-from onstep.events.moments import Moment
+from onstep.events.moments import BY_NAME, Moment
+from onstep.training.order import STEP_ORDER, Work
 
 MARKER = re.compile(r"^<!-- generated: (.+?) -->$", re.MULTILINE)
 _TRAINING_FIELDS = ("optimizer", "scheduler", "train_dataloader", "eval_dataloader")
@@ -52,6 +53,19 @@ def moments_table() -> str:
     return _table(("Moment", "When it is told", "Has, beyond the common fields"), rows)
 
 
+def step_table() -> str:
+    """What happens in one step: the moments, and the loop's own work between them."""
+    rows = []
+    for entry in STEP_ORDER:
+        if isinstance(entry, Work):
+            when = re.sub(r"([a-z_]+\.[a-z_]+)", r"`\1`", entry.when)
+            rows.append((f"`{entry.name}`", f"{entry.what}.", when))
+        else:
+            moment = BY_NAME[entry]
+            rows.append((f"**{_names(moment)}**", f"{moment.when}.", "where somebody listens"))
+    return _table(("What", "What it does, or when it is told", "When"), rows)
+
+
 def configuration_tables() -> str:
     """Every key of `ConfigContainer`: a section and a table for each part, then the keys beside them."""
     sections, loose = [], []
@@ -83,6 +97,7 @@ def refused_table() -> str:
 
 GENERATED: dict[str, Callable[[], str]] = {
     "moments": moments_table,
+    "step": step_table,
     "configuration": configuration_tables,
     "arguments": argument_table,
     "refused arguments": refused_table,

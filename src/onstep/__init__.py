@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from onstep.errors import OnstepError
     from onstep.events import Callback, CallbackContext, CallbackManager, TrainerCallback, TrainerControl, TrainerState
     from onstep.trainer import Trainer
-    from onstep.training import pretrain
+    from onstep.training import finetune, pretrain
 
 _HOMES = {
     "Callback": "onstep.events",
@@ -32,6 +32,7 @@ _HOMES = {
     "TrainerControl": "onstep.events",
     "TrainerState": "onstep.events",
     "TrainingArguments": "onstep.config",
+    "finetune": "onstep.training",
     "pretrain": "onstep.training",
 }
 
@@ -50,6 +51,7 @@ __all__ = [
     "TrainerControl",
     "TrainerState",
     "TrainingArguments",
+    "finetune",
     "pretrain",
 ]
 

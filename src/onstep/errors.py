@@ -25,8 +25,16 @@ class AnomalyError(OnstepError, ArithmeticError):
     """A loss or gradient norm far above the last ones, or more skips or rollbacks than the configuration allows."""
 
 
+class ReplicaMismatchError(OnstepError, ArithmeticError):
+    """Ranks that must have the same weights have not; the message names the ranks and parameters that differ."""
+
+
 class CheckpointError(OnstepError):
     """A checkpoint that cannot be written, found, verified or loaded; the message says which and what to do."""
+
+
+class MissingWeightsError(CheckpointError, FileNotFoundError):
+    """Trained weights that a run is to start from are not where the configuration says."""
 
 
 class UnsupportedStateError(CheckpointError, TypeError):

@@ -12,7 +12,10 @@ from onstep import Callback
 
 
 class Struck(Callback):
-    """`{"event": ..., "number": ..., "signal": ...}`; without the file nothing happens."""
+    """`{"event": ..., "number": ..., "signal": ...}`; without the file nothing happens.
+
+    In place of a signal, with "straggler" the detection has found what it says, with "late" the time is over.
+    """
 
     def __init__(self) -> None:
         path = Path("strike.json")
@@ -22,7 +25,11 @@ class Struck(Callback):
     def _count(self, context: Any) -> None:
         if context.event == self._strike["event"]:
             self._told += 1
-            if self._told == self._strike["number"]:
+            if self._told == self._strike["number"] and "straggler" in self._strike:
+                context.state.exits.straggler = self._strike["straggler"]
+            elif self._told == self._strike["number"] and "late" in self._strike:
+                context.state.exits.deadline = 0.0
+            elif self._told == self._strike["number"]:
                 os.kill(os.getpid(), signal.Signals[self._strike["signal"]])
 
     on_data_init_start = on_train_start = on_step_begin = on_forward_backward_start = on_step_end = _count
@@ -37,3 +44,10 @@ class Struck(Callback):
     def _note(self, text: str) -> None:
         with Path("ends.txt").open("a") as file:
             file.write(text + "\n")
+
+
+class Heavy(Callback):
+    """Makes a small model count as a million times as large, so that its speed has digits in TFLOP/s."""
+
+    def on_train_start(self, context: Any) -> None:
+        context.state.flops_per_token *= 1e6

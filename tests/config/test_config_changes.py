@@ -30,6 +30,7 @@ from onstep.errors import ConfigError
 
 KEYS = list(to_flat(ConfigContainer()))
 ENTRIES = ["trainer.label_names", "trainer.remove_unused_columns"]
+TRIED = (7, 0.5, True, "other", ["model"], [7], [0.5], {"a": "b"}, [{"match": "a"}])
 OTHER = {"train.micro_batch_size": 2, "run.name": "other", "run.output_dir": "elsewhere"}
 
 
@@ -49,7 +50,7 @@ def other_value(value: Any) -> Any:
     if isinstance(value, bool):
         return not value
     if isinstance(value, list):
-        return [*value, *([7] if value and isinstance(value[0], int) else ["another"])]
+        return [*value, 7] if value and isinstance(value[0], int) else [*value, "another"] if value else None
     if isinstance(value, dict):
         return {**value, "ANOTHER": "1"}
     if isinstance(value, int | float):
@@ -58,10 +59,10 @@ def other_value(value: Any) -> Any:
 
 
 def changed(key: str) -> ConfigContainer:
-    """Today's configuration with one value set to another; the type of a None is found by trying."""
+    """Today's configuration with one value set to another; the type of a None or an empty list is found by trying."""
     today = started()
     value = other_value(to_flat(today)[key])
-    for candidate in (value,) if value is not None else (7, 0.5, True, "other", ["model"], {"a": "b"}):
+    for candidate in (value,) if value is not None else TRIED:
         try:
             merge(today, {key: candidate})
         except ConfigError:

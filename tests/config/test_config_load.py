@@ -34,10 +34,8 @@ def unlike(value: Any, annotation: Any, rng: random.Random) -> Any:
     """A value of the annotation that is not `value`."""
     kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
     kind = kinds[0] if get_origin(annotation) not in (list, dict) and kinds else annotation
-    if kind == list[int]:
-        return [rng.randrange(100), -1]
     if get_origin(kind) is list:
-        return rng.sample(TRICKY_TEXTS, 5)
+        return [unlike(None, item, rng) for item in get_args(kind) for _ in range(3)]
     if kind == dict[str, str]:
         return {"A_B": rng.choice(TRICKY_TEXTS), "C": "1"}
     if get_origin(kind) is dict:

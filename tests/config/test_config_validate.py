@@ -72,7 +72,7 @@ def test_a_plain_configuration_is_valid() -> None:
         ("model.seq_length=128", "dataset.seq_length=256 and model.seq_length=128 must be the same"),
         ("model.hidden_size=130", "model.hidden_size=130 must be a multiple of num_attention_heads=4"),
         ("model.num_query_groups=3", "must be a multiple of num_query_groups=3"),
-        ("model.kv_channels=7", "7 wide; rotary embeddings take an even width"),
+        ("model.kv_channels=7", "7 wide, and rotary embeddings take an even width"),
         ("dataset.split=90,5,5,1", "dataset.split='90,5,5,1' must be the shares"),
         ("dataset.split=0,50,50", "leaves nothing to train on"),
         ("tokenizer.tokenizer_type=huggingface", "tokenizer.tokenizer_model"),
@@ -118,13 +118,13 @@ def test_a_precision_has_two_spellings_and_one_meaning(spelling: str) -> None:
     assert resolve(config_with(mixed_precision=spelling)).mixed_precision == spelling.replace("-", "_")
 
 
-def test_a_warmup_longer_than_the_schedule_is_cut_with_a_warning() -> None:
-    config = config_with(scheduler__lr_warmup_iters=500)
+def test_a_warmup_as_long_as_the_schedule_is_cut_with_a_warning() -> None:
+    config = config_with(scheduler__lr_warmup_iters=100)
     with pytest.warns(UserWarning, match="warm-up") as warned:
         resolved = resolve(config)
     assert len(warned) == 1
     assert resolved.scheduler.lr_warmup_iters == 99
-    assert config.scheduler.lr_warmup_iters == 500
+    assert config.scheduler.lr_warmup_iters == 100
     validate(resolved)
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from onstep.config.parts import ModelConfig
+from onstep.config.parts import ConfigContainer, ModelConfig
 from onstep.errors import ConfigError
 from onstep.metrics import MFU_DEFINITION, model_flops_utilization, num_floating_point_operations
 from onstep.metrics.model_shape import ModelShape
-from onstep.models import build_transformer
+from onstep.models import Transformer, build_transformer
+from onstep.recipes import get_recipe
+from onstep.training.lora import add_lora
 
 DENSE = ModelConfig(num_layers=3, hidden_size=48, num_attention_heads=4, vocab_size=96, seq_length=32)
 GROUPED = ModelConfig(
@@ -28,11 +30,36 @@ GROUPED = ModelConfig(
     share_embeddings_and_output_weights=True,
     add_qkv_bias=True,
 )
+GPT = ModelConfig(
+    num_layers=2,
+    hidden_size=48,
+    num_attention_heads=4,
+    vocab_size=96,
+    seq_length=32,
+    normalization="LayerNorm",
+    position_embedding_type="learned_absolute",
+    gated_linear_unit=False,
+    activation_func="gelu_tanh",
+    add_bias_linear=True,
+    add_qkv_bias=True,
+)
+NORMED_HEADS = replace(DENSE, qk_layernorm=True, num_query_groups=1, kv_channels=16)
+EXPERTS = replace(
+    DENSE,
+    num_moe_experts=8,
+    moe_ffn_hidden_size=24,
+    moe_router_topk=3,
+    moe_grouped_gemm=False,  # FlopCounterMode has no formula for the grouped product
+)
+SHARED_EXPERT = replace(
+    EXPERTS, moe_layer_freq=[0, 1, 1], moe_shared_expert_intermediate_size=40, moe_shared_expert_gate=True
+)
+FURTHER_TOKENS = replace(DENSE, mtp_num_layers=2)
 
 
 @dataclass
 class MegatronModel:
-    """The fields of a model's configuration that a `ModelConfig` does not have yet, with Megatron's names."""
+    """A model's configuration of another library, with Megatron's names and fields that a `ModelConfig` has not."""
 
     num_layers: int = 4
     hidden_size: int = 8
@@ -58,22 +85,77 @@ class MegatronModel:
 
 def counted(config: ModelConfig, batch_size: int) -> int:
     """Matrix products of a forward and a backward pass, of which torch counts causal attention whole."""
-    model = build_transformer(config, seed=0)
+    return counted_of(build_transformer(config, seed=0), config, batch_size)
+
+
+def counted_of(model: Transformer, config: ModelConfig, batch_size: int) -> int:
     tokens = torch.randint(config.vocab_size or 0, (batch_size, config.seq_length))
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens, labels=tokens, reduction="sum").backward()
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("config", [DENSE, GROUPED], ids=["dense", "grouped"])
-def test_flops_are_those_that_torch_counts_but_for_half_of_the_attention(config: ModelConfig) -> None:
-    batch_size = 3
+def left_out(config: ModelConfig, tokens: int) -> int:
+    """What torch counts and the formula leaves out: the masked half of attention, the router, the shared expert's
+    gate; less the norms that the formula has for multi-token prediction."""
     shape = ModelShape.of(config)
     assert shape is not None
-    tokens = batch_size * config.seq_length
-    masked_half = 6 * config.num_layers * shape.query_width * config.seq_length * tokens
+    masked_half = 6 * shape.all_layers * shape.query_width * config.seq_length * tokens
     assert masked_half > 0
-    assert num_floating_point_operations(config, batch_size) + masked_half == counted(config, batch_size)
+    router = 6 * shape.num_moe_layers * shape.hidden_size * (shape.num_experts + shape.shared_expert_gate) * tokens
+    return masked_half + router - 6 * shape.mtp_depth * 3 * shape.hidden_size * tokens
+
+
+@pytest.mark.parametrize(
+    "config",
+    [DENSE, GROUPED, GPT, NORMED_HEADS, EXPERTS, SHARED_EXPERT, FURTHER_TOKENS],
+    ids=["dense", "grouped", "gpt", "normed-heads", "experts", "shared-expert", "further-tokens"],
+)
+def test_flops_are_those_that_torch_counts_within_what_is_left_out(config: ModelConfig) -> None:
+    batch_size = 3
+    expected = counted(config, batch_size) - left_out(config, batch_size * config.seq_length)
+    assert num_floating_point_operations(config, batch_size) == expected
+
+
+H, W, S, R = DENSE.hidden_size, 128, DENSE.seq_length, 4
+"""Hidden size, width of the feed-forward block, sequence, rank."""
+
+NOT_NEEDED = {
+    "all": 3 * H * H + 3 * R * H,  # the gradient for the input of the first layer's query, key and value
+    "query v_proj": 3 * H * H + 2 * R * H + S * H,  # and for its keys, behind which nothing is trained
+    "down": 4 * H * H + 4 * S * H + 2 * H * W + W * H + R * W,  # and for all of that layer in front of its down matrix
+}
+"""Multiply-adds of a token that the formula counts and the first layer does not need, by what LoRA goes to."""
+
+
+@pytest.mark.parametrize("targets", NOT_NEEDED)
+def test_flops_of_lora_are_two_products_of_frozen_matrices_and_three_of_added_ones(targets: str) -> None:
+    config = ConfigContainer(model=DENSE)
+    config.peft.peft_scheme, config.peft.dim = "lora", R
+    config.peft.target_modules = None if targets == "all" else targets.split()
+    model = build_transformer(DENSE, seed=0)
+    add_lora(model, config.peft, seed=0)
+    tokens = 3 * S
+    expected = counted_of(model, DENSE, 3) - left_out(DENSE, tokens) + 2 * tokens * NOT_NEEDED[targets]
+    assert num_floating_point_operations(config, 3) == expected
+    assert num_floating_point_operations(config, 3) < num_floating_point_operations(DENSE, 3)
+
+
+@pytest.mark.parametrize("name", ["gpt2_124m", "llama32_1b", "qwen25_500m", "qwen25_7b"])
+def test_flops_of_a_published_model_are_those_that_torch_counts_at_full_size(name: str) -> None:
+    config = replace(get_recipe(name)().model, recompute_granularity=None)
+    with torch.device("meta"):
+        model = Transformer(config).to("meta")  # the rotary tables too
+        expected = counted_of(model, config, 1) - left_out(config, config.seq_length)
+    assert num_floating_point_operations(config, 1) == expected
+
+
+def test_flops_of_qwen3_30b_a3b_follow_by_hand() -> None:
+    attention = 2048 * 4096 + 2 * 2048 * 512 + 4096 * 2048
+    scores = 4096 * 4096  # 4,096 tokens back at half, twice, in 32 heads of 128
+    experts = 8 * 3 * 2048 * 768
+    expected = 6 * 4096 * (48 * (attention + scores + experts) + 2048 * 151_936)
+    assert num_floating_point_operations(get_recipe("qwen3_30b_a3b")(), 1) == expected
 
 
 def test_flops_of_a_mixture_of_experts_follow_the_formula() -> None:

@@ -151,23 +151,6 @@ def test_bytes_of_a_parameter_are_those_of_weights_gradient_and_state(
     assert sum(value.nbytes for value in held) == estimate.weights_and_optimizer
 
 
-def test_activations_follow_the_formula_and_grow_with_the_batch() -> None:
-    config = ConfigContainer()
-    config.model = ModelConfig(
-        num_layers=2, hidden_size=8, num_attention_heads=2, ffn_hidden_size=24, vocab_size=10, seq_length=4
-    )
-    config.train.micro_batch_size, config.mixed_precision = 3, "bf16_mixed"
-    estimate = estimate_training_memory(config)
-    assert estimate is not None
-    tokens = 3 * 4
-    assert estimate.activations == tokens * (2 * (18 * 8 + 4 * 24) + 6 * 8 + 4 * 10)
-    assert estimate.total == estimate.weights_and_optimizer + estimate.activations
-    config.mixed_precision = None
-    in_float32 = estimate_training_memory(config)
-    assert in_float32 is not None
-    assert in_float32.activations == 2 * estimate.activations
-
-
 def test_the_report_is_bridges_line_and_the_table_has_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
     config = ConfigContainer()
     config.model.vocab_size, config.train.micro_batch_size = 256, 1

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from onstep.metrics.parameter_norms import full_norms, local_parameter_norms, parameter_norms
+from onstep.metrics.params_l2_norm import calc_params_l2_norm, unread_params_l2_norm
 from onstep.metrics.spectral_norms import SpectralNorms
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -29,6 +30,20 @@ def test_norms_are_those_of_float64(dtype: torch.dtype) -> None:
 def test_huge_values_do_not_overflow() -> None:
     model = nn.ParameterDict({"w": torch.full((100,), 3e38, device="cuda")})
     assert parameter_norms(model)["w"] == pytest.approx(3e39, rel=1e-6)
+
+
+def test_the_norm_of_a_model_is_made_without_waiting_and_read_once() -> None:
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(20)]).to("cuda", torch.bfloat16)
+    exact = torch.cat([one.detach().double().flatten() for one in model.parameters()]).norm()
+    unread_params_l2_norm(model)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        norm = unread_params_l2_norm(model)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert norm.device.type == "cuda"
+    assert float(norm) == pytest.approx(float(exact), rel=1e-12)
+    assert calc_params_l2_norm(model, None) == float(norm)
 
 
 def test_only_reading_waits_for_the_device() -> None:

@@ -75,13 +75,18 @@ def test_rotary_base_is_read_where_transformers_4_or_5_put_it(rope):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mistral"}, "model_type 'mistral'; only llama and qwen2"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "rope_type = 'llama3'"),
+        ({"model_type": "mistral"}, "model_type 'mistral'; only llama, qwen2, qwen3, "),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type = 'longrope'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "lacks factor, low_freq_factor, high_freq"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mrope_section": [1]}},
+            "'mrope_section', but rope_type",
+        ),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters by layer type"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"hidden_act": "quick_gelu"}, "activation function 'quick_gelu'"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window = True"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias = True"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = .*sliding_attention"),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"mlp_bias": True}, "mlp_bias = True"),
@@ -96,5 +101,5 @@ def test_what_the_model_would_compute_differently_is_refused_by_name(changes, me
 
 
 def test_sizes_that_transformers_refuses_are_refused_before_writing():
-    with pytest.raises(ConfigError, match="LlamaForCausalLM takes only a hidden_size that is a multiple"):
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM comes nearest.*hidden_size=34, which is no multiple"):
         hf_config_dict(ModelConfig(vocab_size=40, hidden_size=34, kv_channels=8))

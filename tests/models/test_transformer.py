@@ -145,11 +145,13 @@ def test_dropout_acts_in_training_only(kind):
 
 
 def test_the_model_keeps_its_own_copy_of_the_config():
-    config = tiny()
+    config = tiny(rope_scaling={"rope_type": "linear", "factor": 2.0})
     model = Transformer(config)
     config.num_layers = 99
+    config.rope_scaling["factor"] = 99.0
 
     assert model.config.num_layers == 2
+    assert model.config.rope_scaling == {"rope_type": "linear", "factor": 2.0}
 
 
 def test_a_config_without_vocabulary_is_refused():

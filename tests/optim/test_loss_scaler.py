@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from typing import Any
 
 import pytest
@@ -41,9 +42,40 @@ def test_the_defaults_are_bridges() -> None:
     assert (scaler.scale, scaler.min_scale, scaler.window, scaler.hysteresis) == (2.0**32, 1.0, 1000, 2)
 
 
-@pytest.mark.parametrize("precision", [None, "bf16_mixed"])
-def test_only_float16_is_scaled(precision: str | None) -> None:
-    assert build_loss_scaler(OptimizerConfig(loss_scale=8.0), precision) is None
+def test_float32_is_never_scaled_and_bfloat16_only_by_a_constant() -> None:
+    assert build_loss_scaler(OptimizerConfig(loss_scale=8.0), None) is None
+    assert build_loss_scaler(OptimizerConfig(), None) is None
+    assert build_loss_scaler(OptimizerConfig(), "bf16_mixed") is None
+    scaler = build_loss_scaler(OptimizerConfig(loss_scale=8.0), "bf16_mixed")
+    assert scaler is not None
+    assert scales(scaler, "." * 2000 + "xx") == [8.0] * 2002
+
+
+def megatron_scales(steps: str, scale: float, least: float, window: int, hysteresis: int) -> list[float]:
+    """The scales of Megatron-Core's rule, written down from its description: only growth refills the hysteresis."""
+    clean, left, seen = 0, hysteresis, []
+    for step in steps:
+        if step == "x":
+            clean, left = 0, left - 1
+            scale = max(scale / 2, least) if left <= 0 else scale
+        else:
+            clean += 1
+            if clean == window:
+                clean, left, scale = 0, hysteresis, scale * 2
+        seen.append(scale)
+    return seen
+
+
+@pytest.mark.parametrize(("window", "hysteresis"), [(1, 1), (3, 1), (3, 2), (5, 3)])
+@pytest.mark.parametrize("seed", range(20))
+def test_random_steps_scale_as_megatrons_rule_says(window: int, hysteresis: int, seed: int) -> None:
+    generator = random.Random(seed)
+    steps = "".join(generator.choice("..x") for _ in range(60))
+    scaler = LossScaler(2.0**10, min_scale=2.0**-60, window=window, hysteresis=hysteresis)
+    expected = megatron_scales(steps, 2.0**10, 2.0**-60, window, hysteresis)
+    assert max(expected) < 2.0**96, "where ours stops growing"
+    assert min(expected) > 2.0**-60, "where ours reports an anomaly"
+    assert scales(scaler, steps) == expected
 
 
 def test_the_configuration_reaches_the_scaler() -> None:

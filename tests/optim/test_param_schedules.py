@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 
 from onstep.errors import ConfigError
@@ -50,6 +52,71 @@ def test_wsd_is_stable_and_then_decays(style: str, num_steps: int) -> None:
     assert learning_rate(50, wsd) == 1.0
     assert learning_rate(111, wsd) == 0.1
     assert learning_rate(num_steps, wsd) == pytest.approx(WSD_TABLES[style][num_steps], rel=1e-14)
+
+
+def curve(style: str, warmup: int, wsd: int = 0) -> np.ndarray[Any, Any]:
+    """Rates after 0 to 130 samples in 80-bit floats: from 0.05 to 1 over the warm-up, 0.1 from sample 110 on."""
+    samples = np.arange(131, dtype=np.longdouble)
+    share = (samples - warmup) / (110 - warmup)
+    rest = np.clip((samples - (110 - wsd)) / np.longdouble(wsd or 1), 0, 1)
+    pi = np.arccos(np.longdouble(-1))
+    shapes = {
+        "constant": np.ones_like(samples),
+        "linear": 1 - share,
+        "cosine": np.cos(pi / 2 * share) ** 2,
+        "inverse-square-root": (np.sqrt(max(warmup, 1) / np.maximum(samples, 1)) - 0.1) / np.longdouble("0.9"),
+        "WSD-linear": 1 - rest,
+        "WSD-cosine": np.cos(pi / 2 * rest) ** 2,
+        "WSD-exponential": np.exp2(1 - rest) - 1,
+        "WSD-minus_sqrt": 1 - np.sqrt(rest),
+    }
+    least, start = np.longdouble("0.1"), np.longdouble("0.05")
+    rates = np.maximum(least + (1 - least) * shapes[style], least)
+    rates[111:] = 1 if style == "constant" else least
+    if warmup:
+        rates[: warmup + 1] = start + (1 - start) * samples[: warmup + 1] / warmup
+    return rates
+
+
+STYLES = ("constant", "linear", "cosine", "inverse-square-root")
+WSD_STYLES = ("WSD-linear", "WSD-cosine", "WSD-exponential", "WSD-minus_sqrt")
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 10, 109])
+@pytest.mark.parametrize("style", STYLES)
+def test_every_sample_of_a_schedule_is_that_of_the_description(style: str, warmup: int) -> None:
+    ours = [learning_rate(n, schedule(style, init_lr=0.05, lr_warmup_steps=warmup)) for n in range(131)]
+    np.testing.assert_allclose(np.array(ours, dtype=np.longdouble), curve(style, warmup), rtol=1e-14, atol=1e-16)
+
+
+@pytest.mark.parametrize(("warmup", "wsd"), [(0, 110), (10, 1), (10, 20), (10, 100)])
+@pytest.mark.parametrize("style", WSD_STYLES)
+def test_every_sample_of_wsd_is_that_of_the_description(style: str, warmup: int, wsd: int) -> None:
+    shape = schedule(
+        "WSD", init_lr=0.05, lr_warmup_steps=warmup, wsd_decay_steps=wsd, lr_wsd_decay_style=style.removeprefix("WSD-")
+    )
+    ours = [learning_rate(n, shape) for n in range(131)]
+    np.testing.assert_allclose(np.array(ours, dtype=np.longdouble), curve(style, warmup, wsd), rtol=1e-14, atol=1e-15)
+
+
+EDGES = [
+    ("linear", 10, 1.0),
+    ("linear", 11, 0.991),
+    ("linear", 109, 0.109),
+    ("linear", 110, 0.1),
+    ("linear", 111, 0.1),
+    ("cosine", 11, 0.1 + 0.9 * math.cos(math.pi / 200) ** 2),
+    ("cosine", 109, 0.1 + 0.9 * math.sin(math.pi / 200) ** 2),
+    ("inverse-square-root", 11, math.sqrt(10 / 11)),
+    ("inverse-square-root", 110, math.sqrt(1 / 11)),
+    ("inverse-square-root", 111, 0.1),
+    ("constant", 111, 1.0),
+]
+
+
+@pytest.mark.parametrize(("style", "num_steps", "rate"), EDGES)
+def test_the_samples_beside_an_edge_are_on_their_side_of_it(style: str, num_steps: int, rate: float) -> None:
+    assert learning_rate(num_steps, schedule(style)) == pytest.approx(rate, rel=1e-15)
 
 
 def test_warm_up_starts_at_init_lr() -> None:

@@ -1,18 +1,171 @@
-"""The recipes build and are valid, on one rank and on several."""
+"""The recipes build and are valid, on one rank and on several, and are the published models."""
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from onstep.config import apply_overrides, resolve, validate
+import pytest
+import torch
+import transformers
+
+from onstep.config import ConfigContainer, apply_overrides, dump_yaml, from_dict, parse_yaml, resolve, validate
 from onstep.errors import ConfigError
-from onstep.recipes import RECIPES, get_recipe, qwen25_500m_pretrain_config, tiny_gpt_pretrain_config
+from onstep.metrics import ModelShape
+from onstep.metrics.parameter_counts import num_active_parameters
+from onstep.models import Transformer, hf_config_dict
+from onstep.recipes import (
+    RECIPES,
+    get_recipe,
+    qwen25_500m_finetune_config,
+    qwen25_500m_pretrain_config,
+    summary,
+    tiny_gpt_pretrain_config,
+)
+
+QWEN25 = {"rms_norm_eps": 1e-6, "rope_theta": 1e6}
+PUBLISHED: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "gpt2_124m": (124_439_808, "GPT2", {}),  # GPT2Config's defaults are that model
+    "qwen25_500m": (
+        494_032_768,
+        "Qwen2",
+        {
+            **QWEN25,
+            "vocab_size": 151_936,
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen25_1p5b": (
+        1_543_714_304,
+        "Qwen2",
+        {
+            **QWEN25,
+            "vocab_size": 151_936,
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen25_3b": (
+        3_085_938_688,
+        "Qwen2",
+        {
+            **QWEN25,
+            "vocab_size": 151_936,
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen25_7b": (
+        7_615_616_512,
+        "Qwen2",
+        {
+            **QWEN25,
+            "vocab_size": 152_064,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "llama32_1b": (
+        1_235_814_400,
+        "Llama",
+        {
+            "vocab_size": 128_256,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 32.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_30b_a3b": (
+        30_532_122_624,
+        "Qwen3Moe",
+        {
+            **QWEN25,
+            "vocab_size": 151_936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+"""Parameters, architecture and settings of `transformers`, as each model's config.json has them."""
+
+SAME_IN_BOTH = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_experts",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_parameters",
+    "tie_word_embeddings",
+    "hidden_act",
+    "attention_bias",
+    "n_embd",
+    "n_layer",
+    "n_head",
+    "n_inner",
+    "n_positions",
+    "activation_function",
+    "layer_norm_epsilon",
+)
+
+
+def filled(name: str) -> ConfigContainer:
+    """The recipe, with the weights and the data that its forms for fine-tuning leave to the user."""
+    config = get_recipe(name)()
+    if "_finetune" in name:
+        config.checkpoint.pretrained_checkpoint, config.dataset.paths = "weights", ["chat.jsonl"]
+    return config
 
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_recipe_is_valid_and_knows_its_name(name: str, world_size: int) -> None:
-    config = get_recipe(name)()
+    config = filled(name)
     validate(config, world_size)
     assert config.run.recipe == name
 
@@ -25,6 +178,48 @@ def test_a_recipe_is_built_anew_each_time(name: str) -> None:
     assert second == get_recipe(name)()
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_comes_back_from_its_yaml(name: str) -> None:
+    config = get_recipe(name)()
+    assert from_dict(parse_yaml(dump_yaml(config))) == config
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_says_in_a_sentence_what_it_is(name: str) -> None:
+    assert summary(name).endswith(".")
+    assert summary(name).endswith("(LoRA).") == name.endswith("_lora")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_recipe_has_the_parameters_of_the_published_model(name: str) -> None:
+    published, architecture, settings = PUBLISHED[name]
+    their_config = getattr(transformers, f"{architecture}Config")(**settings)
+    with torch.device("meta"):
+        ours = Transformer(get_recipe(name)().model)
+        model_class = {"GPT2": "GPT2LMHeadModel"}.get(architecture, f"{architecture}ForCausalLM")
+        theirs = getattr(transformers, model_class)(their_config)
+    assert ours.num_parameters() == published
+    assert theirs.num_parameters() == published
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_recipe_is_the_published_model_to_transformers(name: str) -> None:
+    _, architecture, settings = PUBLISHED[name]
+    theirs = getattr(transformers, f"{architecture}Config")(**settings).to_dict()
+    ours = getattr(transformers, f"{architecture}Config")(**hf_config_dict(get_recipe(name)().model)).to_dict()
+    compared = [key for key in SAME_IN_BOTH if key in theirs]
+    assert len(compared) >= 7
+    if architecture == "GPT2":
+        theirs["n_inner"] = 3072  # what None means there
+    assert {key: ours[key] for key in compared} == {key: theirs[key] for key in compared}
+
+
+def test_a_token_meets_3_billion_parameters_of_qwen3_30b_a3b() -> None:
+    shape = ModelShape.of(get_recipe("qwen3_30b_a3b")().model)
+    assert shape is not None
+    assert num_active_parameters(shape) == 3_353_032_704
+
+
 def test_tiny_gpt_is_the_same_run_on_any_number_of_ranks() -> None:
     config = tiny_gpt_pretrain_config()
     runs = [resolve(config, ranks).train for ranks in (1, 2, 4)]
@@ -32,16 +227,29 @@ def test_tiny_gpt_is_the_same_run_on_any_number_of_ranks() -> None:
     assert [run.micro_batch_size for run in runs] == [8, 4, 2]
 
 
-def test_qwen_has_the_published_sizes() -> None:
-    model = resolve(qwen25_500m_pretrain_config()).model
-    embedding = model.vocab_size * model.hidden_size  # type: ignore[operator]
-    queries = model.num_attention_heads * model.kv_channels  # type: ignore[operator]
-    keys = model.num_query_groups * model.kv_channels  # type: ignore[operator]
-    attention = model.hidden_size * (2 * queries + 2 * keys) + queries + 2 * keys
-    mlp = 3 * model.hidden_size * model.ffn_hidden_size  # type: ignore[operator]
-    norms = 2 * model.hidden_size
-    total = embedding + model.num_layers * (attention + mlp + norms) + model.hidden_size
-    assert total == 494_032_768  # parameters of the published checkpoint, embeddings tied
+def test_a_form_for_fine_tuning_trains_the_same_model_more_gently() -> None:
+    pretrain, full, lora = (get_recipe(f"qwen25_500m{form}")() for form in ("", "_finetune", "_finetune_lora"))
+    assert full.model == pretrain.model == lora.model
+    assert (full.peft.peft_scheme, lora.peft.peft_scheme) == (None, "lora")
+    assert full.checkpoint.finetune
+    assert full.dataset.kind == "chat"
+    assert full.optimizer.lr is not None
+    assert lora.optimizer.lr is not None
+    assert pretrain.optimizer.lr is not None
+    assert full.optimizer.lr < lora.optimizer.lr < pretrain.optimizer.lr
+    assert lora == qwen25_500m_finetune_config(peft="lora")
+
+
+def test_a_form_for_fine_tuning_needs_weights() -> None:
+    config = get_recipe("tiny_gpt_finetune")()
+    config.dataset.paths = ["chat.jsonl"]
+    with pytest.raises(ConfigError, match=r"checkpoint.finetune=True takes weights .* pretrained_checkpoint"):
+        validate(config)
+
+
+def test_another_kind_of_fine_tuning_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"peft='Lora' must be None \| lora. Did you mean 'lora'"):
+        qwen25_500m_finetune_config(peft="Lora")
 
 
 def test_qwen_shrinks_by_overrides() -> None:
@@ -66,8 +274,9 @@ def test_qwen_shrinks_by_overrides() -> None:
     assert (resolved.model.num_layers, resolved.model.add_qkv_bias, resolved.train.micro_batch_size) == (2, True, 1)
 
 
-def test_recipes_are_found_by_function_name_too() -> None:
-    assert get_recipe("tiny_gpt_pretrain_config") is tiny_gpt_pretrain_config
+@pytest.mark.parametrize("name", ["tiny_gpt_pretrain_config", "qwen25_7b_finetune_config"])
+def test_recipes_are_found_by_function_name_too(name: str) -> None:
+    assert get_recipe(name)().run.recipe == name.removesuffix("_config").removesuffix("_pretrain")
 
 
 def test_a_mistyped_recipe_names_the_nearest() -> None:

@@ -13,7 +13,7 @@ from small_models import Regression, arguments, causal_rows, quiet, qwen, regres
 from torch import nn
 
 from onstep.config import ModelConfig, resolve
-from onstep.models import Transformer
+from onstep.models import Transformer, make_value_model
 
 
 class Tokens:
@@ -68,6 +68,20 @@ def test_our_own_transformer_is_written_as_a_directory_that_transformers_reads(t
     ids = torch.arange(8).unsqueeze(0)
     with torch.no_grad():
         torch.testing.assert_close(again(ids).logits, model.eval()(ids), rtol=1e-5, atol=1e-5)
+
+
+def test_a_transformer_that_transformers_has_no_name_for_is_written_as_safetensors(tmp_path: Path) -> None:
+    def valued() -> Transformer:
+        config = _small_config()
+        model = Transformer(config)
+        make_value_model(config.hidden_size, False)([model])
+        return model
+
+    model = valued()
+    quiet(model, arguments(tmp_path)).save_model(str(tmp_path / "out"))
+    again = valued()
+    load_model(again, str(tmp_path / "out" / "model.safetensors"))
+    torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 def test_a_run_keeps_its_record_and_its_final_weights(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from recording_loggers import record_all
 from small_runs import RaggedRows, TinyModel, eval_loader, mean_step, run, small_state, stack, sum_step
 from torch import nn
 
@@ -136,7 +139,9 @@ def printed(capsys: pytest.CaptureFixture[str], prints: bool) -> str:
 
 
 def test_the_result_is_printed_between_two_rules(capsys: pytest.CaptureFixture[str]) -> None:
-    rule, line, rule_again, _ = printed(capsys, True).split("\n")
+    title, took, rule, line, rule_again, _ = printed(capsys, True).split("\n")
+    assert title == "(min, max) time across ranks (ms):"
+    assert re.fullmatch(r"    evaluate \.{39}: \(\d+\.\d\d, \d+\.\d\d\)", took)
     number = r"\d\.\d{6}E[+-]\d\d"
     assert re.fullmatch(
         rf" validation loss at iteration 5 \| lm loss value: {number} \| lm loss PPL: {number} \| ", line
@@ -231,3 +236,88 @@ def test_a_logging_interval_does_not_count_the_time_of_evaluations() -> None:
     state.cfg.validation.eval_interval = 1
     run(state, step=slow_step, valid=eval_loader())
     assert next(clock) - state.interval_start < 1000
+
+
+def test_verbose_says_how_much_is_evaluated_and_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    state = small_state()
+    state.cfg.validation.eval_iters = 3
+    evaluate(state, sum_step, eval_loader(6), [TinyModel()], None, state.cfg.model, verbose=True)
+    assert capsys.readouterr().out.splitlines() == [
+        "Evaluating on 12 samples",
+        *(f"Evaluating iter {number}/3" for number in (1, 2, 3)),
+    ]
+
+
+def test_a_time_limit_ends_an_evaluation_with_nothing_but_the_modes_put_back(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    state, model = small_state(), TinyModel()
+    manager, told = CallbackManager(), []
+    for event in ("on_eval_start", "on_eval_step_start", "on_eval_end"):
+        manager.register(event, lambda context: told.append(context.event))
+    state.cfg.train.exit_duration_in_mins = 1
+    state.exits.start(state)
+    state.exits.deadline = 0.0
+    given = (sum_step, eval_loader(6), [model], None, state.cfg.model)
+    assert evaluate(state, *given, callback_manager=manager) == (None, None, True)
+    assert "Exiting during evaluation, timelimit reached" in capsys.readouterr().out
+    assert told == ["on_eval_start", "on_eval_step_start"]
+    assert model.training
+    loggers = record_all(state)
+    assert evaluate_and_print_results(state, "x", sum_step, eval_loader(), [model], state.cfg.model) is None
+    assert all(not logger.tags for logger in loggers.values())
+    state.exits.deadline, state.exits.decided = None, None
+    means, _, is_over = evaluate(state, *given)
+    assert means is not None
+    assert not is_over
+
+
+def test_a_run_whose_last_evaluation_runs_out_of_time_is_paused_and_makes_it_again(
+    tiny_config: ConfigContainer, tmp_path: Path
+) -> None:
+    tiny_config.run.name, tiny_config.run.output_dir = "run", str(tmp_path)
+    tiny_config.train.exit_duration_in_mins = 100
+    manager, told = CallbackManager(), []
+
+    def hurry(context: Any) -> None:
+        if context.state.train_ended:
+            context.state.exits.deadline = 0.0
+
+    manager.register("on_eval_start", hurry)
+    manager.register("on_run_end", lambda context: told.append(context.reason))
+    pretrain(tiny_config, callbacks=manager)
+    status = json.loads((tmp_path / "run" / "run.json").read_text())["status"]
+    assert (told, status) == (["stopped"], "paused")
+    again = evaluated(tiny_config)
+    assert again == [("eval", 8), ("test", 8)]
+
+
+@pytest.mark.parametrize("kind", ["hook", "loss function"])
+def test_data_that_is_no_loss_reaches_the_function_that_processes_it(kind: str) -> None:
+    state, model, seen = small_state(), TinyModel(), []
+    state.train_state.step = 5
+    loggers = record_all(state)
+
+    def step(data_iterator: Any, chunk: Any) -> Any:
+        batch = next(data_iterator)
+
+        def loss_function(output: Any, non_loss_data: bool = False) -> Any:
+            if non_loss_data:
+                return batch["tokens"].shape
+            return output, batch["labels"].ne(-100).sum(), {}
+
+        return chunk(**batch), loss_function
+
+    hook = {"non_loss_data_func": lambda chunks: chunks[0]} if kind == "hook" else {}
+    evaluate_and_print_results(
+        state,
+        "x",
+        step,
+        eval_loader(6),
+        [model],
+        state.cfg.model,
+        process_non_loss_data_func=lambda *given: seen.append(given),
+        **hook,
+    )
+    collected = model if kind == "hook" else [(2, 12)]
+    assert seen == [(collected, 5, loggers["tensorboard"])]

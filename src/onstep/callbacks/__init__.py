@@ -17,6 +17,7 @@ from onstep.callbacks.peak_memory import PeakMemory
 from onstep.callbacks.profiler_callback import ProfilerCallback
 from onstep.callbacks.progress_callback import ProgressCallback
 from onstep.callbacks.resumable_summary_writer import ResumableSummaryWriter
+from onstep.callbacks.router_monitor import CountsRouting, RouterMonitor
 from onstep.callbacks.tb_logger import TBLogger, TBScalar, default_tb_scalars
 from onstep.callbacks.textgen_callback import TextgenCallback
 from onstep.callbacks.throughput_monitor import ThroughputMonitor
@@ -26,6 +27,7 @@ from onstep.metrics.columns import ColumnSpec, MetricSpec, default_final_metrics
 
 __all__ = [
     "ColumnSpec",
+    "CountsRouting",
     "DefaultMetrics",
     "DivergenceDetector",
     "DualTimeScaleDivergenceDetector",
@@ -42,6 +44,7 @@ __all__ = [
     "ProfilerCallback",
     "ProgressCallback",
     "ResumableSummaryWriter",
+    "RouterMonitor",
     "TBLogger",
     "TBScalar",
     "TextgenCallback",

@@ -53,9 +53,10 @@ def _batches(args: Any, state: Any) -> dict[str, Any]:
     per_device = getattr(args, "per_device_train_batch_size", None)
     accumulation = getattr(args, "gradient_accumulation_steps", None)
     batch = _product(per_device, accumulation, getattr(state, "num_processes", None))
+    grows = getattr(state, "samples_per_epoch", None) is not None  # set where the batch grows during the run
     return {
         "total_examples": _shown(_product(batch, getattr(state, "epoch_train_steps", None))),
-        "total_train_samples": _shown(_product(batch, state.max_steps)),
+        "total_train_samples": _shown(None if grows else _product(batch, state.max_steps)),
         "per_device_train_batch_size": _shown(per_device),
         "actual_per_device_batch_size": _shown(getattr(state, "train_batch_size", None)),
         "total_train_batch_size": _shown(batch),

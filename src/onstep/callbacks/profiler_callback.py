@@ -47,6 +47,9 @@ class ProfilerCallback(TrainerCallback):
             there is another profiler.
     """
 
+    is_profiler = True
+    """`profiling.use_pytorch_profiler` is refused beside it."""
+
     def __init__(
         self,
         start_step: int = 3,

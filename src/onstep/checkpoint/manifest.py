@@ -16,6 +16,7 @@ from blake3 import blake3
 from onstep.checkpoint.components import SharingPattern
 from onstep.checkpoint.tensor_file import FileDigest
 from onstep.errors import CheckpointError
+from onstep.pulse import PULSE
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -166,6 +167,7 @@ def _hash(descriptor: int, progress: Callable[[int], None] | None) -> str:
     with open(descriptor, "rb", buffering=0, closefd=False) as file:
         while count := file.readinto(buffer):
             hasher.update(buffer[:count])
+            PULSE.beats += 1
             if progress is not None:
                 progress(count)
     return hasher.hexdigest()

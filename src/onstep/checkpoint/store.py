@@ -18,6 +18,7 @@ from blake3 import blake3
 
 from onstep.checkpoint.tensor_file import FileDigest
 from onstep.errors import CheckpointError
+from onstep.pulse import PULSE
 
 Result = TypeVar("Result")
 
@@ -219,6 +220,7 @@ class StoredFile:
             rest = data
             written = self._do(Operation("write", self.path, data=rest), lambda rest=rest: os.write(descriptor, rest))  # type: ignore[misc]
             data = data[written:]
+            PULSE.beats += 1
 
 
 def _is_folder(path: Path) -> bool:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -20,25 +18,14 @@ from onstep.checkpoint.store import TEMPORARY
 from onstep.cli.tables import printable
 from onstep.config import ConfigContainer, from_dict
 from onstep.config.parts import TokenizerConfig
-from onstep.data import build_tokenizer
+from onstep.data import Tokenizer, build_tokenizer, tokenizer_in_run
 from onstep.errors import CheckpointError, ConfigError, DataError, MissingExtraError
 from onstep.models import Transformer, save_hf
 from onstep.models.transformer import empty_transformer
+from onstep.training.lora import merged_state_dict
 
 _EXPORTED = (".json", ".safetensors", ".txt", ".model", ".jinja", ".md")
 """Ends of the names of files in a Hugging Face directory; a folder with anything else in it is never replaced."""
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-)
 
 
 def export_safetensors(info: CheckpointInfo, out: Path, *, force: bool) -> list[str]:
@@ -75,13 +62,13 @@ def export_hf(info: CheckpointInfo, out: Path, *, force: bool) -> list[str]:
     _check_target(out, force)
     config = _stored_config(info)
     model = _model(info, config)
-    eos_id, files, extra, notes = _tokenizer(config.tokenizer)
+    tokenizer, notes = _tokenizer(config.tokenizer, info.path)
     store = FileStore()
 
     def write(temporary: Path) -> None:
-        save_hf(model, temporary, tokenizer_files=files, eos_id=eos_id)
-        for name, content in extra.items():
-            (temporary / name).write_text(content, encoding="utf-8")
+        save_hf(model, temporary, eos_id=None if tokenizer is None else tokenizer.eos_id)
+        if tokenizer is not None:
+            tokenizer.save(temporary)
         for path in temporary.iterdir():
             _sync(path)
         store.sync_folder(temporary)
@@ -108,6 +95,8 @@ def _model(info: CheckpointInfo, config: ConfigContainer) -> Transformer:
     """The model of the stored configuration with the stored weights."""
     tensors, tied = read_weights(info)
     state = {**tensors, **{name: tensors[kept] for name, kept in tied.items()}}
+    if config.peft.peft_scheme is not None:
+        state = merged_state_dict(state, config.peft.alpha / config.peft.dim)
     problems = _why_not(config, state)
     if problems:
         raise CheckpointError(
@@ -133,29 +122,16 @@ def _why_not(config: ConfigContainer, state: dict[str, Tensor]) -> str:
     return printable("; ".join(mismatches(expected, state)))
 
 
-def _tokenizer(config: TokenizerConfig) -> tuple[int | None, list[Path], dict[str, str], list[str]]:
-    """The id that ends a text, files to copy, files to write, and what to say."""
-    if config.tokenizer_model is None:
-        return build_tokenizer(config).eos_id, [], {}, [f"the tokenizer {config.tokenizer_type!r} has no files"]
-    source = Path(config.tokenizer_model).expanduser()
+def _tokenizer(config: TokenizerConfig, checkpoint: Path) -> tuple[Tokenizer | None, list[str]]:
+    """The tokenizer of the run that the checkpoint is of, and what to say about it."""
     try:
-        eos_id = build_tokenizer(config).eos_id
+        tokenizer = build_tokenizer(tokenizer_in_run(config, checkpoint))
     except (DataError, MissingExtraError) as error:
-        return None, [], {}, [f"without the tokenizer: {error}"]
-    if source.is_dir():
-        files = [source / name for name in _TOKENIZER_FILES if (source / name).is_file()]
-        return eos_id, files, {}, [f"with the tokenizer of {source}"]
-    content = {"tokenizer.json": source.read_text(encoding="utf-8")}
-    content["tokenizer_config.json"] = _tokenizer_config(content["tokenizer.json"], eos_id)
-    return eos_id, [], content, [f"with the tokenizer of {source}"]
-
-
-def _tokenizer_config(tokenizer_json: str, eos_id: int | None) -> str:
-    """What `AutoTokenizer` needs beside a `tokenizer.json`: which class reads it, and the token that ends a text."""
-    tokens: list[dict[str, Any]] = json.loads(tokenizer_json).get("added_tokens") or []
-    ending = next((token["content"] for token in tokens if token.get("id") == eos_id), None)
-    named = {} if ending is None else {"eos_token": ending}
-    return json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **named}, indent=2) + "\n"
+        return None, [f"without the tokenizer: {error}"]
+    source = getattr(tokenizer, "path", None)
+    return tokenizer, [
+        f"the tokenizer {config.tokenizer_type!r} has no files" if source is None else f"with the tokenizer of {source}"
+    ]
 
 
 def _check_target(out: Path, force: bool) -> None:

@@ -27,7 +27,7 @@ def generate(
     import torch
 
     from onstep.config import from_dict
-    from onstep.data import build_tokenizer
+    from onstep.data import build_tokenizer, tokenizer_in_run
     from onstep.models import generate as continue_tokens
     from onstep.models import load_hf
 
@@ -35,7 +35,7 @@ def generate(
     if not (folder / "model").is_dir():
         raise OnstepError(f"{run} has no weights: {folder / 'model'} is missing; train it first, or name another run.")
     stored = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    tokenizer = build_tokenizer(from_dict(stored["config"]).tokenizer)
+    tokenizer = build_tokenizer(tokenizer_in_run(from_dict(stored["config"]).tokenizer, folder))
     model = load_hf(folder / "model")
     start = tokenizer.encode_text(prompt) or [tokenizer.eos_id if tokenizer.eos_id is not None else 0]
     tokens = continue_tokens(

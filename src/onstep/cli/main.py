@@ -12,8 +12,11 @@ from onstep.errors import OnstepError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("onstep.cli.train", "Train a model: onstep train [config.yaml] [key=value ...]"),
+    "finetune": ("onstep.cli.finetune", "Train trained weights further: onstep finetune [RECIPE] [key=value ...]"),
     "generate": ("onstep.cli.generate", 'Continue a text with a trained run: onstep generate runs/NAME "def "'),
     "config": ("onstep.cli.config", "Show a configuration: onstep config show|defaults"),
+    "recipes": ("onstep.cli.recipes", "Named configurations: onstep recipes list|show NAME"),
+    "memory": ("onstep.cli.memory", "Tell what memory a training takes: onstep memory RECIPE [key=value ...]"),
     "why": ("onstep.cli.why", "Explain why a run stopped, saved, skipped or went back: onstep why RUN [--step N]"),
     "checkpoint": ("onstep.cli.checkpoint", "Look into checkpoints: onstep checkpoint list|verify|diff|export PATH"),
     "logs": ("onstep.cli.logs", "Read logs of runs: onstep logs list|summary|tail|plot|compare|report|replay [RUN]"),
@@ -21,7 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verify-resume": ("onstep.cli.verify_resume", "Prove that kills change nothing: onstep verify-resume CONFIG.yaml"),
 }
 """Command name: module with its `app`, and one line of help."""
-_TRAINING = ("train", "verify-resume")
+_TRAINING = ("train", "finetune", "verify-resume")
 """Commands that run the user's own code; their OSErrors keep the traceback that says where."""
 _DRAWING = ("logs", "plot")
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from onstep.cli.configuration import configuration, import_file, load_callback
 from onstep.cli.exit_codes import ERROR, PREEMPTED
+from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager
 
@@ -38,22 +40,42 @@ def train(
     The run is kept in runs/NAME; the same command continues one that was interrupted, from its newest checkpoint.
     Your own callbacks: --import my.py callbacks='[my:MyCallback]'
     """
-    logging.basicConfig(level=logging.INFO if _is_main() else logging.WARNING, format="%(message)s")
     config, names = configuration(words or [], recipe)
+    from onstep.training import pretrain
+
+    run_to_its_end(pretrain, config, names, imports or [], on_config_change)
+
+
+def run_to_its_end(
+    start: Callable[..., GlobalState],
+    config: ConfigContainer,
+    names: list[str],
+    imports: list[str],
+    on_config_change: str | None,
+) -> None:
+    """Start a run through its door, with the callbacks that `names` names, and tell how it ended.
+
+    Args:
+        start: `pretrain` or `finetune`.
+        config: written to: a run without a name gets its recipe's.
+        names: callbacks as `module:attribute`.
+        imports: files to import first.
+        on_config_change: what a changed value does; None leaves it to the configuration.
+    """
+    logging.basicConfig(level=logging.INFO if _is_main() else logging.WARNING, format="%(message)s")
     if config.run.name is None:
         config.run.name = config.run.recipe or "run"
     if on_config_change is not None:
         config.checkpoint.on_config_change = on_config_change
-    for path in imports or []:
+    for path in imports:
         import_file(path)
     from onstep.trainer.default_callbacks import attach_trackers
-    from onstep.training import pretrain
     from onstep.training.signals import Preempted
 
     manager = _callbacks(config.run.default_callbacks, names)
     attach_trackers(manager, config)
     try:
-        state = pretrain(config, callbacks=manager)
+        state = start(config, callbacks=manager)
     except Preempted as preempted:
         if _is_main():
             print(f"{preempted}.", flush=True)
@@ -85,7 +107,7 @@ def _say_where(state: GlobalState) -> None:
     from onstep.analysis.loss_plot import plot_loss
 
     folder = state.run_folder
-    files = {"run": folder.run_json, "journal": folder.journal, "weights": folder.model}
+    files = {"run": folder.run_json, "journal": folder.journal, "weights": folder.model, "adapter": folder.adapter}
     if folder.journal.exists():
         files["loss plot"] = plot_loss(folder.journal, folder.plot)
     print(f"\nStep {state.train_state.step}. What this run left in {folder.path}:")

@@ -80,7 +80,7 @@ def verify_resume(
     does so here too.
     """
     config, _ = configuration(words or [], recipe)
-    planned = train_iters(resolve(config, ranks))
+    planned = train_iters(resolve(config, ranks), world_size=ranks)
     where, is_temporary = _made(folder, Path(config.run.output_dir))
     more = [word for path in imports or [] for word in ("--import", path)] + (["--recipe", recipe] if recipe else [])
     whole = UserJob((*(words or []), *more, *WORDS, *_quiet(config)), ranks, where / "whole")

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from onstep.config.batch_sizes import batch_sizes
 from onstep.config.keys import typed_copy
 from onstep.config.lengths import warmup_and_decay
 from onstep.config.parts import ConfigContainer, ModelConfig
 from onstep.config.rules import PRECISIONS
 
 FFN_MULTIPLE = 64
-"""The default width of the SwiGLU is rounded up to a multiple of this."""
+"""The default width of a gated feed-forward block is rounded up to a multiple of this."""
+
+
+def default_ffn_hidden_size(model: ModelConfig) -> int:
+    """Width of a feed-forward block that is left open: as wide as keeps the parameters those of 4 times the hidden
+    size without a gate."""
+    if not model.gated_linear_unit:
+        return 4 * model.hidden_size
+    return -(-8 * model.hidden_size // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
 
 
 def fill(config: ConfigContainer, world_size: int) -> ConfigContainer:
@@ -27,9 +36,9 @@ def fill(config: ConfigContainer, world_size: int) -> ConfigContainer:
     return filled
 
 
-def cut_warmup(config: ConfigContainer, iters: int) -> None:
+def cut_warmup(config: ConfigContainer, iters: int, world_size: int = 1) -> None:
     """Cut the warm-up of a filled configuration to one iteration (or sample) less than the decay."""
-    warmup, decay = warmup_and_decay(config, iters)
+    warmup, decay = warmup_and_decay(config, iters, world_size)
     if warmup < decay:
         return
     config.scheduler.lr_warmup_fraction = None
@@ -41,12 +50,16 @@ def cut_warmup(config: ConfigContainer, iters: int) -> None:
 
 def _fill_batches(config: ConfigContainer, world_size: int) -> None:
     train, validation = config.train, config.validation
+    if train.global_batch_size is None and train.step_batch_size_schedule is not None:
+        train.global_batch_size = batch_sizes(train, world_size, config.model.seq_length).nominal[-1]
     if train.global_batch_size is None and train.micro_batch_size is not None:
         train.global_batch_size = train.micro_batch_size * world_size
     if train.micro_batch_size is None and train.global_batch_size is not None:
         train.micro_batch_size = train.global_batch_size // world_size
     if validation.eval_global_batch_size is None:
-        validation.eval_global_batch_size = train.global_batch_size
+        rounds = train.decrease_batch_size_if_needed and train.global_batch_size is not None
+        sizes = batch_sizes(train, world_size, config.model.seq_length) if rounds else None
+        validation.eval_global_batch_size = train.global_batch_size if sizes is None else sizes.last
     if validation.eval_micro_batch_size is None:
         validation.eval_micro_batch_size = train.micro_batch_size
 
@@ -65,7 +78,7 @@ def _fill_optimizer(config: ConfigContainer) -> None:
 
 def _fill_model(model: ModelConfig) -> None:
     if model.ffn_hidden_size is None:
-        model.ffn_hidden_size = -(-8 * model.hidden_size // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
+        model.ffn_hidden_size = default_ffn_hidden_size(model)
     if model.num_query_groups is None:
         model.num_query_groups = model.num_attention_heads
     if model.kv_channels is None:

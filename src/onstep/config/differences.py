@@ -10,6 +10,8 @@ goes on with the stored values, `apply` with today's. What `apply` does:
 - length (`train_iters`, `train_samples`, `num_epochs`): the run ends later or sooner. A schedule that ends with the run
   is recomputed, so the learning rate jumps; set `scheduler.lr_decay_iters` for one that stays.
 - `global_batch_size`: the position in samples stays, so that no sample is lost or met twice; the steps count on.
+- `scheduler.override_opt_param_scheduler` and `scheduler.use_checkpoint_opt_param_scheduler` decide for the schedule
+  alone (`SCHEDULE_KEYS`): today's holds, or the stored one, whatever the policy is for everything else.
 - data, its order and seeds: the position stays a number of samples, in the order of today.
 - `micro_batch_size` and the number of ranks are safe: they only split a step.
 """
@@ -32,6 +34,10 @@ from onstep.config.validate import validate
 from onstep.errors import ConfigError
 
 POLICIES = CHOICES["checkpoint.on_config_change"]
+SCHEDULE_KEYS = tuple(
+    f"optimizer.{name}" for name in ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay")
+)
+"""What the schedule of learning rate and weight decay is made of, beside the section `scheduler`."""
 WIDTH = 40
 """Characters of a value that `describe` shows."""
 
@@ -90,6 +96,9 @@ def of_kind(found: Iterable[Change], kind: ChangeClass) -> list[Change]:
 def decide(found: Sequence[Change], today: ConfigContainer, policy: str, world_size: int = 1) -> ConfigContainer:
     """The configuration to go on with: a copy of today's, with the stored trajectory under the policy `keep`.
 
+    Of the schedule alone, today's or the stored one is gone on with under any policy, where
+    `scheduler.override_opt_param_scheduler` or `scheduler.use_checkpoint_opt_param_scheduler` says so.
+
     Raises:
         ConfigError: for an incompatible change, and under `error` for one that changes the trajectory; it names the
             keys, both values and the ways out. Also where stored and today's values do not go together.
@@ -97,6 +106,10 @@ def decide(found: Sequence[Change], today: ConfigContainer, policy: str, world_s
     if policy not in POLICIES:
         raise not_a_choice("checkpoint.on_config_change", policy, POLICIES)
     unfit, moved = of_kind(found, ChangeClass.INCOMPATIBLE), of_kind(found, ChangeClass.TRAJECTORY)
+    scheduler, of_the_schedule = today.scheduler, []
+    if scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler:
+        of_the_schedule = [one for one in moved if _is_of_schedule(one)]
+        moved = [one for one in moved if not _is_of_schedule(one)]
     if unfit:
         raise ConfigError(
             f"{_listed(unfit)}, and the stored state does not fit that; put the stored "
@@ -109,11 +122,20 @@ def decide(found: Sequence[Change], today: ConfigContainer, policy: str, world_s
             f"--on-config-change apply, with the stored ones by --on-config-change keep."
         )
     config = typed_copy(today)
-    if policy == "keep" and moved:
-        for one in moved:
-            _put_back(config, one)
+    put_back = [*of_the_schedule] if scheduler.use_checkpoint_opt_param_scheduler else []
+    put_back += moved if policy == "keep" else []
+    for one in put_back:
+        _put_back(config, one)
+    if put_back:
         validate(config, world_size)
     return config
+
+
+def configured_schedule_holds(config: ConfigContainer) -> bool:
+    """Whether a run that goes on follows the schedule that is configured, where the checkpoint's was another."""
+    scheduler = config.scheduler
+    is_applied = config.checkpoint.on_config_change == "apply" and not scheduler.use_checkpoint_opt_param_scheduler
+    return scheduler.override_opt_param_scheduler or is_applied
 
 
 def describe(found: Sequence[Change]) -> str:
@@ -132,6 +154,10 @@ def describe(found: Sequence[Change]) -> str:
     if dropped:
         lines.append(f"not known to this version, without effect: {', '.join(dropped)}")
     return "\n".join(lines)
+
+
+def _is_of_schedule(change: Change) -> bool:
+    return change.key.startswith("scheduler.") or change.key in SCHEDULE_KEYS
 
 
 def _is_of_another_version(change: Change) -> bool:

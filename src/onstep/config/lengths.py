@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from onstep.config.batch_sizes import BatchSizes, batch_sizes
 from onstep.config.parts import ConfigContainer
 from onstep.errors import ConfigError
 
@@ -22,7 +23,32 @@ def steps_of_epochs(num_epochs: float, num_samples: int, global_batch_size: int,
     return math.ceil(num_epochs * steps_per_epoch(num_samples, global_batch_size, drop_last))
 
 
-def train_iters(config: ConfigContainer, num_samples_per_epoch: int | None = None) -> int | None:
+def steps_of_growing_epochs(num_epochs: float, num_samples: int, sizes: BatchSizes, drop_last: bool) -> int:
+    """`steps_of_epochs` of a run whose batches grow: each epoch has as many steps as fit at its place in the run."""
+    steps = consumed = 0
+    for left in (num_epochs - epoch for epoch in range(math.ceil(num_epochs))):
+        fitting, taken = sizes.whole_steps(consumed, num_samples)
+        if not drop_last and taken < num_samples:
+            fitting, taken = fitting + 1, num_samples
+        fitting = max(1, fitting)
+        steps += fitting if left >= 1 else math.ceil(left * fitting)
+        consumed += taken
+    return steps
+
+
+def sizes_of(config: ConfigContainer, world_size: int = 1) -> BatchSizes:
+    """The global batches of a run by consumed samples. The configuration is a resolved one.
+
+    `world_size` matters where a size is rounded down (`train.decrease_batch_size_if_needed`).
+    """
+    if config.train.global_batch_size is None:
+        raise ConfigError("train.global_batch_size is not set; resolve the configuration first.")
+    return batch_sizes(config.train, world_size, config.model.seq_length)
+
+
+def train_iters(
+    config: ConfigContainer, num_samples_per_epoch: int | None = None, *, world_size: int = 1
+) -> int | None:
     """Optimizer steps of the run: given, or from `train_samples`, or from `num_epochs` and the length of an epoch.
 
     None where it takes the length of an epoch and that is not known (or where no length is set). The configuration is a
@@ -31,13 +57,14 @@ def train_iters(config: ConfigContainer, num_samples_per_epoch: int | None = Non
     train = config.train
     if train.train_iters is not None:
         return train.train_iters
-    if train.global_batch_size is None:
-        raise ConfigError("train.global_batch_size is not set; resolve the configuration first.")
+    sizes = sizes_of(config, world_size)
     if train.train_samples is not None:
-        return train.train_samples // train.global_batch_size
+        return sizes.whole_steps(0, train.train_samples)[0]
     if train.num_epochs is None or num_samples_per_epoch is None:
         return None
-    return steps_of_epochs(train.num_epochs, num_samples_per_epoch, train.global_batch_size, train.drop_last)
+    if sizes.varies:
+        return steps_of_growing_epochs(train.num_epochs, num_samples_per_epoch, sizes, train.drop_last)
+    return steps_of_epochs(train.num_epochs, num_samples_per_epoch, sizes.last, train.drop_last)
 
 
 def share_of(steps: int, share: float) -> int:
@@ -45,7 +72,7 @@ def share_of(steps: int, share: float) -> int:
     return math.ceil(steps * share)
 
 
-def warmup_and_decay(config: ConfigContainer, iters: int) -> tuple[int, int]:
+def warmup_and_decay(config: ConfigContainer, iters: int, world_size: int = 1) -> tuple[int, int]:
     """The warm-up as configured and the decay of a run of `iters` steps: in samples if the run is by
     `train_samples`, else in iterations. A share of the decay is rounded up.
 
@@ -62,7 +89,7 @@ def warmup_and_decay(config: ConfigContainer, iters: int) -> tuple[int, int]:
         warmup, decay, default = scheduler.lr_warmup_iters, scheduler.lr_decay_iters, planned
     else:
         warmup, decay = scheduler.lr_warmup_samples, scheduler.lr_decay_samples
-        default = planned * (train.global_batch_size or 1)
+        default = sizes_of(config, world_size).samples_after(planned)
     decay = default if decay is None else decay
     if scheduler.lr_warmup_fraction is not None:
         warmup = share_of(decay, scheduler.lr_warmup_fraction)

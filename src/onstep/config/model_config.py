@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from onstep.config.part import ConfigPart
 
 
 @dataclass
 class ModelConfig(ConfigPart):
-    """A decoder-only transformer of the Llama/Qwen2 family. Sizes are in elements."""
+    """A decoder-only transformer: by default of the Llama family; the options make it a GPT-2, a Qwen2, a Qwen3 or one
+    with mixtures of experts. Sizes are in elements."""
 
     num_layers: int = 4
     """Transformer layers."""
     hidden_size: int = 128
     """Width of the residual stream."""
     ffn_hidden_size: int | None = None
-    """Width of the SwiGLU; None is 8/3 of `hidden_size`, rounded up to a multiple of 64."""
+    """Width of the feed-forward block; None is 8/3 of `hidden_size`, rounded up to a multiple of 64, where it is gated,
+    else 4 times `hidden_size`."""
     num_attention_heads: int = 4
     """Query heads of a layer."""
     num_query_groups: int | None = None
@@ -32,7 +35,7 @@ class ModelConfig(ConfigPart):
     rotary_base: float = 10000.0
     """Base of the rotary frequencies."""
     layernorm_epsilon: float = 1e-5
-    """Added under the root of RMSNorm."""
+    """Added under the root of the norms."""
     add_qkv_bias: bool = False
     """Bias of the query, key and value projections (Qwen2)."""
     share_embeddings_and_output_weights: bool = False
@@ -43,3 +46,63 @@ class ModelConfig(ConfigPart):
     """Dropout of attention weights."""
     hidden_dropout: float = 0.0
     """Dropout of the residual branches."""
+    normalization: str = "RMSNorm"
+    """RMSNorm | LayerNorm (with bias)"""
+    position_embedding_type: str = "rope"
+    """rope (rotary) | learned_absolute (a table of `seq_length` rows) | none"""
+    rope_scaling: dict[str, Any] | None = None
+    """Stretched rotary positions, in Hugging Face's form: {rope_type: linear, factor: 2.0}; or llama3, yarn (both with
+    original_max_position_embeddings), or dynamic, which acts on sequences longer than `seq_length`."""
+    gated_linear_unit: bool = True
+    """A third matrix gates the feed-forward block (SwiGLU with silu)."""
+    activation_func: str = "silu"
+    """silu | gelu | gelu_tanh | relu | relu2 (squared)"""
+    add_bias_linear: bool = False
+    """Biases of the attention output and of the feed-forward matrices."""
+    qk_layernorm: bool = False
+    """Norm of each head's query and key, before the rotation (Qwen3)."""
+    recompute_granularity: str | None = None
+    """full recomputes each layer in the backward pass (activation checkpointing); None keeps its activations."""
+    log_max_attention_logit: bool = False
+    """Report the largest attention logit of each step; costs a second product of queries and keys."""
+    num_moe_experts: int | None = None
+    """Experts of a mixture-of-experts layer; None is a dense model."""
+    moe_layer_freq: int | list[int] = 1
+    """Which layers have experts: every n-th from the first on, or a 0 or 1 for each layer."""
+    moe_ffn_hidden_size: int | None = None
+    """Width of an expert; None is `ffn_hidden_size`."""
+    moe_router_topk: int = 2
+    """Experts that a token goes to."""
+    moe_router_score_function: str = "softmax"
+    """softmax | sigmoid"""
+    moe_router_pre_softmax: bool = False
+    """Softmax over all experts, and the chosen ones keep their shares; False: over the chosen ones, which sum to 1."""
+    moe_router_topk_scaling_factor: float | None = None
+    """Multiplies the weights of the chosen experts."""
+    moe_router_load_balancing_type: str | list[str] = "aux_loss"
+    """aux_loss (of each micro-batch) | seq_aux_loss (of each sequence) | global_aux_loss (of the step so far, over all
+    ranks) | none; several in a list."""
+    moe_aux_loss_coeff: float | list[float] = 0.0
+    """Weight of the load-balancing loss; one for each where there are several."""
+    moe_z_loss_coeff: float | None = None
+    """Weight of the z loss, which keeps router logits small."""
+    moe_router_enable_expert_bias: bool = False
+    """A bias for choosing experts, moved towards even load after each step instead of by a loss."""
+    moe_router_bias_update_rate: float = 1e-3
+    """How far that bias moves at a step."""
+    moe_shared_expert_intermediate_size: int | None = None
+    """Width of the expert that every token goes to; None has none."""
+    moe_shared_expert_gate: bool = False
+    """A learned gate in front of the shared expert."""
+    moe_expert_capacity_factor: float | None = None
+    """Tokens that an expert takes, as a multiple of an even share; the rest is dropped. None drops nothing."""
+    moe_token_drop_policy: str = "probs"
+    """Which tokens an overfull expert drops: probs (the least wanted) | position (the last)."""
+    moe_grouped_gemm: bool = True
+    """All experts in one grouped matrix product, where torch has it for the device and type."""
+    moe_per_layer_logging: bool = False
+    """Report the router's losses and loads of each layer."""
+    mtp_num_layers: int | None = None
+    """Depths of multi-token prediction: further layers that predict the tokens after the next."""
+    mtp_loss_scaling_factor: float = 0.1
+    """Weight of the mean loss of multi-token prediction."""

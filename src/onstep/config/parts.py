@@ -12,6 +12,12 @@ from onstep.config.part import ConfigPart
 from onstep.config.reporting import LoggerConfig, ProfilingConfig
 from onstep.config.safety_config import AnomalyConfig, CheckpointConfig, RerunStateMachineConfig
 from onstep.config.training_config import TrainingConfig, ValidationConfig
+from onstep.config.watching import (
+    FaultToleranceConfig,
+    NVRxStragglerDetectionConfig,
+    PeftConfig,
+    StragglerDetectionConfig,
+)
 
 __all__ = [
     "AnomalyConfig",
@@ -20,14 +26,18 @@ __all__ = [
     "DatasetConfig",
     "DistributedDataParallelConfig",
     "DistributedInitConfig",
+    "FaultToleranceConfig",
     "LoggerConfig",
     "ModelConfig",
+    "NVRxStragglerDetectionConfig",
     "OptimizerConfig",
+    "PeftConfig",
     "ProfilingConfig",
     "RNGConfig",
     "RerunStateMachineConfig",
     "RunConfig",
     "SchedulerConfig",
+    "StragglerDetectionConfig",
     "TokenizerConfig",
     "TrainingConfig",
     "ValidationConfig",
@@ -95,7 +105,6 @@ class ConfigContainer(ConfigPart):
     train: TrainingConfig = field(default_factory=TrainingConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """adam (AdamW) | sgd"""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -108,6 +117,10 @@ class ConfigContainer(ConfigPart):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     anomaly: AnomalyConfig = field(default_factory=AnomalyConfig)
     rerun_state_machine: RerunStateMachineConfig = field(default_factory=RerunStateMachineConfig)
+    ft: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
+    straggler: StragglerDetectionConfig = field(default_factory=StragglerDetectionConfig)
+    nvrx_straggler: NVRxStragglerDetectionConfig = field(default_factory=NVRxStragglerDetectionConfig)
+    peft: PeftConfig = field(default_factory=PeftConfig)
     run: RunConfig = field(default_factory=RunConfig)
     mixed_precision: str | None = None
     """None (float32), bf16_mixed or fp16_mixed (autocast over float32 weights; float16 with a loss scale)."""

@@ -30,6 +30,14 @@ class LoggerConfig(ConfigPart):
     """Report the L2 norm of all parameters."""
     log_throughput: bool = False
     """Show TFLOP/s per device in the console line."""
+    timing_log_level: int = 0
+    """What is timed: -1 nothing | 0 set-up, saves and evaluations | 1 also the parts of a step | 2 also its
+    micro-batches. With 1 and 2 the device is waited for, and times are printed at logged steps."""
+    timing_log_option: str = "minmax"
+    """What is shown of the ranks' times: max | minmax | all."""
+    log_energy: bool = False
+    """Report joules and watts of a GPU at logged steps, where NVIDIA's driver tells them (pynvml, of the extra `gpu`);
+    elsewhere one warning."""
     throughput_window_size: int = 100
     """Steps that the windowed throughput is measured over."""
     tensorboard_dir: str | None = None
@@ -41,7 +49,7 @@ class LoggerConfig(ConfigPart):
     log_throughput_to_tensorboard: bool = False
     """Report `throughput/...`."""
     log_timers_to_tensorboard: bool = False
-    """Report `<timer>-time` and `iteration-time`."""
+    """Report `iteration-time`, and `<timer>-time` of what `timing_log_level` 1 and 2 measure."""
     log_loss_scale_to_tensorboard: bool = True
     """Report `loss-scale`."""
     log_validation_ppl_to_tensorboard: bool = False
@@ -90,13 +98,30 @@ class LoggerConfig(ConfigPart):
 
 @dataclass
 class ProfilingConfig(ConfigPart):
-    """What the allocator of CUDA records."""
+    """What is profiled, and what the allocator of CUDA records."""
 
+    use_pytorch_profiler: bool = False
+    """Write a trace of torch's profiler, `torch_profile/rank-<r>.json.gz` beside `logger.tensorboard_dir` or in the
+    run's folder, of the steps after `profile_step_start` up to `profile_step_end`."""
+    use_nsys_profiler: bool = False
+    """Mark the same steps for `nsys profile -c cudaProfilerApi`."""
+    profile_step_start: int = 10
+    """Steps that are done before a profile begins."""
+    pytorch_profiler_collect_shapes: bool = False
+    """Keep the shapes of operands in torch's trace."""
+    pytorch_profiler_collect_callstack: bool = False
+    """Keep Python's stack in torch's trace."""
+    pytorch_profiler_collect_chakra: bool = False
+    """Write torch's execution trace too, `chakra/rank-<r>.json.gz`."""
+    record_shapes: bool = False
+    """Keep shapes in the ranges that nsys sees."""
+    nvtx_ranges: bool = False
+    """Name each step, its forward and backward passes and its update for nsys; takes a GPU."""
     record_memory_history: bool = False
     """Record CUDA's allocations, for a snapshot at `profile_step_end` and when memory runs out."""
     memory_snapshot_path: str = "snapshot.pickle"
     """Where snapshots go; the rank is put before the suffix."""
     profile_step_end: int = 12
-    """Step after which the snapshot is written."""
+    """Step after which a profile ends and the snapshot is written."""
     profile_ranks: list[int] = field(default_factory=lambda: [0])
-    """Ranks that record."""
+    """Ranks that profile and record; empty is all for profiles, and none for memory."""

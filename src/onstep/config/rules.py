@@ -37,6 +37,8 @@ POSITIVE = dotted(
             "exit_interval",
             "exit_duration_in_mins",
             "data_timeout",
+            "check_weight_hash_across_dp_replicas_interval",
+            "train_sync_interval",
         ),
         "validation": ("eval_interval", "eval_global_batch_size", "eval_micro_batch_size"),
         "optimizer": (
@@ -47,6 +49,9 @@ POSITIVE = dotted(
             "min_loss_scale",
             "loss_scale_window",
             "hysteresis",
+            "decoupled_lr",
+            "grad_norm_skip_threshold",
+            "muon_num_ns_steps",
         ),
         "checkpoint": ("save_interval", "non_persistent_save_interval", "keep_every_n"),
         "anomaly": ("spike_threshold", "spike_window", "spike_warmup", "rollback_lr_factor"),
@@ -65,10 +70,21 @@ POSITIVE = dotted(
             "rotary_base",
             "layernorm_epsilon",
             "init_method_std",
+            "num_moe_experts",
+            "moe_ffn_hidden_size",
+            "moe_router_topk",
+            "moe_shared_expert_intermediate_size",
+            "moe_expert_capacity_factor",
+            "mtp_num_layers",
         ),
         "dataset": ("seq_length",),
         "logger": ("throughput_window_size", "tensorboard_log_interval", "tensorboard_queue_size"),
         "profiling": ("profile_step_end",),
+        "ft": ("watchdog_seconds",),
+        "straggler": ("straggler_minmax_count", "straggler_ctrlr_port"),
+        "nvrx_straggler": ("report_time_interval", "profiling_interval"),
+        "peft": ("dim", "alpha"),
+        "tokenizer": ("vocab_size",),
         "ddp": ("bucket_cap_mb",),
         "dist": ("distributed_timeout_minutes",),
     }
@@ -78,7 +94,11 @@ NOT_NEGATIVE = dotted(
     {
         "train": ("manual_gc_interval",),
         "validation": ("eval_iters", "start_eval_at_iter", "start_eval_at_epoch"),
-        "optimizer": ("min_lr", "weight_decay", "clip_grad"),
+        "optimizer": ("min_lr", "decoupled_min_lr", "weight_decay", "clip_grad"),
+        "model": ("moe_z_loss_coeff", "moe_router_bias_update_rate", "mtp_loss_scaling_factor"),
+        "profiling": ("profile_step_start",),
+        "ft": ("simulated_fault_rank", "simulated_fault_base_delay"),
+        "nvrx_straggler": ("num_gpu_perf_scores_to_print",),
         "scheduler": (
             "lr_warmup_fraction",
             "lr_warmup_iters",
@@ -98,8 +118,9 @@ NOT_NEGATIVE = dotted(
 
 BELOW_ONE = dotted(
     {
-        "optimizer": ("adam_beta1", "adam_beta2", "sgd_momentum"),
+        "optimizer": ("adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum"),
         "model": ("attention_dropout", "hidden_dropout"),
+        "peft": ("dropout",),
     }
 )
 
@@ -111,12 +132,23 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "checkpoint.on_config_change": ("error", "keep", "apply"),
     "rerun_state_machine.rerun_mode": ("disabled", "validate_results", "report_determinism_stats"),
     "rerun_state_machine.error_injection_type": ("correct_result", "transient_error", "persistent_error"),
-    "optimizer.optimizer": ("adam", "sgd"),
+    "optimizer.optimizer": ("adam", "sgd", "muon"),
+    "optimizer.muon_adjust_lr_fn": ("match_rms_adamw", "original"),
+    "model.normalization": ("RMSNorm", "LayerNorm"),
+    "model.position_embedding_type": ("rope", "learned_absolute", "none"),
+    "model.activation_func": ("silu", "gelu", "gelu_tanh", "relu", "relu2"),
+    "model.recompute_granularity": ("full",),
+    "model.moe_router_score_function": ("softmax", "sigmoid"),
+    "model.moe_token_drop_policy": ("probs", "position"),
+    "dataset.kind": ("text", "megatron", "huggingface", "chat"),
+    "logger.timing_log_option": ("max", "minmax", "all"),
+    "ft.simulated_fault_type": ("random", "rank_killed", "rank_hung"),
+    "peft.peft_scheme": ("lora",),
     "scheduler.lr_decay_style": DECAY_STYLES,
     "scheduler.lr_wsd_decay_style": WSD_DECAY_STYLES,
     "scheduler.weight_decay_incr_style": ("constant", "linear", "cosine"),
     "logger.runtime_time_unit": ("seconds", "minutes", "hours", "days"),
-    "tokenizer.tokenizer_type": ("bytes", "tokenizers", "huggingface"),
+    "tokenizer.tokenizer_type": ("bytes", "bpe", "tokenizers", "huggingface"),
     "dist.distributed_backend": ("gloo", "nccl"),
 }
 

@@ -39,6 +39,10 @@ class CheckpointConfig(ConfigPart):
     """A checkpoint, or a folder of checkpoints, to start from; None is the run's own."""
     ckpt_step: int | None = None
     """Start from the checkpoint of this step instead of the newest."""
+    pretrained_checkpoint: str | None = None
+    """Weights that `finetune` starts from: a Hugging Face folder, a run, or a checkpoint."""
+    finetune: bool = False
+    """Of what `load` names, load the weights alone: steps, optimizer and random state start anew."""
     exit_on_missing_checkpoint: bool = False
     """Refuse to start from nothing where `load` is the folder that the run saves to, and holds no checkpoint yet."""
     load_optim: bool = True

@@ -21,6 +21,29 @@ class TrainingConfig(ConfigPart):
     """The run's length in samples."""
     num_epochs: float | None = None
     """The run's length in passes over the data; a part of one is rounded up to a step."""
+    rampup_batch_size: list[int] | None = None
+    """[start, increment, samples]: the global batch grows from `start` by `increment` up to `global_batch_size` while
+    this many samples are consumed. Where it grows, a checkpoint is written."""
+    step_batch_size_schedule: str | None = None
+    """Global batches by consumed samples, '0:32 100K:64 1M:128' (K, M, B, T); a threshold that ends in `tok` is in
+    tokens. Sizes never shrink; the last one is `global_batch_size`."""
+    decrease_batch_size_if_needed: bool = False
+    """A global batch that is no multiple of micro-batch times ranks is rounded down to one, instead of refused; the
+    difference is counted as skipped samples."""
+    iterations_to_skip: list[int] = field(default_factory=list)
+    """Steps, counted from 1, whose samples are passed over without training on them; they count as consumed and as
+    skipped, and nothing else happens at such a step."""
+    empty_unused_memory_level: int = 0
+    """Give a GPU's unused memory back: 0 never, 1 before each update, 2 after it too."""
+    check_weight_hash_across_dp_replicas_interval: int | None = None
+    """Steps between comparisons of the weights of all replicas, by hash, the first one before the first step; None
+    compares none. Replicas that differ end the run."""
+    train_sync_interval: int | None = None
+    """Steps between waits of the host for the GPU; None waits where values are read only."""
+    check_optimizer_step_success: bool = True
+    """A step counts as skipped on all ranks of the model where one rank's optimizer skipped it."""
+    skip_sync_grad_norm_across_mp: bool = False
+    """Take the gradient norm as each rank of the model reports it."""
     drop_last: bool = True
     """Drop the tail of an epoch that is shorter than one global batch; False trains on it as a smaller step."""
     loss_weighting: str = "auto"
@@ -44,6 +67,8 @@ class TrainingConfig(ConfigPart):
     """Switch Python's automatic garbage collection off while training, so that ranks collect together."""
     manual_gc_interval: int = 0
     """Steps between collections; 0 never collects."""
+    manual_gc_eval: bool = True
+    """Collect before an evaluation in the loop, and the youngest objects after it, with `manual_gc`."""
 
 
 @dataclass

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import warnings
 
+from onstep.config.batch_rules import check_batches, check_evaluation_batch
 from onstep.config.checkpoint_rules import check_checkpoints
+from onstep.config.data_rules import check_data
 from onstep.config.derived import cut_warmup, fill
+from onstep.config.expert_rules import check_experts
+from onstep.config.finetune_rules import check_finetune
+from onstep.config.housekeeping_rules import check_housekeeping
 from onstep.config.keys import to_flat, typed_copy
 from onstep.config.lengths import train_iters, warmup_and_decay
+from onstep.config.model_rules import check_model
+from onstep.config.optimizer_rules import check_optimizer
 from onstep.config.part import ConfigPart
-from onstep.config.parts import ConfigContainer, ValidationConfig
-from onstep.config.rules import check_values, parse_split
+from onstep.config.parts import ConfigContainer
+from onstep.config.rules import check_values
+from onstep.config.timing_rules import check_timing
 from onstep.config.trackers import tracker_list
 from onstep.config.training_arguments import made_silently
+from onstep.config.watch_rules import check_watching
 from onstep.errors import ConfigError
 
 
@@ -31,18 +40,23 @@ def validate(config: ConfigContainer, world_size: int = 1) -> None:
         if isinstance(part, ConfigPart):
             part.validate()
     _check_length(config)
-    _check_batch(config, world_size)
+    check_batches(config, world_size)
+    check_housekeeping(config)
     filled = fill(config, world_size)
-    _check_evaluation_batch(filled.validation, world_size)
+    check_evaluation_batch(filled.validation, world_size)
     _check_optimizer(config)
+    check_optimizer(config)
     _check_schedule(config)
     _check_model(config)
-    _check_data(config)
+    check_data(config)
     _check_run(config)
     check_checkpoints(config)
+    check_finetune(config)
     tracker_list(config.logger.report_to, "logger.report_to")
+    check_watching(config, world_size)
+    check_timing(config)
     _check_trainer(config)
-    _check_schedule_lengths(filled)
+    _check_schedule_lengths(filled, world_size)
 
 
 def resolve(config: ConfigContainer, world_size: int = 1) -> ConfigContainer:
@@ -59,9 +73,9 @@ def resolve(config: ConfigContainer, world_size: int = 1) -> ConfigContainer:
     """
     validate(config, world_size)
     resolved = fill(config, world_size)
-    iters = train_iters(resolved)
+    iters = train_iters(resolved, world_size=world_size)
     if iters is not None:
-        cut_warmup(resolved, iters)
+        cut_warmup(resolved, iters, world_size)
     return resolved
 
 
@@ -73,41 +87,6 @@ def _check_length(config: ConfigContainer) -> None:
         raise ConfigError(f"{' and '.join(given)} are both lengths of the run; keep one and set the others to null.")
     if not given and not config.validation.skip_train:
         raise ConfigError("the run has no length: set one of train.train_iters, train.train_samples, train.num_epochs.")
-
-
-def _check_batch(config: ConfigContainer, world_size: int) -> None:
-    train = config.train
-    if train.micro_batch_size is None and train.global_batch_size is None:
-        raise ConfigError(
-            "the batch has no size: set train.micro_batch_size (samples of one forward pass on one rank)."
-        )
-    if train.global_batch_size is None:
-        return
-    if train.micro_batch_size is None:
-        _check_multiple("train.global_batch_size", train.global_batch_size, "ranks", (world_size,))
-    else:
-        parts = (train.micro_batch_size, world_size)
-        _check_multiple("train.global_batch_size", train.global_batch_size, "micro_batch_size * ranks", parts)
-
-
-def _check_evaluation_batch(validation: ValidationConfig, world_size: int) -> None:
-    micro, total = validation.eval_micro_batch_size, validation.eval_global_batch_size
-    if validation.eval_iters == 0 or micro is None or total is None:
-        return
-    name = "validation.eval_global_batch_size"
-    _check_multiple(name, total, "eval_micro_batch_size * ranks", (micro, world_size))
-
-
-def _check_multiple(name: str, value: int, factors: str, sizes: tuple[int, ...]) -> None:
-    unit = 1
-    for size in sizes:
-        unit *= size
-    if value % unit == 0:
-        return
-    product = " * ".join(map(str, sizes)) + (f" = {unit}" if len(sizes) > 1 else "")
-    lower, upper = value // unit * unit, (value // unit + 1) * unit
-    choices = f"{lower} or {upper}" if lower else str(upper)
-    raise ConfigError(f"{name}={value} must be a multiple of {factors} = {product}; choose {choices}.")
 
 
 def _check_optimizer(config: ConfigContainer) -> None:
@@ -165,31 +144,13 @@ def _check_weight_decay(config: ConfigContainer) -> None:
 
 def _check_model(config: ConfigContainer) -> None:
     model = config.model
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    if model.kv_channels is None and model.hidden_size % heads:
-        raise ConfigError(
-            f"model.hidden_size={model.hidden_size} must be a multiple of num_attention_heads={heads}; "
-            "change one of them or set model.kv_channels."
-        )
-    if groups is not None and heads % groups:
-        raise ConfigError(f"model.num_attention_heads={heads} must be a multiple of num_query_groups={groups}.")
-    width = model.kv_channels or model.hidden_size // heads
-    if width % 2:
-        raise ConfigError(f"a head of the model is {width} wide; rotary embeddings take an even width.")
+    check_model(model)
+    check_experts(model)
     if config.dataset.seq_length != model.seq_length:
         raise ConfigError(
             f"dataset.seq_length={config.dataset.seq_length} and model.seq_length={model.seq_length} must be the same; "
             "set both."
         )
-
-
-def _check_data(config: ConfigContainer) -> None:
-    train_share = parse_split(config.dataset.split)[0]
-    if train_share == 0 and not config.validation.skip_train:
-        raise ConfigError(f"dataset.split={config.dataset.split!r} leaves nothing to train on.")
-    tokenizer = config.tokenizer
-    if tokenizer.tokenizer_type != "bytes" and tokenizer.tokenizer_model is None:
-        raise ConfigError(f"tokenizer_type={tokenizer.tokenizer_type} takes the path tokenizer.tokenizer_model.")
 
 
 def _check_run(config: ConfigContainer) -> None:
@@ -206,8 +167,8 @@ def _check_trainer(config: ConfigContainer) -> None:
     made_silently(config.trainer)
 
 
-def _check_schedule_lengths(filled: ConfigContainer) -> None:
-    iters = train_iters(filled)
+def _check_schedule_lengths(filled: ConfigContainer, world_size: int) -> None:
+    iters = train_iters(filled, world_size=world_size)
     if iters is None:
         return
     train, scheduler = filled.train, filled.scheduler
@@ -216,15 +177,20 @@ def _check_schedule_lengths(filled: ConfigContainer) -> None:
             f"train.train_samples={train.train_samples} is less than one step of "
             f"train.global_batch_size={train.global_batch_size} samples; train on at least one batch."
         )
-    warmup, decay = warmup_and_decay(filled, iters)
+    warmup, decay = warmup_and_decay(filled, iters, world_size)
     unit = "iterations" if train.train_samples is None else "samples"
     wsd = scheduler.lr_wsd_decay_iters or scheduler.lr_wsd_decay_samples
     if scheduler.lr_decay_style == "WSD" and wsd is not None and wsd > decay:
         raise ConfigError(f"the WSD decay ({wsd} {unit}) is longer than the schedule ({decay} {unit}).")
-    if warmup >= decay:
+    if warmup > decay:
+        key = f"scheduler.lr_warmup_{'iters' if unit == 'iterations' else unit}"
+        raise ConfigError(
+            f"{key}={warmup} is longer than the learning-rate schedule of {decay} {unit}; choose at most {decay - 1}, "
+            "or a longer run."
+        )
+    if warmup == decay:
         warnings.warn(
-            f"the warm-up ({warmup} {unit}) is as long as the learning-rate schedule ({decay} {unit}) or longer; "
-            f"it is cut to {decay - 1}.",
+            f"the warm-up ({warmup} {unit}) is as long as the learning-rate schedule; it is cut to {decay - 1}.",
             UserWarning,
             stacklevel=4,
         )

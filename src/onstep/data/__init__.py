@@ -1,31 +1,58 @@
 """Data: corpora to token files, datasets, and loaders whose position can be saved and continued.
 
-A corpus (`find_files`, `default_corpus_files`) becomes tokens (`build_tokenizer`, `build_token_file`) and sequences
-(`build_datasets`). Loaders hand a step's micro-batches to the loop as `StepBatches`: `TrainLoader` for datasets with an
-index, `IterableLoader` for those without, `IteratorReader` for a raw iterator, `EvalLoader` for evaluation.
+A corpus (`find_files`, `default_corpus_files`) becomes tokens (`build_tokenizer`, `learn_bpe`, `build_token_file`) and
+sequences (`build_datasets`); Megatron's files are read as they are (`IndexedFile`), and conversations become sequences
+with a loss on the answers (`build_chat_file`, `PackedDataset`). Loaders hand a step's micro-batches to the loop as
+`StepBatches`: `TrainLoader` for datasets with an index, `IterableLoader` for those without, `IteratorReader` for a raw
+iterator, `EvalLoader` for evaluation.
 """
 
+from onstep.data.blend import BlendedDataset
+from onstep.data.boundaries import Boundaries
+from onstep.data.bpe import learn_bpe
+from onstep.data.build import build_datasets, tokenizer_source
+from onstep.data.chat_dataset import ChatDataset, PackedDataset
+from onstep.data.chat_file import ChatFile, build_chat_file
+from onstep.data.chat_records import ChatFiles, ChatKeys, ChatRows, ChatSource
+from onstep.data.chat_template import EncodedChat, PlainTemplate, TokenizerTemplate, template_for
 from onstep.data.collate import PaddingCollator, default_data_collator
 from onstep.data.corpus import default_corpus_files, find_files, iter_documents
 from onstep.data.eval_loader import EvalLoader
 from onstep.data.fetch import is_map_style
+from onstep.data.indexed_file import IndexedFile, write_indexed_dataset
 from onstep.data.iterable_loader import IterableLoader
 from onstep.data.iterator_reader import IteratorReader
 from onstep.data.loader import TrainLoader
+from onstep.data.made_once import default_cache_dir
 from onstep.data.order import SampleOrder
 from onstep.data.rows import RowLayout
+from onstep.data.sources import DocumentSource
+from onstep.data.splits import split_documents, split_tokens
 from onstep.data.step_batches import StepBatches, StepSource
-from onstep.data.token_build import build_token_file, default_cache_dir
-from onstep.data.token_dataset import TokenDataset, build_datasets, split_tokens
+from onstep.data.token_build import build_token_file
+from onstep.data.token_dataset import TokenDataset
 from onstep.data.token_file import TokenFile
-from onstep.data.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer
+from onstep.data.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer, tokenizer_in_run
 
 __all__ = [
+    "BlendedDataset",
+    "Boundaries",
     "ByteTokenizer",
+    "ChatDataset",
+    "ChatFile",
+    "ChatFiles",
+    "ChatKeys",
+    "ChatRows",
+    "ChatSource",
+    "DocumentSource",
+    "EncodedChat",
     "EvalLoader",
+    "IndexedFile",
     "IterableLoader",
     "IteratorReader",
+    "PackedDataset",
     "PaddingCollator",
+    "PlainTemplate",
     "RowLayout",
     "SampleOrder",
     "StepBatches",
@@ -33,7 +60,9 @@ __all__ = [
     "TokenDataset",
     "TokenFile",
     "Tokenizer",
+    "TokenizerTemplate",
     "TrainLoader",
+    "build_chat_file",
     "build_datasets",
     "build_token_file",
     "build_tokenizer",
@@ -43,5 +72,11 @@ __all__ = [
     "find_files",
     "is_map_style",
     "iter_documents",
+    "learn_bpe",
+    "split_documents",
     "split_tokens",
+    "template_for",
+    "tokenizer_in_run",
+    "tokenizer_source",
+    "write_indexed_dataset",
 ]

@@ -87,6 +87,23 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     return sorted(found)
 
 
+def find_records(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
+    """As `find_files`, but a folder stands for its JSONL files only.
+
+    Raises:
+        DataError: as `find_files`.
+    """
+    found = [
+        path
+        for given in paths
+        for path in find_files([given])
+        if is_jsonl(path) or not Path(given).expanduser().is_dir()
+    ]
+    if not found:
+        raise DataError(f"the folders {', '.join(map(str, paths))} have no JSONL file; name the files of conversations")
+    return sorted(set(found))
+
+
 def default_corpus_files() -> list[Path]:
     """The sources of the running Python's standard library: real text of about 10 MB that needs no network.
 

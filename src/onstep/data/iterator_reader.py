@@ -11,6 +11,7 @@ from onstep.data.rows import FetchedRow
 from onstep.data.step_batches import StepBatches, step_of
 from onstep.data.stream import count_samples, is_stateful
 from onstep.errors import DataError
+from onstep.pulse import PULSE
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ class IteratorReader:
         """Nothing to end."""
 
     def _row(self, batch: Any) -> FetchedRow:
+        PULSE.beats += 1
         local = count_samples(batch)
         return FetchedRow(batch, None, False, None if local is None else local * self._world_size, local)
 

@@ -14,6 +14,7 @@ from onstep.data.row_seeding import seed_globals
 from onstep.data.rows import FetchedRow, Row
 from onstep.data.workers import batches_from_workers, end_workers, outlive_the_group
 from onstep.errors import DataError
+from onstep.pulse import PULSE
 
 
 class RowReader:
@@ -64,6 +65,7 @@ class RowReader:
         fetch, pins_memory = fetch_function(self._dataset, self._collate_fn), self._pins_memory
         for row in rows:
             batch = fetch(row.ids)
+            PULSE.beats += 1
             yield _fetched(pin(batch) if pins_memory else batch, row)
 
     def _read_in_workers(self, rows: Iterator[Row], epoch: int) -> Iterator[FetchedRow]:
@@ -71,6 +73,7 @@ class RowReader:
         if self._loader is None:
             self._loader = self._make_loader()
         for batch in batches_from_workers(self._loader):
+            PULSE.beats += 1
             yield _fetched(batch, handed_out.popleft())
 
     def _make_loader(self) -> DataLoader[Any]:

@@ -18,6 +18,7 @@ from onstep.data.row_seeding import seed_globals, seeded_aside
 from onstep.data.rows import FetchedRow, RowLayout
 from onstep.data.workers import batches_from_workers, outlive_the_group
 from onstep.errors import DataError
+from onstep.pulse import PULSE
 
 
 def is_stateful(source: Any) -> bool:
@@ -74,6 +75,7 @@ class RowStream:
             worker_init_fn=outlive_the_group,
         )
         for row in batches_from_workers(loader):
+            PULSE.beats += 1
             yield FetchedRow(*row)
 
     def _rows_of_samples(self, skip_samples: int, seeds: tuple[int, int] | None) -> Iterator[FetchedRow]:
@@ -88,6 +90,7 @@ class RowStream:
             own = row[start : start + size]
             with nullcontext() if seeds is None else seeded_aside(*seeds, position):
                 batch = collate(own or row[:1])
+            PULSE.beats += 1
             yield FetchedRow(batch, None, not own, len(row), len(own))
             position += len(row)
 
@@ -101,6 +104,7 @@ class RowStream:
             skipped += self._size_of(batch) * self.layout.world_size
         _check_replayed(skipped, skip_samples)
         for batch in batches:
+            PULSE.beats += 1
             local = self._size_of(batch)
             yield FetchedRow(batch, None, False, local * self.layout.world_size, local)
 

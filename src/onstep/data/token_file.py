@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from onstep.errors import DataError
 
 _CHECKED_BLOCKS = 64
 _BLOCK_BYTES = 64 * 1024
@@ -42,6 +45,10 @@ class TokenFile:
             self._tokens = np.asarray(np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.num_tokens,)))
         return self._tokens
 
+    def read(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """The tokens ``start <= t < stop``, read-only."""
+        return self.tokens[start:stop]
+
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_tokens"}
 
@@ -49,6 +56,39 @@ class TokenFile:
 def token_dtype(vocab_size: int) -> str:
     """The smallest type on disk that holds every id."""
     return "<u2" if vocab_size <= 2**16 else "<u4"
+
+
+def write_tokens(path: Path, dtype: str, documents: Iterable[npt.NDArray[Any]], source: str, empty: str) -> TokenFile:
+    """Write `documents` one after the other to `path` and declare them whole.
+
+    A process killed in between leaves nothing that looks whole.
+
+    Args:
+        empty: what the error says where there is not a token.
+
+    Raises:
+        DataError: where there is not a token.
+    """
+    manifest_path(path).unlink(missing_ok=True)
+    temporary = path.with_suffix(".tokens.tmp")
+    digest = hashlib.blake2b(digest_size=16)
+    num_tokens = num_documents = 0
+    try:
+        with temporary.open("wb") as out:
+            for document in documents:
+                tokens = np.ascontiguousarray(document.astype(dtype))
+                digest.update(tokens.data)
+                out.write(tokens.data)
+                num_tokens += tokens.size
+                num_documents += 1
+        if num_tokens == 0:
+            raise DataError(empty)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    token_file = TokenFile(path, dtype, num_tokens, num_documents, digest.hexdigest(), source)
+    write_manifest(token_file)
+    return token_file
 
 
 def write_manifest(token_file: TokenFile) -> None:

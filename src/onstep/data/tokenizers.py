@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +20,21 @@ from onstep.errors import DataError, MissingExtraError
 TokenIds = Sequence[int] | npt.NDArray[Any]
 
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>", "<|eot_id|>", "[SEP]")
+
+
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+)
+"""Files of a tokenizer in a Hugging Face folder."""
 
 
 class Tokenizer(Protocol):
@@ -48,6 +65,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`."""
 
+    def save(self, folder: Path) -> list[Path]:
+        """Write the files by which `AutoTokenizer` opens it into `folder`, which exists; gives what was written."""
+
 
 class ByteTokenizer:
     """Each byte is a token; 256 ends a document. Takes any bytes."""
@@ -68,6 +88,10 @@ class ByteTokenizer:
         """The text of `ids`; what is not UTF-8 becomes U+FFFD, and ids that are no bytes are left out."""
         return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
 
+    def save(self, folder: Path) -> list[Path]:
+        """Nothing: bytes need no files."""
+        return []
+
 
 class TokenizersTokenizer:
     """A tokenizer of the `tokenizers` library, from its JSON file.
@@ -78,7 +102,9 @@ class TokenizersTokenizer:
     """
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         content = _read_tokenizer_file(path)
+        self._content = content.decode("utf-8", "replace")
         self._tokenizer = _load_tokenizers(path, content)
         vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = _size_of_vocab(vocab, path)
@@ -99,6 +125,16 @@ class TokenizersTokenizer:
         text: str = self._tokenizer.decode([int(i) for i in ids])
         return text
 
+    def save(self, folder: Path) -> list[Path]:
+        """`tokenizer.json` and `tokenizer_config.json`."""
+        config = _tokenizer_config(self._content, self.eos_id)
+        texts = {"tokenizer.json": self._content, "tokenizer_config.json": config}
+        for name, text in texts.items():
+            temporary = folder / f".{name}.tmp"
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, folder / name)
+        return [folder / name for name in texts]
+
 
 class HuggingFaceTokenizer:
     """A `transformers` tokenizer from a local folder; nothing is downloaded and no code of the folder runs.
@@ -111,6 +147,7 @@ class HuggingFaceTokenizer:
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
             raise DataError(f"tokenizer_model {str(path)!r} is no folder; huggingface needs a local tokenizer folder")
+        self.path = path
         self._tokenizer = _load_transformers(path)
         vocab: dict[str, int] = self._tokenizer.get_vocab()
         self.vocab_size = _size_of_vocab(vocab, path)
@@ -131,6 +168,15 @@ class HuggingFaceTokenizer:
         text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
 
+    def save(self, folder: Path) -> list[Path]:
+        """Copies of its files."""
+        return [Path(shutil.copy(self.path / name, folder)) for name in FILES if (self.path / name).is_file()]
+
+    @property
+    def library_tokenizer(self) -> Any:
+        """The tokenizer of `transformers`."""
+        return self._tokenizer
+
     def _description(self, vocab: dict[str, int]) -> bytes:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         rules = backend.to_str() if backend is not None else json.dumps(sorted(vocab.items()))
@@ -149,12 +195,32 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         if model is not None:
             raise DataError(f"tokenizer_type 'bytes' takes no tokenizer_model, got {model!r}; set tokenizer_type")
         return ByteTokenizer()
+    if kind == "bpe":
+        raise DataError("tokenizer_type 'bpe' is learned from a corpus: use onstep.data.learn_bpe")
     if kind not in _FROM_PATH:
-        known = ["bytes", *_FROM_PATH]
+        known = ["bytes", "bpe", *_FROM_PATH]
         raise DataError(f"unknown tokenizer_type {kind!r}.{nearest(str(kind), known)} Known: {', '.join(known)}.")
     if model is None:
         raise DataError(f"tokenizer_type {kind!r} needs tokenizer_model, the path of its file or folder; got None")
     return _FROM_PATH[kind](Path(model).expanduser())
+
+
+def tokenizer_in_run(config: TokenizerConfig, path: Path) -> TokenizerConfig:
+    """How the tokenizer of a run is opened, whose folder `path` is or lies in: one that it learned is kept there.
+
+    Raises:
+        DataError: where a learned tokenizer is not there.
+    """
+    if config.tokenizer_type != "bpe":
+        return config
+    for folder in (path, *path.absolute().parents):
+        if (folder / "tokenizer.json").is_file():
+            return TokenizerConfig(tokenizer_type="tokenizers", tokenizer_model=str(folder / "tokenizer.json"))
+        if (folder / "run.json").is_file():
+            break
+    raise DataError(
+        f"the tokenizer that the run of {path} learned is not there: its folder has no tokenizer.json; put it back"
+    )
 
 
 _FROM_PATH: dict[str, type[TokenizersTokenizer] | type[HuggingFaceTokenizer]] = {
@@ -195,6 +261,14 @@ def _load_transformers(path: Path) -> Any:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise DataError(f"{path} holds no tokenizer that transformers can load: {error}") from error
+
+
+def _tokenizer_config(tokenizer_json: str, eos_id: int | None) -> str:
+    """What `AutoTokenizer` needs beside a `tokenizer.json`: which class reads it, and the token that ends a text."""
+    tokens: list[dict[str, Any]] = json.loads(tokenizer_json).get("added_tokens") or []
+    ending = next((token["content"] for token in tokens if token.get("id") == eos_id), None)
+    named = {} if ending is None else {"eos_token": ending}
+    return json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **named}, indent=2) + "\n"
 
 
 def _missing(library: str) -> MissingExtraError:

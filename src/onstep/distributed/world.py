@@ -56,10 +56,25 @@ class World:
         dist.all_gather_object(items, item, group=self.control_group)
         return items
 
+    def gather_numbers(self, numbers: list[float]) -> list[list[float]]:
+        """Every rank's numbers, in rank order, on every rank; all give equally many. Collective, on the CPU."""
+        if self.size == 1:
+            return [numbers]
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(rows, mine, group=self.control_group)
+        return [row.tolist() for row in rows]
+
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in place. Collective, on the tensor's device."""
         if self.size > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+        return tensor
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """The largest over all ranks, in place. Collective, on the tensor's device."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
 
     def share(self, item: Any, source: int = 0) -> Any:

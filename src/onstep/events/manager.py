@@ -18,6 +18,7 @@ from onstep.events.registration import (
     function_registration,
     registration_of,
 )
+from onstep.pulse import PULSE
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -179,6 +180,9 @@ class CallbackManager:
         outer = control.author, control.event  # a callback may itself make somebody fire
         control.author, control.event = listener.author, event
         clock = self.callback_clock if self.callback_clock.is_running else None
+        told_outside = PULSE.told
+        PULSE.told = event, listener.author
+        PULSE.beats += 1
         try:
             if clock is not None:
                 clock.enter(listener.author)
@@ -190,6 +194,7 @@ class CallbackManager:
             self._tolerate(listener, event, error)
         finally:
             control.author, control.event = outer
+            PULSE.told = told_outside
             if clock is not None:
                 clock.leave()
 

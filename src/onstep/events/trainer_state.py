@@ -15,6 +15,9 @@ class RunFacts:
     max_steps: int = 0
     num_train_epochs: float = 0
     steps_per_epoch: int | None = None
+    samples_per_epoch: int | None = None
+    """Set where the batch grows: epochs then have different numbers of steps, and `steps_per_epoch` is that of the
+    largest batch."""
     logging_steps: int = 0
     eval_steps: int = 0
     save_steps: int = 0
@@ -62,7 +65,9 @@ class TrainerState:
     @property
     def epoch(self) -> float:
         """Passes over the training data, with the fraction of the current one where its length is known."""
-        steps = self._facts.steps_per_epoch
+        steps, samples = self._facts.steps_per_epoch, self._facts.samples_per_epoch
+        if samples:
+            return self._progress.epoch + self._progress.samples_in_epoch / samples
         return self._progress.epoch + (self._progress.steps_in_epoch / steps if steps else 0.0)
 
     @property

@@ -20,8 +20,14 @@ if TYPE_CHECKING:
     from onstep.metrics.memory_history import start_memory_history_recording
     from onstep.metrics.model_shape import ModelShape
     from onstep.metrics.parameter_norms import report_l2_norm_grad
-    from onstep.metrics.reductions import reduce_max_memory_across_pp_group
+    from onstep.metrics.params_l2_norm import calc_dtensor_params_l2_norm, calc_params_l2_norm
+    from onstep.metrics.reductions import (
+        logical_and_across_model_parallel_group,
+        reduce_max_memory_across_pp_group,
+        reduce_max_stat_across_model_parallel_group,
+    )
     from onstep.metrics.runtime import report_runtime
+    from onstep.metrics.shared_parameters import param_is_not_shared
     from onstep.metrics.spectral_norms import SpectralNorms
     from onstep.metrics.throughput import report_throughput
 
@@ -33,12 +39,17 @@ _HOMES = {
     "MemoryEstimate": "onstep.metrics.memory_estimate",
     "ModelShape": "onstep.metrics.model_shape",
     "SpectralNorms": "onstep.metrics.spectral_norms",
+    "calc_dtensor_params_l2_norm": "onstep.metrics.params_l2_norm",
+    "calc_params_l2_norm": "onstep.metrics.params_l2_norm",
     "estimate_training_memory": "onstep.metrics.memory_estimate",
     "format_training_memory_estimate": "onstep.metrics.memory_estimate",
+    "logical_and_across_model_parallel_group": "onstep.metrics.reductions",
     "model_flops_utilization": "onstep.metrics.flops",
     "num_floating_point_operations": "onstep.metrics.flops",
+    "param_is_not_shared": "onstep.metrics.shared_parameters",
     "peak_of": "onstep.metrics.device_peaks",
     "reduce_max_memory_across_pp_group": "onstep.metrics.reductions",
+    "reduce_max_stat_across_model_parallel_group": "onstep.metrics.reductions",
     "report_l2_norm_grad": "onstep.metrics.parameter_norms",
     "report_memory": "onstep.metrics.memory",
     "report_runtime": "onstep.metrics.runtime",
@@ -55,12 +66,17 @@ __all__ = [
     "MemoryEstimate",
     "ModelShape",
     "SpectralNorms",
+    "calc_dtensor_params_l2_norm",
+    "calc_params_l2_norm",
     "estimate_training_memory",
     "format_training_memory_estimate",
+    "logical_and_across_model_parallel_group",
     "model_flops_utilization",
     "num_floating_point_operations",
+    "param_is_not_shared",
     "peak_of",
     "reduce_max_memory_across_pp_group",
+    "reduce_max_stat_across_model_parallel_group",
     "report_l2_norm_grad",
     "report_memory",
     "report_runtime",

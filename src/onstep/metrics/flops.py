@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from onstep.metrics.model_shape import ModelShape
+from onstep.metrics.parameter_counts import num_lora_parameters
 
 _FORWARD_AND_BACKWARD = 3
 """A matrix product is followed by two in the backward pass: for its input and for its weights."""
+_OF_FROZEN = 2
+"""Of the three products of a frozen matrix, the one for its own gradient is not there."""
 _MULTIPLY_ADD = 2
 
 MFU_DEFINITION = (
@@ -30,10 +33,12 @@ def num_floating_point_operations(
 
     Counted are matrix products: the projections of attention, its scores (causal, so at half), feed-forward blocks
     (of a mixture of experts the active ones and the shared one), multi-token prediction and the output layer. Left out
-    are the embedding, norms, rotary embeddings, activation functions, softmax, router, loss and optimizer.
+    are the embedding, norms, rotary embeddings, activation functions, softmax, router, loss and optimizer. With
+    `peft.peft_scheme` frozen matrices count two products and LoRA's three; that the first layer needs no gradient for
+    its input is left out.
 
     Args:
-        cfg: a `ConfigContainer`, or a model's configuration.
+        cfg: a `ConfigContainer`, or a model's configuration (which says nothing of LoRA).
         batch_size: sequences of a step, over all ranks.
         total_seq_len: tokens of all sequences, where they are not `batch_size * seq_length` (packed data).
         sum_sq_seq_len: sum of the squared lengths of all sequences; None is that of equally long ones.
@@ -52,13 +57,17 @@ def num_floating_point_operations(
     if not tokens:
         return 0.0
     squares = tokens * shape.seq_length if sum_sq_seq_len is None else sum_sq_seq_len
-    products = (
-        _feed_forward(shape)
-        + shape.all_layers * _attention(shape, context=squares / tokens)
-        + _multi_token_prediction(shape)
-        + _output(shape)
+    scores = shape.all_layers * shape.query_width * (squares / tokens)
+    matrices = (
+        _feed_forward(shape) + shape.all_layers * _attention(shape) + _multi_token_prediction(shape) + _output(shape)
     )
-    return _FORWARD_AND_BACKWARD * _MULTIPLY_ADD * tokens * products
+    peft = getattr(cfg, "peft", None)
+    if peft is None or peft.peft_scheme is None:
+        passes = _FORWARD_AND_BACKWARD * (matrices + scores)
+    else:
+        added = num_lora_parameters(shape, peft.dim, peft.target_modules)
+        passes = _OF_FROZEN * matrices + _FORWARD_AND_BACKWARD * (added + scores)
+    return _MULTIPLY_ADD * tokens * passes
 
 
 def model_flops_utilization(flops_per_second: float, peak_flops: float | None) -> float | None:
@@ -80,12 +89,10 @@ def _feed_forward(shape: ModelShape) -> float:
     return shape.hidden_size * shape.num_projections * widths
 
 
-def _attention(shape: ModelShape, context: float) -> float:
-    """Multiply-adds of a token in one layer's attention; `context` is the mean length that it looks back in."""
-    query, hidden = shape.query_width, shape.hidden_size
-    keys_and_values = 2 * shape.kv_channels * shape.num_query_groups
-    gate = query if shape.has_output_gate else 0
-    return hidden * (query + keys_and_values + gate) + query * hidden + query * context
+def _attention(shape: ModelShape) -> float:
+    """Multiply-adds of a token in the projections of one layer's attention."""
+    gate = shape.query_width if shape.has_output_gate else 0
+    return shape.hidden_size * (2 * shape.query_width + 2 * shape.key_width + gate)
 
 
 def _multi_token_prediction(shape: ModelShape) -> float:

@@ -6,6 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from onstep.metrics.model_shape import ModelShape
+from onstep.metrics.parameter_counts import (
+    num_expert_matrix_parameters,
+    num_layer_matrix_parameters,
+    num_lora_parameters,
+    num_parameters,
+)
 
 _FLOAT32 = 4
 _MIB = 1024**2
@@ -16,13 +22,19 @@ class MemoryEstimate:
     """Bytes on one device."""
 
     num_parameters: int
+    """Weights, with those that LoRA adds."""
+    num_trainable: int
+    """Of these the ones that are trained: with LoRA those that it adds, else all."""
     weights: int
     gradients: int
+    """Of trained weights."""
     optimizer: int
-    """State of the optimizer."""
+    """State of the optimizer, for trained weights."""
+    weight_copies: int
+    """The 16-bit copies of matrices that autocast makes for a forward and a backward pass; 0 in float32."""
     activations: int
-    """What the forward pass of one micro-batch (of one sample, where its size is not set) keeps for the backward pass,
-    without recomputation."""
+    """What there is of one micro-batch (of one sample, where its size is not set) when its backward pass begins: what
+    its layers keep, and logits, loss and their gradients."""
 
     @property
     def weights_and_optimizer(self) -> int:
@@ -32,44 +44,57 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """All of it."""
-        return self.weights_and_optimizer + self.activations
+        return self.weights_and_optimizer + self.weight_copies + self.activations
 
 
 def estimate_training_memory(cfg: Any) -> MemoryEstimate | None:
     """What training by a `ConfigContainer` needs of each device; None for a model that no formula is known for.
 
-    Weights, gradients and optimizer state are exact: float32 weights (autocast keeps them) and gradients of 4 bytes
-    each, and 8 bytes of Adam's moments or 4 of SGD's momentum for each parameter; replicated on each rank. Activations
-    are an estimate for 16-bit activations and attention that keeps no scores, twice that in float32: it holds for the
-    usual transformer block, not for this or that kernel.
+    Weights, gradients and optimizer state are exact: float32 weights (autocast keeps them), and for each trained one a
+    gradient of 4 bytes and 8 bytes of Adam's moments or 4 of SGD's momentum; Muon has 4 for the matrices of layers and
+    Adam's 8 for the others, stacked experts among them. Every rank holds all of it. Activations are an estimate, for
+    attention that keeps no scores; with `model.recompute_granularity` full a layer keeps its input only. The buffers of
+    data parallelism, what the allocator leaves unused and the kernels' own workspace come on top.
 
-    Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198),
-        equation 1, without the terms of the attention scores, with the width of the feed-forward block as it is.
+    Source: the method of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"
+        (arXiv:2205.05198), section 4.1, for the layers of the built-in transformer: see `_layer_bytes`.
     """
     shape = ModelShape.of(cfg.model)
     if shape is None:
         return None
-    parameters = num_parameters(shape)
+    base = num_parameters(shape)
+    peft: Any = getattr(cfg, "peft", None)
+    added = 0
+    if is_lora := peft is not None and peft.peft_scheme is not None:
+        added = num_lora_parameters(shape, peft.dim, peft.target_modules)
+    trainable = added if is_lora else base
+    matrices = added if is_lora else num_layer_matrix_parameters(shape)
+    is_mixed = cfg.mixed_precision is not None
     return MemoryEstimate(
-        num_parameters=parameters,
-        weights=_FLOAT32 * parameters,
-        gradients=_FLOAT32 * parameters,
-        optimizer=_optimizer_bytes(cfg.optimizer) * parameters,
-        activations=_activation_bytes(shape, cfg),
+        num_parameters=base + added,
+        num_trainable=trainable,
+        weights=_FLOAT32 * (base + added),
+        gradients=_FLOAT32 * trainable,
+        optimizer=_optimizer_bytes(cfg.optimizer, trainable, matrices),
+        weight_copies=2 * (_matrices(shape) + added) if is_mixed else 0,
+        activations=_activation_bytes(shape, cfg, is_mixed),
     )
 
 
 def format_training_memory_estimate(estimate: MemoryEstimate) -> str:
-    """A table of the estimate, one line a part, in MiB."""
+    """A table of the estimate, one line a part, in MiB; the parts that there are none of are left out."""
+    lines = [f"{'parameters':<14}{estimate.num_parameters:>16,d}"]
+    if estimate.num_trainable != estimate.num_parameters:
+        lines.append(f"{'trained':<14}{estimate.num_trainable:>16,d}")
     rows = {
         "weights": estimate.weights,
         "gradients": estimate.gradients,
         "optimizer": estimate.optimizer,
+        "16-bit copies": estimate.weight_copies,
         "activations": estimate.activations,
         "total": estimate.total,
     }
-    lines = [f"{'parameters':<12}{estimate.num_parameters:>16,d}"]
-    return "\n".join([*lines, *(f"{name:<12}{size / _MIB:>12,.1f} MiB" for name, size in rows.items())])
+    return "\n".join([*lines, *(f"{name:<14}{size / _MIB:>12,.1f} MiB" for name, size in rows.items() if size)])
 
 
 def theoretical_memory_line(estimate: MemoryEstimate) -> str:
@@ -84,38 +109,43 @@ def report_theoretical_memory(cfg: Any) -> None:
         print(theoretical_memory_line(estimate), flush=True)  # noqa: T201 - this line is what was asked for
 
 
-def num_parameters(shape: ModelShape) -> int:
-    """Weights of a model of this shape: of the built-in transformer all of them, exactly."""
-    hidden, heads_width = shape.hidden_size, shape.query_width
-    keys_and_values = 2 * shape.kv_channels * shape.num_query_groups
-    attention = hidden * (heads_width + keys_and_values) + heads_width * hidden
-    attention += hidden * heads_width if shape.has_output_gate else 0
-    attention += heads_width + keys_and_values if shape.qkv_bias else 0
-    dense = shape.num_projections * hidden * shape.ffn_hidden_size
-    experts = shape.num_projections * hidden * shape.moe_ffn_hidden_size * shape.num_experts
-    experts += shape.num_projections * hidden * shape.shared_expert_size + hidden * shape.num_experts
-    moe = shape.num_moe_layers
-    norms = 2 * hidden * shape.all_layers + hidden
-    vocabulary = hidden * shape.vocab_size * (1 if shape.ties_embeddings else 2)
-    joining = shape.mtp_depth * (2 * hidden**2 + 3 * hidden)
-    blocks = shape.all_layers * attention + (shape.all_layers - moe) * dense + moe * experts
-    return blocks + norms + vocabulary + joining
-
-
-def _optimizer_bytes(optimizer: Any) -> int:
-    """Bytes of state for each parameter."""
+def _optimizer_bytes(optimizer: Any, trainable: int, matrices: int) -> int:
+    """Bytes of state for `trainable` weights, of which `matrices` are in matrices of layers."""
     if optimizer.optimizer == "sgd":
-        return _FLOAT32 if optimizer.sgd_momentum else 0
-    return 2 * _FLOAT32
+        return _FLOAT32 * trainable if optimizer.sgd_momentum else 0
+    if optimizer.optimizer == "muon":
+        return _FLOAT32 * matrices + 2 * _FLOAT32 * (trainable - matrices)
+    return 2 * _FLOAT32 * trainable
 
 
-def _activation_bytes(shape: ModelShape, cfg: Any) -> int:
-    batch: int = cfg.train.micro_batch_size or 1
-    width = shape.ffn_hidden_size
-    if shape.num_moe_layers:
-        width = max(width, shape.moe_ffn_hidden_size * shape.moe_topk + shape.shared_expert_size)
-    places = shape.seq_length * batch
-    layer = places * (18 * shape.hidden_size + 4 * width)
-    ends = places * (6 * shape.hidden_size + _FLOAT32 * shape.vocab_size)  # embedding, last norm, output, its loss
-    bytes_of_type = 1 if cfg.mixed_precision is not None else 2
-    return bytes_of_type * (shape.all_layers * layer + ends)
+def _matrices(shape: ModelShape) -> int:
+    """Weights of all matrix products, the output's too."""
+    output = shape.hidden_size * shape.vocab_size
+    return num_layer_matrix_parameters(shape) + num_expert_matrix_parameters(shape) + output
+
+
+def _activation_bytes(shape: ModelShape, cfg: Any, is_mixed: bool) -> int:
+    """When the backward pass begins."""
+    places: int = shape.seq_length * (cfg.train.micro_batch_size or 1)
+    layers = [_layer_bytes(shape, is_mixed, has_experts=False)] * shape.num_dense_layers
+    layers += [_layer_bytes(shape, is_mixed, has_experts=True)] * shape.num_moe_layers
+    # the logits in the type of the matrices and in float32, their log-softmax; its gradient when the first are gone
+    logits = (10 if is_mixed else 8) * shape.vocab_size * (1 + shape.mtp_depth)
+    ends = 12 * shape.hidden_size + logits
+    if getattr(cfg.model, "recompute_granularity", None) == "full":
+        return places * (_FLOAT32 * shape.hidden_size * len(layers) + max(ends, *layers))
+    return places * (sum(layers) + ends)
+
+
+def _layer_bytes(shape: ModelShape, is_mixed: bool, has_experts: bool) -> int:
+    """What a layer keeps of one token: both norms' inputs and outputs in float32 and (mixed) as the matrices take them,
+    queries, keys, values, the mixed values twice, and of the feed-forward block each factor of its products."""
+    hidden, width = shape.hidden_size, shape.ffn_hidden_size
+    per_element = 2 if is_mixed else _FLOAT32
+    attention = (24 if is_mixed else 20) * hidden + per_element * (3 * shape.query_width + 2 * shape.key_width)
+    factors = 4 if shape.num_projections == 3 else 2
+    if not has_experts:
+        return attention + per_element * factors * width
+    width = shape.moe_ffn_hidden_size * shape.moe_topk + shape.shared_expert_size
+    sent = 2 * shape.moe_topk * hidden  # a token as each of its experts takes it, and what each gives back
+    return attention + per_element * (factors * width + sent) + 3 * _FLOAT32 * shape.num_experts

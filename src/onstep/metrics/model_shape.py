@@ -35,6 +35,14 @@ class ModelShape:
     ties_embeddings: bool = False
     has_output_gate: bool = False
     qkv_bias: bool = False
+    linear_bias: bool = False
+    """Biases of the attention output and of the feed-forward matrices."""
+    norm_bias: bool = False
+    """LayerNorm, with a bias beside its scale."""
+    qk_norm: bool = False
+    """A norm of each head's query and key, shared by the heads."""
+    num_positions: int = 0
+    """Rows of a learned table of positions; 0 is none."""
     moe_layers: tuple[bool, ...] = ()
     """For each layer, multi-token prediction last, whether it is a mixture of experts; empty is none."""
     num_experts: int = 0
@@ -44,6 +52,7 @@ class ModelShape:
     """Experts of a token [k]."""
     shared_expert_size: int = 0
     """[fs]"""
+    shared_expert_gate: bool = False
     mtp_depth: int = 0
     """Depth of multi-token prediction [M]."""
 
@@ -56,6 +65,16 @@ class ModelShape:
     def all_layers(self) -> int:
         """Layers with those of multi-token prediction [L]."""
         return self.num_layers + self.mtp_depth
+
+    @property
+    def key_width(self) -> int:
+        """Elements of all key heads, and of all value heads."""
+        return self.num_query_groups * self.kv_channels
+
+    @property
+    def num_dense_layers(self) -> int:
+        """[Ld]"""
+        return self.all_layers - self.num_moe_layers
 
     @property
     def num_moe_layers(self) -> int:
@@ -81,8 +100,10 @@ class ModelShape:
         hidden, heads = model.hidden_size, model.num_attention_heads
         depth = _whole(model, "mtp_num_layers")
         is_moe = bool(_whole(model, "num_moe_experts"))
-        ffn = getattr(model, "ffn_hidden_size", None)
-        ffn = math.ceil(8 * hidden / (3 * _FFN_MULTIPLE)) * _FFN_MULTIPLE if ffn is None else ffn
+        is_gated = bool(getattr(model, "gated_linear_unit", True))
+        ffn = getattr(model, "ffn_hidden_size", None) or _default_ffn(hidden, is_gated)
+        learns_positions = getattr(model, "position_embedding_type", "rope") == "learned_absolute"
+        length = model.seq_length if seq_length is None else seq_length
         return cls(
             num_layers=model.num_layers,
             hidden_size=hidden,
@@ -91,18 +112,28 @@ class ModelShape:
             num_query_groups=getattr(model, "num_query_groups", None) or heads,
             kv_channels=getattr(model, "kv_channels", None) or hidden // heads,
             vocab_size=_vocabulary(model),
-            seq_length=model.seq_length if seq_length is None else seq_length,
-            num_projections=3 if getattr(model, "gated_linear_unit", True) else 2,
+            seq_length=length,
+            num_projections=3 if is_gated else 2,
             ties_embeddings=bool(getattr(model, "share_embeddings_and_output_weights", False)),
             has_output_gate=bool(getattr(model, "attention_output_gate", False)),
             qkv_bias=bool(getattr(model, "add_qkv_bias", False)),
+            linear_bias=bool(getattr(model, "add_bias_linear", False)),
+            norm_bias=getattr(model, "normalization", "RMSNorm") == "LayerNorm",
+            qk_norm=bool(getattr(model, "qk_layernorm", False)),
+            num_positions=model.seq_length if learns_positions else 0,
             moe_layers=_moe_layers(model, depth) if is_moe else (),
             num_experts=_whole(model, "num_moe_experts"),
             moe_ffn_hidden_size=_whole(model, "moe_ffn_hidden_size") or ffn,
             moe_topk=_whole(model, "moe_router_topk") or 1,
             shared_expert_size=_whole(model, "moe_shared_expert_intermediate_size"),
+            shared_expert_gate=bool(getattr(model, "moe_shared_expert_gate", False)),
             mtp_depth=depth,
         )
+
+
+def _default_ffn(hidden: int, is_gated: bool) -> int:
+    """The width that a configuration leaves open, as `onstep.models.sizes` has it."""
+    return math.ceil(8 * hidden / (3 * _FFN_MULTIPLE)) * _FFN_MULTIPLE if is_gated else 4 * hidden
 
 
 def _has_known_attention(model: Any) -> bool:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from onstep.distributed.shards import is_sharded, world_size
 from onstep.metrics.named_parameters import MissingOnce, Model, named_parameters
 from onstep.metrics.parameter_norms import (
     LocalNorms,
@@ -14,7 +15,6 @@ from onstep.metrics.parameter_norms import (
     parameter_norms,
     total_norm,
 )
-from onstep.metrics.shards import is_sharded, world_size
 from onstep.metrics.spectral_norms import SpectralNorms
 
 logger: logging.Logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onstep.distributed.shards import Split, local_part, split_of
 from onstep.metrics.named_parameters import Model, measurable_parameters, reshard
-from onstep.metrics.shards import Split, local_part, split_of
 
 _PIECE = 2**16
 """Elements that a CPU widens to float64 at once, in a copy that its cache holds; GPUs widen as they read."""
@@ -69,8 +69,11 @@ def total_norm(norms: Mapping[str, float]) -> float:
 def report_l2_norm_grad(model: Model) -> dict[str, float]:
     """The L2 norm of each gradient as ``l2_norm/grad/<name>``, and of all of them as ``l2_norm/grad/global``.
 
-    With several chunks the global norm is that over all chunks, each gradient counted once. Takes what
-    `gradient_norms` takes, also as to sharded gradients and reads.
+    With several chunks the global norm is that over all chunks, each gradient counted once. Sharded gradients and reads
+    of the device are as in `gradient_norms`.
+
+    Args:
+        model: a module or a list of model chunks.
     """
     norms = gradient_norms(model)
     report = {f"l2_norm/grad/{name}": norm for name, norm in norms.items()}

@@ -1,12 +1,23 @@
-"""Reports of several ranks made one."""
+"""Values of several ranks made one: the largest of a statistic or a memory report, and whether all ranks say yes."""
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from onstep.errors import ConfigError
+
+_LEAST = -(2**63)
+_NAN = 2**63 - 1
+"""Above every float in `_ordered`, so that a NaN of any rank is what all ranks see."""
 
 
 def reduce_max_memory_across_pp_group(
@@ -14,12 +25,16 @@ def reduce_max_memory_across_pp_group(
 ) -> Mapping[str, int | float]:
     """The largest value of each entry over the pipeline stages: the first stage holds the most activations.
 
-    One collective over `pp_group`, whose ranks must have the same entries. Whole numbers stay whole. The report itself
-    comes back where it is empty, or there are no other stages.
+    One collective over `pp_group`. Whole numbers stay whole. The report itself comes back where it is empty, or there
+    are no other stages.
+
+    Args:
+        memory_report: values by name, with the same names in the same order on all ranks.
+        pp_group: the process group of the pipeline stages; None is one stage.
     """
-    if not memory_report or not (dist.is_available() and dist.is_initialized()) or _size(pp_group) <= 1:
+    if not memory_report or not has_others(pp_group):
         return memory_report
-    values = torch.tensor(list(memory_report.values()), dtype=torch.float64, device=_device_of(pp_group))
+    values = torch.tensor(list(memory_report.values()), dtype=torch.float64, device=device_of(pp_group))
     dist.all_reduce(values, op=dist.ReduceOp.MAX, group=pp_group)
     return {
         name: int(largest) if isinstance(value, int) and not isinstance(value, bool) else largest
@@ -27,10 +42,110 @@ def reduce_max_memory_across_pp_group(
     }
 
 
+def reduce_max_stat_across_model_parallel_group(stat: float | None, mp_group: Any) -> float | None:
+    """The largest value of a statistic over the ranks of a group; None where no rank has one.
+
+    One collective over `mp_group`. A rank without the statistic passes None, which is no number: negative values count
+    as what they are. Whole numbers stay whole and exact, within 64 bits; a float of any rank makes the result a float.
+    A NaN of any rank is the result on all of them.
+
+    Args:
+        stat: a number, a tensor of one element on any device (which is read), or None.
+        mp_group: the group to reduce over. Of None, and of a group of one rank, the very same `stat` comes back, a
+            device tensor unread.
+
+    Raises:
+        ConfigError: `stat` is no number, or a whole one that 64 bits do not hold.
+    """
+    if not has_others(mp_group):
+        return stat
+    known = None if stat is None else _number(stat)
+    is_float = isinstance(known, float)
+    words = [known is not None and not is_float, is_float, _LEAST, _LEAST]
+    if known is not None:
+        words[2 + is_float] = _ordered(known) if isinstance(known, float) else known
+    largest = torch.tensor([int(word) for word in words], dtype=torch.int64, device=device_of(mp_group))
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mp_group)
+    has_whole, has_float, whole, ordered = largest.tolist()
+    if not has_float:
+        return int(whole) if has_whole else None
+    among_floats = _from_ordered(ordered)
+    if math.isnan(among_floats) or not has_whole:
+        return among_floats
+    return max(among_floats, float(whole))
+
+
+def logical_and_across_model_parallel_group(input: bool, mp_group: Any) -> bool:
+    """Whether every rank of a group says yes.
+
+    One collective over `mp_group`. Of None, and of a group of one rank, what this rank says is the result.
+
+    Args:
+        input: True or False in any form that means just that: Python's, NumPy's, 1 or 0, a tensor of one such element
+            (which is read, on whatever device it is).
+        mp_group: the group to ask.
+
+    Raises:
+        ConfigError: `input` is anything else, such as None, a text or another number.
+    """
+    says_yes = _truth(input)
+    if not has_others(mp_group):
+        return says_yes
+    all_say = torch.tensor(int(says_yes), dtype=torch.int32, device=device_of(mp_group))
+    dist.all_reduce(all_say, op=dist.ReduceOp.MIN, group=mp_group)
+    return bool(all_say.item())
+
+
+def has_others(group: Any) -> bool:
+    """Whether `group` is a process group with other ranks in it; None, and a run without any group, has none."""
+    return group is not None and dist.is_available() and dist.is_initialized() and _size(group) > 1
+
+
+def device_of(group: Any) -> torch.device:
+    """Where tensors must be for collectives over `group`."""
+    return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+
+
 def _size(group: Any) -> int:
     size = getattr(group, "size", None)
     return int(size()) if callable(size) else 1
 
 
-def _device_of(group: Any) -> torch.device:
-    return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+def _number(stat: Any) -> int | float:
+    """`stat` as a plain number; a tensor is read."""
+    value = stat.item() if isinstance(stat, Tensor) and stat.numel() == 1 else stat
+    if isinstance(value, Integral):
+        whole = int(value)
+        if not _LEAST <= whole < -_LEAST:
+            raise ConfigError(f"a whole number to reduce must fit into 64 bits, got {whole}; pass it as a float")
+        return whole
+    if not isinstance(value, Real):
+        raise ConfigError(f"a statistic to reduce must be one number or None, got {value!r}; pass None for none")
+    return float(value)
+
+
+def _truth(answer: Any) -> bool:
+    has_one = isinstance(answer, (Tensor, np.generic)) and math.prod(answer.shape) == 1
+    value = answer.item() if has_one else answer
+    if not (isinstance(value, (bool, int)) and value in (0, 1)):
+        raise ConfigError(f"what ranks are to agree on must be true or false, got {answer!r}; pass a bool")
+    return bool(value)
+
+
+def _ordered(value: float) -> int:
+    """An integer of 64 bits that is larger for the larger of two floats, and largest for NaN.
+
+    The bits of a float are its sign and its magnitude, and magnitudes are ordered as integers are.
+    """
+    if math.isnan(value):
+        return _NAN
+    (bits,) = struct.unpack("<q", struct.pack("<d", value))
+    return int(bits if bits >= 0 else -(bits + 2**63))
+
+
+def _from_ordered(ordered: int) -> float:
+    if ordered == _NAN:
+        return math.nan
+    bits = ordered if ordered >= 0 else -ordered - 2**63
+    value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return value

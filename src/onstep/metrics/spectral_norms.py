@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from onstep.distributed.shards import local_part, split_of, whole
 from onstep.errors import ConfigError
 from onstep.metrics.named_parameters import Model, measurable_parameters, reshard
 from onstep.metrics.parameter_norms import full_norms, local_norms
-from onstep.metrics.shards import local_part, split_of, whole
 
 TOLERANCE = 3e-3
 """An estimate has settled when the second half of its iterations raised it by less than this fraction."""

@@ -1,27 +1,43 @@
-"""Decoder-only transformers of the Llama/Qwen2 family, generation, and conversion to and from `transformers`."""
+"""Decoder-only transformers (Llama, Qwen, GPT-2), value heads, generation, conversion to and from `transformers`."""
 
 from onstep.models.cache import KeyValueCache
+from onstep.models.chunks import ModelHook, ModelList, ensure_model_list
 from onstep.models.generation import generate
+from onstep.models.heads import LinearForLastLayer, create_value_head_hook, make_value_model
 from onstep.models.hf_config import config_from_hf, hf_config_dict
 from onstep.models.hf_directory import load_hf, save_hf
-from onstep.models.hf_weights import from_hf_state_dict, to_hf_state_dict
+from onstep.models.hf_weights import from_hf_state_dict, hf_obstacle, to_hf_state_dict
 from onstep.models.init import init_weights
+from onstep.models.mixture_of_experts import MixtureOfExperts, is_moe_layer
+from onstep.models.router import Router
+from onstep.models.routing_record import is_recomputing
 from onstep.models.sizes import check_model_config, ffn_hidden_size, head_width, num_query_groups
 from onstep.models.transformer import Transformer, build_transformer
 
 __all__ = [
     "KeyValueCache",
+    "LinearForLastLayer",
+    "MixtureOfExperts",
+    "ModelHook",
+    "ModelList",
+    "Router",
     "Transformer",
     "build_transformer",
     "check_model_config",
     "config_from_hf",
+    "create_value_head_hook",
+    "ensure_model_list",
     "ffn_hidden_size",
     "from_hf_state_dict",
     "generate",
     "head_width",
     "hf_config_dict",
+    "hf_obstacle",
     "init_weights",
+    "is_moe_layer",
+    "is_recomputing",
     "load_hf",
+    "make_value_model",
     "num_query_groups",
     "save_hf",
     "to_hf_state_dict",

@@ -1,4 +1,4 @@
-"""Causal self-attention with rotary embeddings and grouped queries."""
+"""Causal self-attention with grouped queries, and rotary embeddings where the model has them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from onstep.config.parts import ModelConfig
-from onstep.models.cache import KeyValueCache
+from onstep.models.attention_logits import largest_logit
+from onstep.models.context import SequenceContext
+from onstep.models.norms import build_norm
 from onstep.models.rotary import rotate
 from onstep.models.sizes import head_width, num_query_groups
 
@@ -27,35 +29,40 @@ class Attention(nn.Module):
         self._head_width = head_width(config)
         self._is_grouped = num_query_groups(config) != config.num_attention_heads
         self._dropout = config.attention_dropout
+        self._watches_logits = config.log_max_attention_logit
+        self.largest_logit: Tensor | None = None
+        """Of the last forward pass without a cache, (), float32; None where `log_max_attention_logit` is off."""
         query_width = config.num_attention_heads * self._head_width
         key_width = num_query_groups(config) * self._head_width
         self.query = nn.Linear(config.hidden_size, query_width, bias=config.add_qkv_bias)
         self.key = nn.Linear(config.hidden_size, key_width, bias=config.add_qkv_bias)
         self.value = nn.Linear(config.hidden_size, key_width, bias=config.add_qkv_bias)
-        self.output = nn.Linear(query_width, config.hidden_size, bias=False)
+        self.query_norm = build_norm(config, self._head_width) if config.qk_layernorm else None
+        self.key_norm = build_norm(config, self._head_width) if config.qk_layernorm else None
+        self.output = nn.Linear(query_width, config.hidden_size, bias=config.add_bias_linear)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Mix `x` (batch, seq, hidden) over positions up to each one's own; same shape.
-
-        `cos` and `sin` belong to the positions of `x`, which follow those in `cache`.
-        """
-        query = rotate(self._heads(self.query(x)), cos, sin)
-        key = rotate(self._heads(self.key(x)), cos, sin)
-        value = self._heads(self.value(x))
-        if cache is not None:
-            key, value = cache.append(self._layer, key, value)
-        mixed = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-        projected: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+    def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
+        """Mix `x` (batch, seq, hidden) over positions up to each one's own; same shape."""
+        query, key, value = self._heads(self.query(x)), self._heads(self.key(x)), self._heads(self.value(x))
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query).type_as(query), self.key_norm(key).type_as(key)
+        if context.cos is not None and context.sin is not None:
+            query, key = rotate(query, context.cos, context.sin), rotate(key, context.cos, context.sin)
+        if context.cache is not None:
+            key, value = context.cache.append(self._layer, key, value)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if self._watches_logits and context.cache is None:
+            self.largest_logit = largest_logit(query.detach(), key.detach(), context.mask)
+        projected: Tensor = self.output(self._attend(query, key, value, context.mask).transpose(1, 2).flatten(2))
         return projected
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], -1, self._head_width)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Attention of (batch, heads, queries, width) over (batch, groups, keys, width), queries at the end."""
         queries, keys = query.shape[2], key.shape[2]
-        mask = None
-        if 1 < queries < keys:
+        if mask is None and 1 < queries < keys:
             mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
         return scaled_dot_product_attention(
             query,
@@ -63,6 +70,6 @@ class Attention(nn.Module):
             value,
             attn_mask=mask,
             dropout_p=self._dropout if self.training else 0.0,
-            is_causal=queries == keys and queries > 1,
+            is_causal=mask is None and queries > 1,
             enable_gqa=self._is_grouped,
         )

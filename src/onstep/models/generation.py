@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from onstep.errors import ConfigError
 from onstep.models.cache import KeyValueCache
+from onstep.models.positions import check_positions
 from onstep.models.sampling import Sampling
 from onstep.models.transformer import Transformer
 
@@ -27,12 +28,12 @@ def generate(
     seed: int | None = None,
     eos_id: int | None = None,
 ) -> Tensor:
-    """Continue `tokens`, using a key/value cache.
+    """Continue `tokens`, using a key/value cache (not beyond `config.seq_length` with dynamic rope scaling).
 
     Runs in evaluation mode and gives the model back as it was, also after an error. Torch's global RNG is neither
     read nor changed. No collective: of a wrapped model (DDP, compiled) the inner one runs, so one rank may call it
     alone. Nothing slides: positions beyond `config.seq_length` go on with all earlier ones in view, though the model
-    never trained there.
+    never trained there; only learned positions end there.
 
     Args:
         model: a `Transformer`, or a wrapper of one.
@@ -49,10 +50,12 @@ def generate(
         (batch, seq + new), int64: the prompt and up to `max_new_tokens` after it.
 
     Raises:
-        ConfigError: a value out of its range, or a model without a `Transformer` in it.
+        ConfigError: a value out of its range, more positions than a model with learned ones has, a model that ends in
+            a value head, or one without a `Transformer` in it.
     """
     transformer = unwrap(model)
     _check_request(tokens, max_new_tokens)
+    _check_model(transformer, tokens.shape[1] + max_new_tokens)
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
     with _evaluation_mode(transformer):
         return _continue(transformer, tokens, max_new_tokens, sampling, _new_generator(tokens.device, seed), eos_id)
@@ -80,6 +83,16 @@ def _check_request(tokens: Tensor, max_new_tokens: int) -> None:
         )
     if max_new_tokens < 0:
         raise ConfigError(f"max_new_tokens must be >= 0, got {max_new_tokens}.")
+
+
+def _check_model(model: Transformer, length: int) -> None:
+    if model.has_value_head:
+        raise ConfigError(
+            "the model ends in a value head, which gives no scores of tokens to choose from; generate with a model "
+            "that has its language-model head."
+        )
+    if model.position_embedding is not None:
+        check_positions(model.position_embedding, length)
 
 
 def _new_generator(device: torch.device, seed: int | None) -> torch.Generator:
@@ -117,7 +130,10 @@ def _continue(
     cache = KeyValueCache(model.config.num_layers, capacity=out.shape[1])
     has_ended = torch.zeros(batch, 1, dtype=torch.bool, device=tokens.device)
     for end in range(prompt_length, out.shape[1]):
-        hidden = model.hidden_states(out[:, cache.length : end], cache)
+        if model.rotary is None or model.rotary.keeps_angles(end):
+            hidden = model.hidden_states(out[:, cache.length : end], cache)
+        else:  # dynamic scaling: each token changes what all layers make of those before it
+            hidden = model.hidden_states(out[:, :end])
         chosen = sampling.choose(model.logits(hidden[:, -1]), generator, out[:, :end])
         if eos_id is not None:
             chosen = chosen.masked_fill(has_ended, eos_id)

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from onstep.config.parts import ModelConfig
 from onstep.errors import OnstepError
 from onstep.models.hf_config import config_from_hf, hf_config_dict
 from onstep.models.hf_weights import from_hf_state_dict, to_hf_state_dict
@@ -41,7 +42,7 @@ def save_hf(
         eos_id: token at which `transformers` ends a generated text.
 
     Raises:
-        ConfigError: sizes that `transformers` does not take.
+        ConfigError: a model that no architecture of `transformers` computes, or one with a value head.
     """
     folder = Path(directory)
     dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
@@ -54,15 +55,24 @@ def save_hf(
         shutil.copy(file, folder)
 
 
-def load_hf(directory: str | Path) -> Transformer:
-    """The Llama or Qwen2 model in `directory`, in float32 on the CPU, from one or several safetensors files.
+def load_hf_config(directory: str | Path) -> ModelConfig:
+    """What the model in `directory` is, from its `config.json` alone. Raises as `load_hf`."""
+    return config_from_hf(_read_json(Path(directory) / CONFIG_FILE))
+
+
+def load_hf(directory: str | Path, config: ModelConfig | None = None) -> Transformer:
+    """The model (Llama, Qwen, GPT-2) in `directory`, in float32 on the CPU, from one or several safetensors files.
+
+    Args:
+        directory: the folder.
+        config: what the model is, where it is not to be read from `config.json`.
 
     Raises:
         ConfigError: an architecture or a feature that `Transformer` does not have.
         OnstepError: a folder without readable `config.json` and safetensors, or weights that do not fit.
     """
     folder = Path(directory)
-    config = config_from_hf(_read_json(folder / CONFIG_FILE))
+    config = load_hf_config(folder) if config is None else config
     state: dict[str, Tensor] = {}
     for file in _weight_files(folder):
         state |= _load_weights(file)

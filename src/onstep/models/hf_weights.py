@@ -1,82 +1,89 @@
-"""Weights to and from the names of `transformers`' Llama and Qwen2 (no `transformers` needed)."""
+"""Weights to and from the names and shapes of `transformers` (no `transformers` needed)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from onstep.config.parts import ModelConfig
-from onstep.errors import OnstepError
+from onstep.errors import ConfigError, OnstepError
+from onstep.models.hf_architecture import Architecture
+from onstep.models.hf_architectures import architecture_of
+from onstep.models.layer_types import replicated_layers
 from onstep.models.transformer import Transformer, empty_transformer
-
-_OUTSIDE_LAYERS = {
-    "embedding.weight": "model.embed_tokens.weight",
-    "final_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-
-_IN_LAYER = {
-    "attention_norm": "input_layernorm",
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.output": "self_attn.o_proj",
-    "feed_forward_norm": "post_attention_layernorm",
-    "feed_forward.gate": "mlp.gate_proj",
-    "feed_forward.up": "mlp.up_proj",
-    "feed_forward.down": "mlp.down_proj",
-}
 
 _SHOWN = 5
 """Names listed in an error."""
 
 
 def to_hf_state_dict(model: Transformer) -> dict[str, Tensor]:
-    """The weights under `transformers`' names, sharing memory with the model; tied ones once, as the embedding."""
-    return {hf_name(name): tensor for name, tensor in model.state_dict().items()}
+    """The weights under `transformers`' names; tied ones once, as the embedding.
+
+    They share memory with the model where `transformers` stores them alike.
+
+    Raises:
+        ConfigError: a model that no architecture of `transformers` computes, or one with a value head.
+    """
+    architecture = architecture_of(model.config)
+    check_heads(model, architecture.class_name)
+    return architecture.to_hf(model.config, model.state_dict())
+
+
+def hf_obstacle(model: Transformer) -> str | None:
+    """Why `transformers` cannot open `model`, with what to do instead; None where it can."""
+    try:
+        check_heads(model, architecture_of(model.config).class_name)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def check_heads(model: nn.Module, class_name: str) -> None:
+    """Refuse a model with a layer that a language model of `transformers` has no name for.
+
+    Raises:
+        ConfigError: naming the layer.
+    """
+    for name, layer in replicated_layers(model).items():
+        raise ConfigError(
+            f"the model's {name!r} is a value head ({type(layer).__name__}), for which transformers' {class_name} has "
+            f"no name; keep the model in Onstep's checkpoints, or give it its language-model head back."
+        )
 
 
 def from_hf_state_dict(config: ModelConfig, state: Mapping[str, Tensor]) -> Transformer:
-    """A model of `config` with the weights of a `transformers` Llama or Qwen2, copied into float32 on the CPU.
+    """A model of `config` with the weights of a `transformers` model, copied into float32 on the CPU.
 
-    A tied model's `lm_head.weight` may be absent, or equal to the embedding.
+    A tied model's output matrix may be absent, or equal to the embedding.
 
     Raises:
-        ConfigError: a configuration that cannot be built.
+        ConfigError: a configuration that cannot be built, or that no architecture of `transformers` has.
         OnstepError: missing, unknown or misshaped weights.
     """
     model = empty_transformer(config)
+    architecture = architecture_of(config)
     own = model.state_dict()
-    by_hf_name = {hf_name(name): tensor for name, tensor in own.items()}
-    given = {name: tensor for name, tensor in state.items() if not name.endswith("rotary_emb.inv_freq")}
+    expected = architecture.to_hf(config, {name: tensor.to("meta") for name, tensor in own.items()})
+    given = architecture.clean(state)
     if model.output is None:
-        given = _without_tied_output(given)
-    _check_weights(by_hf_name, given)
+        given = _without_tied_output(given, architecture)
+    _check_weights(expected, given)
     with torch.no_grad():
-        for name, tensor in by_hf_name.items():
-            tensor.copy_(given[name])
+        for name, tensor in architecture.from_hf(config, given).items():
+            own[name].copy_(tensor)
     return model
 
 
-def hf_name(name: str) -> str:
-    """`transformers`' name for the weight that `Transformer` calls `name`."""
-    if name in _OUTSIDE_LAYERS:
-        return _OUTSIDE_LAYERS[name]
-    prefix, index, rest = name.split(".", 2)
-    module, kind = rest.rsplit(".", 1)
-    return f"model.{prefix}.{index}.{_IN_LAYER[module]}.{kind}"
-
-
-def _without_tied_output(given: dict[str, Tensor]) -> dict[str, Tensor]:
-    embedding, output = (given.get(_OUTSIDE_LAYERS[name]) for name in ("embedding.weight", "output.weight"))
+def _without_tied_output(given: dict[str, Tensor], architecture: Architecture) -> dict[str, Tensor]:
+    embedding, output = given.get(architecture.embedding), given.get(architecture.output)
     if embedding is not None and output is not None and not torch.equal(embedding, output):
         raise OnstepError(
-            "the weights hold an lm_head.weight that differs from model.embed_tokens.weight, but the configuration "
-            "ties them; set tie_word_embeddings (share_embeddings_and_output_weights) to false."
+            f"the weights hold an {architecture.output} that differs from {architecture.embedding}, but the "
+            "configuration ties them; set tie_word_embeddings (share_embeddings_and_output_weights) to false."
         )
-    return {name: tensor for name, tensor in given.items() if name != _OUTSIDE_LAYERS["output.weight"]}
+    return {name: tensor for name, tensor in given.items() if name != architecture.output}
 
 
 def _check_weights(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:

@@ -3,7 +3,7 @@
 The rule, of a model with `L` layers and `std = init_method_std`:
 
 - embeddings and projections: normal with mean 0 and standard deviation `std`;
-- the two projections of a layer that write into the residual stream (attention output, feed-forward down):
+- the projections of a layer that write into the residual stream (attention output, down of feed-forward and experts):
   `std / sqrt(2 L)`, so that the sum of the `2 L` contributions has the same spread for any depth;
 - biases 0, norms 1.
 
@@ -20,7 +20,12 @@ from torch import Tensor, nn
 
 from onstep.config.parts import ModelConfig
 
-_RESIDUAL_OUTPUTS = ("attention.output.weight", "feed_forward.down.weight")
+_RESIDUAL_OUTPUTS = (
+    "attention.output.weight",
+    "feed_forward.down.weight",
+    "experts.down_weight",
+    "shared_experts.down.weight",
+)
 
 
 def init_weights(model: nn.Module, config: ModelConfig, generator: torch.Generator | None = None) -> None:
@@ -35,6 +40,9 @@ def init_weights(model: nn.Module, config: ModelConfig, generator: torch.Generat
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
             _init_parameter(name, parameter, config, generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("expert_bias") and not buffer.is_meta:
+            buffer.zero_()
 
 
 @torch.no_grad()

@@ -1,14 +1,14 @@
-"""The sizes of a model that follow from its configuration, and the rules they obey."""
+"""The sizes of a model that follow from its configuration, and the check that it can be built."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+from onstep.config.derived import default_ffn_hidden_size
+from onstep.config.model_rules import check_model
 from onstep.config.parts import ModelConfig
+from onstep.config.rules import check_values
 from onstep.errors import ConfigError
-
-_FFN_MULTIPLE = 64
 
 _COUNTS = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "seq_length")
 _OPTIONAL_COUNTS = ("ffn_hidden_size", "num_query_groups", "kv_channels")
@@ -27,14 +27,15 @@ def num_query_groups(config: ModelConfig) -> int:
 
 
 def ffn_hidden_size(config: ModelConfig) -> int:
-    """Width of the SwiGLU: as configured, or 8/3 of the hidden size rounded up to a multiple of 64.
+    """Width of the feed-forward block.
+
+    Where it is not configured, a gated one is 8/3 of the hidden size wide, rounded up to a multiple of 64, and one
+    without a gate 4 times the hidden size.
 
     Source: Shazeer, "GLU Variants Improve Transformer" (2020), section 3.1: two thirds of the classic 4x keep the
     number of parameters when a third matrix is added.
     """
-    if config.ffn_hidden_size is not None:
-        return config.ffn_hidden_size
-    return math.ceil(8 * config.hidden_size / (3 * _FFN_MULTIPLE)) * _FFN_MULTIPLE
+    return config.ffn_hidden_size or default_ffn_hidden_size(config)
 
 
 def vocabulary_size(config: ModelConfig) -> int:
@@ -63,43 +64,10 @@ def check_model_config(config: ModelConfig) -> None:
     for name in _OPTIONAL_COUNTS:
         if getattr(config, name) is not None:
             _check_count(name, getattr(config, name))
-    _check_heads(config)
-    _check_numbers(config)
+    check_values({f"model.{name}": getattr(config, name) for name in config.field_names()})
+    check_model(config)
 
 
 def _check_count(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"model.{name} must be a whole number >= 1, got {value!r}.")
-
-
-def _check_heads(config: ModelConfig) -> None:
-    heads, groups = config.num_attention_heads, num_query_groups(config)
-    if config.kv_channels is None and config.hidden_size % heads:
-        raise ConfigError(
-            f"model.hidden_size must be a multiple of num_attention_heads, got {config.hidden_size} and {heads}; "
-            "change one of them, or set kv_channels (the width of a head)."
-        )
-    if heads % groups:
-        raise ConfigError(
-            f"model.num_attention_heads must be a multiple of num_query_groups, got {heads} and {groups}; "
-            f"each key/value head serves the same number of query heads."
-        )
-    if head_width(config) % 2:
-        raise ConfigError(
-            f"the width of a head must be even for rotary embeddings, got {head_width(config)} "
-            f"(hidden_size {config.hidden_size}, {heads} heads, kv_channels {config.kv_channels}); "
-            "change the number of heads, or set an even kv_channels."
-        )
-
-
-def _check_numbers(config: ModelConfig) -> None:
-    for name in ("rotary_base", "layernorm_epsilon"):
-        value = getattr(config, name)
-        if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"model.{name} must be a finite number > 0, got {value!r}.")
-    if not (math.isfinite(config.init_method_std) and config.init_method_std >= 0):
-        raise ConfigError(f"model.init_method_std must be a finite number >= 0, got {config.init_method_std!r}.")
-    for name in ("attention_dropout", "hidden_dropout"):
-        value = getattr(config, name)
-        if not 0 <= value < 1:
-            raise ConfigError(f"model.{name} must be in [0, 1), got {value!r}; 0 is no dropout.")

@@ -1,49 +1,44 @@
-"""A decoder-only transformer of the Llama/Qwen2 family."""
+"""A decoder-only transformer: of the Llama family by default, of GPT-2's, Qwen2's or Qwen3's by its options."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Literal
+import copy
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
+from torch.utils.checkpoint import checkpoint
 
 from onstep.config.parts import ModelConfig
+from onstep.errors import ConfigError
 from onstep.models.attention import Attention
 from onstep.models.cache import KeyValueCache
-from onstep.models.feed_forward import FeedForward
+from onstep.models.context import SequenceContext
+from onstep.models.heads import LinearForLastLayer
 from onstep.models.init import init_weights
-from onstep.models.rotary import RotaryTables
-from onstep.models.sizes import check_model_config, head_width, vocabulary_size
+from onstep.models.layer import Layer
+from onstep.models.multi_token_prediction import MultiTokenPrediction, build_prediction
+from onstep.models.norms import build_norm
+from onstep.models.positions import (
+    build_position_embedding,
+    build_rotary,
+    chosen_positions,
+    learned_positions,
+    sequence_context,
+)
+from onstep.models.sizes import check_model_config, vocabulary_size
 
 IGNORE_INDEX = -100
 """A label that has no loss."""
-
-
-class Layer(nn.Module):
-    """Attention, then feed-forward, each on the normed residual stream and added to it."""
-
-    def __init__(self, config: ModelConfig, index: int) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.layernorm_epsilon)
-        self.attention = Attention(config, index)
-        self.feed_forward_norm = nn.RMSNorm(config.hidden_size, eps=config.layernorm_epsilon)
-        self.feed_forward = FeedForward(config)
-        self.dropout = nn.Dropout(config.hidden_dropout)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """(batch, seq, hidden) to the same shape."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, cache))
-        out: Tensor = x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
-        return out
 
 
 class Transformer(nn.Module):
     """The model of a `ModelConfig`, with weights drawn by the rule of `onstep.models.init` from torch's global RNG.
 
     `config` is a copy: later changes to the one passed in do not reach the model. With tied embeddings there is no
-    `output` module; the embedding matrix is read a second time.
+    `output` module; the embedding matrix is read a second time. The output head may be replaced (see
+    `create_value_head_hook`) under the name `output` or, as Megatron's models have it, `output_layer`.
 
     Raises:
         ConfigError: sizes that cannot work together, or no `vocab_size`.
@@ -52,15 +47,17 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         check_model_config(config)
         super().__init__()
-        self.config = dataclasses.replace(config)
+        config = self.config = copy.deepcopy(config)
         vocabulary = vocabulary_size(config)
         self.embedding = nn.Embedding(vocabulary, config.hidden_size)
+        self.position_embedding = build_position_embedding(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
-        self.rotary = RotaryTables(head_width(config), config.rotary_base, config.seq_length)
+        self.rotary = build_rotary(config)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_layers))
-        self.final_norm = nn.RMSNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.final_norm = build_norm(config)
+        self.mtp = build_prediction(config)
         tied = config.share_embeddings_and_output_weights
-        self.output = None if tied else nn.Linear(config.hidden_size, vocabulary, bias=False)
+        self.output: nn.Module | None = None if tied else nn.Linear(config.hidden_size, vocabulary, bias=False)
         init_weights(self, config)
 
     def forward(
@@ -70,57 +67,148 @@ class Transformer(nn.Module):
         *,
         reduction: Literal["none", "sum"] = "none",
         cache: KeyValueCache | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
     ) -> Tensor:
         """Logits of the next token, or its loss where `labels` are given.
 
         Args:
-            tokens: (batch, seq), int64. A sequence may be longer than `config.seq_length`: positions go on, but the
-                model has not seen them in training.
+            tokens: (batch, seq), int64. A sequence may be longer than `config.seq_length`, except with learned
+                positions: positions go on, but the model has not seen them in training.
             labels: (batch, seq), int64; `labels[:, t]` is the target of position t (already shifted), -100 is ignored.
             reduction: "none" gives the loss of every token, "sum" their sum; the caller divides by a count.
             cache: earlier positions, for generation; `tokens` follow them and are added.
+            position_ids: (batch, seq), int64, in place of 0, 1, 2, ...
+            document_ids: (batch, seq), int64, of packed sequences: a token sees those of its own document only, so
+                that each document comes out as if it were alone. Without `position_ids` positions start anew in each.
 
         Returns:
-            Without labels, logits (batch, seq, vocab) in the dtype of the computation. With labels, cross-entropy in
-            nats, float32: (batch, seq) with 0 where ignored, or () for "sum".
+            Without labels, logits (batch, seq, vocab) in the dtype of the computation, or what a replaced head gives.
+            With labels, cross-entropy in nats, float32: (batch, seq) with 0 where ignored, or () for "sum".
+
+        Raises:
+            ConfigError: positions beyond a learned table, labels for a value head, documents together with a cache.
         """
-        logits = self.logits(self.hidden_states(tokens, cache))
+        if labels is not None and self.has_value_head:
+            raise ConfigError(
+                "the model ends in a value head, whose values have no cross-entropy with labels; call it without "
+                "labels and compute the loss from the values in your forward step."
+            )
+        hidden = self.hidden_states(tokens, cache, position_ids, document_ids)
+        logits = self.logits(hidden)
         if labels is None:
             return logits
         losses = cross_entropy(
             logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction
         )
-        return losses.view_as(labels) if reduction == "none" else losses
+        losses = losses.view_as(labels) if reduction == "none" else losses
+        if self.mtp is not None and self.training and torch.is_grad_enabled():
+            losses = self._with_further_losses(self.mtp, losses, hidden, tokens, labels, position_ids, document_ids)
+        return losses
 
-    def hidden_states(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def hidden_states(
+        self,
+        tokens: Tensor,
+        cache: KeyValueCache | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
         """The normed last residual stream, (batch, seq, hidden), from which `logits` reads."""
-        start = 0 if cache is None else cache.length
-        cos, sin = self.rotary(start, tokens.shape[1])
-        x = self.dropout(self.embedding(tokens))
+        position_ids = chosen_positions(position_ids, document_ids)
+        context = sequence_context(self.rotary, tokens, cache, position_ids, document_ids)
+        x = self._embedded(tokens, cache, position_ids)
         for layer in self.layers:
-            x = layer(x, cos, sin, cache)
+            x = self._run_layer(layer, x, context)
         if cache is not None:
             cache.advance(tokens.shape[1])
         normed: Tensor = self.final_norm(x)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of every token of the vocabulary, (..., hidden) to (..., vocab)."""
-        return linear(hidden, self.embedding.weight if self.output is None else self.output.weight)
+        """Scores of every token of the vocabulary, (..., hidden) to (..., vocab); the values of a replaced head."""
+        if self.output is None:
+            return linear(hidden, self.embedding.weight)
+        scores = self.output(hidden)
+        values: Tensor = scores[0] if isinstance(scores, tuple) else scores
+        return values
+
+    @property
+    def output_layer(self) -> nn.Module | None:
+        """`output` by Megatron's name."""
+        return self.output
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # torch registers a module before it looks at properties, so a setter would never be called
+        super().__setattr__("output" if name == "output_layer" else name, value)
+
+    @property
+    def has_value_head(self) -> bool:
+        """The head has been replaced by one that predicts values, not tokens."""
+        return isinstance(self.output, LinearForLastLayer)
+
+    @property
+    def max_attention_logit(self) -> Tensor | None:
+        """The largest attention logit of the last forward pass without a cache, over all layers; () on the device.
+
+        A logit is a query's product with a key that it looks at, divided by the root of the head's width, before the
+        softmax. None where `log_max_attention_logit` is off, and before the first pass. Of this rank's batch only.
+        """
+        found = [one.largest_logit for one in self.modules() if isinstance(one, Attention)]
+        known = [one for one in found if one is not None]
+        return torch.stack(known).amax() if known else None
 
     def num_parameters(self, trainable_only: bool = False, exclude_embeddings: bool = False) -> int:
         """Number of weights, shared ones counted once.
 
         Args:
             trainable_only: only those with `requires_grad`.
-            exclude_embeddings: without the embedding matrix, and so without the output matrix where the two are tied.
+            exclude_embeddings: without the embedding matrix, and so without the output matrix where the two are tied,
+                and without learned positions.
         """
+        embeddings = {id(one.weight) for one in (self.embedding, self.position_embedding) if one is not None}
         return sum(
             parameter.numel()
             for parameter in self.parameters()
             if (parameter.requires_grad or not trainable_only)
-            and not (exclude_embeddings and parameter is self.embedding.weight)
+            and not (exclude_embeddings and id(parameter) in embeddings)
         )
+
+    def _run_layer(self, layer: nn.Module, x: Tensor, context: SequenceContext) -> Tensor:
+        keeps = self.config.recompute_granularity is None or context.cache is not None or not torch.is_grad_enabled()
+        out: Tensor = layer(x, context) if keeps else checkpoint(layer, x, context, use_reentrant=False)
+        return out
+
+    def _with_further_losses(
+        self,
+        mtp: MultiTokenPrediction,
+        losses: Tensor,
+        hidden: Tensor,
+        tokens: Tensor,
+        labels: Tensor,
+        position_ids: Tensor | None,
+        document_ids: Tensor | None,
+    ) -> Tensor:
+        """`losses` as they are, with the gradients of multi-token prediction behind them."""
+        position_ids = chosen_positions(position_ids, document_ids)
+        context = sequence_context(self.rotary, tokens, None, position_ids, document_ids)
+        return mtp.attach(
+            losses,
+            hidden,
+            tokens,
+            labels,
+            embed=lambda later: self._embedded(later, None, position_ids),
+            run_layer=lambda layer, x: self._run_layer(layer, x, context),
+            logits=self.logits,
+            document_ids=document_ids,
+        )
+
+    def _embedded(self, tokens: Tensor, cache: KeyValueCache | None, position_ids: Tensor | None) -> Tensor:
+        x = self.embedding(tokens)
+        if self.position_embedding is not None:
+            start = 0 if cache is None else cache.length
+            x = x + learned_positions(self.position_embedding, start, tokens.shape[1], position_ids)
+        embedded: Tensor = self.dropout(x)
+        return embedded
 
 
 def empty_transformer(config: ModelConfig) -> Transformer:

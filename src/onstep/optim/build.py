@@ -7,16 +7,21 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from onstep.config.optimizer_config import OptimizerConfig
+from onstep.config.optimizer_rules import check_param_groups
 from onstep.config.part import nearest
-from onstep.config.parts import OptimizerConfig
 from onstep.errors import ConfigError
 from onstep.optim.loss_scaler import LossScaler
+from onstep.optim.muon import MuonWithAdamW
 from onstep.optim.optimizer import TrainingOptimizer
+from onstep.optim.param_groups import param_groups
+from onstep.optim.parameter_roles import trainable_parameters
 
-OPTIMIZERS = ("adam", "adamw", "sgd")
+OPTIMIZERS = ("adam", "adamw", "sgd", "muon")
 _FUSED_DEVICES = ("cpu", "cuda")
 
 Foreign = TypeVar("Foreign")
+Groups = list[dict[str, Any]]
 
 
 def build_optimizer(
@@ -25,14 +30,19 @@ def build_optimizer(
     """The configured optimizer over the trainable parameters of all chunks, a shared parameter counted once.
 
     `adam` and `adamw` are both AdamW (decoupled weight decay), as in Megatron-Core; torch's fused kernels are used on
-    CPU and CUDA. There are two groups: matrices and larger, with weight decay (`wd_mult` 1), and biases and other
-    parameters of fewer than two dimensions, such as the scales of norms, without (`wd_mult` 0).
+    CPU and CUDA. `muon` is torch's Muon for the matrices of the layers and AdamW for the rest: embeddings, the output
+    matrix, biases, norms, and the weights of experts that are stacked in three dimensions.
+
+    There are two groups: matrices and larger, with weight decay (`wd_mult` 1), and biases and other parameters of
+    fewer than two dimensions, such as the scales of norms, without (`wd_mult` 0). Each is split further where there is
+    Muon, a learning rate of embedding and output of its own (`is_decoupled_lr`), or `optimizer.param_groups`.
 
     Args:
         scaler: what scales the loss; see `build_loss_scaler`.
 
     Raises:
-        ConfigError: the optimizer is unknown, it has no learning rate, or nothing is trainable.
+        ConfigError: the optimizer is unknown, it has no learning rate, nothing is trainable, or an entry of
+            `optimizer.param_groups` is wrong or matches nothing.
     """
     if config.optimizer not in OPTIMIZERS:
         hint = nearest(config.optimizer, list(OPTIMIZERS))
@@ -41,22 +51,42 @@ def build_optimizer(
         )
     if config.lr is None or config.lr < 0:
         raise ConfigError(f"optimizer.lr must be a number >= 0, got {config.lr}; set it, for example to 3e-4")
-    groups = _param_groups(model_chunks, config.weight_decay)
-    optimizer = _torch_optimizer(groups, config, config.lr)
-    order = list(_trainable(model_chunks))
-    return TrainingOptimizer(optimizer, clip_grad=config.clip_grad, order=order, scaler=scaler)
+    check_param_groups(config)
+    roles = trainable_parameters(model_chunks)
+    if not roles:
+        raise ConfigError(
+            f"a model must have parameters with requires_grad, got none in {len(model_chunks)} chunk(s); "
+            "unfreeze what is to be trained"
+        )
+    for_muon, others = param_groups(roles, config)
+    if config.optimizer == "muon" and not for_muon:
+        raise ConfigError(
+            "optimizer.optimizer=muon takes matrices between embedding and output, got none to train; use adam"
+        )
+    optimizer = _muon(for_muon, others, config, config.lr) if for_muon else _plain(others, config, config.lr)
+    return TrainingOptimizer(
+        optimizer,
+        clip_grad=config.clip_grad,
+        order=list(roles),
+        scaler=scaler,
+        grad_norm_skip_threshold=config.grad_norm_skip_threshold,
+        log_num_zeros_in_grad=config.log_num_zeros_in_grad,
+    )
 
 
 def build_loss_scaler(config: OptimizerConfig, mixed_precision: str | None) -> LossScaler | None:
-    """The loss scaler that the configuration asks for; None for any precision but float16.
+    """The loss scaler that the configuration asks for.
+
+    That of float16 is dynamic, or constant with `loss_scale`; bfloat16 has one only with `loss_scale`, and float32
+    none, as in Megatron-Core.
 
     Raises:
         ConfigError: the scale starts below its minimum or above 2**96.
     """
+    if config.loss_scale is not None and mixed_precision in ("fp16_mixed", "bf16_mixed"):
+        return LossScaler.constant(config.loss_scale)
     if mixed_precision != "fp16_mixed":
         return None
-    if config.loss_scale is not None:
-        return LossScaler.constant(config.loss_scale)
     return LossScaler(
         config.initial_loss_scale,
         min_scale=config.min_loss_scale,
@@ -66,18 +96,29 @@ def build_loss_scaler(config: OptimizerConfig, mixed_precision: str | None) -> L
 
 
 def wrap_optimizer(
-    optimizer: Foreign, clip_grad: float | None, *, scaler: LossScaler | None = None
+    optimizer: Foreign,
+    clip_grad: float | None,
+    *,
+    scaler: LossScaler | None = None,
+    grad_norm_skip_threshold: float | None = None,
+    log_num_zeros_in_grad: bool = False,
 ) -> TrainingOptimizer | Foreign:
     """What the loop drives for a user's own `optimizer`.
 
-    A torch optimizer is wrapped, with the `scaler`. Anything else whose `step()` follows Megatron's convention,
-    returning (update_successful, grad_norm, num_zeros), comes back as it is, and clips by itself.
+    A torch optimizer is wrapped, with all of these settings. Anything else whose `step()` follows Megatron's
+    convention, returning (update_successful, grad_norm, num_zeros), comes back as it is, and clips by itself.
 
     Raises:
         ConfigError: it has no `step()`.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
-        return TrainingOptimizer(optimizer, clip_grad=clip_grad, scaler=scaler)
+        return TrainingOptimizer(
+            optimizer,
+            clip_grad=clip_grad,
+            scaler=scaler,
+            grad_norm_skip_threshold=grad_norm_skip_threshold,
+            log_num_zeros_in_grad=log_num_zeros_in_grad,
+        )
     if not callable(getattr(optimizer, "step", None)):
         raise ConfigError(
             f"an optimizer must have a step() method, got {type(optimizer).__name__}; pass a torch.optim.Optimizer"
@@ -85,44 +126,31 @@ def wrap_optimizer(
     return optimizer
 
 
-def _param_groups(model_chunks: list[nn.Module], weight_decay: float) -> list[dict[str, Any]]:
-    """The groups that are not empty, matrices first."""
-    trainable = _trainable(model_chunks)
-    if not trainable:
-        raise ConfigError(
-            f"a model must have parameters with requires_grad, got none in {len(model_chunks)} chunk(s); "
-            "unfreeze what is to be trained"
-        )
-    decayed = [param for param, name in trainable.items() if _is_decayed(name, param)]
-    plain = [param for param, name in trainable.items() if not _is_decayed(name, param)]
-    groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": weight_decay, "wd_mult": 1.0},
-        {"params": plain, "weight_decay": 0.0, "wd_mult": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def _trainable(model_chunks: list[nn.Module]) -> dict[nn.Parameter, str]:
-    """Each trainable parameter, in the order of the chunks, with its first name."""
-    names: dict[nn.Parameter, str] = {}
-    for chunk in model_chunks:
-        for name, param in chunk.named_parameters():
-            if param.requires_grad:
-                names.setdefault(param, name)
-    return names
-
-
-def _is_decayed(name: str, param: nn.Parameter) -> bool:
-    return param.ndim >= 2 and not name.endswith("bias")
-
-
-def _torch_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
-    fused = all(_can_fuse(param) for group in groups for param in group["params"])
+def _plain(groups: Groups, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
     if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=config.sgd_momentum, fused=fused)
+        return torch.optim.SGD(groups, lr=lr, momentum=config.sgd_momentum, fused=_can_fuse(groups))
+    return _adamw(groups, config, lr)
+
+
+def _muon(for_muon: Groups, others: Groups, config: OptimizerConfig, lr: float) -> MuonWithAdamW:
+    muon = torch.optim.Muon(
+        for_muon,
+        lr=lr,
+        weight_decay=config.weight_decay,
+        momentum=config.muon_momentum,
+        nesterov=config.muon_nesterov,
+        ns_steps=config.muon_num_ns_steps,
+        adjust_lr_fn=config.muon_adjust_lr_fn,
+    )
+    return MuonWithAdamW(muon, _adamw(others, config, lr) if others else None)
+
+
+def _adamw(groups: Groups, config: OptimizerConfig, lr: float) -> torch.optim.AdamW:
     betas = (config.adam_beta1, config.adam_beta2)
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=config.adam_eps, fused=fused)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=config.adam_eps, fused=_can_fuse(groups))
 
 
-def _can_fuse(param: nn.Parameter) -> bool:
-    return param.device.type in _FUSED_DEVICES and param.is_floating_point()
+def _can_fuse(groups: Groups) -> bool:
+    """Whether torch has fused kernels for all of these parameters."""
+    params = [param for group in groups for param in group["params"]]
+    return all(param.device.type in _FUSED_DEVICES and param.is_floating_point() for param in params)

@@ -1,4 +1,4 @@
-"""The loss scale of float16: what lifts small gradients over float16's smallest number."""
+"""The loss scale of mixed precision: what lifts small gradients over float16's smallest number."""
 
 from __future__ import annotations
 
@@ -65,6 +65,11 @@ class LossScaler:
         """A scale that never changes."""
         return cls(scale, min_scale=scale, window=None)
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether the scale can neither fall nor grow."""
+        return self.window is None and self.scale <= self.min_scale
+
     def reset(self) -> None:
         """Start anew at the initial scale."""
         self.scale = self.initial_scale
@@ -76,12 +81,15 @@ class LossScaler:
     def is_overflow(self, norm: Tensor, loss: Tensor | None = None) -> bool:
         """Take up one step, and tell whether its gradients overflowed because the scale was too high.
 
-        Waits for the device. Ranks that pass the same values keep the same scale, without communication.
+        Waits for the device, unless the scale is constant. Ranks that pass the same values keep the same scale, without
+        communication.
 
         Args:
             norm: norm of the scaled gradients, 0-d, the same on all ranks.
             loss: the step's loss, one element, the same on all ranks; None trusts it.
         """
+        if self.is_constant:
+            return False
         norm_is_finite, loss_is_finite = _are_finite(norm, norm if loss is None else loss)
         if norm_is_finite:
             self._take_up_clean_step()

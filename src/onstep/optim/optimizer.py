@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from onstep.errors import ConfigError
+from onstep.errors import CheckpointError, ConfigError
 from onstep.optim.finite_gate import DeviceFiniteGate, FiniteGate, finite_gate
 from onstep.optim.loss_scaler import LossScaler
+from onstep.optim.zero_count import count_zeros
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -31,10 +32,15 @@ class TrainingOptimizer:
         gate: the gate to use; None makes one for the device of the first parameter.
         order: parameters in the order in which their gradients enter the global norm, which its last bits depend on;
             None is the order of the groups.
-        scaler: the loss scaler of float16 mixed precision; None does not scale.
+        scaler: the loss scaler of mixed precision; None does not scale.
+        grad_norm_skip_threshold: a step whose gradient norm before clipping is above this updates nothing. Whether it
+            is must be known on the host, where the schedule is, so an accelerator is waited for at each update. None
+            skips none.
+        log_num_zeros_in_grad: count the zeros among the gradients of each step, after clipping, as `num_zeros`.
 
     Raises:
-        ConfigError: `clip_grad` is negative, the optimizer needs a closure, or a scaler is to serve float16 weights.
+        ConfigError: `clip_grad` is negative, `grad_norm_skip_threshold` is not > 0, the optimizer needs a closure, or a
+            scaler is to serve float16 weights.
     """
 
     def __init__(
@@ -45,15 +51,23 @@ class TrainingOptimizer:
         gate: FiniteGate | None = None,
         order: list[Parameter] | None = None,
         scaler: LossScaler | None = None,
+        grad_norm_skip_threshold: float | None = None,
+        log_num_zeros_in_grad: bool = False,
     ) -> None:
         if clip_grad is not None and not clip_grad >= 0:
             raise ConfigError(f"clip_grad must be > 0, got {clip_grad}; pass None or 0 for no clipping")
+        if grad_norm_skip_threshold is not None and not grad_norm_skip_threshold > 0:
+            raise ConfigError(
+                f"grad_norm_skip_threshold must be > 0, got {grad_norm_skip_threshold}; pass None to skip no step"
+            )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
                 "LBFGS must be stepped with a closure, which a training step has none of; use AdamW or SGD"
             )
         self.optimizer = optimizer
         self.clip_grad = clip_grad
+        self.grad_norm_skip_threshold = grad_norm_skip_threshold
+        self.log_num_zeros_in_grad = log_num_zeros_in_grad
         self._order = list(order or [])
         self.gate = finite_gate(self._params()[0].device) if gate is None else gate
         # torch's own zero_grad spends most of its time on profiling; a subclass may mean something else by it.
@@ -62,6 +76,10 @@ class TrainingOptimizer:
         self._observed_loss: Tensor | None = None
         self.overflowed = False
         """Whether the gradients of the step that was prepared last overflowed, which skips its update."""
+        self.num_zeros: Tensor | None = None
+        """Zeros among the gradients of the step that was prepared last, 0-d int64 on their device, where they are to be
+        counted and did not overflow."""
+        self._norm: Tensor | None = None
         self._scaler = scaler
         self._survey()
 
@@ -120,10 +138,11 @@ class TrainingOptimizer:
         scaler its state is passed over.
 
         Raises:
-            CheckpointError: the state of the scaler is none.
+            CheckpointError: the state of the scaler is none, or the groups are not these.
         """
         state = dict(state_dict)
         scaler_state = state.pop("scaler", None)
+        _check_groups(self.param_groups, state.get("param_groups", []))
         self.optimizer.load_state_dict(state)
         if self._scaler is not None:
             self._scaler.reset()
@@ -164,10 +183,13 @@ class TrainingOptimizer:
                 coefficient = self._coefficient(norm, known_norm, grad_scale)
             if coefficient is not None and grads:
                 self._multiply(grads, coefficient)
+            if self.log_num_zeros_in_grad:
+                self.num_zeros = None if self.overflowed else count_zeros(self._ordered, self._device)
+        self._norm = norm
         return norm
 
     def apply(self) -> bool:
-        """Update the weights, unless the gate is closed.
+        """Update the weights, unless the gate is closed or the norm is above `grad_norm_skip_threshold`.
 
         Returns:
             False if the host knows that nothing was updated. On an accelerator a closed gate of which the host has not
@@ -177,20 +199,26 @@ class TrainingOptimizer:
             return False
         if self._must_read and self.gate.poll(force=True) is not None:
             return False
+        if self.grad_norm_skip_threshold is not None and self._is_above(self.grad_norm_skip_threshold):
+            return False
         self.optimizer.step()
         self._must_read = self._always_reads
         return True
 
-    def step(self) -> tuple[bool, Tensor | None, int | None]:
+    def step(self) -> tuple[bool, Tensor | None, Tensor | None]:
         """Both halves in one, with Megatron-Core's result: (update_successful, grad_norm, num_zeros).
 
-        The gate counts these calls as steps, until `gate.begin_step` says otherwise. Zeros are not counted: None. A
-        step that overflowed has no norm: (False, None, None).
+        The gate counts these calls as steps, until `gate.begin_step` says otherwise. Zeros that are not counted are
+        None. A step that overflowed has no norm: (False, None, None).
         """
         norm = self.prepare()
         is_applied = self.apply()
         self.gate.begin_step(self.gate.step + 1)
-        return is_applied, None if self.overflowed else norm, None
+        return is_applied, None if self.overflowed else norm, self.num_zeros
+
+    def _is_above(self, threshold: float) -> bool:
+        """Whether the norm of the prepared gradients is above `threshold`. Waits for an accelerator."""
+        return self._norm is not None and bool(self._norm > threshold)
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.optimizer.param_groups for param in group["params"]]
@@ -257,6 +285,17 @@ class TrainingOptimizer:
                 grad.mul_(coefficient.to(grad.device))
         else:
             torch._foreach_mul_(grads, coefficient)
+
+
+def _check_groups(own: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Refuse a state whose groups are others: moments would be given to the wrong parameters."""
+    sizes, saved_sizes = ([len(group["params"]) for group in groups] for groups in (own, saved))
+    if sizes != saved_sizes:
+        raise CheckpointError(
+            f"the optimizer has groups of {sizes} parameters and its saved state those of {saved_sizes}; resume with "
+            f"the saved optimizer.param_groups, with optimizer.decoupled_lr set or not as it was, and the same "
+            f"parameters frozen, or load without it (checkpoint.load_optim=false)"
+        )
 
 
 def _check_scalable(scaler: LossScaler | None, params: list[Tensor]) -> None:

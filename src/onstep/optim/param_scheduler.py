@@ -12,6 +12,8 @@ from onstep.errors import ConfigError
 from onstep.optim.param_schedules import LrSchedule, WdSchedule, learning_rate, weight_decay
 
 _LR_STATE = ("max_lr", "lr_warmup_steps", "lr_decay_style", "lr_decay_steps", "min_lr")
+_LR_KEYS = frozenset(("max_lr", "min_lr", "lr_mult"))
+"""What a group may carry for its learning rate."""
 _WD_STATE = ("start_wd", "end_wd", "wd_incr_style", "wd_incr_steps")
 
 
@@ -44,8 +46,9 @@ class OptimizerParamScheduler:
     """Learning rate and weight decay as a function of the samples trained on; the signature is Megatron-Core's.
 
     Constructing it writes the values at 0 samples. A parameter group may carry its own `max_lr`, `min_lr`, `start_wd`,
-    `end_wd` (None is the scheduler's) and a `wd_mult` that multiplies its weight decay. A group's learning rate that is
-    a tensor (capturable optimizers) is written in place, so that captured graphs see it.
+    `end_wd` (None is the scheduler's), an `lr_mult` that multiplies its learning rate and a `wd_mult` that multiplies
+    its weight decay. A group's learning rate that is a tensor (capturable optimizers) is written in place, so that
+    captured graphs see it.
 
     Raises:
         ConfigError: see `LrSchedule` and `WdSchedule`.
@@ -110,8 +113,9 @@ class OptimizerParamScheduler:
         self._write()
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
-        """The learning rate of `param_group` at the present count, `lr_factor` included."""
-        return learning_rate(self.num_steps, self._lr_schedule_of(param_group)) * self._lr_factor
+        """The learning rate of `param_group` at the present count, with its `lr_mult` and with `lr_factor`."""
+        rate = learning_rate(self.num_steps, self._lr_schedule_of(param_group)) * self._lr_factor
+        return rate * float(param_group.get("lr_mult", 1.0))
 
     def get_wd(self, param_group: dict[str, Any] | None = None) -> float:
         """The weight decay at the present count, with the group's `start_wd` and `end_wd` but before its `wd_mult`."""
@@ -160,7 +164,7 @@ class OptimizerParamScheduler:
         common_lr = learning_rate(num_steps, self.lr_schedule) * self._lr_factor
         common_wd = weight_decay(num_steps, self.wd_schedule)
         for group in self.optimizer.param_groups:
-            lr = self.get_lr(group) if "max_lr" in group or "min_lr" in group else common_lr
+            lr = common_lr if _LR_KEYS.isdisjoint(group) else self.get_lr(group)
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from onstep.config.parts import OptimizerConfig, SchedulerConfig
@@ -32,6 +33,7 @@ def build_scheduler(
     global_batch_size: int,
     override_opt_param_scheduler: bool = False,
     use_checkpoint_opt_param_scheduler: bool = False,
+    samples_after: Callable[[int], int] | None = None,
 ) -> OptimizerParamScheduler:
     """The scheduler that the configuration asks for, with the values at 0 samples already written.
 
@@ -43,12 +45,14 @@ def build_scheduler(
     Args:
         train_iters: optimizer steps of the run.
         global_batch_size: samples of one step over all ranks.
+        samples_after: samples of the first so many steps of the run, where the batch grows.
 
     Raises:
         ConfigError: iteration and sample fields are mixed, `max_steps` is below `train_iters`, or a value does not make
             a schedule (see `LrSchedule`, `WdSchedule`).
     """
-    lengths = _lengths(scheduler_config, train_iters, global_batch_size)
+    samples_after = samples_after or (lambda steps: steps * global_batch_size)
+    lengths = _lengths(scheduler_config, train_iters, samples_after)
     max_lr = _adopt_lr(optimizer, optimizer_config)
     _adopt_weight_decay(optimizer, scheduler_config)
     start_wd, end_wd = scheduler_config.start_weight_decay, scheduler_config.end_weight_decay
@@ -71,20 +75,23 @@ def build_scheduler(
     )
 
 
-def _lengths(config: SchedulerConfig, train_iters: int, global_batch_size: int) -> _Lengths:
+def _lengths(config: SchedulerConfig, train_iters: int, samples_after: Callable[[int], int]) -> _Lengths:
     """Everything in samples, whichever unit the configuration uses."""
-    run_samples = _planned_iters(config, train_iters) * global_batch_size
+    planned = _planned_iters(config, train_iters)
+    run_samples = samples_after(planned)
     if _counts_in_samples(config):
         decay, warmup, wsd = config.lr_decay_samples, config.lr_warmup_samples, config.lr_wsd_decay_samples
     else:
-        decay = _in_samples(config.lr_decay_iters, global_batch_size)
-        warmup = config.lr_warmup_iters * global_batch_size
-        wsd = _in_samples(config.lr_wsd_decay_iters, global_batch_size)
+        decay_iters = planned if config.lr_decay_iters is None else config.lr_decay_iters
+        decay = samples_after(decay_iters)
+        warmup = samples_after(config.lr_warmup_iters)
+        wsd_iters = config.lr_wsd_decay_iters
+        wsd = None if wsd_iters is None else decay - samples_after(max(0, decay_iters - wsd_iters))
     decay = run_samples if decay is None else decay
     if decay <= 0:
         raise ConfigError(
             f"a learning-rate schedule must decay over more than 0 samples, got {decay} "
-            f"({train_iters} steps of {global_batch_size}); set train.train_iters or scheduler.lr_decay_iters"
+            f"({train_iters} steps); set train.train_iters or scheduler.lr_decay_iters"
         )
     return _Lengths(decay, _warmup(config, warmup, decay), wsd, run_samples)
 
@@ -115,10 +122,6 @@ def _counts_in_samples(config: SchedulerConfig) -> bool:
             "unset one kind"
         )
     return bool(samples)
-
-
-def _in_samples(iterations: int | None, global_batch_size: int) -> int | None:
-    return None if iterations is None else iterations * global_batch_size
 
 
 def _warmup(config: SchedulerConfig, warmup: float, decay: float) -> float:

@@ -3,30 +3,109 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from onstep.config import ConfigContainer
 from onstep.config.part import nearest
 from onstep.errors import ConfigError
-from onstep.recipes.qwen import qwen25_500m_pretrain_config
-from onstep.recipes.tiny_gpt import tiny_gpt_pretrain_config
+from onstep.recipes.any_model import any_finetune_config
+from onstep.recipes.gpt2 import gpt2_124m_finetune_config, gpt2_124m_pretrain_config
+from onstep.recipes.llama32 import llama32_1b_finetune_config, llama32_1b_pretrain_config
+from onstep.recipes.qwen3_moe import qwen3_30b_a3b_finetune_config, qwen3_30b_a3b_pretrain_config
+from onstep.recipes.qwen25 import (
+    qwen25_1p5b_finetune_config,
+    qwen25_1p5b_pretrain_config,
+    qwen25_3b_finetune_config,
+    qwen25_3b_pretrain_config,
+    qwen25_7b_finetune_config,
+    qwen25_7b_pretrain_config,
+    qwen25_500m_finetune_config,
+    qwen25_500m_pretrain_config,
+)
+from onstep.recipes.tiny_gpt import tiny_gpt_finetune_config, tiny_gpt_pretrain_config
+from onstep.recipes.tiny_moe import tiny_moe_finetune_config, tiny_moe_pretrain_config
 
-RECIPES: dict[str, Callable[[], ConfigContainer]] = {
+Recipe = Callable[[], ConfigContainer]
+
+_PRETRAIN: dict[str, Recipe] = {
     "tiny_gpt": tiny_gpt_pretrain_config,
+    "tiny_moe": tiny_moe_pretrain_config,
+    "gpt2_124m": gpt2_124m_pretrain_config,
     "qwen25_500m": qwen25_500m_pretrain_config,
+    "qwen25_1p5b": qwen25_1p5b_pretrain_config,
+    "qwen25_3b": qwen25_3b_pretrain_config,
+    "qwen25_7b": qwen25_7b_pretrain_config,
+    "llama32_1b": llama32_1b_pretrain_config,
+    "qwen3_30b_a3b": qwen3_30b_a3b_pretrain_config,
 }
-"""Every recipe by its name, which is also `config.run.recipe`."""
 
-__all__ = ["RECIPES", "get_recipe", "qwen25_500m_pretrain_config", "tiny_gpt_pretrain_config"]
+_FINETUNE: dict[str, Callable[..., ConfigContainer]] = {
+    "any": any_finetune_config,
+    "tiny_gpt": tiny_gpt_finetune_config,
+    "tiny_moe": tiny_moe_finetune_config,
+    "gpt2_124m": gpt2_124m_finetune_config,
+    "qwen25_500m": qwen25_500m_finetune_config,
+    "qwen25_1p5b": qwen25_1p5b_finetune_config,
+    "qwen25_3b": qwen25_3b_finetune_config,
+    "qwen25_7b": qwen25_7b_finetune_config,
+    "llama32_1b": llama32_1b_finetune_config,
+    "qwen3_30b_a3b": qwen3_30b_a3b_finetune_config,
+}
+
+RECIPES: dict[str, Recipe] = {
+    **_PRETRAIN,
+    **{f"{name}_finetune": recipe for name, recipe in _FINETUNE.items()},
+    **{f"{name}_finetune_lora": partial(recipe, peft="lora") for name, recipe in _FINETUNE.items()},
+}
+"""Every recipe by its name, which is also `config.run.recipe`: models from scratch, then with `_finetune` and
+`_finetune_lora` their forms for fine-tuning."""
+
+__all__ = [
+    "RECIPES",
+    "Recipe",
+    "any_finetune_config",
+    "get_recipe",
+    "gpt2_124m_finetune_config",
+    "gpt2_124m_pretrain_config",
+    "llama32_1b_finetune_config",
+    "llama32_1b_pretrain_config",
+    "qwen25_1p5b_finetune_config",
+    "qwen25_1p5b_pretrain_config",
+    "qwen25_3b_finetune_config",
+    "qwen25_3b_pretrain_config",
+    "qwen25_500m_finetune_config",
+    "qwen25_500m_pretrain_config",
+    "qwen25_7b_finetune_config",
+    "qwen25_7b_pretrain_config",
+    "qwen3_30b_a3b_finetune_config",
+    "qwen3_30b_a3b_pretrain_config",
+    "summary",
+    "tiny_gpt_finetune_config",
+    "tiny_gpt_pretrain_config",
+    "tiny_moe_finetune_config",
+    "tiny_moe_pretrain_config",
+]
 
 
-def get_recipe(name: str) -> Callable[[], ConfigContainer]:
+def get_recipe(name: str) -> Recipe:
     """The recipe of that name, or of that function name (`tiny_gpt_pretrain_config`).
 
     Raises:
         ConfigError: no such recipe; the message names the nearest one and all there are.
     """
-    short = name.removesuffix("_pretrain_config")
+    short = name.removesuffix("_pretrain_config").removesuffix("_config")
     if short not in RECIPES:
         hint = nearest(short, list(RECIPES))
-        raise ConfigError(f"there is no recipe {name!r}.{hint} Recipes: {', '.join(RECIPES)}.")
+        raise ConfigError(
+            f"there is no recipe {name!r}.{hint} Recipes: {', '.join(_PRETRAIN)}; each also with _finetune and "
+            f"_finetune_lora, and any_finetune for any model."
+        )
     return RECIPES[short]
+
+
+def summary(name: str) -> str:
+    """What a recipe is, in a sentence: the first line of its documentation."""
+    recipe: Any = get_recipe(name)
+    text = str(getattr(recipe, "func", recipe).__doc__ or "").strip().partition("\n")[0]
+    return text if recipe.__class__ is not partial else f"{text.rstrip('.')} (LoRA)."

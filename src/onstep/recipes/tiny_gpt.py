@@ -14,6 +14,10 @@ from onstep.config import (
     TrainingConfig,
     ValidationConfig,
 )
+from onstep.recipes.finetuning import finetuned
+
+SEQ_LENGTH = 128
+"""Bytes of a training sequence."""
 
 
 def tiny_gpt_pretrain_config() -> ConfigContainer:
@@ -22,15 +26,30 @@ def tiny_gpt_pretrain_config() -> ConfigContainer:
     The text is the source of Python's own standard library unless `dataset.paths` names another. The micro-batch is the
     global batch over the ranks, so one rank and several train the same run.
     """
+    model = ModelConfig(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=SEQ_LENGTH)
+    return tiny_run("tiny_gpt", model)
+
+
+def tiny_gpt_finetune_config(peft: str | None = None) -> ConfigContainer:
+    """A trained tiny_gpt, taught to answer.
+
+    `peft`: None trains all of its weights, "lora" a few added ones.
+    Set `checkpoint.pretrained_checkpoint` (such as runs/tiny_gpt) and `dataset.paths` (JSONL with conversations).
+    """
+    return finetuned(tiny_gpt_pretrain_config(), peft, full_lr=3e-4)
+
+
+def tiny_run(name: str, model: ModelConfig) -> ConfigContainer:
+    """Everything but the model of the recipes for a laptop."""
     return ConfigContainer(
-        run=RunConfig(recipe="tiny_gpt"),
+        run=RunConfig(recipe=name),
         train=TrainingConfig(global_batch_size=8, train_iters=1500),
-        model=ModelConfig(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=128),
+        model=model,
         optimizer=OptimizerConfig(
             lr=3e-3, min_lr=3e-4, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, clip_grad=1.0
         ),
         scheduler=SchedulerConfig(lr_decay_style="cosine", lr_warmup_iters=75),
-        dataset=DatasetConfig(seq_length=128, num_workers=0),
+        dataset=DatasetConfig(seq_length=SEQ_LENGTH, num_workers=0),
         validation=ValidationConfig(eval_interval=250, eval_iters=20, eval_on_start=True),
         logger=LoggerConfig(log_interval=25),
         checkpoint=CheckpointConfig(save_interval=100, most_recent_k=3),

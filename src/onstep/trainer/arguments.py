@@ -55,13 +55,31 @@ def config_of(
     nothing and never goes back, so what training does about checkpoints and anomalies is left out.
     """
     if for_training:
-        return resolve(args_to_config(args, num_samples_per_epoch=num_samples, world_size=world_size), world_size)
+        return _without_pretrained(
+            resolve(args_to_config(args, num_samples_per_epoch=num_samples, world_size=world_size), world_size)
+        )
     args = copy.copy(args)
     args.logging_strategy = args.eval_strategy = args.save_strategy = "no"
     config = args_to_config(args, num_samples_per_epoch=num_samples, world_size=world_size)
     config.checkpoint, config.anomaly = CheckpointConfig(), AnomalyConfig()
     config.train.on_nonfinite, config.validation.eval_on_save = TrainingConfig().on_nonfinite, False
     return resolve(config, world_size)
+
+
+def _without_pretrained(config: ConfigContainer) -> ConfigContainer:
+    """Refuse what changes the model before training: a Trainer is given its model as it is to be trained."""
+    asked = {
+        "checkpoint.pretrained_checkpoint": config.checkpoint.pretrained_checkpoint,
+        "checkpoint.finetune": config.checkpoint.finetune or None,
+        "peft.peft_scheme": config.peft.peft_scheme,
+    }
+    for key, value in asked.items():
+        if value is not None:
+            raise ConfigError(
+                f"{key}={value} is for onstep.finetune; a Trainer trains the model that it is given: load the weights "
+                f"into it, and put peft around it, before."
+            )
+    return config
 
 
 def shown_arguments(args: TrainingArguments, folder: str | None) -> TrainingArguments:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from onstep.config import ConfigContainer
+from onstep.config.lengths import sizes_of
 from onstep.data import EvalLoader, IterableLoader, TrainLoader, default_data_collator, is_map_style
 from onstep.distributed import World
 from onstep.trainer.base_trainer import BaseTrainer, Collate
@@ -50,7 +51,7 @@ def train_loader(dataset: Any, collate: Collate, config: ConfigContainer, world:
     seed = config.rng.seed if config.rng.data_seed is None else config.rng.data_seed
     common: dict[str, Any] = {
         "micro_batch_size": train.micro_batch_size,
-        "global_batch_size": train.global_batch_size,
+        "global_batch_size": sizes_of(config, world.size).last,
         "seed": seed,
         "drop_last": train.drop_last,
         **_reading(collate, config, world),

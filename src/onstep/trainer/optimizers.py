@@ -49,7 +49,8 @@ def make_optimizer(trainer: BaseTrainer, module: nn.Module, config: ConfigContai
     `weight_decay` for matrices only, unless its keywords say what the weight decay is.
 
     Raises:
-        ConfigError: for an optimizer that has none of the model's parameters.
+        ConfigError: for an optimizer that has none of the model's parameters, or beside settings of groups that only
+            the configured one has.
     """
     given = trainer.optimizer
     if trainer.optimizer_cls_and_kwargs is not None:
@@ -61,12 +62,21 @@ def make_optimizer(trainer: BaseTrainer, module: nn.Module, config: ConfigContai
     scaler = build_loss_scaler(config.optimizer, config.mixed_precision)
     if given is None:
         return build_optimizer([module], config.optimizer, scaler=scaler)
-    optimizer = wrap_optimizer(given, config.optimizer.clip_grad, scaler=scaler)
+    _check_groups_are_free(config)
+    optimizer = wrap_optimizer(
+        given,
+        config.optimizer.clip_grad,
+        scaler=scaler,
+        grad_norm_skip_threshold=config.optimizer.grad_norm_skip_threshold,
+        log_num_zeros_in_grad=config.optimizer.log_num_zeros_in_grad,
+    )
     _check_parameters(optimizer, module)
     return optimizer
 
 
-def make_scheduler(trainer: BaseTrainer, optimizer: Any, config: ConfigContainer, iters: int | None) -> Any:
+def make_scheduler(
+    trainer: BaseTrainer, optimizer: Any, config: ConfigContainer, iters: int | None, world_size: int = 1
+) -> Any:
     """What the loop steps: the user's scheduler, what a factory makes, or the configured schedule.
 
     The configured schedule scales the learning rates of a user's optimizer and leaves its weight decay alone. A
@@ -78,7 +88,7 @@ def make_scheduler(trainer: BaseTrainer, optimizer: Any, config: ConfigContainer
     if given is None:
         if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
             _keep_own_values(optimizer)
-        return scheduler_for(config, optimizer, iters)
+        return scheduler_for(config, optimizer, iters, world_size)
     if isinstance(given, TrainerCallback):
         _register_once(trainer.callback_manager, given)
     return given if isinstance(given, OptimizerParamScheduler) else TorchSchedulerAdapter(given)
@@ -111,6 +121,16 @@ def _check_parameters(optimizer: Any, module: nn.Module) -> None:
         f"The optimizer has no parameter of {type(module).__name__}, so it would train nothing; make it from the "
         f"parameters of the Trainer's model, or pass a factory: optimizers=(lambda parameters: ..., None)."
     )
+
+
+def _check_groups_are_free(config: ConfigContainer) -> None:
+    options = config.optimizer
+    for name in ("param_groups", "decoupled_lr", "decoupled_min_lr"):
+        if getattr(options, name):
+            raise ConfigError(
+                f"optimizer.{name}={getattr(options, name)} groups the parameters of the configured optimizer, and the "
+                f"Trainer was given one that has its own groups; give it its groups, or leave the key out."
+            )
 
 
 def _keep_own_values(optimizer: Any) -> None:

@@ -32,12 +32,14 @@ from onstep.trainer.optimizers import make_optimizer, make_scheduler
 from onstep.trainer.run_claim import claim_folder
 from onstep.training.checkpointing import open_checkpoints
 from onstep.training.exits import handled_signals
+from onstep.training.fault_tolerance import monitored
 from onstep.training.pretrain import record_end, say_changes
 from onstep.training.run_folder import RunFolder
 from onstep.training.scope import RunScope
 from onstep.training.setup import count_steps, seed_everything
 from onstep.training.state import GlobalState
 from onstep.training.telling import Teller
+from onstep.training.watchdog import watched
 
 logger = logging.getLogger(__name__)
 
@@ -91,14 +93,15 @@ def training_session(trainer: BaseTrainer, resume_from_checkpoint: Any = None) -
             say_changes(claim, world)
         state = _state(trainer, config, world, None if claim is None else claim.folder)
         try:
-            with handled_signals(state), _session(trainer, state, seeds=True) as session:
+            with handled_signals(state), watched(state), _session(trainer, state, seeds=True) as session:
                 state.checkpoints = open_checkpoints(state, session.tell)
-                if state.checkpoints is not None:
-                    state.checkpoints.find()
                 try:
-                    _build_training(trainer, session, num_samples)
-                    session.tell("on_init_end")
-                    yield session
+                    with monitored(state):
+                        if state.checkpoints is not None:
+                            state.checkpoints.find()
+                        _build_training(trainer, session, num_samples)
+                        session.tell("on_init_end")
+                        yield session
                 finally:
                     if state.checkpoints is not None:
                         state.checkpoints.close()
@@ -124,7 +127,7 @@ def evaluation_session(trainer: BaseTrainer) -> Iterator[Session]:
             count_steps(state, None)
         else:  # an evaluation shows the progress of the training before it
             state.train_state, state.facts = before.train_state, before.facts
-        with _session(trainer, state, seeds=trainer.model is None) as session:
+        with watched(state), _session(trainer, state, seeds=trainer.model is None) as session:
             session.tell("on_init_end")
             yield session
 
@@ -232,8 +235,8 @@ def _build_training(trainer: BaseTrainer, session: Session, num_samples: int | N
         session.collate.check(trainer.train_dataset)
     session.model = tell.model = data_parallel([session.module], state.world, config.ddp)
     session.optimizer = tell.optimizer = make_optimizer(trainer, session.module, config)
-    iters = train_iters(config, num_samples)
-    session.scheduler = tell.scheduler = make_scheduler(trainer, session.optimizer, config, iters)
+    iters = train_iters(config, num_samples, world_size=state.world.size)
+    session.scheduler = tell.scheduler = make_scheduler(trainer, session.optimizer, config, iters, state.world.size)
     if state.checkpoints is not None:
         state.checkpoints.load_progress(session.model, session.optimizer, session.scheduler)
     tell("on_data_init_start")

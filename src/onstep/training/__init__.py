@@ -11,22 +11,71 @@ from onstep.metrics.memory_estimate import (
 )
 from onstep.metrics.memory_history import start_memory_history_recording
 from onstep.metrics.parameter_norms import report_l2_norm_grad
-from onstep.metrics.reductions import reduce_max_memory_across_pp_group
+from onstep.metrics.params_l2_norm import calc_dtensor_params_l2_norm, calc_params_l2_norm
+from onstep.metrics.reductions import (
+    logical_and_across_model_parallel_group,
+    reduce_max_memory_across_pp_group,
+    reduce_max_stat_across_model_parallel_group,
+)
 from onstep.metrics.runtime import report_runtime
+from onstep.metrics.shared_parameters import param_is_not_shared
 from onstep.metrics.throughput import report_throughput
+from onstep.models.chunks import ModelHook, ModelList
+from onstep.models.chunks import _ensure_model_list as _ensure_model_list
+from onstep.models.heads import LinearForLastLayer, create_value_head_hook, make_value_model
+from onstep.models.heads import _register_linear_for_last_layer_mapping as _register_linear_for_last_layer_mapping
 from onstep.progress import TrainState
 from onstep.training.bridge_log import training_log
 from onstep.training.clock import Clock
+from onstep.training.energy import EnergyMonitor
 from onstep.training.evaluation import evaluate, evaluate_and_print_results
 from onstep.training.exits import checkpoint_and_decide_exit, save_checkpoint_and_time
+from onstep.training.fault_tolerance_state import FaultToleranceState
+from onstep.training.finetuning import finetune
+from onstep.training.finishing import _finish_train as _finish_train
 from onstep.training.forward_step import (
     forward_step,
     maybe_inject_state,
     needs_global_state_injection,
     prepare_forward_step_func,
 )
+from onstep.training.freezing import _freeze_parameter_if_present as _freeze_parameter_if_present
+from onstep.training.freezing import freeze_moe_router
+from onstep.training.housekeeping import (
+    maybe_check_weight_hash_across_dp_replicas,
+    maybe_report_stragglers,
+    maybe_run_manual_gc,
+    maybe_synchronize_training_step,
+    post_training_step_callbacks,
+)
 from onstep.training.losses import LossShare, MeanLoss
+from onstep.training.microbatches_calculator import (
+    NumMicroBatchesCalculator,
+    destroy_num_microbatches_calculator,
+    get_current_global_batch_size,
+    get_current_running_global_batch_size,
+    get_micro_batch_size,
+    get_num_microbatches,
+    init_num_microbatches_calculator,
+    reconfigure_num_microbatches_calculator,
+    unset_num_microbatches_calculator,
+    update_num_microbatches,
+)
+from onstep.training.moe_log import _build_moe_metric_writer as _build_moe_metric_writer
+from onstep.training.moe_log import _MoeMetricFanoutWriter as _MoeMetricFanoutWriter
+from onstep.training.nvrx_straggler import (
+    NVRxStragglerDetectionManager,
+    check_nvrx_straggler_detection,
+    safe_shutdown_nvrx_straggler_manager,
+)
+from onstep.training.param_sync import _handle_mxfp8_param_buffer_copy as _handle_mxfp8_param_buffer_copy
+from onstep.training.param_sync import (
+    disable_forward_pre_hook,
+    enable_forward_pre_hook,
+    should_disable_forward_pre_hook,
+)
 from onstep.training.pretrain import pretrain
+from onstep.training.profiling import handle_profiling_step, handle_profiling_stop, should_profile_rank
 from onstep.training.progress_log import (
     compute_throughputs_and_append_to_progress_log,
     get_start_time_from_progress_log,
@@ -36,7 +85,10 @@ from onstep.training.rerun_data_iterator import RerunDataIterator
 from onstep.training.signals import DistributedSignalHandler, Preempted
 from onstep.training.state import GlobalState
 from onstep.training.step import TrainStepResult, train_step
+from onstep.training.stragglers import StragglerDetector
+from onstep.training.timers import Timer, Timers
 from onstep.training.train import train
+from onstep.training.weight_hash import check_param_hashes_across_dp_replicas, weight_hashes
 
 __all__ = [
     "MEMORY_KEYS",
@@ -45,38 +97,81 @@ __all__ = [
     "CallbackManager",
     "Clock",
     "DistributedSignalHandler",
+    "EnergyMonitor",
+    "FaultToleranceState",
     "GlobalState",
+    "LinearForLastLayer",
     "LossShare",
     "MeanLoss",
     "MemoryEstimate",
+    "ModelHook",
+    "ModelList",
+    "NVRxStragglerDetectionManager",
+    "NumMicroBatchesCalculator",
     "Preempted",
     "RerunDataIterator",
     "RerunStateMachine",
+    "StragglerDetector",
+    "Timer",
+    "Timers",
     "TrainState",
     "TrainStepResult",
+    "calc_dtensor_params_l2_norm",
+    "calc_params_l2_norm",
+    "check_nvrx_straggler_detection",
+    "check_param_hashes_across_dp_replicas",
     "checkpoint_and_decide_exit",
     "compute_throughputs_and_append_to_progress_log",
+    "create_value_head_hook",
+    "destroy_num_microbatches_calculator",
+    "disable_forward_pre_hook",
+    "enable_forward_pre_hook",
     "estimate_training_memory",
     "evaluate",
     "evaluate_and_print_results",
+    "finetune",
     "format_training_memory_estimate",
     "forward_step",
+    "freeze_moe_router",
+    "get_current_global_batch_size",
+    "get_current_running_global_batch_size",
+    "get_micro_batch_size",
+    "get_num_microbatches",
     "get_start_time_from_progress_log",
+    "handle_profiling_step",
+    "handle_profiling_stop",
+    "init_num_microbatches_calculator",
+    "logical_and_across_model_parallel_group",
+    "make_value_model",
+    "maybe_check_weight_hash_across_dp_replicas",
     "maybe_inject_state",
+    "maybe_report_stragglers",
+    "maybe_run_manual_gc",
+    "maybe_synchronize_training_step",
     "model_flops_utilization",
     "needs_global_state_injection",
     "num_floating_point_operations",
+    "param_is_not_shared",
+    "post_training_step_callbacks",
     "prepare_forward_step_func",
     "pretrain",
+    "reconfigure_num_microbatches_calculator",
     "reduce_max_memory_across_pp_group",
+    "reduce_max_stat_across_model_parallel_group",
     "report_l2_norm_grad",
     "report_memory",
     "report_runtime",
     "report_theoretical_memory",
     "report_throughput",
+    "safe_shutdown_nvrx_straggler_manager",
     "save_checkpoint_and_time",
+    "should_disable_forward_pre_hook",
+    "should_profile_rank",
     "start_memory_history_recording",
     "train",
     "train_step",
     "training_log",
+    "unset_num_microbatches_calculator",
+    "update_num_microbatches",
+    "weight_hashes",
 ]

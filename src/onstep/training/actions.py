@@ -12,8 +12,11 @@ from onstep.training.exits import (
     random_state_before,
     restore_random_state,
 )
+from onstep.training.garbage import garbage_collected
+from onstep.training.interval_time import outside_interval
 from onstep.training.log_step import log_step, publish
 from onstep.training.loop import Loop, begin_reports, has_all_steps, is_finished
+from onstep.training.param_sync import hooks_off
 from onstep.training.positions import apply_overrides, leave_out_skipped
 from onstep.training.rollback import RollBack
 from onstep.training.state import GlobalState
@@ -122,8 +125,17 @@ def evaluate_unless_interrupted(loop: Loop) -> None:
 
 def run_evaluation(loop: Loop) -> None:
     """Evaluate inside the loop, on the validation set or as the caller said; no time of the logging interval."""
-    state, started = loop.state, loop.state.clock.elapsed()
+    state = loop.state
     state.evaluation_is_whole = True
+    timer = state.timers("eval-time")
+    with outside_interval(state), hooks_off(state), garbage_collected(state), timer.measure(barrier=True):
+        evaluate_in_loop(loop)
+    state.evaluated_at = state.train_state.step
+
+
+def evaluate_in_loop(loop: Loop) -> None:
+    """Evaluate as the caller of `train()` said, or on the validation set."""
+    state = loop.state
     if loop.evaluation is not None:
         loop.evaluation()
     elif loop.valid_data_iterator is not None:
@@ -134,11 +146,11 @@ def run_evaluation(loop: Loop) -> None:
             loop.valid_data_iterator,
             loop.model,
             state.cfg.model,
+            process_non_loss_data_func=loop.process_non_loss_data_func,
+            non_loss_data_func=loop.non_loss_data_func,
             tell=loop.tell,
         )
         note_best_metric(state, state.last_metrics)
-    state.evaluated_at = state.train_state.step
-    state.interval_start += state.clock.elapsed() - started
 
 
 def roll_back(loop: Loop, rollback: RollBack) -> None:

@@ -279,7 +279,7 @@ class AnomalyWatch:
         state, progress = self._state, self._state.train_state
         assert self._inputs is not None
         num_samples = self._inputs.batches.num_samples
-        progress.skipped_train_samples += num_samples or state.cfg.train.global_batch_size or 1
+        progress.skipped_train_samples += num_samples or state.current_running_global_batch_size
         write_decision(state, found.request("skip", state.world.rank))
         if found.asked is not None:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,9 +20,11 @@ from onstep.metrics.runtime import report_runtime
 from onstep.metrics.throughput import report_throughput
 from onstep.schedules import is_due
 from onstep.training.console_line import LineFacts, console_line, memory_line, step_time_line
+from onstep.training.interval_time import INTERVAL_TIME, print_timers
+from onstep.training.moe_log import track_experts
 from onstep.training.state import GlobalState
 from onstep.training.step_size import describing_config, flops_of_samples, step_batch_size
-from onstep.training.tags import StepValues, interval_points, report_points, step_points, write_points
+from onstep.training.tags import GpuEnergy, StepValues, interval_points, report_points, step_points, write_points
 
 ADVANCED, SKIPPED, NAN = COUNTERS = ("advanced iterations", "skipped iterations", "nan iterations")
 """Keys of `total_loss_dict` that are no losses: steps of the interval that updated the weights, those that did not, and
@@ -57,14 +60,14 @@ def training_log(
     skipped_iter: int,
     grad_norm: Tensor | float | None,
     params_norm: Tensor | float | None,
-    num_zeros_in_grad: int | None,
+    num_zeros_in_grad: Tensor | int | None,
     config: ConfigContainer,
     global_state: GlobalState,
     history_wct: Sequence[float],
     model: list[nn.Module],
     *,
     pg_collection: Any = None,
-    log_max_attention_logit: float | None = None,
+    log_max_attention_logit: Tensor | float | None = None,
     loaded_iteration: int = 0,
     seq_length: int | None = None,
 ) -> bool:
@@ -105,7 +108,7 @@ def training_log(
         decoupled_learning_rate=decoupled_learning_rate,
         loss_scale=loss_scale,
         grad_norm=grad_norm,
-        num_zeros=num_zeros_in_grad,
+        num_zeros=_whole(num_zeros_in_grad),
         params_norm=params_norm,
         max_attention_logit=log_max_attention_logit,
     )
@@ -115,6 +118,9 @@ def training_log(
     save_memory_snapshot(config.profiling, step)
     if not config.logger.skip_train_metrics_log and is_due(step, config.logger.tensorboard_log_interval):
         write_step(run, values, history_wct)
+    if global_state.experts is not None:
+        loggers = {} if config.logger.skip_train_metrics_log else run.loggers
+        track_experts(global_state, config.model, total_loss_dict, loggers, skipped_iter)
     is_logged = global_state.is_logged_step
     if is_due(step, config.logger.log_interval) if is_logged is None else is_logged:
         return report_interval(run, values, total_loss_dict, report_memory_flag)
@@ -154,10 +160,11 @@ def write_step(run: LogContext, values: StepValues, history_wct: Sequence[float]
 def step_reports(run: LogContext, history_wct: Sequence[float]) -> list[Mapping[str, Any]]:
     """The reports that the configuration asks for, by tag.
 
-    Collective: the memory over pipeline stages, the gradients of sharded parameters; the others only where there are
-    trackers.
+    Collective: the timers, the memory over pipeline stages, the gradients of sharded parameters; the others only where
+    there are trackers.
     """
     options, state, progress = run.config.logger, run.state, run.state.train_state
+    timers = timer_report(run)
     memory: dict[str, Any] = {}
     gradients: dict[str, float] = {}
     if options.log_memory_to_tensorboard:
@@ -191,7 +198,16 @@ def step_reports(run: LogContext, history_wct: Sequence[float]) -> list[Mapping[
             start_step=state.start_step,
             now=state.clock.wall(),
         )
-    return [throughput, memory, runtime, gradients]
+    return [timers, throughput, memory, runtime, gradients]
+
+
+def timer_report(run: LogContext) -> dict[str, float]:
+    """Seconds of a step by `<timer>-time`, of the slowest rank; every tracker gets the same. Collective."""
+    options, state = run.config.logger, run.state
+    if not options.log_timers_to_tensorboard:
+        return {}
+    steps = min(options.tensorboard_log_interval, state.train_state.step - state.start_step)
+    return state.timers.maxima(state.timers.names(), normalizer=max(1, steps))
 
 
 def report_interval(
@@ -214,20 +230,39 @@ def report_interval(
     facts = line_facts(run, values, total_loss_dict) if prints and state.is_last_rank else None
     seconds = (state.clock.elapsed() - state.interval_start) / num_steps
     teraflops = teraflops_per_device(run, seconds * num_steps)
+    energy = energy_per_gpu(state, num_steps, seconds)
     begin_interval(total_loss_dict, state)
     if options.skip_train_metrics_log:
         return report_memory_flag
-    write_speed(run, teraflops, seconds)
-    if not prints:
-        return report_memory_flag
-    if state.world.is_main and teraflops is not None:
+    write_speed(run, teraflops, seconds, energy)
+    if prints:
+        print_lines(run, facts, seconds, teraflops, energy)
+        if report_memory_flag:
+            print_memory(run)
+            report_memory_flag = state.train_state.step <= run.loaded_iteration + 1
+    print_timers(state, state.timers.names(), normalizer=num_steps)
+    return report_memory_flag
+
+
+def print_lines(
+    run: LogContext, facts: LineFacts | None, seconds: float, teraflops: float | None, energy: GpuEnergy | None
+) -> None:
+    """Print the lines of an interval: of its speed on rank 0, of everything where there are facts."""
+    if run.state.world.is_main and teraflops is not None:
         print(step_time_line(seconds, teraflops), flush=True)  # noqa: T201 - Bridge's line
     if facts is not None:
-        print(console_line(facts, seconds, teraflops if options.log_throughput else None), flush=True)  # noqa: T201
-    if not report_memory_flag:
-        return False
-    print_memory(run)
-    return state.train_state.step <= run.loaded_iteration + 1
+        shown = teraflops if run.config.logger.log_throughput else None
+        joules, watts = (None, None) if energy is None else (energy.joules, energy.watts)
+        print(console_line(facts, seconds, shown, joules, watts), flush=True)  # noqa: T201 - Bridge's line
+
+
+def energy_per_gpu(state: GlobalState, num_steps: int, seconds: float) -> GpuEnergy | None:
+    """What a GPU takes for a step of `seconds`; None where nobody measures it. Collective where somebody does."""
+    monitor = state.energy_monitor
+    if monitor is None or not monitor.is_available:
+        return None
+    joules = monitor.lap() / num_steps / state.world.size
+    return GpuEnergy(joules, joules / seconds if seconds > 0 else math.nan)
 
 
 def teraflops_per_device(run: LogContext, seconds: float) -> float | None:
@@ -242,6 +277,7 @@ def begin_interval(total_loss_dict: dict[str, Any], state: GlobalState) -> None:
         total_loss_dict[name] = 0 if name in COUNTERS else torch.zeros_like(value)
     state.interval_samples = 0
     state.interval_start = state.clock.elapsed()
+    state.timers(INTERVAL_TIME).restart()
 
 
 def line_facts(run: LogContext, values: StepValues, total_loss_dict: Mapping[str, Any]) -> LineFacts:
@@ -255,6 +291,7 @@ def line_facts(run: LogContext, values: StepValues, total_loss_dict: Mapping[str
     }
     sums = read_together({**total_loss_dict, **{f"last {name}": value for name, value in last.items()}})
     last = {name: sums.pop(f"last {name}") for name in last}
+    last["num_zeros"] = _whole(last["num_zeros"])
     counts = {name: int(sums.pop(name)) for name in COUNTERS}
     progress = run.state.train_state
     return LineFacts(
@@ -272,6 +309,13 @@ def line_facts(run: LogContext, values: StepValues, total_loss_dict: Mapping[str
     )
 
 
+def _whole(count: Tensor | float | None) -> Tensor | int | None:
+    """A count as a whole number, still on its device."""
+    if count is None:
+        return None
+    return count.detach().to(torch.int64) if isinstance(count, Tensor) else int(count)
+
+
 def read_together(values: Mapping[str, Any]) -> dict[str, Any]:
     """`values` with tensors of one element as plain numbers, read from the device at once."""
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
@@ -282,8 +326,8 @@ def read_together(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, **dict(zip(tensors, numbers, strict=True))}
 
 
-def write_speed(run: LogContext, teraflops: float | None, seconds: float) -> None:
-    """Hand the interval's speed to the trackers: TFLOP/s of one device, seconds of a step."""
+def write_speed(run: LogContext, teraflops: float | None, seconds: float, energy: GpuEnergy | None = None) -> None:
+    """Hand the interval's speed to the trackers: TFLOP/s of one device, seconds of a step, energy."""
     if not run.loggers:
         return
     options, progress = run.config.logger, run.state.train_state
@@ -291,6 +335,7 @@ def write_speed(run: LogContext, teraflops: float | None, seconds: float) -> Non
         teraflops if options.log_throughput_to_tensorboard else None,
         run.state.world.size,
         seconds if options.log_timers_to_tensorboard else None,
+        energy,
     )
     write_points(run.loggers, points, progress.step, progress.consumed_train_samples)
 

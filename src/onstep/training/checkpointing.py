@@ -21,12 +21,15 @@ from onstep.checkpoint import (
 )
 from onstep.config import ConfigContainer
 from onstep.config.derived import fill
-from onstep.config.differences import changes, decide, describe
+from onstep.config.differences import changes, configured_schedule_holds, decide, describe
+from onstep.config.optimizer_rules import GROUP_SETTINGS
 from onstep.errors import CheckpointError, ConfigError
 from onstep.events import Request
 from onstep.optim import OptimizerParamScheduler
+from onstep.pulse import PULSE
 from onstep.training.best_metric import note_best_checkpoint
 from onstep.training.decisions import write_decision
+from onstep.training.fault_tolerance import checkpointing_section
 from onstep.training.progress_log import log_async_checkpoint_saved
 from onstep.training.run_components import RunComponents
 from onstep.training.saved_parts import DataPosition, finite_numbers
@@ -103,6 +106,8 @@ class RunCheckpoints:
             return
         with self._todays_values(info, optimizer):
             self._load(info, self.components.progress(model, optimizer, scheduler, loads=True))
+        if isinstance(scheduler, OptimizerParamScheduler):
+            scheduler.step(0)  # by the values that the groups have now
         if isinstance(scheduler, OptimizerParamScheduler) and "scheduler" not in self._loaded:
             place_scheduler(scheduler, self.state)
         self.state.is_resumed, self.state.is_unsaved = True, False
@@ -138,33 +143,37 @@ class RunCheckpoints:
             CheckpointError: see `CheckpointManager.save`.
         """
         state = self.state
+        PULSE.doing = "saving a checkpoint"
         self.tell("on_checkpoint_save_start", checkpoint_step=state.train_state.step)
         state.is_unsaved = False
-        self.manager.save(
-            SaveRequest(
-                step=state.train_state.step,
-                components=self.components.selected(
-                    [
-                        *self.components.progress(model, optimizer, scheduler),
-                        *self.components.position(DataPosition(reader, state)),
-                    ]
-                ),
-                config=state.cfg.to_dict(),
-                metrics=finite_numbers(state.last_metrics) if state.evaluated_at == state.train_state.step else {},
-                layout={"world_size": state.world.size, "num_microbatches": state.num_microbatches},
-                persistent=persistent,
+        with checkpointing_section(state):
+            self.manager.save(
+                SaveRequest(
+                    step=state.train_state.step,
+                    components=self.components.selected(
+                        [
+                            *self.components.progress(model, optimizer, scheduler),
+                            *self.components.position(DataPosition(reader, state)),
+                        ]
+                    ),
+                    config=state.cfg.to_dict(),
+                    metrics=finite_numbers(state.last_metrics) if state.evaluated_at == state.train_state.step else {},
+                    layout={"world_size": state.world.size, "num_microbatches": state.num_microbatches},
+                    persistent=persistent,
+                )
             )
-        )
 
     def finalize_if_written(self) -> None:
         """Make a pending save durable, if all ranks have written their files. Collective, right after an agreement."""
         if self.manager.is_saving and not self.state.exits.some_rank_writes:
-            self.manager.finalize()
+            with checkpointing_section(self.state, is_async_finalization=True):
+                self.manager.finalize()
 
     def finish(self) -> None:
         """Wait for a pending save and make it durable. Collective."""
         if self.manager.is_saving:
-            self.manager.finalize()
+            with checkpointing_section(self.state, is_async_finalization=True):
+                self.manager.finalize()
 
     def close(self) -> None:
         """Let go of threads and buffers. One rank alone makes a pending save durable; of several it is abandoned."""
@@ -206,19 +215,23 @@ class RunCheckpoints:
     def _todays_values(self, info: CheckpointInfo, optimizer: Any) -> Iterator[None]:
         """With `checkpoint.on_config_change=apply`, let today's optimizer settings win over those that are loaded.
 
-        A best metric of another name is forgotten.
+        So does what groups have of the schedule, by whatever says that today's schedule holds. A best metric of another
+        name is forgotten.
         """
-        if self.state.cfg.checkpoint.on_config_change != "apply" or optimizer is None:
+        config = self.state.cfg
+        applies = config.checkpoint.on_config_change == "apply"
+        if optimizer is None or not (applies or configured_schedule_holds(config)):
             yield
             return
-        of_the_scheduler = ("params", "lr", "initial_lr", "weight_decay")
         before = [
-            {key: value for key, value in group.items() if key not in of_the_scheduler}
+            {key: value for key, value in group.items() if holds_todays(key, config)}
             for group in optimizer.param_groups
         ]
         yield
         for group, values in zip(optimizer.param_groups, before, strict=False):
             group.update(values)
+        if not applies:
+            return
         stored = info.manifest.config.get("validation", {}).get("metric_for_best_model")
         if stored != self.state.cfg.validation.metric_for_best_model:
             self.state.train_state.best_metric = self.state.train_state.best_step = None
@@ -321,10 +334,26 @@ def own_checkpoints(
         state.checkpoints, state.is_resumed = None, False
 
 
+def holds_todays(key: str, config: ConfigContainer) -> bool:
+    """Whether today's value of a parameter group's key holds, and not the one that is loaded."""
+    if key in GROUP_SETTINGS:
+        return configured_schedule_holds(config)
+    of_the_scheduler = ("params", "lr", "initial_lr", "weight_decay")
+    return config.checkpoint.on_config_change == "apply" and key not in of_the_scheduler
+
+
 def place_scheduler(scheduler: OptimizerParamScheduler, state: GlobalState) -> None:
     """Put a schedule whose own position was not loaded to where the progress is."""
-    progress, batch_size = state.train_state, state.cfg.train.global_batch_size or 1
-    scheduler.num_steps = (progress.step - progress.num_skips) * batch_size
+    progress, sizes = state.train_state, state.batch_sizes
+    passed_over = [step for step in set(state.cfg.train.iterations_to_skip) if step <= progress.step]
+    if sizes is None or not sizes.varies:
+        taken = progress.step - progress.num_skips - len(passed_over)
+        scheduler.num_steps = taken * state.current_running_global_batch_size
+    else:
+        after = sizes.sizes.samples_after
+        not_taken = sum(after(step) - after(step - 1) for step in passed_over)
+        not_taken += progress.num_skips * sizes.sizes.at(progress.consumed_train_samples)
+        scheduler.num_steps = max(0, after(progress.step) - not_taken)
     scheduler.step(0)
 
 
@@ -332,6 +361,8 @@ def asked_start(config: ConfigContainer) -> str | None:
     """What `checkpoint.load` and `checkpoint.ckpt_step` ask for, in words; None where they ask for nothing."""
     checkpoint = config.checkpoint
     if checkpoint.load is None and checkpoint.ckpt_step is None:
+        return None
+    if checkpoint.finetune and checkpoint.load is not None:  # of these only the weights are loaded: see pretrained.py
         return None
     step = "" if checkpoint.ckpt_step is None else f" step {checkpoint.ckpt_step}"
     return f"{Path(checkpoint.load).absolute() if checkpoint.load else 'own'}{step}"

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from onstep.events import Request
 from onstep.training.actions import save_and_decide_exit
 from onstep.training.decisions import write_decision
-from onstep.training.exits import save_checkpoint_and_time
+from onstep.training.exits import save_checkpoint_and_time, say_exit
 from onstep.training.log_step import advance_tokens, final_metrics, publish
 from onstep.training.loop import Loop, has_all_steps
 from onstep.training.signals import Preempted
@@ -24,6 +24,8 @@ def conclude(loop: Loop) -> None:
     loop.watch.check(wait=True)
     leaves = state.exits.decided is not None
     state.was_stopped = leaves or is_stopped(state)
+    if leaves and not state.exits.is_said:  # it was decided before the first step
+        say_exit(state)
     if not state.was_stopped:
         state.stopped_by = None
     if state.world.is_main:

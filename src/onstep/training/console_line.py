@@ -30,8 +30,14 @@ class LineFacts:
     num_nan: int = 0
 
 
-def console_line(facts: LineFacts, seconds_per_step: float, teraflops: float | None = None) -> str:
-    """The line of an interval; `teraflops` are TFLOP/s of one device."""
+def console_line(
+    facts: LineFacts,
+    seconds_per_step: float,
+    teraflops: float | None = None,
+    joules: float | None = None,
+    watts: float | None = None,
+) -> str:
+    """The line of an interval; `teraflops` are TFLOP/s of one device, `joules` those of a step, `watts` the power."""
     when = datetime.fromtimestamp(facts.timestamp)
     fields: list[str | None] = [
         f" [{when:%Y-%m-%d %H:%M:%S}] iteration {facts.step:8d}/{facts.train_iters:8d}",
@@ -39,6 +45,8 @@ def console_line(facts: LineFacts, seconds_per_step: float, teraflops: float | N
         f" skipped samples: {facts.skipped_samples:12d}" if facts.skipped_samples > 0 else None,
         f" elapsed time per iteration (ms): {seconds_per_step * 1000:.1f}",
         _given(" throughput per GPU (TFLOP/s/GPU): {:.1f}", teraflops),
+        _given(" energy per GPU (J/iter/GPU): {:.1f}", joules),
+        _given(" power per GPU (W/GPU): {:.1f}", watts),
         _given(" learning rate: {:.6E}", facts.learning_rate),
         f" global batch size: {facts.batch_size:5d}",
         *(f" {name}: {mean:.6E}" for name, mean in facts.losses.items() if mean >= 0),

@@ -16,6 +16,7 @@ from torch import nn
 
 from onstep.data import StepBatches
 from onstep.distributed import no_sync
+from onstep.training.expert_steps import replayed
 from onstep.training.losses import MicroLoss, backward_start, read_loss
 from onstep.training.micro_batches import MicroBatches
 from onstep.training.state import GlobalState
@@ -122,7 +123,7 @@ def _bad_losses(rank: int, micros: list[MicroLoss], sample_ids: list[list[int]] 
 
 def _bad_gradients(inputs: StepInputs, sample_ids: list[list[int]] | None, state: GlobalState) -> list[Culprit]:
     try:
-        with _random_state_kept(state.world.device):
+        with _random_state_kept(state.world.device), replayed(state.experts):
             norms = list(_gradient_norms(inputs, state))
     except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; without one less is named
         logger.warning("the gradients of the bad step could not be computed again: %s: %s", type(error).__name__, error)

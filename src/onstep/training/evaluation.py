@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from onstep.data import EvalLoader, StepBatches
 from onstep.distributed import World
 from onstep.events import CallbackManager
+from onstep.pulse import PULSE
 from onstep.training.decisions import agree
-from onstep.training.exits import leave_if_decided
+from onstep.training.exits import EvaluationInterrupted, leave_if_decided
+from onstep.training.fault_tolerance import on_eval_step_end, on_eval_step_start
 from onstep.training.forward_step import prepare_forward_step_func
+from onstep.training.interval_time import print_timers
 from onstep.training.losses import MicroLoss, evaluation_sums, read_loss
 from onstep.training.state import GlobalState
 from onstep.training.step import MicroBatches, step_batches
@@ -46,29 +49,44 @@ def evaluate(
     Args:
         data_iterator: an `EvalLoader`, read from its start, or an iterator of micro-batches, of which the next
             `validation.eval_iters` steps are taken (None: all that it has).
-        process_non_loss_data_func: receives what `non_loss_data_func(model)` collected; kept for Megatron Bridge.
+        process_non_loss_data_func: where it is given and `non_loss_data_func` is not, the first batch is passed through
+            the model once more, and its loss functions, called with `non_loss_data=True`, give the collected data.
         config: the model's configuration; kept for Megatron Bridge.
+        verbose: print, on rank 0, how many samples are evaluated and how far it is.
+        non_loss_data_func: called with the model after the evaluation; what it returns is the collected data.
         is_test: tell `on_test_*` instead of `on_eval_*`.
         metric_key_prefix: what metrics are called; `eval` or `test`.
         extra_metrics: called after the loop; what it returns joins the metrics.
 
     Returns:
-        The token-weighted means by name (0-d tensors), the collected non-loss data, and False (no time limit was hit).
+        The token-weighted means by name (0-d tensors), the collected non-loss data, and whether
+        `train.exit_duration_in_mins` ended it before its end; then the other two are None.
+
+    Raises:
+        EvaluationInterrupted: where a signal ended it, or, inside the training loop, a time limit: the loop saves from
+            before it.
     """
     tell = tell or Teller(callback_manager, state, model)
     kind = "test" if is_test else "eval"
     forward_step_func = prepare_forward_step_func(forward_step_func, state)
     modes = {module: module.training for chunk in model for module in chunk.modules()}
+    collected: Any = None
+    doing_before, PULSE.doing = PULSE.doing, "evaluating"
     for chunk in model:
         chunk.eval()
     try:
-        tell(f"on_{kind}_start")
-        started = time.perf_counter()
-        with state.rerun_state_machine.disabled():
-            totals = _sum_batches(state, forward_step_func, data_iterator, model, tell, kind, verbose)
+        with state.timers("evaluate").measure(barrier=True):
+            tell(f"on_{kind}_start")
+            started = time.perf_counter()
+            with state.rerun_state_machine.disabled():
+                totals = _sum_batches(state, forward_step_func, data_iterator, model, tell, kind, verbose)
+                if non_loss_data_func is not None:
+                    collected = non_loss_data_func(model)
+                elif process_non_loss_data_func is not None:
+                    collected = _collect_non_loss_data(state, forward_step_func, data_iterator, model)
+        print_timers(state, ["evaluate"])
         losses = {key: top / bottom.clamp(min=1) for key, (top, bottom) in totals.sums.items()}
         means = total_losses(losses)
-        collected = non_loss_data_func(model) if non_loss_data_func is not None else None
         prefix = metric_key_prefix or kind
         metrics = _metrics(prefix, losses, totals, time.perf_counter() - started)
         metrics |= extra_metrics() if extra_metrics is not None else {}
@@ -77,9 +95,14 @@ def evaluate(
         state.evaluation_is_whole = False
         state.facts.log_history.append({**metrics, "step": state.train_state.step})
         tell(f"on_{kind}_end", total_loss_dict=means, metrics=metrics)
+    except EvaluationInterrupted:
+        if not _is_over_in_time(state):
+            raise
+        return None, None, True
     finally:
         for module, was_training in modes.items():
             module.training = was_training
+        PULSE.doing = doing_before
     return means, collected, False
 
 
@@ -110,15 +133,20 @@ def _sum_batches(
     verbose: bool,
 ) -> _Totals:
     totals = _Totals()
+    if verbose and state.world.is_main:
+        print(f"Evaluating on {_num_samples(state)} samples", flush=True)  # noqa: T201 - asked for
     start_event, end_event = f"on_{kind}_step_start", f"on_{kind}_step_end"
     for number, step in enumerate(eval_batches(state, data_iterator), start=1):
         if verbose and state.world.is_main:
-            print(f"Evaluating iter {number}/{state.cfg.validation.eval_iters or '?'}")  # noqa: T201 - asked for
+            total = state.cfg.validation.eval_iters or "?"
+            print(f"Evaluating iter {number}/{total}", flush=True)  # noqa: T201 - asked for
+        on_eval_step_start(state)
         tell(start_event)
         with torch.no_grad():
             micros = _micro_losses(state, forward_step_func, step, model)
         if micros:
             totals.add(micros, state.world)
+        on_eval_step_end(state)
         tell(end_event)
         agree(state)
         leave_if_decided(state)
@@ -126,6 +154,42 @@ def _sum_batches(
         totals.batches += 1
     state.train_state.consumed_valid_samples += totals.samples
     return totals
+
+
+def _num_samples(state: GlobalState) -> int | str:
+    validation = state.cfg.validation
+    batch_size = validation.eval_global_batch_size or state.cfg.train.global_batch_size or 1
+    return "all" if validation.eval_iters is None else validation.eval_iters * batch_size
+
+
+def _is_over_in_time(state: GlobalState) -> bool:
+    """Whether a time limit ended an evaluation that no training loop waits for; then the run has not all it should."""
+    if state.exits.decided == "signal":
+        return False
+    if state.world.is_main:
+        print("Exiting during evaluation, timelimit reached", flush=True)  # noqa: T201 - Bridge's line
+    if state.train_started and not state.train_ended:
+        return False
+    state.was_stopped = True
+    return True
+
+
+def _collect_non_loss_data(
+    state: GlobalState, forward_step_func: Callable[..., Any], data_iterator: Any, model: list[nn.Module]
+) -> list[Any]:
+    """What the loss functions of one batch's micro-batches give for `non_loss_data=True`. All ranks do it."""
+    step = next(eval_batches(state, data_iterator), None)
+    if step is None:
+        return []
+    iterator = MicroBatches(step, state.world.device)
+    collected = []
+    with torch.no_grad():
+        for index in range(len(iterator)):
+            iterator.stage(index)
+            with state.autocast():
+                output, loss_function = forward_step_func(iterator, model[0])
+                collected.append(loss_function(output, non_loss_data=True))
+    return collected
 
 
 def eval_batches(state: GlobalState, data_iterator: Any) -> Iterator[StepBatches]:
@@ -208,10 +272,13 @@ def evaluate_and_print_results(
 
     Args:
         write_to_tensorboard: False leaves TensorBoard out; the other trackers get them all the same.
-        process_non_loss_data_func: called on the last rank, where there is a TensorBoard logger, with what
-            `non_loss_data_func` collected, the step and the logger.
+        process_non_loss_data_func: called on the last rank, where there is a TensorBoard logger, with what was
+            collected, the step and the logger.
+
+    Returns:
+        The means by name; None where a time limit ended the evaluation.
     """
-    means, collected, _ = evaluate(
+    means, collected, is_over = evaluate(
         state,
         forward_step_func,
         data_iterator,
@@ -226,10 +293,11 @@ def evaluate_and_print_results(
     )
     if means and state.prints_console_line and state.is_last_rank:
         print(result_block(prefix, means), flush=True)  # noqa: T201 - this block is what was asked for
-    if means and state.is_last_rank and state.trackers.is_wanted:
+    if state.is_last_rank and state.trackers.is_wanted and not is_over:
         with closing_trackers(state):
-            write_evaluation(state, means, is_test, write_to_tensorboard)
-            writer = state.tensorboard_logger
+            if means:
+                write_evaluation(state, means, is_test, write_to_tensorboard)
+            writer = state.tensorboard_logger if write_to_tensorboard else None
             if process_non_loss_data_func is not None and writer is not None:
                 process_non_loss_data_func(collected, state.train_state.step, writer)
     return means

@@ -14,6 +14,9 @@ from onstep.checkpoint import RngState
 from onstep.events import Request
 from onstep.schedules import is_due
 from onstep.training.decisions import setting, write_decision
+from onstep.training.interval_time import outside_interval, print_timers
+from onstep.training.nvrx_straggler import check_nvrx_straggler_detection
+from onstep.training.param_sync import hooks_off
 from onstep.training.progress_log import compute_throughputs_and_append_to_progress_log
 from onstep.training.signals import DistributedSignalHandler, Preempted
 
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ExitKind = Literal["signal", "duration", "interval"]
+ExitKind = Literal["signal", "duration", "straggler", "interval"]
 
 
 class EvaluationInterrupted(Preempted):
@@ -38,6 +41,12 @@ class ExitWatch:
     deadline: float | None = None
     """When `train.exit_duration_in_mins` is over, in seconds of the monotonic clock."""
     decided: ExitKind | None = None
+    is_said: bool = False
+    """Why the process leaves has been printed."""
+    straggler: str = ""
+    """Which rank is so slow that the run is to end, in words; nothing otherwise."""
+    gpus_checked_at: int | None = None
+    """Step at which the detection of `nvidia-resiliency-ext` was asked last."""
     some_rank_writes: bool = False
     """Whether a rank is still writing its files of an asynchronous save."""
 
@@ -45,24 +54,29 @@ class ExitWatch:
         """Forget an earlier decision, and start the clock of `train.exit_duration_in_mins` if it does not run yet."""
         if self.decided != "signal":
             self.decided = None
+        self.is_said, self.straggler = False, ""
         minutes = state.cfg.train.exit_duration_in_mins
         if minutes is not None and self.deadline is None:
             self.deadline = time.monotonic() + 60 * minutes - (time.time() - state.start_time)
 
     def votes(self, state: GlobalState) -> list[int]:
-        """What this rank knows: a signal came; the time is over (rank 0's clock); its save is not written yet."""
+        """What this rank knows: a signal came; the time is over (rank 0's clock); a rank is too slow; its save is not
+        written yet."""
         signalled = self.handler is not None and self.handler.received
         is_late = self.deadline is not None and state.world.is_main and time.monotonic() >= self.deadline
         checkpoints = state.checkpoints
-        return [int(signalled), int(is_late), int(checkpoints is not None and checkpoints.is_writing)]
+        writes = checkpoints is not None and checkpoints.is_writing
+        return [int(signalled), int(is_late), int(bool(self.straggler)), int(writes)]
 
     def adopt(self, votes: list[int]) -> None:
-        """Take the votes of all ranks; a signal wins over the clock."""
-        signalled, is_late, writes = votes
+        """Take the votes of all ranks; a signal wins over the clock, and that over a slow rank."""
+        signalled, is_late, is_slow, writes = votes
         if signalled:
             self.decided = "signal"
         elif is_late and self.decided is None:
             self.decided = "duration"
+        elif is_slow and self.decided is None:
+            self.decided = "straggler"
         self.some_rank_writes = bool(writes)
 
 
@@ -77,18 +91,29 @@ def checkpoint_and_decide_exit(
 ) -> bool:
     """Save what is due or asked for, and decide whether the process leaves now. Collective; it only reads decisions.
 
-    A process that leaves (signal, `train.exit_duration_in_mins`, `train.exit_interval`) saves first, once, where there
-    are checkpoints and anything has changed since the last one.
+    A process that leaves (signal, `train.exit_duration_in_mins`, a slow rank with `stop_if_detected`,
+    `train.exit_interval`) saves first, once, where there are checkpoints and anything has changed since the last one.
+
+    Args:
+        state: the run's; its `checkpoints` write.
+        model: list of model chunks.
+        optimizer: what the loop drives.
+        opt_param_scheduler: the learning-rate schedule, or None.
+        num_floating_point_operations_so_far: of the whole run; for the progress log.
+        checkpointing_context: accepted for callers written for Megatron Bridge, and not read.
+        train_data_iterator: its position is saved; None saves none.
 
     Returns:
         True if training should end here; `state.exits.decided` says why.
     """
     step, exits = state.train_state.step, state.exits
     is_last = state.train_iters is not None and step >= state.train_iters
-    if exits.decided == "duration" and is_last:
-        exits.decided = None
+    if exits.decided in ("duration", "straggler") and is_last:
+        exits.decided, exits.straggler = None, ""
     if exits.decided is None and not is_last and state.has_stepped and is_due(step, state.cfg.train.exit_interval):
         exits.decided = "interval"
+    if exits.decided is None and not is_last and _gpu_is_slow(state):
+        exits.decided = "straggler"
     leaves = exits.decided is not None
     persistent_is_due = state.control.should_save
     state.control.honoured("should_save")
@@ -124,9 +149,19 @@ def save_checkpoint_and_time(
     non_persistent_ckpt: bool = False,
     train_data_iterator: Any = None,
 ) -> None:
-    """Save a checkpoint; the time it takes belongs to no logging interval. Collective.
+    """Save a checkpoint, and print what it took; that time belongs to no logging interval. Collective.
 
     A run without checkpoints warns once.
+
+    Args:
+        state: the run's; its `checkpoints` write.
+        model: list of model chunks.
+        optimizer: what the loop drives.
+        opt_param_scheduler: the learning-rate schedule, or None.
+        num_floating_point_operations_so_far: of the whole run; for the progress log.
+        checkpointing_context: accepted for callers written for Megatron Bridge, and not read.
+        non_persistent_ckpt: whether it is one of which only the newest is kept.
+        train_data_iterator: its position is saved; None saves none.
 
     Raises:
         CheckpointError: when it cannot be written and `checkpoint.on_save_error` is stop; on all ranks alike.
@@ -134,11 +169,13 @@ def save_checkpoint_and_time(
     if state.checkpoints is None:
         _warn_that_nothing_is_saved(state)
         return
-    started = time.perf_counter()
-    state.checkpoints.save(model, optimizer, opt_param_scheduler, train_data_iterator, not non_persistent_ckpt)
-    if state.cfg.logger.log_progress and not non_persistent_ckpt:
-        compute_throughputs_and_append_to_progress_log(state, num_floating_point_operations_so_far)
-    state.interval_start += time.perf_counter() - started
+    timer = "save-checkpoint-non-persistent" if non_persistent_ckpt else "save-checkpoint"
+    with outside_interval(state):
+        with hooks_off(state), state.timers(timer).measure(barrier=True):
+            state.checkpoints.save(model, optimizer, opt_param_scheduler, train_data_iterator, not non_persistent_ckpt)
+        print_timers(state, [timer])
+        if state.cfg.logger.log_progress and not non_persistent_ckpt:
+            compute_throughputs_and_append_to_progress_log(state, num_floating_point_operations_so_far)
 
 
 def leave_if_decided(state: GlobalState) -> None:
@@ -180,6 +217,7 @@ def restore_random_state(state: GlobalState, before: Any) -> None:
 def say_exit(state: GlobalState) -> bool:
     """Print why the process leaves, in Megatron Bridge's words, and remember it as the end's reason; True."""
     step = state.train_state.step
+    state.exits.is_said = True
     if state.exits.decided == "signal":
         handler = state.exits.handler
         name = (handler.signal_name if handler is not None else None) or "a signal on another rank"
@@ -187,13 +225,28 @@ def say_exit(state: GlobalState) -> bool:
     elif state.exits.decided == "duration":
         minutes = (time.time() - state.start_time) / 60
         text, author = f"exiting program after {minutes:.2f} minutes", "exit_duration_in_mins"
+    elif state.exits.decided == "straggler":
+        text, author = "Exiting program due to straggler detection.", "straggler detection"
     else:
         text, author = f"exiting program at iteration {step}", "exit_interval"
-    state.stopped_by = Request("should_training_stop", author, "", text, state.world.rank)
+    reason = f"{text} {state.exits.straggler}".rstrip() if state.exits.decided == "straggler" else text
+    state.stopped_by = Request("should_training_stop", author, "", reason, state.world.rank)
     write_decision(state, state.stopped_by)
     if state.world.is_main:
         print(f"[{text}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S} ", flush=True)  # noqa: T201 - Bridge's line
     return True
+
+
+def _gpu_is_slow(state: GlobalState) -> bool:
+    """What the detection of `nvidia-resiliency-ext` says, asked once a step. Collective where it runs."""
+    manager, exits = state.nvrx_straggler_manager, state.exits
+    if manager is None or exits.gpus_checked_at == state.train_state.step:
+        return False
+    exits.gpus_checked_at = state.train_state.step
+    is_slow = check_nvrx_straggler_detection(manager)
+    if is_slow:
+        exits.straggler = manager.found
+    return is_slow
 
 
 def _why_saved(state: GlobalState, is_due_or_asked: bool) -> str:

@@ -20,11 +20,12 @@ ForwardStep = Callable[..., tuple[Any, Callable[..., Any]]]
 def forward_step(data_iterator: Iterator[Any], model: nn.Module, return_schedule_plan: bool = False) -> Any:
     """Next-token prediction on micro-batches `{"tokens": (batch, seq), "labels": (batch, seq)}`.
 
-    Labels are shifted already; those equal to -100 are not trained on. Returns the sum of the losses and the function
-    that counts them.
+    Labels are shifted already; those equal to -100 are not trained on. `position_ids` and `document_ids` of packed
+    sequences, (batch, seq) too, are passed on. Returns the sum of the losses and the function that counts them.
     """
     batch = next(data_iterator)
-    loss_sum = model(batch["tokens"], batch["labels"], reduction="sum")
+    packed = {key: batch[key] for key in ("position_ids", "document_ids") if key in batch}
+    loss_sum = model(batch["tokens"], batch["labels"], reduction="sum", **packed)
     return loss_sum, partial(next_token_loss, batch)
 
 
@@ -39,6 +40,12 @@ def needs_global_state_injection(forward_step_func: Callable[..., Any]) -> bool:
 
     True when a parameter is annotated with `GlobalState`, or the first one is called `state` or `global_state`. Works
     for functions, partials, callable objects and bound methods.
+
+    Args:
+        forward_step_func: what `train` is given, not called here.
+
+    Raises:
+        ValueError: for a builtin that has no signature.
     """
     parameters = list(inspect.signature(forward_step_func).parameters.values())
     if any(_means_global_state(parameter.annotation) for parameter in parameters):
@@ -49,14 +56,25 @@ def needs_global_state_injection(forward_step_func: Callable[..., Any]) -> bool:
 def maybe_inject_state(
     forward_step_func: Callable[..., Any], state: GlobalState, needs_injection: bool | None = None
 ) -> Callable[..., Any]:
-    """The forward step with `state` bound as its first argument if it wants it, else as it is."""
+    """The forward step with `state` bound as its first argument if it wants it, else as it is.
+
+    Args:
+        forward_step_func: a function or any callable object, which keeps its own attributes.
+        state: bound by reference: later changes of it are seen.
+        needs_injection: whether it wants the state, where that is known; None looks at its signature.
+    """
     if needs_injection is None:
         needs_injection = needs_global_state_injection(forward_step_func)
     return partial(forward_step_func, state) if needs_injection else forward_step_func
 
 
 def prepare_forward_step_func(forward_step_func: Callable[..., Any], state: GlobalState) -> Callable[..., Any]:
-    """`maybe_inject_state`, decided once for each `train()` or `evaluate()`."""
+    """`maybe_inject_state`, decided once for each `train()` or `evaluate()`.
+
+    Args:
+        forward_step_func: of one of the documented signatures.
+        state: of the run.
+    """
     return maybe_inject_state(forward_step_func, state)
 
 

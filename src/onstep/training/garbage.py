@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from onstep.training.state import GlobalState
 
@@ -24,8 +26,12 @@ class manual_gc:  # noqa: N801 - reads as a statement in `with`
             gc.enable()
 
 
-def collect_garbage(state: GlobalState) -> None:
-    """Collect at the configured interval, where garbage collection is manual."""
-    config = state.cfg.train
-    if config.manual_gc and config.manual_gc_interval and state.train_state.step % config.manual_gc_interval == 0:
+@contextmanager
+def garbage_collected(state: GlobalState) -> Iterator[None]:
+    """Collect before an evaluation, and its youngest objects after it, with `train.manual_gc` and `manual_gc_eval`."""
+    collects = state.cfg.train.manual_gc and state.cfg.train.manual_gc_eval
+    if collects:
         gc.collect()
+    yield
+    if collects:
+        gc.collect(generation=0)

@@ -11,6 +11,7 @@ import torch
 
 from onstep.training.interval import IntervalMeter, IntervalReport
 from onstep.training.losses import Weight
+from onstep.training.moe_log import interval_losses
 from onstep.training.state import GlobalState
 from onstep.training.telling import Teller
 
@@ -48,6 +49,7 @@ def build_logs(state: GlobalState, report: IntervalReport, optimizer: Any) -> di
     progress = state.train_state
     logs: dict[str, Any] = {"epoch": state.trainer_state.epoch, "loss": report.loss}
     logs |= {key: value for key, value in report.others.items() if key not in ("loss", "lm loss")}
+    logs |= interval_losses(state)
     if report.grad_norm is not None:
         logs |= {"grad_norm": report.grad_norm, "max_grad_norm": report.max_grad_norm}
     if report.tokens is not None:
@@ -70,9 +72,22 @@ def build_logs(state: GlobalState, report: IntervalReport, optimizer: Any) -> di
 
 
 def learning_rate(optimizer: Any) -> float | None:
-    """The rate that the optimizer will use next, read from its last non-empty parameter group."""
+    """The rate that the optimizer will use next, read from its last non-empty parameter group.
+
+    Groups of embedding and output with a rate of their own do not count, where there are others.
+    """
+    rate = _rate_of_last(optimizer, is_decoupled=False)
+    return _rate_of_last(optimizer, is_decoupled=True) if rate is None else rate
+
+
+def decoupled_learning_rate(optimizer: Any) -> float | None:
+    """The next rate of embedding and output matrices that have one of their own; None where they have not."""
+    return _rate_of_last(optimizer, is_decoupled=True)
+
+
+def _rate_of_last(optimizer: Any, is_decoupled: bool) -> float | None:
     for group in reversed(optimizer.param_groups):
-        if group.get("params"):
+        if group.get("params") and bool(group.get("is_decoupled_lr", False)) is is_decoupled:
             return float(group["lr"])
     return None
 
@@ -89,6 +104,7 @@ class RunStart:
     """Labels of the first step, when it is left out."""
     is_first: bool = True
     """Whether the first step is still to come."""
+    samples: int = 0
 
     @classmethod
     def now(cls, state: GlobalState) -> RunStart:
@@ -99,7 +115,13 @@ class RunStart:
             progress.step,
             progress.consumed_tokens,
             progress.floating_point_operations_so_far,
+            samples=progress.consumed_train_samples,
         )
+
+    def pass_over(self, samples: int) -> None:
+        """Leave a step that is not trained on out of the rates."""
+        self.step += 1
+        self.samples += samples
 
     def after_first_step(self, tokens: Weight | None) -> None:
         """Leave the step that just ended, and its tokens, out of the rates."""
@@ -114,7 +136,11 @@ def final_metrics(state: GlobalState, start: RunStart) -> dict[str, Any]:
     progress = state.train_state
     steps = progress.step - start.step
     runtime = time.perf_counter() - start.seconds
-    batch_size = state.cfg.train.global_batch_size or 0
+    sizes = state.batch_sizes
+    batch_size = state.cfg.train.global_batch_size or 0 if sizes is None else sizes.sizes.last
+    samples = steps * batch_size
+    if sizes is not None and sizes.varies:
+        samples = progress.consumed_train_samples - start.samples
     left_out = float(start.first_tokens)
     tokens = progress.consumed_tokens - start.tokens - left_out
     flops = progress.floating_point_operations_so_far - start.flops - left_out * state.flops_per_token
@@ -123,7 +149,7 @@ def final_metrics(state: GlobalState, start: RunStart) -> dict[str, Any]:
         "train_runtime": runtime,
         "train_samples": progress.consumed_train_samples,
         "step": progress.step,
-        "train_samples_per_second": round(steps * batch_size * per_second, 3),
+        "train_samples_per_second": round(samples * per_second, 3),
         "train_steps_per_second": round(steps * per_second, 3),
         "epoch": state.trainer_state.epoch,
         "effective_batch_size": batch_size,

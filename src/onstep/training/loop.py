@@ -9,9 +9,12 @@ from typing import Any
 from torch import nn
 
 from onstep.training.anomalies import AnomalyWatch
+from onstep.training.housekeeping import Housekeeping
 from onstep.training.interval import IntervalMeter
+from onstep.training.interval_time import start_interval
 from onstep.training.log_step import RunStart
 from onstep.training.state import GlobalState
+from onstep.training.step import train_step
 from onstep.training.step_reporter import StepReporter
 from onstep.training.telling import Teller
 
@@ -37,6 +40,12 @@ class Loop:
     evaluation: Evaluation | None = None
     reporter: StepReporter | None = None
     """What prints console lines and fills trackers; None where nobody wants them."""
+    housekeeping: Housekeeping | None = None
+    """What is done after each step beside training; None where all of it is off."""
+    process_non_loss_data_func: Callable[..., Any] | None = None
+    non_loss_data_func: Callable[..., Any] | None = None
+    train_step: Callable[..., Any] = train_step
+    """The step, perhaps in a wrapper that measures it."""
     position_before: dict[str, Any] | None = None
     """Where the reader stood before the step's micro-batches were read; kept only where a step may be rerun."""
 
@@ -47,6 +56,7 @@ def begin_reports(loop: Loop) -> None:
         loop.reporter.begin()
     else:
         loop.state.interval_start = loop.state.clock.elapsed()
+    start_interval(loop.state)
 
 
 def is_finished(state: GlobalState) -> bool:

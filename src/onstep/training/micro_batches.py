@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from onstep.data import StepBatches
+from onstep.pulse import PULSE
 from onstep.training.devices import to_device
 
 
@@ -31,6 +32,7 @@ class MicroBatches(Iterator[Any]):
 
     def stage(self, index: int) -> Any:
         """Move micro-batch `index` to the device; the next `next()` returns it."""
+        PULSE.beats += 1
         batch = to_device(self.batches.micro_batches[index], self.device)
         self._staged = (index, batch)
         self._next = index

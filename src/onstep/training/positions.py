@@ -7,6 +7,7 @@ import logging
 from onstep.data import IteratorReader
 from onstep.errors import DataError
 from onstep.training.decisions import agree
+from onstep.training.growth import set_size
 from onstep.training.loop import Loop
 from onstep.training.progress_log import log_job_start
 from onstep.training.rerun import RerunStateMachine
@@ -45,6 +46,7 @@ def go_to_position(loop: Loop) -> None:
         if not state.rerun_state_machine.is_enabled:
             state.rank_parts.pop("rerun", None)
         state.rerun_state_machine.current_iteration = state.train_state.step
+    set_size(state)
     apply_overrides(loop)
     agree(state)
 

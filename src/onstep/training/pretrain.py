@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
-
-from safetensors import SafetensorError
 
 from onstep.config import ConfigContainer, resolve
 from onstep.config.differences import describe
 from onstep.distributed import World, open_world, world_size_from_environment
-from onstep.errors import CheckpointError
 from onstep.events import CallbackManager, Control, normalize_callbacks
-from onstep.events.context import unwrap
 from onstep.metrics.memory_history import start_memory_history_recording
-from onstep.models import save_hf
 from onstep.sinks.reporting import check_reported
 from onstep.training.checkpointing import open_checkpoints
 from onstep.training.evaluation import evaluate_and_print_results
 from onstep.training.exits import handled_signals
+from onstep.training.fault_tolerance import monitored
+from onstep.training.final_weights import save_weights
+from onstep.training.finishing import _finish_train
 from onstep.training.forward_step import forward_step
+from onstep.training.model_setup import ModelHook
+from onstep.training.pretrained import fill_from_pretrained
 from onstep.training.run_folder import Claim, RunFolder, Status, claim_run_folder
 from onstep.training.run_lock import RunLock
 from onstep.training.scope import RunScope
@@ -29,6 +29,7 @@ from onstep.training.state import GlobalState
 from onstep.training.telling import Teller
 from onstep.training.trackers import check_trackers, closing_trackers
 from onstep.training.train import train
+from onstep.training.watchdog import watched
 
 logger = logging.getLogger(__name__)
 
@@ -37,18 +38,23 @@ def pretrain(
     config: ConfigContainer,
     forward_step_func: Callable[..., Any] = forward_step,
     callbacks: list[Any] | CallbackManager | None = None,
+    *,
+    pre_wrap_hooks: Sequence[ModelHook] = (),
 ) -> GlobalState:
     """Train a language model as `config` says, then evaluate it on the validation and test sets. Collective.
 
     The configuration is validated and copied; the caller's is never written to. The global random generators of Python,
     NumPy and torch are seeded from `rng.seed`, so the same configuration gives the same losses bit for bit on the same
     machine; what was drawn from them before is lost. With `config.run.name` the run keeps a
-    folder and has an identity: a completed run of the same configuration is not trained again.
+    folder and has an identity: a completed run of the same configuration is not trained again. With
+    `checkpoint.pretrained_checkpoint` it starts from trained weights: see `finetune`.
 
     Args:
         config: the run's configuration, for example of a recipe.
         forward_step_func: one of the documented signatures; the default predicts the next token.
         callbacks: a list of callbacks of any convention, a `CallbackManager`, or None.
+        pre_wrap_hooks: each is given the list of the model's chunks before they are moved to the device and wrapped for
+            data parallelism, and changes them in place or gives another list; the optimizer and checkpoints follow.
 
     Returns:
         The state of the run, with its progress and `log_history`.
@@ -58,7 +64,7 @@ def pretrain(
         RunExistsError: when the run's folder holds another run.
         NonFiniteError: when a loss or gradient norm is NaN or infinite.
     """
-    config = resolve(config, world_size_from_environment())
+    config = resolve(fill_from_pretrained(config), world_size_from_environment())
     manager = normalize_callbacks(callbacks)
     check_reported(config, manager.callbacks if manager is not None else ())
     check_trackers(config)
@@ -67,13 +73,17 @@ def pretrain(
         logging.getLogger("onstep").setLevel(config.logger.logging_level)
     world = open_world(config.dist)
     try:
-        return _run(config, world, forward_step_func, manager)
+        return _run(config, world, forward_step_func, manager, tuple(pre_wrap_hooks))
     finally:
         world.close()
 
 
 def _run(
-    config: ConfigContainer, world: World, forward_step_func: Callable[..., Any], manager: CallbackManager | None
+    config: ConfigContainer,
+    world: World,
+    forward_step_func: Callable[..., Any],
+    manager: CallbackManager | None,
+    pre_wrap_hooks: Sequence[ModelHook],
 ) -> GlobalState:
     claim, lock = claim_for_all(config, world)
     if claim is not None:
@@ -91,19 +101,21 @@ def _run(
     state.prints_console_line = not shows_progress(manager)
     tell = Teller(manager, state)
     try:
-        with closing_trackers(state), handled_signals(state), RunScope(tell):
+        with handled_signals(state), watched(state), closing_trackers(state), RunScope(tell):
             start_memory_history_recording(config.profiling)
-            state.forward_step_func = forward_step_func
+            state.forward_step_func, state.pre_wrap_hooks = forward_step_func, pre_wrap_hooks
             state.checkpoints = open_checkpoints(state, tell)
-            if state.checkpoints is not None:
-                state.checkpoints.find()
-            parts = set_up(state, tell)
-            try:
-                _train_and_evaluate(state, parts, forward_step_func, manager, tell)
-            finally:
-                parts.close()
+            with monitored(state):
                 if state.checkpoints is not None:
-                    state.checkpoints.close()
+                    state.checkpoints.find()
+                parts = set_up(state, tell)
+                try:
+                    _train_and_evaluate(state, parts, forward_step_func, manager, tell)
+                    _finish_train(state)
+                finally:
+                    parts.close()
+                    if state.checkpoints is not None:
+                        state.checkpoints.close()
     finally:
         record_end(state)
         if lock is not None:
@@ -116,10 +128,10 @@ def record_end(state: GlobalState) -> None:
     if state.run_folder is None or not state.world.is_main:
         return
     status: Status = state.ended or "failed"
-    error = state.error
+    error = state.first_failure or state.error
     if state.ended_by_anomaly:  # mended, it goes on; as it is, it comes to the same step again
         status, error = "failed", str(state.stopped_by)
-    left_early = state.exits.decided in ("interval", "duration") or not state.was_stopped
+    left_early = state.exits.decided in ("interval", "duration", "straggler") or not state.was_stopped
     if status == "stopped" and left_early:  # also by a callback's own sys.exit
         status = "paused"
     try:
@@ -148,7 +160,7 @@ def _train_and_evaluate(
             callback_manager=manager,
         )
         load_best_model(state, parts.model)
-        save_weights(state, parts)
+        save_weights(state, parts.model)
     aborted = state.control.should_abort_without_save or state.exits.decided is not None
     if aborted or not is_evaluated_after_training(state):
         return
@@ -161,7 +173,15 @@ def _train_and_evaluate(
             prefix = f"iteration {progress.step} on {name} set"
             model_config = state.cfg.model
             evaluate_and_print_results(
-                state, prefix, forward_step_func, data, parts.model, model_config, is_test=is_test, tell=tell
+                state,
+                prefix,
+                forward_step_func,
+                data,
+                parts.model,
+                model_config,
+                verbose=state.prints_console_line,
+                is_test=is_test,
+                tell=tell,
             )
 
 
@@ -169,25 +189,6 @@ def is_evaluated_after_training(state: GlobalState) -> bool:
     """Whether validation and test follow the training; a run that only evaluates always does."""
     validation = state.cfg.validation
     return validation.eval_after_training or validation.skip_train
-
-
-def save_weights(state: GlobalState, parts: Parts) -> None:
-    """Write the final weights to the run's folder, as a directory that Hugging Face opens, on rank 0."""
-    folder = state.run_folder
-    if folder is None or not state.world.is_main or not state.cfg.run.save_weights:
-        return
-    if state.control.should_abort_without_save or state.exits.decided is not None:
-        return
-    try:
-        save_hf(unwrap(parts.model[0]), folder.model, eos_id=state.tokenizer.eos_id)
-    except (OSError, SafetensorError) as error:
-        message = (
-            f"the final weights could not be written to {folder.model} ({error}); make room and start the same command "
-            f"again, or take them from the newest checkpoint: onstep checkpoint export {folder.path} OUT"
-        )
-        if state.cfg.checkpoint.on_save_error == "stop":
-            raise CheckpointError(message) from error
-        logger.warning("%s", message)
 
 
 def claim_for_all(config: ConfigContainer, world: World) -> tuple[Claim | None, RunLock | None]:

@@ -112,6 +112,10 @@ def compute_throughputs_and_append_to_progress_log(
 
     Of this job: since `state.start_time`. Cumulative: since the first job with as many ranks. Collective; does nothing
     where there is no folder of checkpoints.
+
+    Args:
+        state: the run's; its `flops_at_start` is where the job began.
+        num_floating_point_operations_so_far: of the whole run, over all ranks.
     """
     folder = _folder_of(state)
     if folder is None:

@@ -93,6 +93,11 @@ class RunFolder:
         return self.path / "model"
 
     @property
+    def adapter(self) -> Path:
+        """What LoRA added, as a directory that `peft` opens."""
+        return self.path / "adapter"
+
+    @property
     def plot(self) -> Path:
         """The loss over the steps."""
         return self.path / "loss.png"

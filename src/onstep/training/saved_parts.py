@@ -70,7 +70,7 @@ class LoopParts:
 
 
 class SchedulerPosition:
-    """Where a scheduler stands. Our own is a function of progress, so its shape is today's; a user's loads all."""
+    """Where a scheduler stands, and for our own, whether its schedule is the saved one (see its `load_state_dict`)."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -81,12 +81,14 @@ class SchedulerPosition:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at the saved count."""
+        """Continue at the saved count.
+
+        Raises:
+            ConfigError: our own is of another schedule, and nothing says which of the two holds.
+        """
         if isinstance(self._scheduler, OptimizerParamScheduler):
-            self._scheduler.num_steps = state_dict["num_steps"]
-            self._scheduler.step(0)
-        else:
-            self._scheduler.load_state_dict(state_dict)
+            self._scheduler.num_steps = 0  # to which the saved count is added
+        self._scheduler.load_state_dict(state_dict)
 
 
 class DataPosition:

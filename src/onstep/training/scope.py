@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import TracebackType
 
+from onstep.training.microbatches_calculator import current_calculator
 from onstep.training.signals import Preempted
 from onstep.training.state import GlobalState, Reason
 from onstep.training.telling import Teller
@@ -22,6 +24,7 @@ class RunScope:
         self.state: GlobalState = tell.state
         self._outermost = False
         self._trains = False
+        self._resources = ExitStack()
 
     def __enter__(self) -> RunScope:
         self._outermost = not self.state.in_run
@@ -29,6 +32,7 @@ class RunScope:
         if self._outermost:
             self.state.train_started = self.state.train_ended = False
             self.state.exception_told, self.state.ended = False, None
+            self._resources.enter_context(current_calculator(self.state.batch_sizes))
         return self
 
     def __exit__(
@@ -38,6 +42,8 @@ class RunScope:
         if not (self._outermost or self._trains):
             return
         decided = error is None or isinstance(error, SystemExit)
+        if not decided and error is not None and self._outermost and state.watchdog is not None:
+            state.watchdog.publish(error)
         endings: list[tuple[str, dict[str, object]]] = []
         if not decided and not state.exception_told:
             state.exception_told = True
@@ -54,6 +60,7 @@ class RunScope:
         finally:
             if self._outermost:
                 state.in_run = False
+                self._resources.close()
 
     def reason(self, error: BaseException | None) -> Reason:
         """How the run ended; a callback that exits the process has stopped it."""

@@ -12,14 +12,18 @@ import torch
 from torch import nn
 
 from onstep.config import ConfigContainer
-from onstep.config.lengths import train_iters
-from onstep.data import EvalLoader, TrainLoader, build_datasets, build_tokenizer
-from onstep.distributed import World, data_parallel
+from onstep.config.differences import configured_schedule_holds
+from onstep.config.lengths import sizes_of, train_iters
+from onstep.data import EvalLoader
 from onstep.errors import ConfigError
-from onstep.models import build_transformer
 from onstep.optim import build_loss_scaler, build_optimizer, build_scheduler
+from onstep.training.data_setup import build_data, open_tokenizer
+from onstep.training.interval_time import print_timers
+from onstep.training.model_setup import build_model
 from onstep.training.state import GlobalState
 from onstep.training.telling import Teller
+
+_MODEL_TIMER, _DATA_TIMER = "model-and-optimizer-setup", "train/valid/test-data-iterators-setup"
 
 
 @dataclass
@@ -43,32 +47,40 @@ class Parts:
 def set_up(state: GlobalState, tell: Teller) -> Parts:
     """Build everything of a language-model run. Collective.
 
-    Tells `on_data_init_start` before any data file is opened and `on_init_end` when all is built. The scheduler is
-    there at `on_data_init_start` unless the run's length is given in epochs, which only the data can tell.
+    Tells `on_data_init_start` before any data file is opened (but those that a `bpe` tokenizer is learned from) and
+    `on_init_end` when all is built. The scheduler is there at `on_data_init_start` unless the run's length is given in
+    epochs, which only the data can tell.
     """
-    config, world = state.cfg, state.world
-    state.tokenizer = state.processing_class = build_tokenizer(config.tokenizer)
+    config, world, timers = state.cfg, state.world, state.timers
+    with timers("tokenizer-setup").measure():
+        state.tokenizer = state.processing_class = open_tokenizer(state)
     resolve_vocabulary(config, state.tokenizer.vocab_size)
-    model = build_model(config, world, state)
-    seed_everything(config.rng.seed + world.rank)
-    trains, iters = not config.validation.skip_train, train_iters(config)
-    scaler = build_loss_scaler(config.optimizer, config.mixed_precision)
-    optimizer = build_optimizer(model, config.optimizer, scaler=scaler) if trains else None
-    scheduler = scheduler_for(config, optimizer, iters) if trains and iters is not None else None
+    with timers(_MODEL_TIMER).measure(barrier=True):
+        model = build_model(config, world, state)
+        seed_everything(config.rng.seed + world.rank)
+        trains, iters = not config.validation.skip_train, train_iters(config, world_size=world.size)
+        scaler = build_loss_scaler(config.optimizer, config.mixed_precision)
+        optimizer = build_optimizer(model, config.optimizer, scaler=scaler) if trains else None
+        scheduler = scheduler_for(config, optimizer, iters, world.size) if trains and iters is not None else None
     tell.model, tell.optimizer, tell.scheduler = model, optimizer, scheduler
     if state.checkpoints is not None:
-        state.checkpoints.load_progress(model, optimizer, scheduler)
+        with timers("load-checkpoint").measure(barrier=True):
+            state.checkpoints.load_progress(model, optimizer, scheduler)
+    if state.is_resumed:
+        print_timers(state, ["load-checkpoint"])
     tell("on_data_init_start")
-    train_data, valid_data, test_data = build_data(config, world, state.tokenizer)
+    with timers(_DATA_TIMER).measure(barrier=True):
+        train_data, valid_data, test_data = build_data(config, world, state.tokenizer)
     if scheduler is None and train_data is not None:
-        iters = train_iters(config, train_data.num_samples)
-        scheduler = tell.scheduler = scheduler_for(config, optimizer, iters)
+        iters = train_iters(config, train_data.num_samples, world_size=world.size)
+        scheduler = tell.scheduler = scheduler_for(config, optimizer, iters, world.size)
     state.train_dataloader, state.eval_dataloader = train_data, valid_data
     count_steps(state, train_data)
     validation = config.validation
     state.train_state.do_train = trains and bool(iters)
     state.train_state.do_valid = valid_data is not None and validation.eval_iters != 0
     state.train_state.do_test = test_data is not None and validation.eval_iters != 0
+    print_timers(state, [_MODEL_TIMER, _DATA_TIMER])
     tell("on_init_end")
     return Parts(model, optimizer, scheduler, train_data, valid_data, test_data)
 
@@ -90,69 +102,23 @@ def resolve_vocabulary(config: ConfigContainer, tokenizer_size: int) -> None:
         )
 
 
-def build_model(config: ConfigContainer, world: World, state: GlobalState) -> list[nn.Module]:
-    """The model's chunks, on the device, wrapped for data parallelism; every rank has the same weights. Collective."""
-    transformer = build_transformer(config.model, seed=config.rng.seed)
-    state.flops_per_token = 6.0 * transformer.num_parameters(exclude_embeddings=True)
-    return data_parallel([transformer.to(world.device)], world, config.ddp)
+def scheduler_for(config: ConfigContainer, optimizer: Any, iters: int | None, world_size: int = 1) -> Any:
+    """The learning-rate schedule of a run of `iters` steps.
 
-
-def scheduler_for(config: ConfigContainer, optimizer: Any, iters: int | None) -> Any:
-    """The learning-rate schedule of a run of `iters` steps."""
+    `world_size` matters where a global batch is rounded down to whole micro-batches.
+    """
     if iters is None:
         raise ConfigError("The run has no length; set train.train_iters, train.train_samples or train.num_epochs.")
-    batch_size = config.train.global_batch_size
-    assert batch_size is not None
+    sizes = sizes_of(config, world_size)
     return build_scheduler(
-        optimizer, config.scheduler, config.optimizer, train_iters=iters, global_batch_size=batch_size
-    )
-
-
-def build_data(
-    config: ConfigContainer, world: World, tokenizer: Any
-) -> tuple[TrainLoader | None, EvalLoader | None, EvalLoader | None]:
-    """Loaders of the three splits. The first rank of all writes the token file while the others wait for it."""
-    train, valid, test = build_datasets(
-        config.dataset, tokenizer, show_progress=world.is_main, wait_for_other=not world.is_main
-    )
-    loader = None if config.validation.skip_train else train_loader(config, world, train)
-    return loader, eval_loader(config, world, valid), eval_loader(config, world, test)
-
-
-def train_loader(config: ConfigContainer, world: World, dataset: Any) -> TrainLoader:
-    """A loader of this rank's share of the training split."""
-    options, data = config.train, config.dataset
-    assert options.micro_batch_size is not None
-    assert options.global_batch_size is not None
-    seed = config.rng.seed if config.rng.data_seed is None else config.rng.data_seed
-    return TrainLoader(
-        dataset,
-        micro_batch_size=options.micro_batch_size,
-        global_batch_size=options.global_batch_size,
-        rank=world.rank,
-        world_size=world.size,
-        seed=seed,
-        shuffle=data.shuffle,
-        drop_last=options.drop_last,
-        num_workers=data.num_workers,
-        pin_memory=data.pin_memory and world.device.type == "cuda",
-        persistent_workers=data.persistent_workers,
-    )
-
-
-def eval_loader(config: ConfigContainer, world: World, dataset: Any) -> EvalLoader | None:
-    """A loader that reads a split from its start, in evaluation batches; None where there is no split."""
-    if dataset is None:
-        return None
-    micro, batch = config.validation.eval_micro_batch_size, config.validation.eval_global_batch_size
-    assert micro is not None
-    assert batch is not None
-    return EvalLoader(
-        dataset,
-        micro_batch_size=micro,
-        num_microbatches=batch // (micro * world.size),
-        rank=world.rank,
-        world_size=world.size,
+        optimizer,
+        config.scheduler,
+        config.optimizer,
+        train_iters=iters,
+        global_batch_size=sizes.last,
+        samples_after=sizes.samples_after,
+        override_opt_param_scheduler=configured_schedule_holds(config),
+        use_checkpoint_opt_param_scheduler=config.scheduler.use_checkpoint_opt_param_scheduler,
     )
 
 
@@ -162,16 +128,22 @@ def count_steps(state: GlobalState, train_data: Any) -> None:
     train, validation = config.train, config.validation
     assert train.micro_batch_size is not None
     assert train.global_batch_size is not None
-    state.num_microbatches = train.global_batch_size // (train.micro_batch_size * world.size)
+    sizes = sizes_of(config, world.size)
+    row_size = train.micro_batch_size * world.size
+    state.num_microbatches = max(1, sizes.at(state.train_state.consumed_train_samples) // row_size)
     if validation.eval_global_batch_size and validation.eval_micro_batch_size:
         state.num_eval_microbatches = validation.eval_global_batch_size // (
             validation.eval_micro_batch_size * world.size
         )
-    facts.max_steps = train_iters(config, None if train_data is None else train_data.num_samples) or 0
-    facts.steps_per_epoch = None if train_data is None else train_data.steps_per_epoch(state.num_microbatches)
+    num_samples = None if train_data is None else train_data.num_samples
+    facts.max_steps = train_iters(config, num_samples, world_size=world.size) or 0
+    facts.samples_per_epoch = num_samples if sizes.varies else None
+    facts.steps_per_epoch = None if train_data is None else train_data.steps_per_epoch(sizes.last // row_size)
     facts.num_train_epochs = train.num_epochs or (
         facts.max_steps / facts.steps_per_epoch if facts.steps_per_epoch else 0
     )
+    if facts.samples_per_epoch:
+        facts.num_train_epochs = train.num_epochs or sizes.samples_after(facts.max_steps) / facts.samples_per_epoch
     facts.logging_steps = config.logger.log_interval
     facts.eval_steps = validation.eval_interval or 0
     facts.train_batch_size = train.micro_batch_size

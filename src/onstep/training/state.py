@@ -4,31 +4,48 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
 from onstep.config import ConfigContainer, config_to_args
+from onstep.config.batch_sizes import batch_sizes
 from onstep.distributed import World
 from onstep.events import Control, Request, RunFacts, TrainerState
 from onstep.optim import FiniteGate, LossScaler, TrainingOptimizer, build_loss_scaler
 from onstep.progress import TrainState
 from onstep.training.clock import Clock
+from onstep.training.energy import EnergyMonitor
 from onstep.training.exits import ExitWatch
+from onstep.training.fault_tolerance_state import FaultToleranceState
+from onstep.training.microbatches_calculator import NumMicroBatchesCalculator
+from onstep.training.nvrx_straggler import NVRxStragglerDetectionManager, nvrx_manager_of
+from onstep.training.nvtx import NvtxRanges
+from onstep.training.param_sync import ForwardPreHooks
 from onstep.training.rerun import RerunStateMachine
+from onstep.training.stragglers import NoStragglerTimer, StragglerDetector, straggler_timer_of
+from onstep.training.timers import Timers
 from onstep.training.trackers import Trackers
 
 if TYPE_CHECKING:
     from onstep.training.certificate import Certificate
     from onstep.training.checkpointing import RunCheckpoints
+    from onstep.training.watchdog import Watchdog
 
 _AUTOCAST = {"bf16_mixed": torch.bfloat16, "fp16_mixed": torch.float16}
 
 Reason = Literal["completed", "stopped", "preempted", "failed"]
 """How a run ends."""
+
+
+@lru_cache(maxsize=64)
+def _power_of_two(labels: int) -> float:
+    return float(2 ** round(math.log2(labels)))
 
 
 @dataclass
@@ -42,7 +59,7 @@ class GlobalState:
     control: Control = field(default_factory=Control)
     facts: RunFacts = field(default_factory=RunFacts)
     num_microbatches: int = 1
-    """Micro-batches of one step on one rank."""
+    """Micro-batches of the current step on one rank; `batch_sizes` moves it where the batch grows."""
     num_eval_microbatches: int = 1
     flops_per_token: float = 0.0
     """Floating-point operations of training on one token: 6 for each parameter outside the embeddings.
@@ -71,8 +88,15 @@ class GlobalState:
     """What watches the losses and gradients of an optimizer that has no gate of its own."""
     last_step_loss: Any = None
     """`StepLoss` of the step that just ran; the interval meter takes it up."""
+    max_attention_logit: Tensor | None = None
+    """Largest attention logit of the step that just ran, over all ranks, 0-d; None unless
+    `model.log_max_attention_logit`."""
+    forward_pre_hooks: ForwardPreHooks | None = None
+    """Hooks of somebody else's data parallelism that gather parameters in the forward pass; None for ours."""
     last_micros: Any = None
     """`MicroLoss`es of the step that just ran."""
+    experts: Any = None
+    """`ExpertSteps` of the model, also of one without experts; None before the first step."""
     last_interval: Any = None
     """`IntervalReport` of the steps after the last logged one, when training has ended."""
     loss_sum: float = 0.0
@@ -89,6 +113,8 @@ class GlobalState:
     """The same, each rank its own."""
     process_groups: dict[str, Any] = field(default_factory=dict)
     """Process groups by the name that a `StateComponent` of the pattern PER_GROUP gives."""
+    pre_wrap_hooks: Sequence[Any] = ()
+    """The user's changes to the model before it is wrapped for data parallelism."""
     forward_step_func: Any = None
     """The forward step as the user gave it; its state is saved where it has one."""
     is_resumed: bool = False
@@ -123,6 +149,15 @@ class GlobalState:
     """The last step is evaluated inside the loop, due or not, as Hugging Face's Trainer does with `eval_steps`."""
     last_metrics: dict[str, Any] = field(default_factory=dict)
     """Metrics of the evaluation that just ran."""
+    watchdog: Watchdog | None = None
+    """What ends the run when a rank hangs or fails; None outside of a run and with `ft.watchdog_seconds=None`."""
+    first_failure: str | None = None
+    """What the watchdog has found: which rank was first to fail or hang, and where."""
+    section_limits: dict[str, float] = field(default_factory=dict)
+    """Learned limits of standing still, in seconds, by the phase of the run."""
+    rank_monitor_client: Any = None
+    """What times the sections of the run: that of `nvidia-resiliency-ext`, our own, or None."""
+    fault_tolerance_state: FaultToleranceState = field(default_factory=FaultToleranceState)
     in_run: bool = False
     """Inside a `RunScope`: somebody tells the end of the run."""
     train_started: bool = False
@@ -154,13 +189,39 @@ class GlobalState:
         return config_to_args(self.cfg, world_size=self.world.size)
 
     @cached_property
+    def nvtx(self) -> NvtxRanges:
+        """Names parts of a step for Nsight Systems, where `profiling.nvtx_ranges` says so."""
+        return NvtxRanges(self.cfg.profiling.nvtx_ranges and self.world.device.type == "cuda")
+
+    @cached_property
+    def batch_sizes(self) -> NumMicroBatchesCalculator | None:
+        """The size of the current step; None where the configuration names no batch, as for a hand-made state."""
+        train = self.cfg.train
+        if train.micro_batch_size is None or train.global_batch_size is None:
+            return None
+        sizes = batch_sizes(train, self.world.size, self.cfg.model.seq_length)
+        decreases = train.decrease_batch_size_if_needed
+        return NumMicroBatchesCalculator(sizes, train.micro_batch_size, self.world.size, decreases)
+
+    @property
+    def current_global_batch_size(self) -> int:
+        """Configured samples of the current step over all ranks; 1 where the configuration does not say."""
+        sizes = self.batch_sizes
+        return (self.cfg.train.global_batch_size or 1) if sizes is None else sizes.current_global_batch_size
+
+    @property
+    def current_running_global_batch_size(self) -> int:
+        """Samples that the current step takes over all ranks, as a whole one."""
+        sizes = self.batch_sizes
+        return (self.cfg.train.global_batch_size or 1) if sizes is None else sizes.current_running_global_batch_size
+
+    @property
     def nominal_step_size(self) -> float:
-        """About the labels of one step; keeps summed losses near 1 until their true weight is known.
+        """About the labels of the current step; keeps summed losses near 1 until their true weight is known.
 
         The same on all ranks, and a power of two, so that scaling by it costs no precision.
         """
-        labels = (self.cfg.train.global_batch_size or 1) * self.cfg.model.seq_length
-        return float(2 ** round(math.log2(labels)))
+        return _power_of_two(self.current_global_batch_size * self.cfg.model.seq_length)
 
     @property
     def train_iters(self) -> int | None:
@@ -172,6 +233,33 @@ class GlobalState:
     def is_last_rank(self) -> bool:
         """Whether this rank prints the console line and fills the trackers."""
         return self.world.rank == self.world.size - 1
+
+    @cached_property
+    def timers(self) -> Timers:
+        """Seconds that the parts of the run take; `logger.timing_log_level` says which are measured."""
+        options = self.cfg.logger
+        return Timers(
+            options.timing_log_level,
+            options.timing_log_option,
+            world=self.world,
+            clock=lambda: self.clock.elapsed(),  # a test may change the clock later
+        )
+
+    @cached_property
+    def straggler_timer(self) -> StragglerDetector | NoStragglerTimer:
+        """Stands around the reading of batches and the forward passes; does nothing unless
+        `straggler.log_straggler`."""
+        return straggler_timer_of(self)
+
+    @cached_property
+    def energy_monitor(self) -> EnergyMonitor | None:
+        """The energy of the GPUs; None unless `logger.log_energy`."""
+        return EnergyMonitor(self.world) if self.cfg.logger.log_energy else None
+
+    @cached_property
+    def nvrx_straggler_manager(self) -> NVRxStragglerDetectionManager | None:
+        """The detection of `nvidia-resiliency-ext`; None unless `nvrx_straggler.enabled`."""
+        return nvrx_manager_of(self)
 
     @cached_property
     def trackers(self) -> Trackers:

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from onstep.data import IteratorReader, StepBatches
 from onstep.distributed import no_sync
+from onstep.events.context import unwrap
 from onstep.optim import TrainingOptimizer, finite_gate
 from onstep.training.anomalies import watch_of
 from onstep.training.culprits import StepInputs
+from onstep.training.expert_steps import experts_of
 from onstep.training.losses import (
     MicroLoss,
     StepLoss,
@@ -27,6 +29,8 @@ from onstep.training.losses import (
     reduce_step,
 )
 from onstep.training.micro_batches import MicroBatches as MicroBatches
+from onstep.training.model_parallel import agreed_update, model_parallel_group
+from onstep.training.param_sync import zero_grad_buffers
 from onstep.training.rerun_step import fresh_batches, validate_losses
 from onstep.training.state import GlobalState
 from onstep.training.telling import Teller
@@ -44,7 +48,13 @@ class TrainStepResult(NamedTuple):
     exit_code: int
     grad_norm: Weight | None
     """Global L2 norm before clipping; a device tensor of our optimizers."""
-    num_zeros_in_grad: int | None
+    num_zeros_in_grad: Tensor | int | None
+    """Exact zeros among the gradients, where they are counted; an int64 device tensor of our optimizers."""
+
+    def with_max_attention_logit(self, global_state: GlobalState) -> tuple[Any, ...]:
+        """The 8 values that newer versions of Megatron Bridge return: these 7 and the largest attention logit of the
+        step, a device tensor, or None unless `model.log_max_attention_logit`."""
+        return (*self, global_state.max_attention_logit)
 
 
 def train_step(
@@ -80,19 +90,29 @@ def train_step(
     micros: list[MicroLoss] = []
     machine = global_state.rerun_state_machine
     while machine.should_run_forward_backward():
-        optimizer.zero_grad()
+        clear_gradients(model, optimizer, global_state)
         given = fresh_batches(batches) if machine.is_enabled else batches
-        micros = forward_backward(forward_step_func, given, model, global_state, tell, loss_scale)
+        with global_state.timers("forward-backward"), global_state.nvtx("forward-backward"):
+            micros = forward_backward(forward_step_func, given, model, global_state, tell, loss_scale)
         validate_losses(machine, micros, global_state.cfg.rerun_state_machine)
     should_checkpoint, should_exit, exit_code = machine.should_checkpoint_and_exit()
     if should_exit:
         return TrainStepResult({}, 1, should_checkpoint, True, exit_code, None, None)
     step_loss = reduce_step(micros, global_state.world)
     factor = gradient_factor(step_loss, micros, global_state.nominal_step_size, global_state.world.size)
-    successful, grad_norm, num_zeros = update(model, optimizer, factor, step_loss, tell)
+    memory_level = global_state.cfg.train.empty_unused_memory_level
+    if memory_level >= 1:
+        empty_unused_memory()
+    with global_state.timers("optimizer"), global_state.nvtx("optimizer"):
+        successful, grad_norm, num_zeros = update(model, optimizer, factor, step_loss, tell)
+    experts = experts_of(global_state, model)
+    if experts is not None:
+        experts.end_step(global_state.world, updates_biases=successful)
     global_state.last_step_loss, global_state.last_micros = step_loss, micros
     if successful and scheduler is not None:
-        scheduler.step(global_state.cfg.train.global_batch_size or samples_of(batches, global_state))
+        scheduler.step(schedule_increment(batches, global_state))
+    if memory_level >= 2:
+        empty_unused_memory()
     if tell.on.on_train_metrics:
         loss, tokens = local_metrics(micros)
         tell("on_train_metrics", loss=loss, grad_norm=grad_norm, tokens=tokens)
@@ -118,7 +138,28 @@ def step_batches(data_iterator: Any, num_microbatches: int, world_size: int = 1)
 
 def samples_of(batches: StepBatches, state: GlobalState) -> int:
     """Samples of a step over all ranks; the configured number where the data does not tell."""
-    return batches.num_samples if batches.num_samples is not None else state.cfg.train.global_batch_size or 1
+    return batches.num_samples if batches.num_samples is not None else state.current_running_global_batch_size
+
+
+def schedule_increment(batches: StepBatches, state: GlobalState) -> int:
+    """Samples that the schedule moves on by: those of a whole step, where the configuration says what that is."""
+    if state.cfg.train.global_batch_size is None:
+        return samples_of(batches, state)
+    return state.current_running_global_batch_size
+
+
+def clear_gradients(model: list[nn.Module], optimizer: Any, state: GlobalState) -> None:
+    """Forget the last step's gradients, also in the buffers of chunks that have their own."""
+    zero_grad_buffers(model)
+    optimizer.zero_grad()
+    if state.forward_pre_hooks is not None:
+        state.forward_pre_hooks.copy_main_params()
+
+
+def empty_unused_memory() -> None:
+    """Give the device's unused memory back to others; the CPU has none of the kind."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def forward_backward(
@@ -137,35 +178,63 @@ def forward_backward(
     weighting = state.cfg.train.loss_weighting
     last = len(iterator) - 1
     alone, nominal = last == 0 and state.world.size == 1, state.nominal_step_size
-    micros = []
+    experts = experts_of(state, model)
+    if experts is not None:
+        experts.begin_step()
+    forward_timer, backward_timer = state.timers("forward-compute"), state.timers("backward-compute")
+    straggler_timer, watches_logits = state.straggler_timer, state.cfg.model.log_max_attention_logit
+    micros, logits = [], []
     for index in range(last + 1):
         batch = iterator.stage(index)
+        if experts is not None:
+            experts.begin_micro_batch(batches.is_filler[index])
         if tell.on.on_forward_backward_start:
             tell("on_forward_backward_start", micro_batch=batch)
         with no_sync(model) if index < last else nullcontext():
-            with state.autocast():
+            with forward_timer, straggler_timer, state.autocast():
                 output, loss_function = forward_step_func(iterator, model[0])
                 micro = read_loss(loss_function(output), batch, weighting, batches.is_filler[index])
-            micro.backward(backward_start(micro, alone, nominal, state.world.size, loss_scale))
+            start = backward_start(micro, alone, nominal, state.world.size, loss_scale)
+            if experts is not None:
+                experts.before_backward(micro, start, len(iterator) * state.world.size)
+            with backward_timer:
+                micro.backward(start)
         del output, loss_function
         micro.loss = micro.loss.detach()
+        if watches_logits:
+            logits.append(getattr(unwrap(model[0]), "max_attention_logit", None))
         micros.append(micro)
         if tell.on.on_forward_backward_end:
             tell("on_forward_backward_end", micro_batch=batch, loss=local_metrics([micro])[0])
         if index < last and tell.on.on_substep_end:
             tell("on_substep_end")
+    state.max_attention_logit = largest_logit(logits, state) if watches_logits else None
     return micros
+
+
+def largest_logit(logits: list[Tensor | None], state: GlobalState) -> Tensor | None:
+    """The largest attention logit of some micro-batches over all ranks; None of a model that does not tell.
+
+    Collective.
+    """
+    known = [logit for logit in logits if logit is not None]
+    return state.world.max(torch.stack(known).max()) if known else None
 
 
 def update(
     model: list[nn.Module], optimizer: Any, factor: Weight | None, step_loss: StepLoss, tell: Teller
-) -> tuple[bool, Weight | None, int | None]:
+) -> tuple[bool, Weight | None, Tensor | int | None]:
     """Apply one update: `(successful, gradient norm before clipping, number of zero gradients)`.
 
-    Whatever is not finite is not applied. A step whose float16 gradients overflowed has no norm.
+    Whatever is not finite is not applied. A step whose float16 gradients overflowed has no norm. Collective where
+    several ranks hold parts of the model, which then see the same.
     """
     one_update = update_ours if isinstance(optimizer, TrainingOptimizer) else update_foreign
     successful, grad_norm, num_zeros = one_update(model, optimizer, factor, step_loss, tell)
+    group = model_parallel_group(model)
+    if group is not None:
+        result = successful, grad_norm, num_zeros
+        successful, grad_norm, num_zeros = agreed_update(result, group, tell.state.cfg.train)
     if tell.on.on_optimizer_step:
         tell("on_optimizer_step", grad_norm=grad_norm)
     return successful, grad_norm, num_zeros
@@ -173,10 +242,11 @@ def update(
 
 def update_ours(
     model: list[nn.Module], optimizer: TrainingOptimizer, factor: Weight | None, step_loss: StepLoss, tell: Teller
-) -> tuple[bool, Weight | None, int | None]:
+) -> tuple[bool, Weight | None, Tensor | int | None]:
     """In halves, so that `on_pre_optimizer_step` sees clipped gradients.
 
-    The host need not wait for the device, but with a loss scaler, which reads it once.
+    The host need not wait for the device, but with a loss scaler or `optimizer.grad_norm_skip_threshold`, each of which
+    reads it once. The anomaly gate judges a step before that threshold does.
     """
     optimizer.observe_loss(step_loss.numerator)
     norm = optimizer.prepare(factor)
@@ -184,13 +254,13 @@ def update_ours(
     if tell.on.on_pre_optimizer_step:
         tell("on_pre_optimizer_step", grad_norm=grad_norm)
     if not is_admitted(tell.state, step_loss, grad_norm):
-        return False, grad_norm, None
-    return optimizer.apply(), grad_norm, None
+        return False, grad_norm, optimizer.num_zeros
+    return optimizer.apply(), grad_norm, optimizer.num_zeros
 
 
 def update_foreign(
     model: list[nn.Module], optimizer: Any, factor: Weight | None, step_loss: StepLoss, tell: Teller
-) -> tuple[bool, Weight | None, int | None]:
+) -> tuple[bool, Weight | None, Tensor | int | None]:
     """Loss and raw gradients are read once before `step()`, which waits for the device; then it clips by itself.
 
     Of float16 it knows nothing: its gradients are unscaled, and a step that overflowed is skipped before it.
@@ -203,9 +273,13 @@ def update_foreign(
     is_finite = not overflowed and watch_gradients(tell.state, model, step_loss)
     if tell.on.on_pre_optimizer_step:
         tell("on_pre_optimizer_step")
-    norm = None if overflowed or not looks_for_spikes(tell.state) else gradient_norm(model, step_loss)
+    most = tell.state.cfg.optimizer.grad_norm_skip_threshold
+    takes_norm = not overflowed and (most is not None or looks_for_spikes(tell.state))
+    norm = gradient_norm(model, step_loss) if takes_norm else None
     if not is_admitted(tell.state, step_loss, norm) or not is_finite:
         return False, None, None
+    if most is not None and norm is not None and norm > most:
+        return False, norm, None
     successful, grad_norm, num_zeros = optimizer.step()
     return bool(successful), grad_norm, num_zeros
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from onstep.metrics.parameter_norms import local_parameter_norms, parameter_norms, total_norm
-from onstep.metrics.shards import is_sharded
+from onstep.metrics.params_l2_norm import unread_params_l2_norm
 from onstep.schedules import is_due
 from onstep.training.bridge_log import LogContext, report_interval, training_log
-from onstep.training.log_step import learning_rate
+from onstep.training.log_step import decoupled_learning_rate, learning_rate
 from onstep.training.state import GlobalState
 from onstep.training.step import TrainStepResult, loss_dict
 from onstep.training.tags import StepValues
@@ -99,10 +97,12 @@ class StepReporter:
         values = StepValues(
             losses=result.loss_dict or loss_dict(state.last_step_loss),
             learning_rate=learning_rate(self._optimizer),
+            decoupled_learning_rate=decoupled_learning_rate(self._optimizer),
             loss_scale=1.0 if scaler is None else scaler.scale,
             grad_norm=result.grad_norm,
             num_zeros=result.num_zeros_in_grad,
             params_norm=self._params_norm(is_logged),
+            max_attention_logit=state.max_attention_logit,
         )
         self._last = values
         return training_log(
@@ -120,10 +120,11 @@ class StepReporter:
             state,
             self._history,
             self._model,
+            log_max_attention_logit=values.max_attention_logit,
             loaded_iteration=state.start_step,
         )
 
-    def _params_norm(self, is_logged: bool) -> Tensor | float | None:
+    def _params_norm(self, is_logged: bool) -> Tensor | None:
         """The L2 norm of all parameters, where it is asked for and will be reported. Collective for sharded ones."""
         options = self._state.cfg.logger
         if not options.log_params_norm:
@@ -131,14 +132,12 @@ class StepReporter:
         is_written = self._writes and is_due(self._state.train_state.step, options.tensorboard_log_interval)
         if not (is_written or is_logged):
             return None
-        if is_sharded(parameter for chunk in self._model for parameter in chunk.parameters()):
-            return total_norm(parameter_norms(self._model))
-        norm: Tensor = torch.linalg.vector_norm(local_parameter_norms(self._model).values)
-        return norm
+        return unread_params_l2_norm(self._model, self._state.cfg.model)
 
 
 def reporter_for(state: GlobalState, model: list[nn.Module], optimizer: Any) -> StepReporter | None:
-    """A reporter where any rank has something to report: console lines, tags, a memory snapshot. Collective."""
-    others = state.prints_console_line or state.cfg.profiling.record_memory_history
+    """A reporter where any rank has something to report: console lines, tags, times, a memory snapshot. Collective."""
+    options = state.cfg.logger
+    others = state.prints_console_line or state.cfg.profiling.record_memory_history or options.timing_log_level > 0
     writes, reports = state.world.agree([int(state.trackers.is_wanted), int(others)])
     return StepReporter(state, model, optimizer, bool(writes)) if writes or reports else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -24,7 +25,8 @@ def flops_of_samples(
     shape = describing_config(config, model)
     if shape is None or shape.vocab_size is None:
         return 0.0
-    return num_floating_point_operations(shape, num_samples, seq_length=seq_length or config.model.seq_length)
+    described = replace(config, model=shape) if isinstance(config, ConfigContainer) else shape  # with its LoRA
+    return num_floating_point_operations(described, num_samples, seq_length=seq_length or config.model.seq_length)
 
 
 def describing_config(config: ConfigContainer, model: list[nn.Module]) -> Any:

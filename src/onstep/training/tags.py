@@ -52,6 +52,15 @@ class StepValues:
     max_attention_logit: Any = None
 
 
+@dataclass(frozen=True)
+class GpuEnergy:
+    """What one GPU takes, as the mean of all."""
+
+    joules: float
+    """Of one step."""
+    watts: float
+
+
 def step_points(
     values: StepValues, progress: TrainState, batch_size: int, world_size: int, options: LoggerConfig
 ) -> list[Point]:
@@ -79,7 +88,9 @@ def report_points(*reports: Mapping[str, Any]) -> list[Point]:
     return [Point(tag, value) for report in reports for tag, value in report.items()]
 
 
-def interval_points(teraflops: float | None, world_size: int, seconds_per_step: float | None) -> list[Point]:
+def interval_points(
+    teraflops: float | None, world_size: int, seconds_per_step: float | None, energy: GpuEnergy | None = None
+) -> list[Point]:
     """The points of a logged interval; `teraflops` are those of one device."""
     points = []
     if teraflops is not None:
@@ -87,6 +98,9 @@ def interval_points(teraflops: float | None, world_size: int, seconds_per_step: 
         points.append(Point("throughput/tflops", teraflops * world_size))
     if seconds_per_step is not None:
         points.append(Point("iteration-time", seconds_per_step))
+    if energy is not None:
+        points.append(Point("iter-energy/gpu", energy.joules))
+        points.append(Point("power/gpu", energy.watts))
     return points
 
 

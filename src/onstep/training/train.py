@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from onstep.data import IteratorReader, StepBatches
 from onstep.events import CallbackManager
 from onstep.optim import TorchSchedulerAdapter, TrainingOptimizer, wrap_optimizer
+from onstep.pulse import PULSE
 from onstep.training.actions import (
     act_on_decisions,
     fill_what_is_due,
@@ -21,15 +23,20 @@ from onstep.training.actions import (
 from onstep.training.anomalies import AnomalyWatch
 from onstep.training.certificate import certified
 from onstep.training.checkpointing import own_checkpoints
-from onstep.training.conclusion import conclude, give_up_on_data, leave_for_rerun, leave_if_preempted
-from onstep.training.data_wait import DataTimeout, wait_for_data
+from onstep.training.conclusion import conclude, leave_for_rerun, leave_if_preempted
 from onstep.training.decisions import agree
 from onstep.training.exits import handled_signals
+from onstep.training.expert_steps import EXPERTS, experts_of
+from onstep.training.fault_tolerance import on_training_step_end, on_training_step_start
 from onstep.training.forward_step import prepare_forward_step_func
-from onstep.training.garbage import collect_garbage, manual_gc
+from onstep.training.garbage import manual_gc
+from onstep.training.growth import take_up_size
+from onstep.training.housekeeping import housekeeping_for
 from onstep.training.interval import IntervalMeter
+from onstep.training.interval_time import measured_steps
 from onstep.training.log_step import RunStart
 from onstep.training.loop import Evaluation, Loop, begin_reports, is_finished
+from onstep.training.param_sync import hooks_of
 from onstep.training.positions import (
     check_that_there_was_data,
     go_to_position,
@@ -37,12 +44,15 @@ from onstep.training.positions import (
     prepare_state,
     start_next_epoch,
 )
+from onstep.training.profiling import check_profilers
+from onstep.training.reading import advance, is_passed_over, note_decrease, pass_over, read_or_leave
 from onstep.training.scope import RunScope
 from onstep.training.state import GlobalState
 from onstep.training.step import samples_of, train_step
 from onstep.training.step_reporter import REPORTER, reporter_for
 from onstep.training.telling import Teller
 from onstep.training.trackers import TRACKERS, closing_trackers
+from onstep.training.watchdog import watched
 
 logger = logging.getLogger(__name__)
 
@@ -75,12 +85,26 @@ def train(
         train_data_iterator: a loader of `onstep.data`, or an iterator of micro-batches, which is one endless epoch.
         valid_data_iterator: an `EvalLoader` or iterator for evaluations inside the loop; None evaluates nothing.
         global_state: state of the run.
+        checkpointing_context: kept for Megatron Bridge; checkpoints are the state's.
+        process_non_loss_data_func: handed to the evaluations inside the loop, as is
+        non_loss_data_func: see `evaluate_and_print_results`.
+        pg_collection: kept for Megatron Bridge.
+        callback_manager: who is told.
         evaluation: what an evaluation does, where one validation set is not all of it.
 
     Raises:
         NonFiniteError: when a loss or gradient norm is NaN or infinite; the update was not applied.
+        ReplicaMismatchError: when replicas differ (`train.check_weight_hash_across_dp_replicas_interval`).
+        ConfigError: where `profiling.use_pytorch_profiler` and a callback both profile.
     """
-    optimizer = wrap_optimizer(optimizer, global_state.cfg.optimizer.clip_grad)
+    check_profilers(global_state.cfg.profiling, callback_manager)
+    options = global_state.cfg.optimizer
+    optimizer = wrap_optimizer(
+        optimizer,
+        options.clip_grad,
+        grad_norm_skip_threshold=options.grad_norm_skip_threshold,
+        log_num_zeros_in_grad=options.log_num_zeros_in_grad,
+    )
     scaler = global_state.loss_scaler(optimizer)
     if scaler is not None and not isinstance(optimizer, TrainingOptimizer):
         global_state.loop_parts["scaler"] = scaler
@@ -103,13 +127,19 @@ def train(
             start=RunStart.now(global_state),
             evaluation=evaluation,
             reporter=reporter_for(global_state, model, optimizer),
+            housekeeping=housekeeping_for(global_state, model),
+            process_non_loss_data_func=process_non_loss_data_func,
+            non_loss_data_func=non_loss_data_func,
         )
         with (
+            handled_signals(global_state),
+            watched(global_state),
             closing_trackers(global_state),
             RunScope(tell) as scope,
             manual_gc(global_state),
-            handled_signals(global_state),
             certified(global_state),
+            measured_steps(global_state),
+            kept_house(loop),
         ):
             for chunk in model:
                 chunk.train()
@@ -117,9 +147,13 @@ def train(
             save_with_checkpoints(loop)
             scope.begin_training()
             go_to_position(loop)
+            begin_housekeeping(loop)
             progress = global_state.train_state
             global_state.trackers.agree_on_run()
             global_state.trackers.open(progress.step, progress.consumed_train_samples)
+            PULSE.phase = "training"
+            if global_state.watchdog is not None:
+                global_state.watchdog.look_now()
             if not is_finished(global_state):
                 global_state.was_concluded = False
                 start_or_pick_up(loop)
@@ -127,8 +161,33 @@ def train(
             while not is_finished(global_state):
                 train_epoch(loop)
             conclude(loop)
+            if global_state.forward_pre_hooks is not None:
+                global_state.forward_pre_hooks.end()
             scope.end_training()
     leave_if_preempted(global_state)
+
+
+@contextmanager
+def kept_house(loop: Loop) -> Iterator[None]:
+    """End the profiles and forget the chunks' hooks when the block ends, however that happens."""
+    try:
+        yield
+    finally:
+        loop.state.forward_pre_hooks = None
+        if loop.housekeeping is not None:
+            loop.housekeeping.close()
+
+
+def begin_housekeeping(loop: Loop) -> None:
+    """Compare weights, start profiles and switch hooks off before the first step. Collective."""
+    state = loop.state
+    state.forward_pre_hooks = hooks_of(loop.model, loop.optimizer)
+    if state.forward_pre_hooks is not None:
+        state.forward_pre_hooks.begin(state.train_state.step)
+    if loop.housekeeping is not None:
+        loop.housekeeping.begin()
+    if state.nvrx_straggler_manager is not None:
+        loop.train_step = state.nvrx_straggler_manager.wrap_train_step_function(train_step)
 
 
 def save_with_checkpoints(loop: Loop) -> None:
@@ -139,6 +198,9 @@ def save_with_checkpoints(loop: Loop) -> None:
         state.loop_parts[REPORTER] = loop.reporter
     if state.trackers.configured:
         state.rank_parts[TRACKERS] = state.trackers
+    experts = experts_of(state, loop.model)
+    if experts is not None:
+        state.loop_parts[EXPERTS] = experts
 
 
 def as_reader(data: Any, state: GlobalState) -> Any:
@@ -176,24 +238,21 @@ def train_epoch(loop: Loop) -> None:
 
 
 def read_and_run(loop: Loop) -> bool:
-    """Read the next step's micro-batches and run it; False at the end of the data."""
+    """Read the next step's micro-batches and run it, or pass over it; False at the end of the data."""
     state, tell = loop.state, loop.tell
-    if tell.on.on_step_begin:
-        tell("on_step_begin")
-    if state.rerun_state_machine.is_enabled:
-        loop.position_before = loop.reader.state_dict()
-    try:
-        batches = wait_for_data(
-            lambda: loop.reader.read(state.num_microbatches), state.exits.handler, state.cfg.train.data_timeout
-        )
-    except DataTimeout as timeout:
-        logger.warning("%s", timeout)
-        give_up_on_data(loop)
-        return True
-    if batches is None:
-        return False
-    run_step(loop, batches)
-    return True
+    if loop.housekeeping is not None:
+        loop.housekeeping.before_step()
+    if is_passed_over(state):
+        return pass_over(loop)
+    with state.nvtx(f"training_step_{state.train_state.step}" if state.nvtx.enabled else ""):
+        if tell.on.on_step_begin:
+            tell("on_step_begin")
+        if state.rerun_state_machine.is_enabled:
+            loop.position_before = loop.reader.state_dict()
+        batches, leaves = read_or_leave(loop)
+        if batches is not None:
+            run_step(loop, batches)
+    return batches is not None or leaves
 
 
 def end_epoch(loop: Loop, has_data: bool = True) -> None:
@@ -214,10 +273,13 @@ def end_epoch(loop: Loop, has_data: bool = True) -> None:
 def run_step(loop: Loop, batches: StepBatches) -> None:
     """One optimizer step and everything that follows from it."""
     state, tell, on = loop.state, loop.tell, loop.tell.on
+    on_training_step_start(state)
     if on.on_train_step_start:
         tell("on_train_step_start", micro_batches=batches.micro_batches, sample_ids=batches.sample_ids)
     loop.watch.begin_step()
-    result = train_step(loop.forward_step_func, batches, loop.model, loop.optimizer, loop.scheduler, state, tell)
+    PULSE.doing = "computing a step"
+    result = loop.train_step(loop.forward_step_func, batches, loop.model, loop.optimizer, loop.scheduler, state, tell)
+    on_training_step_end(state)
     if result.should_exit:
         leave_for_rerun(loop, result)
     if loop.start.is_first:
@@ -230,11 +292,17 @@ def run_step(loop: Loop, batches: StepBatches) -> None:
             skipped_iter=bool(result.skipped_iter),
             sample_ids=batches.sample_ids,
         )
+    PULSE.doing = "finishing a step"
     loop.watch.end_step(batches.sample_ids, state.last_micros)
     loop.meter.add(
         None if loop.watch.left_out else state.last_step_loss, result.grad_norm, successful=not result.skipped_iter
     )
-    advance(state, batches)
+    if state.forward_pre_hooks is not None:
+        state.forward_pre_hooks.after_update(not result.skipped_iter)
+    advance(state, samples_of(batches, state))
+    state.has_stepped = True
+    if state.cfg.train.decrease_batch_size_if_needed:
+        note_decrease(state)
     if loop.reporter is not None:
         loop.reporter.take_up(result)
     loop.watch.conclude_step()
@@ -247,17 +315,9 @@ def run_step(loop: Loop, batches: StepBatches) -> None:
     if on.on_step_end:
         tell("on_step_end")
     act_on_decisions(loop)
-    collect_garbage(state)
-
-
-def advance(state: GlobalState, batches: StepBatches) -> None:
-    """Count the step that just ran; skipped updates count as steps."""
-    progress, samples = state.train_state, samples_of(batches, state)
-    progress.step += 1
-    progress.steps_in_epoch += 1
-    progress.samples_in_epoch += samples
-    progress.consumed_train_samples += samples
-    state.has_stepped = state.is_unsaved = True
+    if loop.housekeeping is not None:
+        loop.housekeeping.after_step(batches)
+    take_up_size(loop)
 
 
 def say_weighting(state: GlobalState) -> None:

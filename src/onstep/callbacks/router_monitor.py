@@ -1,0 +1,226 @@
+"""Watches how routers of mixtures of experts spread their tokens, layer by layer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from onstep.errors import ConfigError
+from onstep.events import Callback, CallbackContext
+from onstep.metrics.moe_loads import RouterLoad, router_load
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+_OF_LAYER = ("load_min", "load_max", "load_cv", "dead_experts", "entropy", "dropped")
+
+_SUMMARY = ("load_min", "load_max", "load_cv", "load_cv_max", "dead_experts", "entropy", "dropped", "collapsed_layers")
+
+_OTHERS = ("tokens", "dropped", "entropy")
+"""What a router may count beside its loads."""
+
+
+@runtime_checkable
+class CountsRouting(Protocol):
+    """What a module must have to be watched.
+
+    A module that counts its entropies only when asked to has an attribute `measures_entropy`, which is set.
+    """
+
+    def routing_totals(self) -> Mapping[str, Tensor] | None:
+        """What this rank has routed in training so far, on the device; None before the first time.
+
+        `load` (experts,), how often each expert was chosen; and where they are known `tokens`, `dropped` (choices
+        without room) and `entropy` (sum over tokens of the entropy of the scores, in nats), without dimensions. The
+        numbers only grow. A repetition by activation checkpointing must not be counted again: see
+        `onstep.models.is_recomputing`.
+        """
+        ...
+
+
+class RouterMonitor(Callback):
+    """Adds the load of the experts, layer by layer, to `logs`, and names routers that collapse.
+
+    It finds every module that has `routing_totals` (`CountsRouting`), as the routers of Onstep's models do. What they
+    count is over all micro-batches and ranks since the last logged step; it stays on the device until then, and is read
+    at once.
+
+    Of each layer, under `moe/layer_<index>/` (or the module's name, for a module without `layer_index`):
+
+    - `load_min`, `load_max`: choices of the least and the most chosen expert, as multiples of an even share;
+    - `load_cv`: standard deviation of the experts' choices over their mean;
+    - `dead_experts`: experts that nobody chose;
+    - `entropy`: mean entropy of the tokens' scores, as a share of the largest possible;
+    - `dropped`: share of the choices that were dropped.
+
+    Over all layers, under `moe/`: the least `load_min`, the largest `load_max`, `load_cv` as a mean and `load_cv_max`,
+    the sum of `dead_experts`, the least `entropy`, the mean `dropped`, and `collapsed_layers`.
+
+    A router has collapsed where the number of experts in use, the exponential of its load's entropy, has gone nearly
+    all of the way from all of them to as few as a token goes to. A warning names it, once until it recovers.
+
+    Args:
+        max_keys: the most keys that are ever added. Where the layers have more, the worst ones are shown instead, as
+            `moe/worst_1/...` and so on, with their `layer`; the largest `load_cv` is the worst.
+        collapse_threshold: how much of that way is a collapse, above 0 and up to 1.
+
+    Raises:
+        ConfigError: no room for the keys over all layers, or a threshold out of its range.
+    """
+
+    ranks = "all"
+
+    def __init__(self, max_keys: int = 64, collapse_threshold: float = 0.8) -> None:
+        if isinstance(max_keys, bool) or not isinstance(max_keys, int) or max_keys < len(_SUMMARY):
+            raise ConfigError(
+                f"max_keys must be a whole number >= {len(_SUMMARY)}, the keys over all layers, got {max_keys!r}"
+            )
+        if not 0 < collapse_threshold <= 1:
+            raise ConfigError(f"collapse_threshold must be above 0 and at most 1, got {collapse_threshold!r}")
+        self.max_keys = max_keys
+        self.collapse_threshold = collapse_threshold
+        self.collapsed: list[str] = []
+        """The layers that had collapsed at the last logged step."""
+        self._routers: dict[str, Any] = {}
+        self._indices: dict[str, int] = {}
+        self._before: dict[str, Tensor] = {}
+        self._carried: dict[str, Tensor] = {}
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        """Find the routers."""
+        self._routers, self._indices = {}, {}
+        for number, (name, module) in enumerate(_counting_modules(context.model)):
+            index = getattr(module, "layer_index", None)
+            label = name if index is None else f"layer_{index}"
+            label = name if label in self._routers else label
+            self._routers[label], self._indices[label] = module, number if index is None else index
+            if hasattr(module, "measures_entropy"):
+                module.measures_entropy = True
+        if not self._routers and context.rank == 0:
+            logger.warning("RouterMonitor found no module with routing_totals(); it reports nothing")
+        self._start_interval()
+
+    def on_log_step(self, context: CallbackContext) -> None:
+        """Add the statistics since the last logged step. Collective."""
+        loads = self._loads(context.state.world)
+        if not loads:
+            return
+        collapsed = [label for label, load in loads.items() if load.collapse >= self.collapse_threshold]
+        if context.rank == 0:
+            self._warn(loads, collapsed)
+        self.collapsed = collapsed
+        summary, logs = _summary(list(loads.values()), len(collapsed)), context.logs
+        assert logs is not None
+        logs.update({f"moe/{name}": value for name, value in summary.items()})
+        logs.update(self._by_layer(loads))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank has counted since the last logged step, and which layers have been warned of."""
+        counts = {label: counted.cpu() for label, counted in self._counted().items()}
+        return {"counts": counts, "collapsed": list(self.collapsed)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue the interval of a checkpoint."""
+        self._carried = dict(state_dict["counts"])
+        self.collapsed = list(state_dict["collapsed"])
+        self._before = {label: counts.clone() for label, counts in self._totals().items()}
+
+    def _start_interval(self) -> None:
+        self._before = {label: counts.clone() for label, counts in self._totals().items()}
+
+    def _totals(self) -> dict[str, Tensor]:
+        """Of each router one vector: its loads, then whether it counts each of the others, and how much."""
+        found = {}
+        for label, router in self._routers.items():
+            totals = router.routing_totals()
+            if totals is not None:
+                load = totals["load"].detach().double()
+                others = [totals[name].detach().to(load).reshape(()) for name in _OTHERS if name in totals]
+                found[label] = torch.cat([load, torch.stack(others)]) if others else load
+        return found
+
+    def _counted(self) -> dict[str, Tensor]:
+        """What this rank has counted since the last logged step."""
+        counted = {}
+        for label, totals in self._totals().items():
+            before, carried = self._before.get(label), self._carried.get(label)
+            since = totals if before is None else totals - before
+            counted[label] = since if carried is None else since + carried.to(since.device)
+        return {**{label: one for label, one in self._carried.items() if label not in counted}, **counted}
+
+    def _loads(self, world: Any) -> dict[str, RouterLoad]:
+        """The statistics of each router over all ranks. Collective."""
+        counted = self._counted()
+        self._carried = {}
+        self._start_interval()
+        if not counted:
+            return {}
+        sizes = [one.numel() for one in counted.values()]
+        numbers = iter(world.sum(torch.cat(list(counted.values()))).tolist())
+        loads = {}
+        for label, size in zip(counted, sizes, strict=True):
+            values = [next(numbers) for _ in range(size)]
+            names = [name for name in _OTHERS if name in (self._routers[label].routing_totals() or {})]
+            others = dict(zip(names, values[size - len(names) :], strict=True))
+            if not getattr(self._routers[label], "measures_entropy", True):
+                others.pop("entropy", None)
+            load = router_load(values[: size - len(names)], **others)
+            if load is not None:
+                loads[label] = load
+        return loads
+
+    def _by_layer(self, loads: Mapping[str, RouterLoad]) -> dict[str, float]:
+        rows = {label: _row(load) for label, load in loads.items()}
+        room = self.max_keys - len(_SUMMARY)
+        if sum(map(len, rows.values())) <= room:
+            return {f"moe/{label}/{name}": value for label, row in rows.items() for name, value in row.items()}
+        worst = sorted(loads, key=lambda label: -loads[label].load_cv)[: room // (len(_OF_LAYER) + 1)]
+        shown: dict[str, float] = {}
+        for place, label in enumerate(worst, start=1):
+            shown[f"moe/worst_{place}/layer"] = self._indices[label]
+            shown |= {f"moe/worst_{place}/{name}": value for name, value in rows[label].items()}
+        return shown
+
+    def _warn(self, loads: Mapping[str, RouterLoad], collapsed: Sequence[str]) -> None:
+        for label in collapsed:
+            if label not in self.collapsed:
+                load = loads[label]
+                logger.warning(
+                    "the router of %s has collapsed: its most chosen expert takes %.2f times an even share, and %d "
+                    "experts are dead; raise moe_aux_loss_coeff, or lower the learning rate of the router",
+                    label,
+                    load.load_max,
+                    load.dead_experts,
+                )
+
+
+def _counting_modules(model: Any) -> list[tuple[str, Any]]:
+    chunks = model if isinstance(model, list) else [model]
+    found = [(name, one) for chunk in chunks for name, one in chunk.named_modules() if isinstance(one, CountsRouting)]
+    return [(name.removeprefix("module."), one) for name, one in found]
+
+
+def _row(load: RouterLoad) -> dict[str, float]:
+    values = {name: getattr(load, name) for name in _OF_LAYER}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _summary(loads: Sequence[RouterLoad], num_collapsed: int) -> dict[str, float]:
+    cvs = [one.load_cv for one in loads]
+    summary: dict[str, float] = {
+        "load_min": min(one.load_min for one in loads),
+        "load_max": max(one.load_max for one in loads),
+        "load_cv": sum(cvs) / len(cvs),
+        "load_cv_max": max(cvs),
+        "dead_experts": sum(one.dead_experts for one in loads),
+    }
+    entropies = [one.entropy for one in loads if one.entropy is not None]
+    dropped = [one.dropped for one in loads if one.dropped is not None]
+    if entropies:
+        summary["entropy"] = min(entropies)
+    if dropped:
+        summary["dropped"] = sum(dropped) / len(dropped)
+    return summary | {"collapsed_layers": num_collapsed}

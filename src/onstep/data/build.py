@@ -1,0 +1,219 @@
+"""The datasets of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from onstep.config.parts import DatasetConfig
+from onstep.data.blend import BlendedDataset
+from onstep.data.boundaries import Boundaries
+from onstep.data.chat_dataset import ChatDataset, PackedDataset
+from onstep.data.chat_file import ChatFile, build_chat_file
+from onstep.data.chat_records import ChatFiles, ChatKeys, ChatRows, ChatSource, ChatTexts
+from onstep.data.corpus import default_corpus_files, find_files, find_records
+from onstep.data.hf_rows import OwnSplits, RowSource, is_rows, load_own_splits
+from onstep.data.indexed_file import IndexedFile
+from onstep.data.sources import DocumentSource, FileSource
+from onstep.data.splits import Splits, parse_split, ranges, split_documents, split_tokens, split_without
+from onstep.data.token_build import tokens_of
+from onstep.data.token_dataset import TokenDataset
+from onstep.data.token_file import TokenFile
+from onstep.data.tokenizers import Tokenizer
+from onstep.errors import DataError
+
+
+@dataclass(frozen=True)
+class Job:
+    """What building the datasets of a configuration takes."""
+
+    config: DatasetConfig
+    tokenizer: Tokenizer
+    show_progress: bool
+    wait_for_other: bool
+    vocab_size: int | None
+
+    @property
+    def boundaries(self) -> Boundaries | None:
+        """How the ends of documents are treated.
+
+        Raises:
+            DataError: where the tokenizer has no end token, and one is needed.
+        """
+        masks, resets = self.config.eod_mask_loss, self.config.reset_attention_mask
+        if not (masks or resets):
+            return None
+        if self.tokenizer.eos_id is None:
+            raise DataError(
+                "eod_mask_loss and reset_attention_mask take a token that ends a document, and the tokenizer has none; "
+                "leave them out, or take a tokenizer with one"
+            )
+        return Boundaries(self.tokenizer.eos_id, masks_loss=masks, resets_attention=resets)
+
+    def tokens_of(self, source: DocumentSource) -> TokenFile:
+        """The token file of the documents of `source`."""
+        return tokens_of(
+            source,
+            self.tokenizer,
+            self.config.cache_dir,
+            show_progress=self.show_progress,
+            wait_for_other=self.wait_for_other,
+        )
+
+    def chats_of(self, source: ChatSource) -> ChatFile:
+        """The tokens of the conversations of `source`."""
+        return build_chat_file(
+            source,
+            self.tokenizer,
+            self.config.cache_dir,
+            show_progress=self.show_progress,
+            wait_for_other=self.wait_for_other,
+        )
+
+    def chat(self, chats: ChatFile, start: int, end: int) -> ChatDataset:
+        """A range of conversations as sequences."""
+        kind = PackedDataset if self.config.packing else ChatDataset
+        pad_id, warns = self.tokenizer.eos_id or 0, not self.wait_for_other
+        return kind(chats, self.config.seq_length, pad_id, start=start, end=end, warns=warns)
+
+
+def build_datasets(
+    config: DatasetConfig,
+    tokenizer: Tokenizer,
+    *,
+    show_progress: bool,
+    wait_for_other: bool = False,
+    vocab_size: int | None = None,
+) -> Splits[Any]:
+    """Train, validation and test of the data that `config` names; None for a share of 0.
+
+    Every process that trains calls it; see `build_token_file` for how they share the work.
+
+    Args:
+        vocab_size: of the model, which ids of `kind=megatron` are checked against; None is the tokenizer's.
+
+    Raises:
+        DataError: for data or a split that cannot be trained on.
+        MissingExtraError: where the library of the kind is not installed.
+    """
+    parse_split(config.split)  # before the corpus is read, which may take long
+    if config.kind not in _BUILDERS:
+        raise DataError(f"dataset.kind {config.kind!r} is unknown; choose one of {', '.join(_BUILDERS)}")
+    job = Job(config, tokenizer, show_progress, wait_for_other, vocab_size or tokenizer.vocab_size)
+    return _BUILDERS[config.kind](job)
+
+
+def text_source(config: DatasetConfig) -> FileSource:
+    """The text files of a configuration, by default those of Python's standard library."""
+    files = find_files(config.paths) if config.paths else default_corpus_files()
+    return FileSource(files, config.text_key)
+
+
+def tokenizer_source(config: DatasetConfig, *, show_progress: bool = False) -> DocumentSource:
+    """The documents that a tokenizer is learned from: all texts, of a dataset with splits those to train on.
+
+    Raises:
+        DataError: for a kind that holds tokens, not text.
+    """
+    if config.kind == "text":
+        return text_source(config)
+    if config.kind == "huggingface":
+        return _texts(_own_splits(config, [config.text_key], show_progress)[0].train, config)
+    if config.kind == "chat":
+        return ChatTexts(_chat_sources(config, show_progress)[0])
+    raise DataError(f"dataset.kind={config.kind} has token ids, from which no tokenizer can be learned")
+
+
+def _text(job: Job) -> Splits[TokenDataset]:
+    boundaries = job.boundaries
+    tokens = job.tokens_of(text_source(job.config))
+    return split_tokens(tokens, job.config.split, job.config.seq_length, boundaries)
+
+
+def _megatron(job: Job) -> Splits[Any]:
+    config, boundaries = job.config, job.boundaries
+    files = [IndexedFile(path, job.vocab_size) for path in config.paths]
+    if not files:
+        raise DataError("dataset.paths is empty; kind=megatron takes the prefixes of .bin and .idx files")
+    train, valid, test = zip(
+        *(split_documents(file, config.split, config.seq_length, boundaries) for file in files), strict=True
+    )
+    blend = train[0] if len(files) == 1 else BlendedDataset(train, config.weights)
+    return blend, _blend_to_evaluate(valid, config.weights), _blend_to_evaluate(test, config.weights)
+
+
+def _blend_to_evaluate(datasets: Sequence[TokenDataset | None], weights: Sequence[float] | None) -> Any:
+    """An evaluation meets no sample twice. None where the share is 0."""
+    present = [dataset for dataset in datasets if dataset is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+    return BlendedDataset(present, weights, repeats=False)
+
+
+def _huggingface(job: Job) -> Splits[Any]:
+    config, boundaries = job.config, job.boundaries
+    own, split = _own_splits(config, [config.text_key], job.show_progress)
+    tokens = job.tokens_of(_texts(own.train, config))
+    train, valid, test = split_tokens(tokens, split, config.seq_length, boundaries)
+
+    def all_of(rows: Any) -> TokenDataset:
+        return split_tokens(job.tokens_of(_texts(rows, config)), "1", config.seq_length, boundaries)[0]
+
+    return train, valid if own.valid is None else all_of(own.valid), test if own.test is None else all_of(own.test)
+
+
+def _chat(job: Job) -> Splits[Any]:
+    config = job.config
+    source, valid_source, test_source, split = _chat_sources(config, job.show_progress)
+    chats = job.chats_of(source)
+    what = f"split {split!r} of {len(chats)} conversations"
+    train, valid, test = ranges(len(chats), parse_split(split), lambda start, end: job.chat(chats, start, end), what)
+
+    def all_of(own: ChatSource) -> ChatDataset:
+        own_chats = job.chats_of(own)
+        return job.chat(own_chats, 0, len(own_chats))
+
+    return (
+        train,
+        valid if valid_source is None else all_of(valid_source),
+        test if test_source is None else all_of(test_source),
+    )
+
+
+def _own_splits(config: DatasetConfig, columns: Sequence[str], show_progress: bool) -> tuple[OwnSplits, str]:
+    """A dataset's splits, its own evaluation sets only where `split` has a share for them; how to divide the first."""
+    own = load_own_splits(
+        config.paths, subset=config.hf_subset, split=config.hf_split, columns=columns, show_progress=show_progress
+    )
+    _, valid, test = parse_split(config.split)
+    own = OwnSplits(own.train, own.valid if valid else None, own.test if test else None)
+    return own, split_without(config.split, has_valid=own.valid is not None, has_test=own.test is not None)
+
+
+def _texts(rows: Any, config: DatasetConfig) -> RowSource:
+    return RowSource(rows, config.text_key, ", ".join(config.paths))
+
+
+def _chat_sources(
+    config: DatasetConfig, show_progress: bool
+) -> tuple[ChatSource, ChatSource | None, ChatSource | None, str]:
+    """Conversations to train on, those of own validation and test splits, and how to divide the first."""
+    keys = ChatKeys(config.messages_key, config.prompt_key, config.response_key)
+    if not any(is_rows(path) for path in config.paths):
+        return ChatFiles(find_records(config.paths), keys), None, None, config.split
+    own, split = _own_splits(config, [keys.messages, keys.prompt, keys.response], show_progress)
+    name = ", ".join(config.paths)
+    train, valid, test = (
+        None if rows is None else ChatRows(rows, keys, name) for rows in (own.train, own.valid, own.test)
+    )
+    assert train is not None
+    return train, valid, test, split
+
+
+_BUILDERS: dict[str, Callable[[Job], Splits[Any]]] = {
+    "text": _text,
+    "megatron": _megatron,
+    "huggingface": _huggingface,
+    "chat": _chat,
+}

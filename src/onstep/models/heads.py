@@ -1,0 +1,159 @@
+"""Heads that predict values instead of tokens, and how they take the place of a model's output layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.functional import dropout as dropped
+from torch.nn.functional import linear
+
+from onstep.distributed.sequence_gather import gather_sequence
+from onstep.errors import ConfigError
+from onstep.models.chunks import ModelHook, ModelList, ensure_model_list
+from onstep.models.layer_types import REPLICATED, register_layer_type
+
+
+class LinearForLastLayer(nn.Linear):
+    """A linear head that every rank holds whole, with float32 outputs.
+
+    Args:
+        input_size: elements of a hidden state.
+        output_size: values for each position.
+        sequence_parallel: hidden states hold this rank's part of the sequence along dimension 0, (seq / ranks, batch,
+            hidden); the values come out whole, (seq, batch, out). The parameters are marked `sequence_parallel`,
+            because their gradients must be summed over the group.
+        bias: add one number to each value.
+        dropout: share of the hidden states' elements that training sets to 0.
+        output_in_fp32: give float32; else the dtype of the computation.
+        tp_group: the tensor-parallel group that a sequence is split over; None is a group of one.
+        init_method: fills the weight in place, and the bias is 0; None is `nn.Linear`'s rule.
+        perform_initialization: False leaves the parameters as they were allocated, for a caller who fills them.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        sequence_parallel: bool,
+        *,
+        bias: bool = False,
+        dropout: float = 0.0,
+        output_in_fp32: bool = True,
+        tp_group: ProcessGroup | None = None,
+        init_method: Callable[[Tensor], Any] | None = None,
+        perform_initialization: bool = True,
+    ) -> None:
+        if not 0 <= dropout < 1:
+            raise ConfigError(f"the dropout of a head must be at least 0 and below 1, got {dropout}; 0 is none.")
+        _register_linear_for_last_layer_mapping()
+        # read by reset_parameters, which nn.Linear's constructor calls
+        self._init_method = init_method
+        self._initializes = perform_initialization
+        self.sequence_parallel = sequence_parallel
+        super().__init__(input_size, output_size, bias=bias)
+        self.dropout = dropout
+        self.output_in_fp32 = output_in_fp32
+        self.tp_group = tp_group
+
+    def reset_parameters(self) -> None:
+        """Fill the parameters anew by the rule that the head was made with; also after `to_empty`."""
+        if self.sequence_parallel:
+            for parameter in self.parameters():
+                parameter.sequence_parallel = True  # type: ignore[attr-defined]
+        if not self._initializes:
+            return
+        if self._init_method is None:
+            super().reset_parameters()
+            return
+        with torch.no_grad():
+            self._init_method(self.weight)
+            if self.bias is not None:
+                self.bias.zero_()
+
+    def forward(  # type: ignore[override]
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """The values of hidden states (..., hidden), (..., out), and None. Collective where the sequence is split.
+
+        Args:
+            input_: hidden states; where the sequence is split over ranks, this rank's part of dimension 0.
+            weight: taken because a language model's output layer takes it; ignored.
+            runtime_gather_output: the same.
+        """
+        values = linear(dropped(input_, self.dropout, self.training), self.weight, self.bias)
+        if self.output_in_fp32:
+            values = values.float()
+        return (gather_sequence(values, self.tp_group) if self.sequence_parallel else values), None
+
+
+def create_value_head_hook(hidden_size: int, sequence_parallel: bool, output_size: int = 1) -> ModelHook:
+    """A hook that puts a new `LinearForLastLayer` in place of the output layer of the last pipeline stage.
+
+    The hook takes a chunk or a list of chunks, changes it in place before it is wrapped for data parallelism, and
+    returns the list (the same object). Chunks of other stages stay as they are. The head is made on the default device
+    and in the default dtype; move the model afterwards. Its tensor-parallel group is the chunk's `pg_collection.tp`,
+    if it has one.
+
+    Args:
+        hidden_size: of the model.
+        sequence_parallel: the model's hidden states are split along the sequence.
+        output_size: values for each position.
+
+    Raises:
+        ValueError: from the hook, where it cannot tell which of several chunks is the last stage's.
+        ConfigError: from the hook, for a model without an `output_layer`.
+    """
+    _register_linear_for_last_layer_mapping()
+
+    def put_value_head(model: nn.Module | ModelList) -> ModelList:
+        chunks = ensure_model_list(model)
+        flags = _final_stage_flags(chunks)
+        if len(flags) != len(chunks):
+            raise ValueError(
+                "Model list length and pipeline post-process list length must match. "
+                f"Got {len(chunks)} chunks and {len(flags)} flags; give each chunk a bool post_process that says "
+                "whether it ends in the output layer."
+            )
+        for chunk, is_final in zip(chunks, flags, strict=True):
+            if is_final:
+                _replace_output_layer(chunk, hidden_size, output_size, sequence_parallel)
+        return chunks
+
+    return put_value_head
+
+
+def make_value_model(hidden_size: int, sequence_parallel: bool) -> ModelHook:
+    """`create_value_head_hook` with one value for each position.
+
+    Args:
+        hidden_size: width of the hidden states.
+        sequence_parallel: whether the sequence is split over tensor-parallel ranks.
+    """
+    return create_value_head_hook(hidden_size, sequence_parallel)
+
+
+def _final_stage_flags(chunks: ModelList) -> list[bool]:
+    """For each chunk whether it is the last pipeline stage's, by its `post_process`; one stage where none has it."""
+    marks = [getattr(chunk, "post_process", None) for chunk in chunks]
+    known = [mark for mark in marks if isinstance(mark, bool)]
+    return known if known else [True]
+
+
+def _replace_output_layer(chunk: nn.Module, hidden_size: int, output_size: int, sequence_parallel: bool) -> None:
+    if not hasattr(chunk, "output_layer"):
+        raise ConfigError(
+            f"{type(chunk).__name__} has no output_layer for a value head to replace; pass a Transformer, or a chunk "
+            "with the output layer under that name."
+        )
+    group = getattr(getattr(chunk, "pg_collection", None), "tp", None)
+    head = LinearForLastLayer(hidden_size, output_size, sequence_parallel, tp_group=group)
+    chunk.output_layer = head
+
+
+def _register_linear_for_last_layer_mapping() -> None:
+    """Tell conversions that a `LinearForLastLayer` is whole on every rank and has no name in `transformers`."""
+    register_layer_type(LinearForLastLayer.__name__, REPLICATED)

@@ -1,0 +1,128 @@
+"""Multi-token prediction: further layers that predict, in training, the tokens after the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+
+from onstep.config.parts import ModelConfig
+from onstep.models.auxiliary_loss import with_token_losses
+from onstep.models.layer import Layer
+from onstep.models.norms import build_norm
+from onstep.models.routing_record import RoutingStep, count_dtype, is_recomputing
+
+IGNORE_INDEX = -100
+
+Embed = Callable[[Tensor], Tensor]
+"""Tokens (batch, seq) to their embeddings (batch, seq, hidden)."""
+
+RunLayer = Callable[[nn.Module, Tensor], Tensor]
+"""Applies a transformer layer to hidden states (batch, seq, hidden)."""
+
+
+class PredictionDepth(nn.Module):
+    """One depth: from the hidden states of the depth before and the embeddings of later tokens to new hidden states.
+
+    Args:
+        layer: a transformer layer like the model's last.
+    """
+
+    def __init__(self, config: ModelConfig, layer: nn.Module) -> None:
+        super().__init__()
+        self.embedding_norm = build_norm(config)
+        self.hidden_norm = build_norm(config)
+        self.projection = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        nn.init.normal_(self.projection.weight, 0.0, config.init_method_std)
+        self.layer = layer
+        self.final_norm = build_norm(config)
+
+    def forward(self, hidden: Tensor, embedded: Tensor, run_layer: RunLayer) -> Tensor:
+        """The normed hidden states (batch, seq, hidden) that the output head reads, and the next depth."""
+        x = self.projection(torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], dim=-1))
+        normed: Tensor = self.final_norm(run_layer(self.layer, x))
+        return normed
+
+
+class MultiTokenPrediction(nn.Module):
+    """`mtp_num_layers` depths; depth `d` predicts, at each position, the token `d` places after the next.
+
+    Embedding and output head are the model's own. The gradient of the main loss gets that of
+    `mtp_loss_scaling_factor / mtp_num_layers` times the sum of the depths' losses, each divided by what the main loss
+    is divided by, in the same weighting of tokens; the reported loss is the main one alone.
+
+    Source: DeepSeek-V3 (2024), section 2.2, equations 21-25; norms and their order are Megatron-Core's.
+    """
+
+    def __init__(self, config: ModelConfig, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.depths = nn.ModuleList(PredictionDepth(config, layer) for layer in layers)
+        self.step = RoutingStep()
+        self.record: Tensor | None = None
+        """(depths, 2): sum of losses and number of labels of each depth, counted in training."""
+        self._weight = config.mtp_loss_scaling_factor / len(layers)
+
+    def attach(
+        self,
+        losses: Tensor,
+        hidden: Tensor,
+        tokens: Tensor,
+        labels: Tensor,
+        embed: Embed,
+        run_layer: RunLayer,
+        logits: Callable[[Tensor], Tensor],
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        """`losses` as they are, with the gradients of the depths' losses behind them.
+
+        Args:
+            losses: the main loss of each token (batch, seq), or their sum.
+            hidden: the normed hidden states (batch, seq, hidden) that the main loss comes from.
+            tokens: (batch, seq).
+            labels: (batch, seq), the targets of the main loss; -100 is ignored.
+            document_ids: of packed sequences: no depth predicts a token of another document.
+        """
+        reduction: Literal["none", "sum"] = "none" if losses.ndim else "sum"
+        found = []
+        for depth, module in enumerate(self.depths, start=1):
+            hidden = module(hidden, embed(shifted(tokens, depth, fill=0)), run_layer)
+            targets = further_labels(labels, depth, document_ids)
+            scores = logits(hidden).float().flatten(0, 1)
+            loss = cross_entropy(scores, targets.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
+            found.append((loss.detach().sum(), targets.ne(IGNORE_INDEX).sum()))
+            losses = with_token_losses(losses, loss.view_as(losses), self._weight)
+        if self.step.counts and not (self.step.is_replay or is_recomputing()):
+            self._count(found)
+        return losses
+
+    @torch.no_grad()
+    def _count(self, found: Sequence[tuple[Tensor, Tensor]]) -> None:
+        device = found[0][0].device
+        if self.record is None or self.record.device != device:
+            self.record = torch.zeros(len(found), 2, dtype=count_dtype(device), device=device)
+        dtype = self.record.dtype
+        self.record.add_(torch.stack([one.to(dtype) for pair in found for one in pair]).view(-1, 2))
+
+
+def shifted(x: Tensor, places: int, fill: int) -> Tensor:
+    """`x` (batch, seq) moved to the left, the places that come free at the end filled."""
+    return pad(x[:, places:], (0, min(places, x.shape[1])), value=fill)
+
+
+def further_labels(labels: Tensor, depth: int, document_ids: Tensor | None) -> Tensor:
+    """The targets of a depth: `labels` (batch, seq) moved left, -100 where there is none in the same document."""
+    targets = shifted(labels, depth, fill=IGNORE_INDEX)
+    if document_ids is None:
+        return targets
+    return targets.masked_fill(shifted(document_ids, depth, fill=-1) != document_ids, IGNORE_INDEX)
+
+
+def build_prediction(config: ModelConfig) -> MultiTokenPrediction | None:
+    """The depths that `mtp_num_layers` asks for; None is none."""
+    if not config.mtp_num_layers:
+        return None
+    indices = range(config.num_layers, config.num_layers + config.mtp_num_layers)
+    return MultiTokenPrediction(config, [Layer(config, index) for index in indices])

@@ -1,0 +1,63 @@
+"""Muon for the matrices of the layers and AdamW for everything else, as one optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from onstep.errors import ConfigError
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Two of torch's optimizers with one list of groups, one state and one step.
+
+    Its groups are those of `muon`, then those of `adamw`, the very dictionaries; loading a state keeps it so. A group
+    that is added later is AdamW's.
+
+    Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the learning rate that
+    matches AdamW's: Liu et al. 2025, "Muon is Scalable for LLM Training" (arXiv:2502.16982), section 2.2.
+    """
+
+    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW | None = None) -> None:
+        self._muon, self._adamw = muon, adamw
+        self._num_muon_groups = len(muon.param_groups)
+        self._is_made = False
+        super().__init__(muon.param_groups + ([] if adamw is None else adamw.param_groups), {})
+        self._is_made = True
+        self._share()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Let AdamW update further parameters.
+
+        Raises:
+            ConfigError: there is no AdamW, since Muon has everything.
+        """
+        if self._is_made:
+            if self._adamw is None:
+                raise ConfigError("a group can only be added to AdamW, and Muon has all parameters; build a new one")
+            self._adamw.add_param_group(param_group)  # which fills in AdamW's defaults
+            param_group = self._adamw.param_groups.pop()
+        super().add_param_group(param_group)
+        if self._is_made:
+            self._share()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the matrices of the layers, then everything else."""
+        assert closure is None, "a training step has no closure"
+        self._muon.step()  # type: ignore[no-untyped-call]
+        if self._adamw is not None:
+            self._adamw.step()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    def _share(self) -> None:
+        """Let both see the groups and the state of this one."""
+        for inner, groups in (
+            (self._muon, self.param_groups[: self._num_muon_groups]),
+            (self._adamw, self.param_groups[self._num_muon_groups :]),
+        ):
+            if inner is not None:
+                inner.param_groups, inner.state = groups, self.state

@@ -1,0 +1,73 @@
+"""What each parameter of a model is for: an embedding, the output matrix, a matrix of the layers, or a vector."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from onstep.events.context import unwrap
+
+OUTPUT_NAMES = ("output", "lm_head", "output_layer", "embed_out")
+"""Direct children of a model under which its last projection stands, where the model has no `get_output_embeddings`."""
+
+_WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@dataclass(frozen=True)
+class ParameterRole:
+    """A trainable parameter and what it is for."""
+
+    name: str
+    """Its first name in the bare model; of several chunks too, without a prefix."""
+    is_embedding_or_output: bool
+    is_decayed: bool
+    """Weight decay is for matrices and larger; biases and the scales of norms have none."""
+    is_layer_matrix: bool
+    """A matrix between the embedding and the output, of at least two rows and columns: what Muon is for."""
+
+
+def trainable_parameters(model_chunks: list[nn.Module]) -> dict[Parameter, ParameterRole]:
+    """Each trainable parameter of all chunks once, in their order, with its role."""
+    outer = {id(param) for chunk in model_chunks for param in _embeddings_and_outputs(unwrap(chunk))}
+    found: dict[Parameter, ParameterRole] = {}
+    for chunk in model_chunks:
+        for name, param in unwrap(chunk).named_parameters():
+            if param.requires_grad and param not in found:
+                is_outer = id(param) in outer or getattr(param, "is_embedding_or_output_parameter", False)
+                found[param] = _role(_plain(name), param, bool(is_outer))
+    return found
+
+
+def _role(name: str, param: Parameter, is_outer: bool) -> ParameterRole:
+    is_decayed = param.ndim >= 2 and not name.endswith("bias")
+    is_matrix = is_decayed and param.ndim == 2 and min(param.shape) > 1 and param.is_floating_point()
+    return ParameterRole(name, is_outer, is_decayed, is_matrix and not is_outer)
+
+
+def _embeddings_and_outputs(model: nn.Module) -> Iterator[Tensor]:
+    """The matrices of embeddings, and the matrix that the model's scores come from."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            yield module.weight
+    for output in [*map(model._modules.get, OUTPUT_NAMES), _hugging_face_output(model)]:
+        weight = getattr(output, "weight", None)
+        if isinstance(weight, Parameter) and weight.ndim >= 2:
+            yield weight
+
+
+def _hugging_face_output(model: nn.Module) -> nn.Module | None:
+    getter = getattr(model, "get_output_embeddings", None)
+    try:
+        module = getter() if callable(getter) else None
+    except NotImplementedError:  # a model without an output matrix
+        return None
+    return module if isinstance(module, nn.Module) else None
+
+
+def _plain(name: str) -> str:
+    for part in _WRAPPER_PARTS:
+        name = name.replace(part, "")
+    return name

@@ -1,0 +1,178 @@
+"""What a step does for mixtures of experts and multi-token prediction: scales, counts, biases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from onstep.distributed import World
+from onstep.models.multi_token_prediction import MultiTokenPrediction
+from onstep.models.router import Router
+from onstep.models.routing_record import FIGURES, RoutingStep, count_dtype
+from onstep.training.losses import MicroLoss, Weight
+
+if TYPE_CHECKING:
+    from onstep.training.state import GlobalState
+
+EXPERTS = "experts"
+"""Name of the counts among `GlobalState.loop_parts`, which checkpoints save."""
+
+
+class ExpertSteps:
+    """The routers of a model, and its multi-token prediction, as the loop works with them.
+
+    All that they count lies in one vector on the device. A step's part of it is added up over the ranks at the step's
+    end, by one collective; the host does not wait for it.
+
+    Args:
+        chunks: the model's chunks, wrapped or not.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        self.chunks = list(chunks)
+        modules = [module for chunk in chunks for module in chunk.modules()]
+        self.routers = [one for one in modules if isinstance(one, Router)]
+        self.predictions = [one for one in modules if isinstance(one, MultiTokenPrediction)]
+        self.step = RoutingStep()
+        for router in self.routers:
+            router.step = self.step
+        for prediction in self.predictions:
+            prediction.step = self.step
+        self.last: Tensor | None = None
+        """The counts of the step that ended last, over all ranks; None before the first."""
+        self.interval: Tensor | None = None
+        """The counts since the last logged step, over all ranks; of multi-token prediction sums of the steps' means,
+        and their number."""
+        self._counts: Tensor | None = None
+        self._before: Tensor | None = None
+        self._is_open = False
+
+    @property
+    def is_active(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.routers or self.predictions)
+
+    def begin_step(self) -> None:
+        """Begin a step, or the one that did not end anew: what it has counted is forgotten."""
+        counts, before = self._vectors()
+        if self._is_open:
+            counts.copy_(before)
+        else:
+            before.copy_(counts)
+        self._is_open = True
+        for router in self.routers:
+            router.begin_step()
+
+    def begin_micro_batch(self, is_filler: bool) -> None:
+        """What follows is a micro-batch, or one that only fills up the step and counts nothing."""
+        self.step.counts = not is_filler
+
+    def before_backward(self, micro: MicroLoss, start: Weight | None, num_starts: int) -> None:
+        """Give the auxiliary losses of a micro-batch their scale: see `auxiliary_start`."""
+        self.step.loss_scale = auxiliary_start(micro, start, num_starts)
+
+    def end_step(self, world: World, *, updates_biases: bool = True) -> None:
+        """Add the step up over the ranks, and move the expert biases where weights were updated too. Collective."""
+        counts, before = self._vectors()
+        self.last = world.sum(counts - before)
+        self._add_to_interval(self.last)
+        self._is_open = False
+        self.step.counts, self.step.loss_scale = True, 1.0
+        for router, row in zip(self.routers, self.rows(self.last), strict=True) if updates_biases else ():
+            router.update_expert_bias(row[: router.num_experts])
+
+    def flush(self) -> Tensor | None:
+        """The counts since the last flush, over all ranks; None where there was no step."""
+        interval, self.interval = self.interval, None
+        return interval
+
+    def rows(self, vector: Tensor) -> list[Tensor]:
+        """The routers' parts of a vector: loads, then `FIGURES`."""
+        sizes = [router.num_experts + len(FIGURES) for router in self.routers]
+        return list(torch.split(vector[: sum(sizes)], sizes)) if sizes else []
+
+    def prediction_sums(self, vector: Tensor) -> Tensor:
+        """The part of multi-token prediction: (depths, 2), sum of losses and number of labels."""
+        num_values = sum(2 * len(one.depths) for one in self.predictions)
+        return vector[vector.numel() - num_values :].view(-1, 2)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The interval so far."""
+        return {"interval": self.interval}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the interval of a checkpoint."""
+        interval = state_dict["interval"]
+        self.interval = None if interval is None else interval.to(self._vectors()[0].device).clone()
+
+    def _add_to_interval(self, counts: Tensor) -> None:
+        """Of multi-token prediction each step counts the same, as of the main loss."""
+        counts = counts.clone()
+        sums = self.prediction_sums(counts)
+        sums[:, 0] /= sums[:, 1].clamp(min=1)
+        sums[:, 1] = 1
+        self.interval = counts if self.interval is None else self.interval.add_(counts)
+
+    def _vectors(self) -> tuple[Tensor, Tensor]:
+        """What is counted, and what was when the step began; the routers count into the first."""
+        if self._counts is None or self._before is None:
+            device = next(self.chunks[0].parameters()).device
+            sizes = [one.num_experts + len(FIGURES) for one in self.routers]
+            sizes += [2 * len(one.depths) for one in self.predictions]
+            self._counts = torch.zeros(sum(sizes), dtype=count_dtype(device), device=device)
+            self._before = torch.zeros_like(self._counts)
+            parts = list(torch.split(self._counts, sizes))
+            for router, row in zip(self.routers, parts, strict=False):
+                router.record.row = row
+            for prediction, row in zip(self.predictions, parts[len(self.routers) :], strict=True):
+                prediction.record = row.view(-1, 2)
+        return self._counts, self._before
+
+
+def auxiliary_start(micro: MicroLoss, start: Weight | None, num_starts: int) -> Weight:
+    """What the backward pass of a micro-batch's auxiliary losses starts from.
+
+    With it, the gradient of a step is that of
+
+        main loss + coefficient * mean over micro-batches and ranks of the auxiliary loss,
+
+    where each micro-batch weighs as much as in the main loss: by its labels, or as `train.loss_weighting` says. Of
+    shares (`LossShare`), whose whole is not known here, all weigh the same.
+
+    Args:
+        start: what the main loss starts from (`backward_start`), with the loss scale in it; None is 1.
+        num_starts: micro-batches of the step on one rank, times the ranks.
+    """
+    start = 1.0 if start is None else start
+    if micro.kind == "share":
+        return start / num_starts
+    return start * micro.weight if micro.kind == "sum" else start
+
+
+def experts_of(state: GlobalState, model: Sequence[nn.Module]) -> ExpertSteps | None:
+    """What a step does for the experts of a model; None for one without. The model is searched once."""
+    known: ExpertSteps | None = state.experts
+    if known is None or len(known.chunks) != len(model) or any(map(_differ, known.chunks, model)):
+        known = state.experts = ExpertSteps(model)
+    return known if known.is_active else None
+
+
+@contextmanager
+def replayed(experts: ExpertSteps | None) -> Iterator[None]:
+    """Micro-batches that run in this block are looked into again: they count nothing, and wait for no rank."""
+    if experts is None:
+        yield
+        return
+    experts.step.is_replay = True
+    try:
+        yield
+    finally:
+        experts.step.is_replay = False
+
+
+def _differ(one: nn.Module, other: nn.Module) -> bool:
+    return one is not other

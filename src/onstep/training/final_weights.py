@@ -1,0 +1,68 @@
+"""What a run leaves for other programs: its weights as a Hugging Face folder, and LoRA's as one of `peft`."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
+
+from onstep.errors import CheckpointError, ConfigError
+from onstep.events.context import unwrap
+from onstep.models import Transformer, hf_obstacle, save_hf
+from onstep.training.adapter_files import has_hf_names, save_adapter
+from onstep.training.lora import has_lora, merged_model
+from onstep.training.pretrained import pretrained_path
+
+if TYPE_CHECKING:
+    from onstep.training.state import GlobalState
+
+logger = logging.getLogger(__name__)
+
+
+def save_weights(state: GlobalState, model: list[Any]) -> None:
+    """Write the final weights to the run's folder, as a directory that Hugging Face opens, on rank 0.
+
+    With LoRA these are the merged weights, and what was added goes to `adapter/`. A model that `transformers` has no
+    class for, after a hook of the user, is left to its checkpoints, with a warning.
+    """
+    folder = state.run_folder
+    if folder is None or not state.world.is_main or not state.cfg.run.save_weights:
+        return
+    if state.control.should_abort_without_save or state.exits.decided is not None:
+        return
+    try:
+        _save(state, unwrap(model[0]))
+    except ConfigError as error:
+        logger.warning("the final weights are in the checkpoints only: %s", error)
+    except (OSError, SafetensorError) as error:
+        message = (
+            f"the final weights could not be written to {folder.model} ({error}); make room and start the same command "
+            f"again, or take them from the newest checkpoint: onstep checkpoint export {folder.path} OUT"
+        )
+        if state.cfg.checkpoint.on_save_error == "stop":
+            raise CheckpointError(message) from error
+        logger.warning("%s", message)
+
+
+def _save(state: GlobalState, model: Transformer) -> None:
+    folder, eos_id = state.run_folder, state.tokenizer.eos_id
+    if (obstacle := hf_obstacle(model)) is not None:
+        raise ConfigError(obstacle)
+    if has_lora(model):
+        if has_hf_names(model):
+            save_adapter(model, state.cfg.peft, folder.adapter, _base(state))
+        else:
+            logger.warning(
+                "transformers keeps several projections of this model in one matrix, so the adapter has no form there; "
+                "the merged weights are in %s",
+                folder.model,
+            )
+        model = merged_model(model, state.cfg.peft)
+    save_hf(model, folder.model, eos_id=eos_id)
+    state.tokenizer.save(folder.model)
+
+
+def _base(state: GlobalState) -> str | None:
+    named = pretrained_path(state.cfg)
+    return None if named is None else str(named[0])

@@ -1,0 +1,230 @@
+"""What is done after each step beside training: waiting for the device, reports, comparisons, profiles, collection.
+
+The order is that of `post_training_step_callbacks`, which the loop calls only where any of it is on.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from onstep.config import ConfigContainer
+from onstep.data import StepBatches
+from onstep.distributed import World
+from onstep.training.param_sync import disable_forward_pre_hook, enable_forward_pre_hook
+from onstep.training.profiling import (
+    Profiler,
+    handle_profiling_step,
+    handle_profiling_stop,
+    initialize_pytorch_profiler,
+    should_profile_rank,
+    start_nsys_profiler,
+    stop_nsys_profiler,
+)
+from onstep.training.state import GlobalState
+from onstep.training.step_size import flops_of_samples
+from onstep.training.weight_hash import check_param_hashes_across_dp_replicas
+
+
+def post_training_step_callbacks(
+    model: list[nn.Module],
+    num_floating_point_operations_since_last_log_event: float,
+    straggler_timer: Any,
+    iteration: int,
+    prof: Profiler | None,
+    config: ConfigContainer,
+    should_toggle_forward_pre_hook: bool,
+    nsys_nvtx_context: Any = None,
+) -> float:
+    """Do what is due after step `iteration` beside training; no user's callback is told. Collective.
+
+    In order: wait for the device, report stragglers, compare weights, end a profile, collect garbage.
+
+    Args:
+        model: list of model chunks.
+        num_floating_point_operations_since_last_log_event: model FLOPs since the last report of stragglers.
+        straggler_timer: measures the ranks; its `report` is called at logged steps with `straggler.log_straggler`.
+        iteration: steps done, this one included.
+        prof: torch's profiler, where there is one.
+        config: the run's configuration.
+        should_toggle_forward_pre_hook: the chunks' forward pre-hooks are on and must be off while weights are compared.
+        nsys_nvtx_context: what `handle_profiling_step` gave.
+
+    Returns:
+        The FLOPs to go on counting from: 0 after a report. Megatron Bridge's first version zeroed only its own copy, so
+        that the caller's number grew for ever.
+
+    Raises:
+        ReplicaMismatchError: where replicas have different weights.
+    """
+    train = config.train
+    maybe_synchronize_training_step(train.train_sync_interval, iteration)
+    flops = maybe_report_stragglers(
+        config.logger.log_interval,
+        config.straggler.log_straggler,
+        straggler_timer,
+        iteration,
+        num_floating_point_operations_since_last_log_event,
+    )
+    maybe_check_weight_hash_across_dp_replicas(
+        model, None, train.check_weight_hash_across_dp_replicas_interval, iteration, should_toggle_forward_pre_hook
+    )
+    handle_profiling_stop(config.profiling, iteration, _rank(), prof, nsys_nvtx_context)
+    maybe_run_manual_gc(train.manual_gc, train.manual_gc_interval, iteration)
+    return flops
+
+
+def maybe_synchronize_training_step(train_sync_interval: int | None, iteration: int) -> None:
+    """Wait for the device at every `train_sync_interval`-th step; the CPU has nothing to wait for."""
+    if train_sync_interval and iteration % train_sync_interval == 0 and torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def maybe_report_stragglers(
+    log_interval: int | None,
+    log_straggler: bool,
+    straggler_timer: Any,
+    iteration: int,
+    num_floating_point_operations_since_last_log_event: float,
+) -> float:
+    """Compare the speed of the ranks at logged steps. Collective then.
+
+    Returns:
+        The FLOPs to go on counting from: 0 after a report, else what was given.
+    """
+    if log_straggler and log_interval and iteration % log_interval == 0:
+        straggler_timer.report(num_floating_point_operations_since_last_log_event, log_interval)
+        return 0.0
+    return num_floating_point_operations_since_last_log_event
+
+
+def maybe_check_weight_hash_across_dp_replicas(
+    model: list[nn.Module],
+    optimizer: Any,
+    interval: int | None,
+    iteration: int,
+    should_toggle_forward_pre_hook: bool,
+    world: World | None = None,
+) -> None:
+    """Compare all weights over the data-parallel ranks at every `interval`-th step, and say on rank 0 that they match.
+
+    Collective then.
+
+    Args:
+        optimizer: prepares its main parameters, where hooks are toggled and it can.
+        world: the ranks; None is the default process group.
+
+    Raises:
+        ReplicaMismatchError: see `check_param_hashes_across_dp_replicas`.
+    """
+    if not interval or iteration % interval != 0:
+        return
+    if should_toggle_forward_pre_hook:
+        disable_forward_pre_hook(model, param_sync=True, optimizer=optimizer)
+    check_weight_hashes(model, iteration, world)
+    if should_toggle_forward_pre_hook:
+        enable_forward_pre_hook(model)
+
+
+def maybe_run_manual_gc(enabled: bool, interval: int, iteration: int) -> None:
+    """Collect garbage at every `interval`-th step where that is manual; 0 never collects."""
+    if enabled and interval and iteration % interval == 0:
+        gc.collect()
+
+
+def check_weight_hashes(model: Sequence[nn.Module], iteration: int, world: World | None = None) -> None:
+    """Compare all weights over the data-parallel ranks, and say on rank 0 that they match. Collective.
+
+    Raises:
+        ReplicaMismatchError: see `check_param_hashes_across_dp_replicas`.
+    """
+    check_param_hashes_across_dp_replicas(model, world, iteration)
+    rank = _rank() if world is None else world.rank
+    if rank == 0:
+        print(f">>> Weight hashes match after {iteration} iterations...", flush=True)  # noqa: T201 - Bridge's line
+
+
+class Housekeeping:
+    """The housekeeping of one training: its profiler, and the FLOPs since the last report of stragglers."""
+
+    def __init__(self, state: GlobalState, model: list[nn.Module]) -> None:
+        self._state, self._model = state, model
+        self._flops = 0.0
+        self._prof = initialize_pytorch_profiler(state)
+        self._nsys_context: Any = None
+        self._nsys_runs = False
+
+    def begin(self) -> None:
+        """Compare the weights before the first step, and take up a profile in which the process begins. Collective."""
+        state, config = self._state, self._state.cfg
+        if config.train.check_weight_hash_across_dp_replicas_interval is not None:
+            check_weight_hashes(self._model, state.train_state.step, state.world)
+        profiling, step = config.profiling, state.train_state.step
+        is_within = profiling.profile_step_start < step < profiling.profile_step_end
+        if profiling.use_nsys_profiler and is_within and should_profile_rank(profiling, state.world.rank):
+            self._took_up(start_nsys_profiler(profiling))
+
+    def before_step(self) -> None:
+        """Let the profilers go on to the next step."""
+        config, step, rank = self._state.cfg.profiling, self._state.train_state.step, self._state.world.rank
+        if self._nsys_runs and step >= config.profile_step_end:  # the last step of the profile was skipped
+            self._stop_nsys()
+        self._took_up(handle_profiling_step(config, step, rank, self._prof))
+
+    def after_step(self, batches: StepBatches) -> None:
+        """What is due after the step. Collective."""
+        state, config = self._state, self._state.cfg
+        if config.straggler.log_straggler:
+            samples = batches.num_samples or state.current_running_global_batch_size
+            self._flops += flops_of_samples(config, self._model, samples)
+        hooks, step = state.forward_pre_hooks, state.train_state.step
+        self._flops = post_training_step_callbacks(
+            self._model,
+            self._flops,
+            state.straggler_timer,
+            step,
+            self._prof,
+            config,
+            hooks is not None and hooks.is_on,
+            self._nsys_context,
+        )
+        if step == config.profiling.profile_step_end:
+            self._nsys_context, self._nsys_runs = None, False
+
+    def close(self) -> None:
+        """End the profiles, whatever happened; what they have is written."""
+        if self._prof is not None:
+            self._prof.stop()
+        if self._nsys_runs:
+            self._stop_nsys()
+
+    def _took_up(self, context: Any) -> None:
+        if context is not None:
+            self._nsys_context, self._nsys_runs = context, True
+
+    def _stop_nsys(self) -> None:
+        context, self._nsys_context, self._nsys_runs = self._nsys_context, None, False
+        stop_nsys_profiler(context)
+
+
+def housekeeping_for(state: GlobalState, model: list[nn.Module]) -> Housekeeping | None:
+    """The housekeeping of a training; None where all of it is off, and the loop has nothing to ask."""
+    train, profiling = state.cfg.train, state.cfg.profiling
+    profiles = profiling.use_pytorch_profiler or profiling.use_nsys_profiler
+    is_wanted = (
+        train.train_sync_interval is not None,
+        state.cfg.straggler.log_straggler,
+        train.check_weight_hash_across_dp_replicas_interval is not None,
+        profiles and should_profile_rank(profiling, state.world.rank),
+        train.manual_gc and train.manual_gc_interval > 0,
+    )
+    return Housekeeping(state, model) if any(is_wanted) else None
+
+
+def _rank() -> int:
+    dist = torch.distributed
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

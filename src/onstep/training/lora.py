@@ -1,0 +1,136 @@
+"""LoRA: a few added weights beside frozen ones, by the `peft` library, and how they leave as files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onstep.config.part import nearest
+from onstep.config.parts import PeftConfig
+from onstep.errors import ConfigError, MissingExtraError
+from onstep.metrics.parameter_counts import PROJECTIONS, is_target
+from onstep.models import Transformer
+from onstep.models.transformer import empty_transformer
+
+ADAPTER = "default"
+"""The name under which `peft` keeps the added weights."""
+
+_BASE, _A, _B = ".base_layer.", f".lora_A.{ADAPTER}.", f".lora_B.{ADAPTER}."
+
+
+def add_lora(model: Transformer, config: PeftConfig, seed: int) -> None:
+    """Freeze `model` and give its projections added matrices `B A` of rank `config.dim`, in place.
+
+    `A` is drawn from `seed` alone, the same on every rank, and `B` is 0: the model computes what it did. torch's
+    global generator stays as it was.
+
+    Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021), section 4.1.
+
+    Raises:
+        ConfigError: when a target is no projection of the model.
+        MissingExtraError: when `peft` is not installed.
+    """
+    peft = _peft()
+    lora = peft.LoraConfig(
+        r=config.dim,
+        lora_alpha=_alpha(config),
+        lora_dropout=config.dropout,
+        target_modules=target_names(model, config.target_modules),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(lora, model, adapter_name=ADAPTER)
+
+
+def target_names(model: nn.Module, target_modules: Sequence[str] | None) -> list[str]:
+    """The projections of the layers that LoRA goes to, by their full names, in order.
+
+    Args:
+        model: a `Transformer`.
+        target_modules: ends of names, ours (`query`) or those of `transformers` (`q_proj`); None is every projection.
+
+    Raises:
+        ConfigError: for an end that no projection has.
+    """
+    found = {name: projection_in_hf(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    known = {name: theirs for name, theirs in found.items() if theirs is not None}
+    if target_modules is None:
+        return list(known)
+    for target in target_modules:
+        if not any(is_target(name, [target]) for pair in known.items() for name in pair):
+            ends = sorted({name.rpartition(".")[2] for name in known})
+            raise ConfigError(
+                f"peft.target_modules has {target!r}, which no projection of the layers ends with."
+                f"{nearest(target, ends)} Ends: {', '.join(ends)}."
+            )
+    return [
+        name for name, theirs in known.items() if is_target(name, target_modules) or is_target(theirs, target_modules)
+    ]
+
+
+def projection_in_hf(name: str) -> str | None:
+    """`transformers`' name for a projection of a layer; None for any other module."""
+    layers, _, rest = name.partition(".")
+    index, _, projection = rest.partition(".")
+    if layers != "layers" or projection not in PROJECTIONS:
+        return None
+    return f"model.layers.{index}.{PROJECTIONS[projection]}"
+
+
+def has_lora(model: nn.Module) -> bool:
+    """Whether `add_lora` was here."""
+    return any(_A in f".{name}" for name, _ in model.named_parameters())
+
+
+def statistics(model: nn.Module) -> str:
+    """How many of the weights are trained, as Megatron Bridge tells it."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return (
+        f"PEFT statistics:\n"
+        f"  Total parameters: {total:,}\n"
+        f"  Trainable parameters: {trainable:,}\n"
+        f"  Trainable percentage: {100 * trainable / max(total, 1):.2f}%"
+    )
+
+
+def merged_state_dict(state: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """The weights of the model without LoRA that computes the same: `W + scale * B A`, under the plain names.
+
+    Args:
+        state: of a model that `add_lora` changed.
+        scale: `alpha / dim`.
+    """
+    merged = {}
+    for name, tensor in state.items():
+        if _A in name or _B in name:
+            continue
+        if _BASE in name and name.endswith(".weight"):
+            low, high = state[name.replace(_BASE, _A)], state[name.replace(_BASE, _B)]
+            tensor = tensor + scale * (high.float() @ low.float()).to(tensor.dtype)
+        merged[name.replace(_BASE, ".")] = tensor
+    return merged
+
+
+def merged_model(model: Transformer, config: PeftConfig) -> Transformer:
+    """A copy on the CPU in which LoRA's matrices are part of the weights; `model` stays as it is."""
+    state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    merged = empty_transformer(model.config)
+    merged.load_state_dict(merged_state_dict(state, config.alpha / config.dim))
+    return merged
+
+
+def _alpha(config: PeftConfig) -> float | int:
+    """A whole number as `peft` writes it, where it is one."""
+    return int(config.alpha) if float(config.alpha).is_integer() else config.alpha
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingExtraError("LoRA needs the peft library: pip install 'onstep[peft]'") from error
+    return peft

@@ -1,0 +1,126 @@
+"""Reports of mixtures of experts and multi-token prediction, with Megatron Bridge's names and its writer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from onstep.metrics.moe_losses import prediction_losses, reported_losses, tracked_losses
+from onstep.models.routing_record import FIGURES
+from onstep.training.expert_steps import ExpertSteps
+from onstep.training.state import GlobalState
+from onstep.training.tags import COMET, MLFLOW, TENSORBOARD, WANDB
+from onstep.training.trackers import TrackerLogger
+
+
+class _MoeMetricFanoutWriter:
+    """Looks like a TensorBoard writer, and hands every value to MLflow and Comet too.
+
+    Args:
+        tb_writer: gets the value as it is, by `add_scalar`; None is none.
+        comet_logger: gets a plain number, by `log_metrics`; None is none.
+        mlflow_logger: the same.
+    """
+
+    def __init__(self, tb_writer: Any | None, comet_logger: Any | None, mlflow_logger: Any | None) -> None:
+        self._tb_writer = tb_writer
+        self._comet_logger = comet_logger
+        self._mlflow_logger = mlflow_logger
+
+    @staticmethod
+    def _sanitize(value: Any) -> Any:
+        """`value` as a plain number where it is a tensor without dimensions, which waits for its device, else as it is.
+
+        Args:
+            value: what a tracker is to be given.
+        """
+        return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
+
+    def add_scalar(self, name: str, value: Any, iteration: int) -> None:
+        """Hand one value of a step to every tracker that there is.
+
+        Onstep's own trackers read the device later, by themselves; only a client that was put in their place is given a
+        plain number here.
+
+        Args:
+            name: the tag.
+            value: a number, or a tensor without dimensions.
+            iteration: the step.
+        """
+        if self._tb_writer is not None:
+            self._tb_writer.add_scalar(name, value, iteration)
+        for logger in (self._mlflow_logger, self._comet_logger):
+            if logger is not None:
+                given = value if isinstance(logger, TrackerLogger) else self._sanitize(value)
+                logger.log_metrics({name: given}, step=iteration)
+
+
+def _build_moe_metric_writer(
+    tb_writer: Any | None, comet_logger: Any | None, mlflow_logger: Any | None
+) -> _MoeMetricFanoutWriter | Any | None:
+    """What reports of experts are written with: `tb_writer` itself where there is nothing else, else one for all.
+
+    Args:
+        tb_writer: TensorBoard's, returned as it is, None too, without the other two.
+        comet_logger: has `log_metrics`; None is none.
+        mlflow_logger: the same.
+    """
+    if comet_logger is None and mlflow_logger is None:
+        return tb_writer
+    return _MoeMetricFanoutWriter(tb_writer, comet_logger, mlflow_logger)
+
+
+def expert_losses(experts: ExpertSteps, counts: Tensor, model: Any) -> dict[str, Tensor]:
+    """The losses of experts and multi-token prediction in `counts`, by the names that they are reported by.
+
+    Args:
+        experts: of the run.
+        counts: a step's (`experts.last`) or an interval's.
+        model: the model's configuration.
+    """
+    layers = {}
+    for router, row in zip(experts.routers, experts.rows(counts), strict=True):
+        layers[router.layer_index] = dict(zip(FIGURES, row[router.num_experts :].unbind(), strict=True))
+    losses = reported_losses(layers, tracked_losses(model), per_layer=model.moe_per_layer_logging)
+    return losses | (prediction_losses(experts.prediction_sums(counts)) if experts.predictions else {})
+
+
+def track_experts(
+    state: GlobalState, model: Any, total_loss_dict: dict[str, Any], loggers: Mapping[str, Any], skipped_iter: int
+) -> None:
+    """Take up the step's losses of experts and multi-token prediction, without reading the device.
+
+    Those whose name ends in `loss` join the sums of the interval, and so the console line, unless the update was
+    skipped. The trackers get all of them at each step.
+
+    Args:
+        total_loss_dict: sums of the interval, changed in place.
+        loggers: the trackers of this rank by name; empty where nothing is written.
+    """
+    experts: ExpertSteps | None = state.experts
+    if experts is None or experts.last is None:
+        return
+    losses, step = expert_losses(experts, experts.last, model), state.train_state.step
+    if not skipped_iter:
+        for name, loss in losses.items():
+            if name.endswith("loss"):
+                before = total_loss_dict.get(name)
+                total_loss_dict[name] = loss.double().reshape(1).clone() if before is None else before + loss.double()
+    writer = _build_moe_metric_writer(loggers.get(TENSORBOARD), loggers.get(COMET), loggers.get(MLFLOW))
+    if writer is not None:
+        for name, loss in losses.items():
+            writer.add_scalar(name, loss, step)
+    if WANDB in loggers:
+        loggers[WANDB].log(losses, step)
+
+
+def interval_losses(state: GlobalState) -> dict[str, float]:
+    """The same of the steps since the last logged one, as plain numbers: one read of the device."""
+    experts: ExpertSteps | None = state.experts
+    counts = None if experts is None else experts.flush()
+    if experts is None or counts is None:
+        return {}
+    losses = expert_losses(experts, counts.cpu(), state.cfg.model)
+    return {name: float(loss) for name, loss in losses.items()}

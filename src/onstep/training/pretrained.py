@@ -1,0 +1,202 @@
+"""The trained weights that a run starts from: where they are, what model they are of, and how they get into it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from onstep.checkpoint import CheckpointInfo, checkpoints, read_manifest, resolve
+from onstep.checkpoint.contents import read_weights
+from onstep.checkpoint.manifest import MANIFEST
+from onstep.checkpoint.model_state import mismatches
+from onstep.config import ConfigContainer, from_dict
+from onstep.config.finetune_rules import check_finetune, loads_own
+from onstep.config.keys import typed_copy
+from onstep.config.parts import ModelConfig, TokenizerConfig
+from onstep.data import tokenizer_in_run
+from onstep.distributed import World
+from onstep.errors import CheckpointError, ConfigError, MissingWeightsError, RunExistsError
+from onstep.models import Transformer, load_hf
+from onstep.models.hf_directory import load_hf_config
+from onstep.models.transformer import empty_transformer
+from onstep.training.lora import merged_state_dict
+from onstep.training.pretrained_model import fill_model
+from onstep.training.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.json"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class PretrainedSource:
+    """Trained weights, found but not read."""
+
+    path: Path
+    """A Hugging Face folder, a checkpoint, or a folder of checkpoints."""
+    is_hugging_face: bool
+    model: ModelConfig
+    tokenizer: TokenizerConfig | None
+    """What the weights' tokens mean, where the source says so."""
+    step: int | None = None
+    """The checkpoint to take from a folder of them; None is the newest."""
+
+
+def pretrained_path(config: ConfigContainer) -> tuple[Path, int | None] | None:
+    """What the configuration names as trained weights to start from, and which step of it; None where it names none."""
+    checkpoint = config.checkpoint
+    if checkpoint.pretrained_checkpoint is not None:
+        return Path(checkpoint.pretrained_checkpoint).expanduser(), None
+    if checkpoint.finetune and checkpoint.load is not None and not loads_own(config):
+        return Path(checkpoint.load).expanduser(), checkpoint.ckpt_step
+    return None
+
+
+def find_pretrained(config: ConfigContainer) -> PretrainedSource | None:
+    """The trained weights that the configuration names; None where it names none.
+
+    A folder with a `config.json` is a Hugging Face model; of a run its final weights are taken, else its newest
+    checkpoint.
+
+    Raises:
+        MissingWeightsError: when nothing is there.
+        ConfigError: for a model that the built-in transformer is not.
+    """
+    named = pretrained_path(config)
+    if named is None:
+        return None
+    path, step = named
+    if not path.exists():
+        raise MissingWeightsError(
+            f"{_key(config)}={path} does not exist; give a Hugging Face folder, a run or a checkpoint."
+        )
+    if (path / CONFIG_FILE).is_file():
+        return _hugging_face(path, None)
+    if (path / "run.json").is_file() and (path / "model" / CONFIG_FILE).is_file() and step is None:
+        return _hugging_face(path / "model", tokenizer_in_run(_stored_config(path).tokenizer, path))
+    return _of_checkpoints(path, step, config)
+
+
+def fill_from_pretrained(config: ConfigContainer) -> ConfigContainer:
+    """A copy whose model and tokenizer are those of the trained weights that it names; as it is where it names none.
+
+    A value of the model that is left at its default is taken from the weights; any other must be theirs. A tokenizer
+    that is left at its default is theirs too. Where the weights are gone, a run that has its own checkpoints keeps the
+    values that it was started with.
+
+    Raises:
+        ConfigError: naming the first value that is another one than the weights', or a rule that is broken.
+        MissingWeightsError: when there are no weights.
+    """
+    config = typed_copy(config)
+    check_finetune(config)
+    try:
+        source = find_pretrained(config)
+    except MissingWeightsError:
+        stored = _started_with(config)
+        if stored is None:
+            raise
+        source = PretrainedSource(Path(), False, stored.model, stored.tokenizer)
+    return config if source is None else fill_model(config, source.model, source.tokenizer, str(source.path))
+
+
+def load_pretrained(source: PretrainedSource, config: ModelConfig, world: World) -> Transformer:
+    """A model of `config` with the trained weights, in float32 on the CPU. Collective.
+
+    Raises:
+        CheckpointError: for a checkpoint that is not whole, or holds another model's weights.
+        OnstepError: for a Hugging Face folder of which the same is true.
+    """
+    if source.is_hugging_face:
+        return load_hf(source.path, config)
+    info = _verified(source, world)
+    state = _weights_of(info)
+    model = empty_transformer(config)
+    problems = mismatches(model.state_dict(), state)
+    if problems:
+        raise CheckpointError(
+            f"{info.path} does not hold the weights of this run's model: {'; '.join(problems)}. Fine-tune with the "
+            f"model section of the run that saved it."
+        )
+    model.load_state_dict(state)
+    return model
+
+
+def _weights_of(info: CheckpointInfo) -> dict[str, Tensor]:
+    tensors, tied = read_weights(info)
+    state = {**tensors, **{name: tensors[kept] for name, kept in tied.items()}}
+    peft = from_dict(info.manifest.config).peft
+    return state if peft.peft_scheme is None else merged_state_dict(state, peft.alpha / peft.dim)
+
+
+def _verified(source: PretrainedSource, world: World) -> CheckpointInfo:
+    """The checkpoint, every file of which rank 0 has compared with its manifest. Collective."""
+    outcome: Any = None
+    if world.is_main:
+        try:
+            outcome = resolve(source.path, step=source.step)
+        except CheckpointError as error:
+            outcome = error
+    outcome = world.share(outcome)
+    if isinstance(outcome, CheckpointError):
+        raise outcome
+    info: CheckpointInfo = outcome
+    return info
+
+
+def _hugging_face(path: Path, tokenizer: TokenizerConfig | None) -> PretrainedSource:
+    if tokenizer is None and any((path / name).is_file() for name in _TOKENIZER_FILES):
+        tokenizer = TokenizerConfig(tokenizer_type="huggingface", tokenizer_model=str(path))
+    return PretrainedSource(path, True, load_hf_config(path), tokenizer)
+
+
+def _of_checkpoints(path: Path, step: int | None, config: ConfigContainer) -> PretrainedSource:
+    """The configuration that the newest manifest holds; whether the checkpoint is whole is seen when it is read."""
+    if (path / MANIFEST).is_file():
+        manifest = read_manifest(path)
+    else:
+        root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        found = [one for one in checkpoints(root) if step is None or one.step == step]
+        if not found:
+            wanted = "" if step is None else f" of step {step}"
+            raise MissingWeightsError(
+                f"{_key(config)}={path} holds neither {CONFIG_FILE} (a Hugging Face folder) nor a checkpoint{wanted} "
+                f"of Onstep; give one of these."
+            )
+        manifest = found[0].manifest
+    if not manifest.config:
+        raise ConfigError(
+            f"{path} holds no configuration, so its model is not known; export its weights, and load them into a model "
+            f"of your own."
+        )
+    stored = from_dict(manifest.config)
+    return PretrainedSource(path, False, stored.model, tokenizer_in_run(stored.tokenizer, path), step)
+
+
+def _stored_config(run: Path) -> ConfigContainer:
+    return from_dict(RunFolder(run).read()["config"])
+
+
+def _started_with(config: ConfigContainer) -> ConfigContainer | None:
+    """The configuration of the run that is continued from its own checkpoints; None where there is none."""
+    if config.run.name is None or config.run.fresh:
+        return None
+    folder = RunFolder(Path(config.run.output_dir) / config.run.name)
+    if not any(folder.checkpoints.glob("checkpoint-*")):
+        return None
+    try:
+        stored = _stored_config(folder.path)
+    except (RunExistsError, ConfigError):  # claiming the folder will say what is wrong with it
+        return None
+    is_same = pretrained_path(stored) == pretrained_path(config)
+    return stored if is_same else None
+
+
+def _key(config: ConfigContainer) -> str:
+    is_named = config.checkpoint.pretrained_checkpoint is not None
+    return "checkpoint.pretrained_checkpoint" if is_named else "checkpoint.load"

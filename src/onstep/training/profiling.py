@@ -1,0 +1,255 @@
+"""Profiles of a few steps: torch's own profiler, or marks for Nsight Systems."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from onstep.config import ProfilingConfig
+from onstep.errors import ConfigError
+from onstep.events import CallbackManager
+
+if TYPE_CHECKING:
+    from onstep.training.state import GlobalState
+
+logger = logging.getLogger(__name__)
+
+_warned_of: set[str] = set()
+
+
+class Profiler(Protocol):
+    """What the loop asks of torch's profiler (`torch.profiler.profile` is one)."""
+
+    def step(self) -> None:
+        """The next iteration begins."""
+
+    def stop(self) -> None:
+        """End, and write what there is."""
+
+
+def should_profile_rank(config: ProfilingConfig | None, rank: int) -> bool:
+    """Whether a rank is profiled: one of `profile_ranks`, or any where that is empty; never without a configuration."""
+    return config is not None and (not config.profile_ranks or rank in config.profile_ranks)
+
+
+def check_profilers(config: ProfilingConfig, manager: CallbackManager | None) -> None:
+    """Check that nobody else among the callbacks profiles too: to start a second profiler ends the process.
+
+    Raises:
+        ConfigError: naming the callback.
+    """
+    if not config.use_pytorch_profiler or manager is None:
+        return
+    for callback in manager.callbacks:
+        if getattr(callback, "is_profiler", False):
+            raise ConfigError(
+                f"profiling.use_pytorch_profiler=True and a {type(callback).__name__} both want torch's profiler, of "
+                "which a process has one; leave one of them out."
+            )
+
+
+def handle_profiling_step(
+    config: ProfilingConfig | None, iteration: int, rank: int, pytorch_prof: Profiler | None
+) -> Any:
+    """Begin an iteration for the profilers: torch's goes on, nsys starts at `profile_step_start`.
+
+    Args:
+        config: which profiler, and when.
+        iteration: steps done before this one.
+        rank: this rank.
+        pytorch_prof: torch's profiler, where there is one.
+
+    Returns:
+        The context of nsys, entered, which `handle_profiling_stop` leaves; else None.
+    """
+    if config is None or not should_profile_rank(config, rank):
+        return None
+    if config.use_pytorch_profiler and pytorch_prof is not None:
+        pytorch_prof.step()
+    if config.use_nsys_profiler and iteration == config.profile_step_start:
+        return start_nsys_profiler(config)
+    return None
+
+
+def handle_profiling_stop(
+    config: ProfilingConfig | None,
+    iteration: int,
+    rank: int,
+    pytorch_prof: Profiler | None,
+    nsys_nvtx_context: Any = None,
+) -> None:
+    """End the profile after step `profile_step_end`; `iteration` is the number of steps done."""
+    if config is None or iteration != config.profile_step_end or not should_profile_rank(config, rank):
+        return
+    if config.use_pytorch_profiler and pytorch_prof is not None:
+        pytorch_prof.stop()
+    if config.use_nsys_profiler:
+        stop_nsys_profiler(nsys_nvtx_context)
+
+
+def start_nsys_profiler(config: ProfilingConfig) -> Any:
+    """Let `nsys profile -c cudaProfilerApi` begin; the entered context that names torch's operations for it.
+
+    Without CUDA there is nothing to profile: that is said once.
+    """
+    if not torch.cuda.is_available():
+        _warn_once("profiling.use_nsys_profiler does nothing: torch sees no CUDA GPU; use use_pytorch_profiler instead")
+        return None
+    torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+    context = torch.autograd.profiler.emit_nvtx(record_shapes=config.record_shapes)  # type: ignore[no-untyped-call]
+    context.__enter__()  # type: ignore[no-untyped-call]
+    return context
+
+
+def stop_nsys_profiler(context: Any) -> None:
+    """Let nsys end, and leave the context that `start_nsys_profiler` gave."""
+    if not torch.cuda.is_available():
+        return
+    torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+    if context is not None:
+        context.__exit__(None, None, None)
+
+
+class TorchTrace:
+    """Torch's profiler over the steps after `profile_step_start` up to `profile_step_end`, in one trace.
+
+    It warms up in the step before. A run that continues within these steps records the rest of them; one that ends
+    within them, also by an exception, writes what there is. Where somebody else's profiler records already, nothing is
+    profiled, and a warning says so: torch has one for a process.
+
+    Args:
+        config: the steps, and what is kept of them.
+        path: the trace's file; `.gz` compresses it.
+        get_step: steps done.
+        chakra_path: file of torch's execution trace, or None.
+    """
+
+    def __init__(
+        self, config: ProfilingConfig, path: Path, get_step: Callable[[], int], chakra_path: Path | None = None
+    ) -> None:
+        self._config, self._path, self._get_step, self._chakra_path = config, path, get_step, chakra_path
+        self._profiler: Any = None
+        self._observer: Any = None
+        self._is_over = False
+
+    def step(self) -> None:
+        """The next iteration begins."""
+        step, config = self._get_step(), self._config
+        if self._is_over or step < config.profile_step_start - 1:
+            return
+        if step >= config.profile_step_end:
+            self.stop()
+        elif self._is_in_the_way():
+            self._give_up()
+        elif self._profiler is None:
+            self._start()
+        else:
+            self._profiler.step()
+
+    def stop(self) -> None:
+        """End, and write what was recorded; nothing where nothing was begun."""
+        profiler, self._profiler = self._profiler, None
+        was_over, self._is_over = self._is_over, True
+        if profiler is None or was_over:
+            return
+        # to stop one that has warmed up starts it first, which ends the process beside another one that records
+        if profiler.current_action == torch.profiler.ProfilerAction.RECORD or not _is_recording():
+            profiler.stop()
+        self._close_observer()
+
+    def _start(self) -> None:
+        config = self._config
+        for path in (self._path, self._chakra_path):
+            if path is not None and not _makes_folder(path):
+                self._give_up(warns=False)
+                return
+        if self._chakra_path is not None:
+            self._observer = torch.profiler.ExecutionTraceObserver().register_callback(str(self._chakra_path))
+        self._profiler = torch.profiler.profile(
+            schedule=self._action,
+            on_trace_ready=self._export,
+            record_shapes=config.pytorch_profiler_collect_shapes,
+            with_stack=config.pytorch_profiler_collect_callstack,
+            execution_trace_observer=self._observer,
+        )
+        self._profiler.start()
+
+    def _action(self, _: int) -> Any:
+        """By the run's own step, which an iteration that is skipped advances too."""
+        actions = torch.profiler.ProfilerAction
+        return actions.RECORD if self._get_step() >= self._config.profile_step_start else actions.WARMUP
+
+    def _is_in_the_way(self) -> bool:
+        actions = torch.profiler.ProfilerAction
+        is_ours = self._profiler is not None and self._profiler.current_action == actions.RECORD
+        return not is_ours and _is_recording()
+
+    def _give_up(self, warns: bool = True) -> None:
+        """Ours is dropped, not stopped: to stop one that has warmed up starts it first."""
+        if warns:
+            logger.warning("profiling.use_pytorch_profiler profiles nothing: another profiler records in this process")
+        self._profiler, self._is_over = None, True
+        self._close_observer()
+
+    def _export(self, profiler: Any) -> None:
+        try:
+            profiler.export_chrome_trace(str(self._path))
+        except (OSError, RuntimeError) as error:
+            logger.warning("the trace %s could not be written: %s", self._path, error)
+        else:
+            logger.info("wrote the profile %s", self._path)
+
+    def _close_observer(self) -> None:
+        if self._observer is not None:
+            self._observer.unregister_callback()
+            self._observer = None
+
+
+def initialize_pytorch_profiler(state: GlobalState) -> TorchTrace | None:
+    """Torch's profiler of this rank, where the configuration asks for it and the profiled steps are still to come.
+
+    Its files are `torch_profile/rank-<r>.json.gz` and `chakra/rank-<r>.json.gz`, beside `logger.tensorboard_dir`, else
+    in the run's folder, else in `run.output_dir`.
+    """
+    config, rank = state.cfg.profiling, state.world.rank
+    if not config.use_pytorch_profiler or not should_profile_rank(config, rank):
+        return None
+    if state.train_state.step >= config.profile_step_end:
+        return None
+    folder, name = profile_folder(state), f"rank-{rank}.json.gz"
+    chakra = folder / "chakra" / name if config.pytorch_profiler_collect_chakra else None
+    return TorchTrace(config, folder / "torch_profile" / name, lambda: state.train_state.step, chakra)
+
+
+def profile_folder(state: GlobalState) -> Path:
+    """Where the folders of profiles are."""
+    tensorboard = state.cfg.logger.tensorboard_dir
+    if tensorboard is not None:
+        return Path(tensorboard).absolute().parent
+    if state.run_folder is not None:
+        return Path(state.run_folder.path)
+    return Path(state.cfg.run.output_dir)
+
+
+def _is_recording() -> bool:
+    recording: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return recording
+
+
+def _makes_folder(path: Path) -> bool:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        logger.warning("nothing is profiled: the folder %s cannot be made: %s", path.parent, error)
+        return False
+    return True
+
+
+def _warn_once(text: str) -> None:
+    if text not in _warned_of:
+        _warned_of.add(text)
+        logger.warning("%s", text)

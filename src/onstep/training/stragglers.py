@@ -1,0 +1,260 @@
+"""Measures, on each rank, what a step spends on data and in the forward pass, and compares the ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from onstep.config.watching import StragglerDetectionConfig
+from onstep.distributed import World
+from onstep.events import Request
+from onstep.training.decisions import write_decision
+from onstep.training.gpu_gauge import open_gauge
+from onstep.training.straggler_port import TogglePort
+from onstep.training.straggler_report import RankTimes, Straggler, find_stragglers, ranking_lines, straggler_line
+
+if TYPE_CHECKING:
+    from onstep.training.state import GlobalState
+
+logger = logging.getLogger(__name__)
+
+
+class NoStragglerTimer:
+    """Stands in for the detector where it is off: a context manager that does nothing."""
+
+    enabled = False
+    is_configured = False
+    stragglers: tuple[Straggler, ...] = ()
+
+    def __call__(self, bdata: bool = False) -> NoStragglerTimer:
+        return self
+
+    def __enter__(self) -> NoStragglerTimer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        return None
+
+    def start(self) -> None:
+        """Nothing."""
+
+    def stop(self) -> None:
+        """Nothing."""
+
+    def leave_out(self, seconds: float) -> None:
+        """Nothing."""
+
+    def restart(self) -> None:
+        """Nothing."""
+
+    def report(self, total_flops: float = 0.0, log_interval: int = 0) -> bool:
+        """False."""
+        return False
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class StragglerDetector:
+    """Names the rank that holds the others up, and in what: its data or its computation.
+
+    `with timer(bdata=True)` stands around the reading of a batch, `with timer` around the forward pass; both cost two
+    readings of a clock, on CUDA two recorded events. Nothing is waited for before `report`.
+
+    Args:
+        options: thresholds and what happens.
+        world: the ranks.
+        clock: seconds on a clock that never goes back.
+        on_found: told what `report` found, on every rank alike.
+    """
+
+    is_configured = True
+
+    def __init__(
+        self,
+        options: StragglerDetectionConfig,
+        world: World | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        on_found: Callable[[list[Straggler]], None] | None = None,
+    ) -> None:
+        self._options, self._world, self._clock, self._on_found = options, world or World(), clock, on_found
+        self._forward: _Section = _DeviceSection(clock) if self._world.device.type == "cuda" else _Section(clock)
+        self._data = _Section(clock)
+        self._gauge = open_gauge(self._world.device) if self._world.device.type == "cuda" else None
+        self.enabled = not options.disable_straggler_on_startup
+        self.stragglers: tuple[Straggler, ...] = ()
+        """What the last report found."""
+        self._since = clock()
+        self._port: TogglePort | None = None
+        if options.open_port and self._world.is_main:
+            self._port = TogglePort(options.straggler_ctrlr_port, self.enabled)
+
+    def __call__(self, bdata: bool = False) -> _Section | StragglerDetector:
+        """What to stand in `with` around the reading of a batch (`bdata`), or around the forward pass."""
+        if not self.enabled:
+            return self
+        return self._data if bdata else self._forward
+
+    def __enter__(self) -> StragglerDetector:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Begin a forward pass."""
+        if self.enabled:
+            self._forward.__enter__()
+
+    def stop(self) -> None:
+        """End a forward pass; nothing where none was begun."""
+        self._forward.__exit__()
+
+    def leave_out(self, seconds: float) -> None:
+        """Take an evaluation or a save out of the time of the steps."""
+        self._since += seconds
+
+    def report(self, total_flops: float = 0.0, log_interval: int = 0) -> bool:
+        """Compare the ranks over the steps since the last report, print it on rank 0, and measure anew. Collective.
+
+        Args:
+            total_flops: model FLOPs of all ranks over these steps; 0 leaves TFLOP/s out.
+            log_interval: how many steps there were, where the readings of batches do not tell.
+
+        Returns:
+            Whether a rank is slow: the same on all ranks.
+        """
+        if not self._is_asked_for():
+            return False
+        is_wanted = self._port.is_wanted if self._port is not None else self.enabled
+        steps = max(self._data.count or log_interval, 1)
+        rows = self._world.gather_numbers([float(is_wanted), *self._times(steps).numbers()])
+        was_enabled, self.enabled = self.enabled, bool(rows[0][0])
+        self.restart()
+        if not was_enabled:
+            return False
+        times = [RankTimes(*row[1:]) for row in rows]
+        self._say(times, total_flops / steps)
+        found = find_stragglers(times, self._options.threshold) if self._world.size > 1 else []
+        self.stragglers = tuple(found)
+        if found and self._on_found is not None:
+            self._on_found(found)
+        return bool(found)
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._port is not None:
+            self._port.close()
+            self._port = None
+
+    def _is_asked_for(self) -> bool:
+        """The same on all ranks: one that is off may be switched on by a request to rank 0."""
+        return self.enabled or self._options.open_port
+
+    def _times(self, steps: int) -> RankTimes:
+        gauge = self._gauge
+        readings = (gauge.watts(), gauge.celsius(), gauge.utilization(), gauge.megahertz()) if gauge else ()
+        parts = (self._clock() - self._since, self._data.seconds(), self._forward.seconds())
+        return RankTimes(*(part / steps for part in parts), *readings)
+
+    def restart(self) -> None:
+        """Forget what was measured, and measure from here on."""
+        self._data.clear()
+        self._forward.clear()
+        self._since = self._clock()
+
+    def _say(self, times: list[RankTimes], step_flops: float) -> None:
+        if self._world.is_main:
+            lines = [straggler_line(times, step_flops), *ranking_lines(times, self._options.straggler_minmax_count)]
+            print("\n".join(lines), flush=True)  # noqa: T201 - the report is what was asked for
+
+
+class _Section:
+    """Adds up the seconds between entering and leaving."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._started: float | None = None
+        self._seconds = 0.0
+        self.count = 0
+
+    def __enter__(self) -> None:
+        self._started = self._clock()
+
+    def __exit__(self, *exception: object) -> None:
+        if self._started is None:
+            return
+        self._seconds += self._clock() - self._started
+        self._started = None
+        self.count += 1
+
+    def seconds(self) -> float:
+        """Of all that was left."""
+        return self._seconds
+
+    def clear(self) -> None:
+        """Start from 0."""
+        self._seconds, self.count = 0.0, 0
+
+
+class _DeviceSection(_Section):
+    """The same by events on the device, which are read when the sum is asked for."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__(clock)
+        self._pairs: list[tuple[Any, Any]] = []
+        self._begun: Any = None
+
+    def __enter__(self) -> None:
+        self._begun = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._begun.record()
+
+    def __exit__(self, *exception: object) -> None:
+        if self._begun is None:
+            return
+        ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        ended.record()
+        self._pairs.append((self._begun, ended))
+        self._begun = None
+        self.count += 1
+
+    def seconds(self) -> float:
+        """Of all that was left. Waits for the device."""
+        if self._pairs:
+            self._pairs[-1][1].synchronize()
+        return math.fsum(begun.elapsed_time(ended) for begun, ended in self._pairs) / 1000
+
+    def clear(self) -> None:
+        """Start from 0."""
+        super().clear()
+        self._pairs.clear()
+
+
+def straggler_timer_of(state: GlobalState) -> StragglerDetector | NoStragglerTimer:
+    """The detector of a run, or what stands in for it where `straggler.log_straggler` is off."""
+    options = state.cfg.straggler
+    if not options.log_straggler:
+        return NoStragglerTimer()
+    return StragglerDetector(
+        options, state.world, lambda: state.clock.elapsed(), lambda found: act_on_stragglers(state, found)
+    )
+
+
+def act_on_stragglers(state: GlobalState, found: list[Straggler]) -> None:
+    """Warn on rank 0, record it among the run's decisions, and ask for the end where that is configured."""
+    text = "; ".join(map(str, found))
+    if state.world.is_main:
+        logger.warning("STRAGGLER DETECTION WARNING: %s", text)
+    for one in found:
+        write_decision(state, Request("straggler", "straggler detection", "", str(one), one.rank, vars(one)))
+    if state.cfg.straggler.stop_if_detected:
+        state.exits.straggler = text

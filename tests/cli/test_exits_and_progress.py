@@ -1,0 +1,159 @@
+"""`onstep train` that leaves early: what it says, what it records, and its progress log over three starts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_train_signals import Command
+
+from forked_processes import Processes, output_of
+from onstep.journal import read_records
+
+HEAVY = "callbacks=[struck:Struck,struck:Heavy]"
+INTERVAL = ["train.exit_interval=4"]
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Path) -> Iterator[Command]:
+    processes = Processes()
+    yield Command(processes, tmp_path_factory.mktemp("command"), corpus, token_cache)
+    processes.close()
+
+
+def said(command: Command, name: str) -> str:
+    """What the process printed that ended last."""
+    path = command.folder / name / "rank-0.out"
+    text = path.read_text()
+    path.unlink()
+    return text
+
+
+def record(command: Command, name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((command.run(name) / "run.json").read_text())
+    return content
+
+
+def decisions(command: Command, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (command.run(name) / "decisions.jsonl").read_text().splitlines()]
+
+
+def evaluated(command: Command, name: str) -> list[tuple[str, int]]:
+    """The evaluations in the journal, with their steps."""
+    records = list(read_records(command.run(name) / "trainer_logs.json"))
+    kinds = (("eval", "eval_loss"), ("test", "test_loss"))
+    return [(kind, one["global_step"]) for one in records for kind, key in kinds if key in one]
+
+
+@pytest.fixture(scope="module")
+def progress(command: Command) -> list[list[str]]:
+    """The log after three starts: two leave at their exit interval, the third ends with the run."""
+    statuses = []
+    for _ in range(3):
+        assert command.start("progress", *INTERVAL, "logger.log_progress=true", HEAVY) == 0, said(command, "progress")
+        statuses.append(command.status("progress"))
+    assert statuses == ["paused", "paused", "completed"]
+    path = command.run("progress") / "checkpoints" / "progress.txt"
+    return [line.split("\t") for line in path.read_text().splitlines()]
+
+
+def test_three_starts_leave_six_lines_in_the_progress_log(progress: list[list[str]]) -> None:
+    assert [line[3:5] for line in progress] == [
+        ["Starting job"],
+        ["Saved checkpoint", "Iteration: 4"],
+        ["Starting job"],
+        ["Saved checkpoint", "Iteration: 8"],
+        ["Starting job"],
+        ["Saved checkpoint", "Iteration: 9"],
+    ]
+    moments = [datetime.strptime(line[0], "%Y-%m-%d %H:%M:%S") for line in progress]
+    assert moments == sorted(moments)
+    assert {line[2] for line in progress} == {"# GPUs: 1"}
+
+
+def numbers(line: list[str]) -> list[float]:
+    """Job throughput, cumulative throughput, operations."""
+    names = ("Job throughput: ", "Cumulative throughput: ", "Floating-point operations: ")
+    fields = zip(line[5:8], names, (" MODEL_TFLOP/s/GPU", " MODEL_TFLOP/s/GPU", ""), strict=True)
+    return [float(field.removeprefix(name).removesuffix(unit)) for field, name, unit in fields]
+
+
+def test_each_job_has_a_throughput_of_its_own_and_one_since_the_first_start(progress: list[list[str]]) -> None:
+    saves = [numbers(line) for line in progress if line[3] == "Saved checkpoint"]
+    assert all(job > 0 and cumulative > 0 for job, cumulative, _ in saves)
+    operations = [flops for _, _, flops in saves]
+    assert operations == sorted(operations)
+    assert operations[1] == pytest.approx(2 * operations[0], rel=0.01), "the second job goes on from the first"
+    assert saves[2][0] < saves[2][1] * 20, "one step's operations in the third job, not all nine"
+
+
+def test_an_exit_interval_says_where_it_left_and_is_no_failure(command: Command) -> None:
+    assert command.start("interval", *INTERVAL) == 0
+    assert re.search(
+        r"^\[exiting program at iteration 4\] datetime: \d{4}-\d\d-\d\d \d\d:\d\d:\d\d $",
+        said(command, "interval"),
+        re.MULTILINE,
+    )
+    assert record(command, "interval")["status"] == "paused"
+    assert record(command, "interval").get("error") is None
+    saved, left = decisions(command, "interval")
+    assert (saved["flag"], saved["reason"]) == ("saved", "before leaving (interval)")
+    assert (left["author"], left["reason"], left["step"]) == ("exit_interval", "exiting program at iteration 4", 4)
+    assert evaluated(command, "interval") == [("eval", 4)]
+
+
+def test_an_exit_interval_that_divides_the_run_evaluates_at_the_end(command: Command) -> None:
+    assert command.start("divides", "train.exit_interval=3", "train.train_iters=3") == 0
+    text = said(command, "divides")
+    assert "exiting program" not in text
+    assert record(command, "divides")["status"] == "completed"
+    assert evaluated(command, "divides") == [("eval", 3), ("test", 3)]
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_an_exit_duration_says_how_long_it_took_and_is_no_failure(command: Command, steps: int) -> None:
+    name = f"duration-{steps}"
+    minutes, strike = (1e-9, None) if steps == 0 else (100, {"event": "on_step_end", "number": steps, "late": True})
+    assert command.start(name, f"train.exit_duration_in_mins={minutes}", strike=strike) == 0
+    assert re.search(r"^\[exiting program after \d+\.\d\d minutes\] datetime: ", said(command, name), re.MULTILINE)
+    assert record(command, name)["status"] == "paused"
+    assert record(command, name).get("error") is None
+    left = decisions(command, name)[-1]
+    assert (left["author"], left["step"]) == ("exit_duration_in_mins", steps)
+    assert command.steps(name) == ([steps] if steps else [])
+
+
+def test_a_slow_rank_pauses_the_run_and_the_same_command_goes_on(command: Command) -> None:
+    found = "rank 1 is slow in data"
+    strike = {"event": "on_step_end", "number": 5, "straggler": found}
+    assert command.start("slow", strike=strike) == 0
+    assert "[Exiting program due to straggler detection.] datetime: " in said(command, "slow")
+    assert command.steps("slow") == [5]
+    assert record(command, "slow")["status"] == "paused"
+    left = decisions(command, "slow")[-1]
+    assert left["reason"] == f"Exiting program due to straggler detection. {found}"
+    assert command.start("slow") == 0, output_of(command.folder / "slow")
+    assert record(command, "slow")["status"] == "completed"
+
+
+def test_a_signal_is_recorded_as_a_preemption_and_not_as_a_failure(command: Command) -> None:
+    strike = {"event": "on_step_end", "number": 2, "signal": "SIGTERM"}
+    assert command.start("signal", strike=strike) == 75
+    assert "[exiting program after receiving SIGTERM.] datetime: " in said(command, "signal")
+    assert record(command, "signal")["status"] == "preempted"
+    assert record(command, "signal").get("error") is None
+
+
+def test_times_of_parts_are_printed_where_they_are_asked_for(command: Command) -> None:
+    """`onstep train` shows a bar, so Megatron Bridge's lines come only for the option."""
+    assert command.start("untimed", "train.train_iters=2") == 0
+    assert "time across ranks" not in said(command, "untimed")
+    assert command.start("timed", "train.train_iters=2", "logger.timing_log_level=1") == 0
+    text = said(command, "timed")
+    for name in ("model-and-optimizer-setup", "forward-backward", "optimizer", "evaluate", "save-checkpoint"):
+        assert re.search(rf"^    {name} \.+: \(\d+\.\d\d, \d+\.\d\d\)$", text, re.MULTILINE), name

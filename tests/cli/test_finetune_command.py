@@ -1,0 +1,78 @@
+"""`onstep finetune`: trained weights, conversations, one command."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from onstep.cli.main import main
+from small_weights import llama
+
+SMALL = [
+    "checkpoint.pretrained_checkpoint=base",
+    "dataset.paths=[chat.jsonl]",
+    "dataset.split=80,10,10",
+    "dataset.cache_dir=cache",
+    "dataset.num_workers=0",
+    "dataset.seq_length=64",
+    "model.seq_length=64",
+    "train.num_epochs=1",
+    "train.global_batch_size=4",
+    "validation.eval_iters=1",
+    "logger.log_interval=1",
+    "mixed_precision=null",
+    "dist.device=cpu",
+]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with weights in base/ and conversations in chat.jsonl."""
+    monkeypatch.chdir(tmp_path)
+    llama(tmp_path / "base")
+    lines = [json.dumps({"prompt": f"What is {n} + 1?", "response": f"It is {n + 1}."}) for n in range(60)]
+    Path("chat.jsonl").write_text("\n".join(lines))
+
+
+def test_any_model_is_fine_tuned_with_lora(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["finetune", "--lora", *SMALL]) == 0
+    run = Path("runs/any_finetune_lora")
+    assert json.loads((run / "run.json").read_text())["status"] == "completed"
+    assert sorted(os.listdir(run / "adapter")) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert AutoModelForCausalLM.from_pretrained(run / "model").config.hidden_size == 32
+    out = capsys.readouterr().out
+    assert "Trainable percentage" in out
+    assert f"adapter    {run}/adapter" in out
+    assert main(["finetune", "--lora", *SMALL]) == 0
+    assert "is finished" in capsys.readouterr().out
+
+
+def test_a_recipe_is_taken_in_its_form_for_fine_tuning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["finetune", "tiny_gpt", "validation.eval_on_start=false", *SMALL]) == 0
+    assert json.loads(Path("runs/tiny_gpt_finetune/run.json").read_text())["config"]["run"]["recipe"] == (
+        "tiny_gpt_finetune"
+    )
+    assert main(["finetune", "qwen25_500m", *SMALL]) == 1
+    assert "model.num_layers=24 is not that of the weights in base, which is 2" in capsys.readouterr().err
+
+
+def test_train_with_such_a_recipe_is_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["finetune", *SMALL]) == 0
+    capsys.readouterr()
+    assert main(["train", "--recipe", "any_finetune", *SMALL]) == 0
+    assert "runs/any_finetune is finished" in capsys.readouterr().out
+
+
+def test_what_is_missing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [word for word in SMALL if "pretrained" not in word]
+    assert main(["finetune", *words]) == 1
+    assert "finetune takes weights to start from" in capsys.readouterr().err
+    assert main(["finetune", *words, "checkpoint.pretrained_checkpoint=bse"]) == 1
+    assert "checkpoint.pretrained_checkpoint=bse does not exist" in capsys.readouterr().err
+    assert main(["finetune", "tiny_gtp", *words]) == 1
+    assert "there is no recipe 'tiny_gtp'. Did you mean 'tiny_gpt'?" in capsys.readouterr().err
+    assert not Path("runs").exists()

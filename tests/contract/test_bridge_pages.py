@@ -1,0 +1,97 @@
+"""Every function and class of Megatron Bridge's pages `training.train` and `training.utils.train_utils`."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bridge_pages import BASES, DATA, KEYWORD_ONLY, TRAIN, TRAIN_STEP_RESULT, TRAIN_UTILS
+
+import onstep.training as training
+
+CALLABLES = {**TRAIN, **TRAIN_UTILS}
+NAMES = [*dict.fromkeys(name.partition(".")[0] for name in CALLABLES), *DATA]
+GUIDE = Path(__file__).parents[2] / "docs" / "coming-from" / "megatron-bridge.md"
+
+
+def found(name: str) -> Any:
+    target: Any = training
+    for part in name.split("."):
+        target = getattr(target, part)
+    return target
+
+
+def documented_parameters(text: str) -> dict[str, Any]:
+    """Each parameter of a signature with its default; the empty marker where it has none."""
+    definition = ast.parse(f"def f({text}): ...").body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    names = [argument.arg for argument in definition.args.args]
+    defaults = [ast.literal_eval(default) for default in definition.args.defaults]
+    without = len(names) - len(defaults)
+    return dict(zip(names, [inspect.Parameter.empty] * without + defaults, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_documented_name_can_be_imported_from_the_training_package(name: str) -> None:
+    assert hasattr(training, name)
+    assert name.startswith("_") or name in training.__all__
+
+
+@pytest.mark.parametrize("name", CALLABLES)
+def test_parameters_have_the_documented_names_order_and_defaults(name: str) -> None:
+    parameters = inspect.signature(found(name)).parameters
+    documented = documented_parameters(CALLABLES[name])
+    keyword_only = KEYWORD_ONLY.get(name, ())
+    by_position = [one for one in documented if one not in keyword_only]
+    assert list(parameters)[: len(by_position)] == by_position
+    for one, default in documented.items():
+        parameter = parameters[one]
+        assert (parameter.kind is parameter.KEYWORD_ONLY) == (one in keyword_only), one
+        if default is not parameter.empty:
+            assert parameter.default == default, one
+            assert type(parameter.default) is type(default), one
+    for own in set(parameters) - set(documented):
+        assert parameters[own].default is not inspect.Parameter.empty, f"{own} is ours: a documented call lacks it"
+
+
+@pytest.mark.parametrize("name", CALLABLES)
+def test_a_docstring_names_every_parameter(name: str) -> None:
+    target = found(name)
+    text = inspect.getdoc(target) or ""
+    if inspect.isclass(target):
+        text += inspect.getdoc(target.__init__) or ""
+    assert re.match(r"\S[^\n]{19,}", text), f"{name} has no sentence that says what it gives"
+    absent = [
+        one for one in documented_parameters(CALLABLES[name]) if one != "self" and not re.search(rf"\b{one}\b", text)
+    ]
+    assert not absent, f"the docstring of {name} does not say what {absent} is"
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_class_has_the_documented_base(name: str) -> None:
+    assert BASES[name] in [base.__name__ for base in found(name).__mro__[1:]]
+
+
+def test_a_step_returns_the_documented_tuple() -> None:
+    assert training.TrainStepResult._fields == TRAIN_STEP_RESULT
+    result = training.TrainStepResult({}, 0, False, False, 0, None, None)
+    assert isinstance(result, tuple)
+    assert len(result) == 7
+
+
+def rows_of_the_guide() -> dict[str, str]:
+    """Each name in the guide's tables of names and the module that it says it lives in."""
+    rows = re.findall(r"^\| `(\w+)`[^|]*\| `(onstep[\w.]*)` \|", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
+    return dict(rows)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_guide_says_where_a_documented_name_lives(name: str) -> None:
+    home = rows_of_the_guide().get(name)
+    assert home is not None, f"{GUIDE.name} has no row `{name}`"
+    assert getattr(importlib.import_module(home), name) is getattr(training, name)

@@ -1,0 +1,166 @@
+"""Of a conversation's tokens exactly the assistant's are trained on, whatever the template."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onstep.config.parts import DatasetConfig
+from onstep.data import ByteTokenizer, PlainTemplate, TokenizerTemplate, learn_bpe, template_for, tokenizer_source
+from onstep.data.tokenizers import HuggingFaceTokenizer
+from onstep.errors import DataError
+
+transformers = pytest.importorskip("transformers")
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}<|im_end|>\n{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+)
+"""The marks say more than could be told without them: the new line, too."""
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As of models that think: earlier turns are rendered in another way than the last."""
+INST = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content | trim }} <|im_end|>{% endif %}{% endfor %}"
+)
+USER, ANSWER = {"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is what?"}
+TALK = [
+    {"role": "system", "content": "Be short."},
+    USER,
+    ANSWER,
+    {"role": "user", "content": "It is what?"},
+    {"role": "assistant", "content": "What is it?\nAgain."},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer folder of transformers with the special tokens of ChatML."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    (path / "a.txt").write_text("What is it? It is what it is.\nassistant user\n" * 30)
+    source = tokenizer_source(DatasetConfig(paths=[str(path / "a.txt")]))
+    learned = learn_bpe(source, 320, path / "cache", show_progress=False)
+    learned.save(path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(path))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.save_pretrained(str(path))
+    return path
+
+
+def template_of(folder: Path, text: str) -> Any:
+    tokenizer = HuggingFaceTokenizer(folder)
+    tokenizer.library_tokenizer.chat_template = text
+    return tokenizer, template_for(tokenizer)
+
+
+def trained_pieces(tokenizer: Any, chat: Any) -> list[str]:
+    """The texts of the stretches that are trained on, special tokens included."""
+    library = getattr(tokenizer, "library_tokenizer", None)
+    pieces = []
+    for is_trained, group in itertools.groupby(zip(chat.trained, chat.ids, strict=True), key=lambda pair: pair[0]):
+        ids = [int(token) for _, token in group]
+        if is_trained:
+            pieces.append(
+                library.decode(ids) if library is not None else tokenizer.decode(ids) + "<end>" * (256 in ids)
+            )
+    return pieces
+
+
+def test_the_plain_template_is_what_its_docstring_says() -> None:
+    tokenizer = ByteTokenizer()
+    chat = template_for(tokenizer).encode(TALK, "here")
+    end = "\N{REPLACEMENT CHARACTER}"
+    text = "".join(chr(token) if token < 256 else end for token in chat.ids)
+    assert text == (
+        "<|system|>\nBe short.\n<|user|>\nWhat is it?\n<|assistant|>\nIt is what?\N{REPLACEMENT CHARACTER}"
+        "<|user|>\nIt is what?\n<|assistant|>\nWhat is it?\nAgain.\N{REPLACEMENT CHARACTER}"
+    )
+    assert trained_pieces(tokenizer, chat) == ["It is what?<end>", "What is it?\nAgain.<end>"]
+
+
+def test_what_follows_the_last_answer_is_not_trained_on() -> None:
+    chat = PlainTemplate(ByteTokenizer()).encode([ANSWER, USER], "here")
+    assert bytes(t for t in chat.ids if t < 256).endswith(b"It is what?<|user|>\nWhat is it?\n")
+    assert not chat.trained[-len("<|user|>\nWhat is it?\n") :].any()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (CHATML, ["It is what?<|im_end|>", "What is it?\nAgain.<|im_end|>"]),
+        (MARKED, ["It is what?<|im_end|>\n", "What is it?\nAgain.<|im_end|>\n"]),
+        (THINKING, ["It is what?<|im_end|>", "<think>\n\n</think>\n\nWhat is it?\nAgain.<|im_end|>"]),
+        (INST, ["It is what? <|im_end|>", "What is it?\nAgain. <|im_end|>"]),
+    ],
+)
+def test_exactly_the_answers_of_a_tokenizers_template_are_trained_on(
+    folder: Path, text: str, expected: list[str]
+) -> None:
+    tokenizer, template = template_of(folder, text)
+    messages = TALK[1:] if text is INST else TALK
+    chat = template.encode(messages, "here")
+    rendered = tokenizer.library_tokenizer.apply_chat_template(messages, tokenize=False)
+    assert chat.ids.tolist() == tokenizer.library_tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    assert [piece.strip(" ") for piece in trained_pieces(tokenizer, chat)] == expected
+
+
+def test_an_answer_that_is_also_a_question_is_trained_on_where_it_is_an_answer(folder: Path) -> None:
+    tokenizer, template = template_of(folder, CHATML)
+    messages = [USER, {"role": "assistant", "content": USER["content"]}] * 2
+    chat = template.encode(messages, "here")
+    assert trained_pieces(tokenizer, chat) == ["What is it?<|im_end|>"] * 2
+    # The prompt that a model is asked with comes before each: what it sees is what it was trained after.
+    asked = tokenizer.library_tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
+    assert chat.ids[: len(asked)].tolist() == asked
+    assert chat.trained.argmax() == len(asked)
+
+
+def test_templates_are_told_apart_in_the_cache(folder: Path) -> None:
+    found = {template_of(folder, text)[1].fingerprint for text in (CHATML, MARKED, INST)}
+    assert len(found | {PlainTemplate(ByteTokenizer()).fingerprint}) == 4
+
+
+def test_a_template_that_hides_an_answer_is_refused(folder: Path) -> None:
+    for text in ("{{ messages | length }}", "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}"):
+        _, template = template_of(folder, text)
+        with pytest.raises(DataError, match=r"a\.jsonl:3: the chat template .* does not show where answer 1 stands"):
+            template.encode([USER, ANSWER], "a.jsonl:3")
+
+
+def test_messages_that_a_template_does_not_take_are_named(folder: Path) -> None:
+    _, template = template_of(folder, "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(DataError, match=r"a\.jsonl:3: .* refuses the messages: roles must alternate"):
+        template.encode([USER, ANSWER], "a.jsonl:3")
+    with pytest.raises(DataError, match=r"a\.jsonl:3: 'content' must be a string, got list"):
+        PlainTemplate(ByteTokenizer()).encode([{"role": "user", "content": []}], "a.jsonl:3")
+
+
+def test_a_template_cannot_reach_beyond_the_messages(folder: Path) -> None:
+    _, template = template_of(folder, "{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(DataError, match="refuses the messages"):
+        template.encode([USER, ANSWER], "a.jsonl:3")
+
+
+def test_a_tokenizer_without_template_has_the_plain_one(folder: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(folder)
+    assert isinstance(template_for(tokenizer), PlainTemplate)
+    assert isinstance(template_of(folder, CHATML)[1], TokenizerTemplate)
+
+
+def test_the_plain_template_takes_an_end_token() -> None:
+    class Endless(ByteTokenizer):
+        eos_id = None
+
+    with pytest.raises(DataError, match="a chat needs a token that ends an answer"):
+        template_for(Endless())

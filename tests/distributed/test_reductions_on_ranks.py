@@ -1,0 +1,96 @@
+"""Reductions over real gloo ranks, and norms of models that several ranks hold, against float64."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forked_processes import Processes, output_of
+
+pytestmark = pytest.mark.distributed
+
+JOBS = Path(__file__).with_name("reduction_jobs.py")
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    processes = Processes("torch.distributed.fsdp", "torch.distributed.tensor")
+    yield processes
+    processes.close()
+
+
+def results(processes: Processes, folder: Path, job: str, ranks: int = 2, **settings: Any) -> list[dict[str, Any]]:
+    codes = processes.run(JOBS, job, folder, settings, ranks=ranks)
+    assert codes == [0] * ranks, output_of(folder)
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["gloo", pytest.param("nccl", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"))],
+)
+def test_the_largest_statistic_tells_none_negative_whole_and_float_apart(
+    processes: Processes, tmp_path: Path, backend: str
+) -> None:
+    one, other = results(processes, tmp_path, "reductions", backend=backend)
+    assert one["stats"] == other["stats"]
+    assert [tuple(pair) for pair in one["stats"]] == [
+        ("NoneType", "None"),
+        ("float", "-3.5"),
+        ("float", "-1.0"),
+        ("int", "-2"),
+        ("int", "16777217"),
+        ("int", "4611686018427387905"),
+        ("float", "3.0"),
+        ("float", "2.5"),
+        ("float", "-inf"),
+        ("float", "inf"),
+        ("float", "nan"),
+        ("float", "-1e-300"),
+        ("float", "0.5"),
+        ("int", "9"),
+        ("float", "1.5"),
+        ("float", "0.0"),
+    ]
+    assert one["answers"] == other["answers"] == [True, False, True, False, False, True]
+    assert one["alone"] == other["alone"] == -5
+
+
+def test_ranks_of_one_model_see_one_update(processes: Processes, tmp_path: Path) -> None:
+    one, other = (result["found"] for result in results(processes, tmp_path, "agreed_updates"))
+    assert one[:3] == other[:3] == [[0, 3.0, 2**24 + 1], [1, 1.0, None], [1, None, None]]
+    assert one[3:] == [[0, 2.0, 2**24 + 1], [0, 1.0, None], [1, None, None]], "each rank by itself"
+    assert other[3:] == [[0, 3.0, 2**24 + 1], [1, None, None], [1, None, None]]
+
+
+def test_each_parameter_of_a_model_over_tensor_and_data_ranks_counts_once(processes: Processes, tmp_path: Path) -> None:
+    for result in results(processes, tmp_path, "model_parallel_norm", ranks=4):
+        assert result["main"] == pytest.approx(result["exact_main"], rel=1e-12)
+        assert result["copied"] == pytest.approx(result["exact_copied"], rel=1e-12)
+        assert result["float32"] == result["copied"], "without bf16 the parameters themselves are measured"
+        assert result["own_groups"] == pytest.approx(result["exact_main"], rel=1e-12)
+        assert result["stages"] == pytest.approx(result["exact_stages"], rel=1e-12)
+        assert abs(result["exact_main"] - result["exact_copied"]) > 1e-6, "else the two could not be told apart"
+
+
+def test_norms_of_sharded_models_and_tensors_are_those_of_the_whole(processes: Processes, tmp_path: Path) -> None:
+    for result in results(processes, tmp_path, "sharded_norm"):
+        assert result["model"] == pytest.approx(result["exact"], rel=1e-12)
+        assert result["fully"] == pytest.approx(result["exact"], rel=1e-12)
+        assert result["by_names"] == pytest.approx(result["model"], rel=1e-14)
+        assert result["dtensors"] == pytest.approx(result["exact_dtensors"], rel=1e-12)
+        assert "must be split or replicated" in result["partial"]
+        assert "must be a DTensor, got Parameter" in result["plain"]
+
+
+def test_zeros_of_sharded_gradients_count_once_and_muon_updates_shards(processes: Processes, tmp_path: Path) -> None:
+    for result in results(processes, tmp_path, "zeros_and_muon"):
+        assert result["zeros"][4:] == 2 * result["expected"][:1]
+        assert result["zeros"][::2] == result["zeros"][1::2]
+        assert result["expected"][0] > 0
+        assert result["gap"] < 0.03 * result["moved"], "Muon iterates in bfloat16, where the order of sums shows"

@@ -1,0 +1,213 @@
+"""LoRA trains what it adds and nothing else, and leaves files that `peft` and `transformers` open."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from finetune_jobs import small_finetune
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from onstep import CallbackManager, finetune
+from onstep.cli.main import main
+from onstep.config import ConfigContainer
+from onstep.config.parts import PeftConfig
+from onstep.errors import ConfigError, MissingExtraError
+from onstep.models import Transformer, load_hf
+from onstep.training.lora import add_lora, merged_model, target_names
+from small_weights import gpt2, llama, tokens
+
+RUN = Path("runs/run")
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's use of it
+
+
+@pytest.fixture
+def config(tmp_path: Path, corpus: Path, token_cache: Path, monkeypatch: pytest.MonkeyPatch) -> ConfigContainer:
+    """Six steps of LoRA on a small Llama, in runs/run."""
+    monkeypatch.chdir(tmp_path)
+    llama(tmp_path / "weights")
+    settings = {"weights": "weights", "corpus": str(corpus), "cache": str(token_cache), "peft": "lora"}
+    config = small_finetune(settings)
+    config.train.train_iters = 6
+    return config
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    found = model.eval()(tokens())
+    result: torch.Tensor = getattr(found, "logits", found)
+    return result
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_what_was_there_stays_and_what_was_added_moves(config: ConfigContainer) -> None:
+    before: dict[str, torch.Tensor] = {}
+    after: dict[str, torch.Tensor] = {}
+    groups: list[int] = []
+    manager = CallbackManager()
+
+    def copy(into: dict[str, torch.Tensor], context: Any) -> None:
+        into.update({name: value.clone() for name, value in context.model[0].state_dict().items()})
+
+    manager.register("on_train_start", lambda context: copy(before, context))
+    manager.register("on_train_end", lambda context: copy(after, context))
+    manager.register(
+        "on_train_start",
+        lambda context: groups.append(sum(p.numel() for g in context.optimizer.param_groups for p in g["params"])),
+    )
+    finetune(config, callbacks=manager)
+    added = [name for name in before if ".lora_" in name]
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    assert len(added) == 2 * 7 * 2
+    assert moved == added
+    assert groups == [sum(before[name].numel() for name in added)]
+
+
+def test_the_adapter_on_the_base_is_the_merged_model(config: ConfigContainer) -> None:
+    finetune(config)
+    base = AutoModelForCausalLM.from_pretrained("weights")
+    unadapted = logits(base)
+    adapted = logits(PeftModel.from_pretrained(base, RUN / "adapter"))
+    merged = logits(AutoModelForCausalLM.from_pretrained(RUN / "model"))
+    assert close(adapted, merged)
+    assert (adapted - unadapted).abs().max() > 1e-2
+    assert close(logits(load_hf(RUN / "model")), merged)
+    described = json.loads((RUN / "adapter" / "adapter_config.json").read_text())
+    assert described["base_model_name_or_path"] == "weights"
+    assert (described["r"], described["lora_alpha"]) == (4, 32)
+    assert sorted(described["target_modules"]) == [
+        "down_proj",
+        "gate_proj",
+        "k_proj",
+        "o_proj",
+        "q_proj",
+        "up_proj",
+        "v_proj",
+    ]
+
+
+def test_the_adapter_of_one_layer_goes_to_that_layer_only(config: ConfigContainer) -> None:
+    config.peft.target_modules = ["layers.1.attention.query", "mlp.down_proj"]
+    finetune(config)
+    adapter = load_file(RUN / "adapter" / "adapter_model.safetensors")
+    modules = {name.removeprefix("base_model.model.model.layers.").partition(".lora_")[0] for name in adapter}
+    assert modules == {"1.self_attn.q_proj", "0.mlp.down_proj", "1.mlp.down_proj"}
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("weights"), RUN / "adapter")
+    assert close(logits(adapted), logits(AutoModelForCausalLM.from_pretrained(RUN / "model")))
+
+
+def test_the_exported_checkpoint_is_merged_as_well(config: ConfigContainer) -> None:
+    finetune(config)
+    assert main(["checkpoint", "export", str(RUN), "out"]) == 0
+    assert close(logits(load_hf("out")), logits(load_hf(RUN / "model")))
+
+
+def test_a_run_with_lora_is_fine_tuned_further_with_its_adapter_merged(config: ConfigContainer) -> None:
+    finetune(config)
+    newest = max((RUN / "checkpoints").glob("checkpoint-*"))
+    config.run.name, config.checkpoint.pretrained_checkpoint = "second", str(newest)
+    config.train.train_iters, config.optimizer.lr, config.optimizer.min_lr = 1, 1e-9, 0.0
+    config.scheduler.lr_warmup_fraction = None
+    finetune(config)
+    assert close(logits(load_hf("runs/second/model")), logits(load_hf(RUN / "model")))
+
+
+def test_the_statistics_are_printed(config: ConfigContainer, capsys: pytest.CaptureFixture[str]) -> None:
+    finetune(config)
+    model = load_hf("weights")
+    total = model.num_parameters()
+    matrices = [(32, 32), (32, 16), (32, 16), (32, 32), (32, 48), (32, 48), (48, 32)]
+    added = 2 * sum(4 * (inputs + outputs) for inputs, outputs in matrices)
+    assert (
+        f"PEFT statistics:\n  Total parameters: {total + added:,}\n  Trainable parameters: {added:,}\n"
+        f"  Trainable percentage: {100 * added / (total + added):.2f}%\n"
+    ) in capsys.readouterr().out
+
+
+def test_gpt2_leaves_its_merged_weights_and_says_why_no_adapter(
+    config: ConfigContainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpt2(Path("gpt2"))
+    config.checkpoint.pretrained_checkpoint = "gpt2"
+    with caplog.at_level(logging.WARNING, logger="onstep"):
+        finetune(config)
+    assert "keeps several projections of this model in one matrix" in caplog.text
+    assert not (RUN / "adapter").exists()
+    merged = logits(AutoModelForCausalLM.from_pretrained(RUN / "model"))
+    assert close(merged, logits(load_hf(RUN / "model")))
+    assert not close(merged, logits(AutoModelForCausalLM.from_pretrained("gpt2")))
+
+
+def test_of_a_mixture_of_experts_the_attention_is_adapted(config: ConfigContainer) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    theirs = Qwen3MoeConfig(**sizes, **experts, vocab_size=260, head_dim=16, max_position_embeddings=64)
+    Qwen3MoeForCausalLM(theirs).save_pretrained("moe")
+    config.checkpoint.pretrained_checkpoint = "moe"
+    finetune(config)
+    adapter = load_file(RUN / "adapter" / "adapter_model.safetensors")
+    assert {name.split(".")[6] for name in adapter} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("moe"), RUN / "adapter")
+    assert close(logits(adapted), logits(AutoModelForCausalLM.from_pretrained(RUN / "model")))
+
+
+def test_the_added_matrices_follow_from_the_seed_alone_and_change_nothing_at_first(tmp_path: Path) -> None:
+    llama(tmp_path)
+    models = [load_hf(tmp_path) for _ in range(3)]
+    plain = logits(models[0])
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    for model, seed in zip(models, (1, 1, 2), strict=True):
+        add_lora(model, PeftConfig("lora", dim=4), seed)
+    assert torch.equal(torch.rand(3), expected)
+    one, same, other = ({n: p for n, p in m.named_parameters() if "lora_A" in n} for m in models)
+    assert all(torch.equal(one[name], same[name]) and not torch.equal(one[name], other[name]) for name in one)
+    assert torch.equal(logits(models[0]), plain)
+
+
+def test_merging_is_what_peft_computes(tmp_path: Path) -> None:
+    llama(tmp_path)
+    model = load_hf(tmp_path)
+    peft = PeftConfig("lora", dim=4, alpha=6.0)
+    add_lora(model, peft, 0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    merged = merged_model(model, peft)
+    assert isinstance(merged, Transformer)
+    assert close(logits(merged), logits(model))
+    delta = model.get_submodule("layers.0.attention.key").get_delta_weight("default")  # type: ignore[operator]
+    plain = load_hf(tmp_path).layers[0].attention.key.weight  # type: ignore[union-attr]
+    torch.testing.assert_close(merged.state_dict()["layers.0.attention.key.weight"], plain + delta)
+
+
+def test_the_output_matrix_is_no_projection_of_a_layer(tmp_path: Path) -> None:
+    llama(tmp_path)
+    names = target_names(load_hf(tmp_path), ["output"])
+    assert names == ["layers.0.attention.output", "layers.1.attention.output"]
+
+
+def test_a_target_that_is_nowhere_names_the_nearest(config: ConfigContainer) -> None:
+    config.peft.target_modules = ["query", "vlue"]
+    with pytest.raises(ConfigError, match=r"has 'vlue', which no projection .* Did you mean 'value'"):
+        finetune(config)
+
+
+def test_without_peft_the_install_line_is_given(config: ConfigContainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'onstep\[peft\]'"):
+        finetune(config)

@@ -1,0 +1,208 @@
+"""Foreign chunks that gather parameters during the forward pass: when their hooks are on, over a whole run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from small_runs import TinyModel, eval_loader, run, small_state
+from torch import nn
+
+from onstep import CallbackManager
+from onstep.optim import TrainingOptimizer
+from onstep.training import (
+    _handle_mxfp8_param_buffer_copy,
+    disable_forward_pre_hook,
+    enable_forward_pre_hook,
+    should_disable_forward_pre_hook,
+)
+
+
+class GatheringChunk(nn.Module):
+    """A chunk with Megatron-Core's methods, as strict about order as the original; `log` has what was called."""
+
+    def __init__(self, overlap: bool = True) -> None:
+        super().__init__()
+        self.module = TinyModel()
+        self.ddp_config = SimpleNamespace(
+            use_distributed_optimizer=True, overlap_param_gather=overlap, reuse_grad_buf_for_mxfp8_param_ag=True
+        )
+        self.config = SimpleNamespace(param_sync_func="sync", fp8_recipe="delayed")
+        self.remove_forward_pre_hook_handles: dict[str, str] = {"embed": "handle"} if overlap else {}
+        self.log: list[str] = []
+
+    def enable_forward_pre_hook(self) -> None:
+        assert not self.remove_forward_pre_hook_handles
+        self.remove_forward_pre_hook_handles["embed"] = "handle"
+        self.log.append("on")
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        assert self.remove_forward_pre_hook_handles, "disabling twice raises in Megatron-Core"
+        self.remove_forward_pre_hook_handles.clear()
+        self.log.append("off, gathered" if param_sync else "off")
+
+    def zero_grad_buffer(self) -> None:
+        self.log.append("zero")
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.remove_forward_pre_hook_handles)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+class Part:
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def _copy_main_params_to_param_buffer(self) -> None:
+        self._log.append("copy")
+
+
+class Chained(TrainingOptimizer):
+    """An optimizer of two parts, of which one has main parameters to copy."""
+
+    def __init__(self, chunk: GatheringChunk) -> None:
+        super().__init__(torch.optim.SGD(chunk.parameters(), lr=0.1))
+        self.chained_optimizers = [Part(chunk.log), object()]
+        self._log = chunk.log
+
+    def prepare_model_params_for_param_sync(self) -> None:
+        self._log.append("prepare")
+
+
+def trained(chunk: GatheringChunk, events: tuple[str, ...] = (), **fields: Any) -> dict[str, list[bool]]:
+    """Train the chunk for three steps with an evaluation after the second; whether hooks were on at some moments."""
+    seen: dict[str, list[bool]] = {event: [] for event in events}
+    manager = CallbackManager()
+    for event in events:
+        manager.register(event, lambda _, event=event: seen[event].append(chunk.is_on))
+    state = small_state(train_iters=3, **fields)
+    state.cfg.validation.eval_interval = 2
+    run(state, manager, valid=eval_loader(), model=chunk, optimizer=Chained(chunk))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "distributed", "overlap", "expected"),
+    [
+        (False, True, True, True),
+        (True, True, True, False),
+        (False, False, True, False),
+        (False, True, False, False),
+    ],
+)
+def test_hooks_are_toggled_for_an_overlapping_distributed_optimizer_only(
+    fsdp: bool, distributed: bool, overlap: bool, expected: bool
+) -> None:
+    assert should_disable_forward_pre_hook(fsdp, distributed, overlap) is expected
+
+
+def test_hooks_are_off_until_the_first_update_and_around_evaluations_and_at_the_end() -> None:
+    chunk = GatheringChunk()
+    events = ("on_forward_backward_start", "on_train_step_end", "on_eval_start", "on_step_begin", "on_train_end")
+    seen = trained(chunk, events)
+    assert seen["on_forward_backward_start"][:1] == [False]
+    assert all(seen["on_forward_backward_start"][2:]), "two micro-batches a step"
+    assert seen["on_step_begin"] == [False, True, True]
+    assert seen["on_eval_start"] == [False]
+    assert seen["on_train_end"] == [False]
+    toggled = [one for one in chunk.log if one not in ("zero", "copy")]
+    assert toggled == ["off", "on", "prepare", "off, gathered", "on", "prepare", "off, gathered"]
+
+
+def test_the_gradient_buffer_is_cleared_before_main_parameters_are_copied_into_it() -> None:
+    chunk = GatheringChunk()
+    trained(chunk)
+    cleared = [one for one in chunk.log if one in ("zero", "copy")]
+    assert cleared == ["zero", "zero", "copy", "zero", "copy"], "nothing is copied while the hooks are off"
+
+
+def test_the_schedules_own_gathering_is_away_until_the_first_update() -> None:
+    chunk, seen = GatheringChunk(), []
+    manager = CallbackManager()
+    manager.register("on_train_step_start", lambda _: seen.append(chunk.config.param_sync_func))
+    run(small_state(train_iters=2), manager, model=chunk, optimizer=Chained(chunk))
+    assert seen == [None, "sync"]
+    assert chunk.config.param_sync_func == "sync"
+
+
+def test_an_update_that_was_skipped_is_not_the_first() -> None:
+    chunk, seen = GatheringChunk(), []
+    manager = CallbackManager()
+
+    def poison(context: Any) -> None:
+        if context.state.train_state.step == 0:
+            gradient = next(chunk.parameters()).grad
+            assert gradient is not None
+            gradient.fill_(float("nan"))
+
+    manager.register("on_forward_backward_end", poison)
+    manager.register("on_step_begin", lambda _: seen.append(chunk.is_on))
+    run(small_state(train_iters=3, on_nonfinite="skip"), manager, model=chunk, optimizer=Chained(chunk))
+    assert seen == [False, False, True]
+
+
+def test_weights_are_compared_with_the_hooks_off() -> None:
+    chunk = GatheringChunk()
+    trained(chunk, check_weight_hash_across_dp_replicas_interval=3)
+    toggled = [one for one in chunk.log if "off" in one or one == "on"]
+    assert toggled == ["off", "on", "off, gathered", "on", "off, gathered", "on", "off, gathered"]
+
+
+def test_a_second_training_finds_them_off() -> None:
+    chunk = GatheringChunk()
+    trained(chunk)
+    chunk.log.clear()
+    trained(chunk)
+    assert [one for one in chunk.log if "off" in one or one == "on"][:1] == ["on"]
+
+
+def test_chunks_that_do_not_overlap_are_left_alone() -> None:
+    chunk = GatheringChunk(overlap=False)
+    trained(chunk)
+    assert set(chunk.log) == {"zero"}
+
+
+def test_the_functions_say_which_chunk_has_no_hooks() -> None:
+    with pytest.raises(TypeError, match=r"Linear .* has no enable_forward_pre_hook"):
+        enable_forward_pre_hook([nn.Linear(1, 1)])
+    with pytest.raises(TypeError, match="has no disable_forward_pre_hook"):
+        disable_forward_pre_hook([nn.Linear(1, 1)])
+
+
+def test_parameters_are_gathered_after_the_optimizer_prepared_them() -> None:
+    chunk = GatheringChunk()
+    disable_forward_pre_hook([chunk], param_sync=True, optimizer=Chained(chunk))
+    assert chunk.log == ["prepare", "off, gathered"]
+    enable_forward_pre_hook([chunk])
+    disable_forward_pre_hook([chunk], False, Chained(chunk))
+    assert chunk.log[2:] == ["on", "off"]
+
+
+@pytest.mark.parametrize(("reuse", "overlap", "copied"), [(True, True, 1), (True, False, 0), (False, True, 0)])
+def test_main_parameters_are_copied_only_where_buffers_are_shared(reuse: bool, overlap: bool, copied: int) -> None:
+    chunk = GatheringChunk()
+    optimizer = Chained(chunk)
+    _handle_mxfp8_param_buffer_copy(optimizer, reuse, overlap)
+    assert chunk.log.count("copy") == copied
+    chunk.disable_forward_pre_hook(param_sync=False)
+    _handle_mxfp8_param_buffer_copy(
+        optimizer=optimizer, model=[chunk], reuse_grad_buf_for_mxfp8_param_ag=reuse, overlap_param_gather=overlap
+    )
+    assert chunk.log.count("copy") == copied, "the hooks are off"
+
+
+def test_a_checkpoint_is_taken_with_the_hooks_off(tmp_path: Path) -> None:
+    chunk = GatheringChunk()
+    state = small_state(train_iters=3)
+    state.cfg.checkpoint.save, state.cfg.checkpoint.save_interval = str(tmp_path), 2
+    manager, seen = CallbackManager(), []
+    manager.register("on_checkpoint_save_start", lambda _: seen.append(chunk.is_on))
+    run(state, manager, model=chunk, optimizer=Chained(chunk))
+    assert seen == [False, False]
+    assert chunk.log.count("off, gathered") == 3, "two saves, and the end"

@@ -9,6 +9,10 @@ class ConfigError(OnstepError, ValueError):
     """A configuration value, key or combination that cannot work; raised before any work starts."""
 
 
+class ShardingError(ConfigError, RuntimeError):
+    """A tensor that is not split over ranks as a computation takes it; a RuntimeError too, as in Megatron Bridge."""
+
+
 class DataError(OnstepError, ValueError):
     """A corpus, tokenizer or dataset that cannot be trained on."""
 

@@ -47,6 +47,14 @@ def test_info_block(capsys: pytest.CaptureFixture[str], args: Any, make_state: A
     )
 
 
+def test_counts_of_the_trainer_go_before_those_of_whole_batches(
+    capsys: pytest.CaptureFixture[str], args: Any, make_state: Any
+) -> None:
+    state = make_state(max_steps=30, steps_per_epoch=20, num_processes=2, num_examples=313, num_train_samples=471)
+    text = printed(capsys, InfoCallback(), args, state)
+    assert "total_examples: 313\n[INFO|info_logger] total_train_samples: 471\n" in text
+
+
 def test_tied_parameters_count_once(capsys: pytest.CaptureFixture[str], args: Any, make_state: Any) -> None:
     text = printed(capsys, InfoCallback(), args, make_state(), model=[model(tied=True)])
     assert "total_parameters: 436\n" in text

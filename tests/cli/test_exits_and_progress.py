@@ -107,6 +107,16 @@ def test_an_exit_interval_says_where_it_left_and_is_no_failure(command: Command)
     assert evaluated(command, "interval") == [("eval", 4)]
 
 
+@pytest.mark.parametrize("words", [["train.exit_interval=4", "logger.log_interval=25"], ["logger.log_interval=0"]])
+def test_a_run_without_a_logged_loss_is_no_failure(command: Command, words: list[str]) -> None:
+    name = f"unlogged-{len(words)}"
+    assert command.start(name, *words, "validation.eval_iters=0") == 0, said(command, name)
+    text = said(command, name)
+    assert "What this run left in" in text
+    assert "  journal " in text
+    assert "loss plot" not in text
+
+
 def test_an_exit_interval_that_divides_the_run_evaluates_at_the_end(command: Command) -> None:
     assert command.start("divides", "train.exit_interval=3", "train.train_iters=3") == 0
     text = said(command, "divides")

@@ -154,7 +154,7 @@ def test_only_training_keeps_the_traceback_of_what_the_system_refused(
 ) -> None:
     monkeypatch.setattr("onstep.cli.main.importlib.import_module", lambda _: Refusing)
     for name in COMMANDS:
-        if name in ("train", "verify-resume"):
+        if name in ("train", "finetune", "verify-resume"):
             with pytest.raises(PermissionError):
                 main([name])
         else:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from onstep.config import ConfigContainer, resolve
+from onstep.config import ConfigContainer, notices, resolve
 from onstep.config.batch_sizes import BatchSizes, batch_sizes, parse_steps, ramp
 from onstep.config.lengths import steps_of_growing_epochs, train_iters, warmup_and_decay
 from onstep.config.validate import validate
@@ -119,7 +119,7 @@ def test_a_decay_in_samples_is_as_long_as_the_run() -> None:
         ({"rampup_batch_size": [8, 4, 100]}, ["takes train.global_batch_size"]),
         (
             {"global_batch_size": 32, "rampup_batch_size": [3, 29, 100]},
-            ["rampup_batch_size=[3, 29, 100]", "3 must be a multiple of micro_batch_size * ranks = 2 * 1 = 2"],
+            ["rampup_batch_size=[3, 29, 100] has steps of 3 samples; 3 must be a multiple of micro_batch_size * ranks"],
         ),
         (
             {"global_batch_size": 8, "rampup_batch_size": [4, 4, 9], "step_batch_size_schedule": "0:4 9:8"},
@@ -129,6 +129,13 @@ def test_a_decay_in_samples_is_as_long_as_the_run() -> None:
         ({"step_batch_size_schedule": "0:4 5:8 3:16"}, ["rising thresholds"]),
         ({"step_batch_size_schedule": "10:4"}, ["begin with the threshold 0, got 10"]),
         ({"step_batch_size_schedule": "0:8 10:4"}, ["never shrink, got 8, 4"]),
+        ({"step_batch_size_schedule": "0:2 1.5:8"}, ["threshold 1.5", "whole number of samples", "1 or 2"]),
+        ({"step_batch_size_schedule": "0:2 0.0015Ktok:8"}, ["0.0015Ktok", "whole number of tokens"]),
+        ({"global_batch_size": 8, "rampup_batch_size": [8, 4, 100]}, ["global_batch_size=8, so nothing grows"]),
+        (
+            {"global_batch_size": 8, "rampup_batch_size": [2, 2, 60], "train_iters": None, "train_samples": 1},
+            ["train_samples=1 is less than the first step of 2 samples"],
+        ),
         ({"step_batch_size_schedule": "0:8 ten:16"}, ["'0:8 ten:16'", "'0:32 100K:64 1M:128'"]),
         ({"step_batch_size_schedule": ""}, ["thresholds and sizes"]),
         ({"step_batch_size_schedule": "0:4 9:8", "global_batch_size": 16}, ["ends at 8", "global_batch_size=16"]),
@@ -152,6 +159,8 @@ def test_sizes_that_do_not_go_together_are_refused(train: dict[str, object], wor
         ({"use_pytorch_profiler": True, "use_nsys_profiler": True}, ["a process has one profiler"]),
         ({"use_pytorch_profiler": True, "profile_step_start": 12}, ["profile_step_end=12 must be after"]),
         ({"profile_ranks": [-1]}, ["profile_ranks=[-1]"]),
+        ({"use_pytorch_profiler": True, "profile_ranks": [0, 4]}, ["profile_ranks=[0, 4] has the rank 4", "0 to 0"]),
+        ({"record_memory_history": True, "profile_ranks": [1]}, ["has the rank 1"]),
     ],
 )
 def test_profiles_that_cannot_be_are_refused(profiling: dict[str, object], words: list[str]) -> None:
@@ -161,3 +170,41 @@ def test_profiles_that_cannot_be_are_refused(profiling: dict[str, object], words
     with pytest.raises(ConfigError) as refusal:
         validate(made)
     assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_ranks_that_are_there_or_do_not_profile_are_no_mistake() -> None:
+    made = config(global_batch_size=8)
+    made.profiling.profile_ranks = [0, 3]
+    validate(made)
+    made.profiling.use_pytorch_profiler = True
+    validate(made, world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        (
+            {"global_batch_size": 8, "rampup_batch_size": [2, 2, 60], "train_iters": 10},
+            r"last step has 2 samples and not train.global_batch_size=8",
+        ),
+        (
+            {"global_batch_size": 8, "rampup_batch_size": [2, 2, 60], "train_iters": None, "train_samples": 60},
+            r"last step has 6 samples",
+        ),
+        ({"train_iters": 4, "iterations_to_skip": [9, 2, 5]}, r"has the step 5, but the run has 4 steps"),
+    ],
+)
+def test_what_the_run_does_not_come_to_is_told(
+    monkeypatch: pytest.MonkeyPatch, train: dict[str, object], words: str
+) -> None:
+    monkeypatch.setattr(notices, "_said", set())
+    with pytest.warns(UserWarning, match=words) as told:
+        resolve(resolve(config(**train)))
+    assert len(told) == 1, "a run checks its configuration more than once"
+
+
+def test_a_ramp_and_a_skipped_step_that_the_last_step_comes_to_are_not_told() -> None:
+    """17 steps of 2, 4 and 6 samples take 60, the 18th has 8."""
+    sizes = batch_sizes(config(global_batch_size=8, rampup_batch_size=[2, 2, 60]).train, 1, 256)
+    last = walk(sizes, 30).index(8) + 1
+    resolve(config(global_batch_size=8, rampup_batch_size=[2, 2, 60], train_iters=last, iterations_to_skip=[last]))

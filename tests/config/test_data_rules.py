@@ -25,6 +25,9 @@ MEGATRON, CHAT = "dataset.kind=megatron dataset.paths=[a,b]", "dataset.kind=chat
         f"{CHAT} tokenizer.tokenizer_type=bpe tokenizer.vocab_size=300 dataset.packing=false dataset.hf_split=sft",
         "dataset.kind=huggingface dataset.paths=[some/name] dataset.hf_subset=en dataset.text_key=body",
         "tokenizer.tokenizer_type=bpe dataset.reset_attention_mask=true",
+        "dataset.paths=[a.txt,b.jsonl] dataset.text_key=body",
+        "dataset.paths=[folder,*.txt] dataset.text_key=body",
+        "dataset.kind=chat dataset.paths=[a.jsonl,some/name] dataset.hf_subset=en",
     ],
 )
 def test_keys_of_one_kind_go_together(words: str) -> None:
@@ -44,6 +47,16 @@ def test_keys_of_one_kind_go_together(words: str) -> None:
         ("dataset.packing=false", "packing=False means nothing for dataset.kind=text; .* set kind to chat"),
         ("dataset.messages_key=turns", "messages_key='turns' means nothing"),
         ("dataset.hf_subset=en", "hf_subset='en' means nothing .* huggingface or chat"),
+        (f"{CHAT} dataset.hf_subset=en", r"hf_subset='en' is a configuration .* \['c.jsonl'\] are files; leave it out"),
+        (
+            "dataset.kind=huggingface dataset.paths=[a.parquet] dataset.hf_subset=en",
+            "hf_subset='en' is a configuration",
+        ),
+        (
+            "dataset.paths=[a.txt,b.md] dataset.text_key=body",
+            "text_key='body' is a key of JSONL .* files of plain text",
+        ),
+        ("dataset.text_key=body", "text_key='body' is a key of JSONL records, and Python's own sources are not"),
         ("dataset.kind=chat", r"paths=\[\] is empty; dataset.kind=chat takes JSONL files"),
         ("dataset.kind=megatron", "takes the prefixes of .bin and .idx files"),
         ("dataset.kind=chats", "Did you mean 'chat'"),

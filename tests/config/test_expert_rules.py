@@ -52,6 +52,23 @@ def check(**model):
         ({"mtp_num_layers": 256}, "model.mtp_num_layers=256 must be below model.seq_length=256"),
         ({"num_moe_experts": 0}, "model.num_moe_experts=0 must be > 0"),
         ({"num_moe_experts": 2, "moe_expert_capacity_factor": 0.0}, "model.moe_expert_capacity_factor=0.0 must be > 0"),
+        (
+            {"num_moe_experts": 4, "moe_router_bias_update_rate": 0.1},
+            "model.moe_router_bias_update_rate=0.1 does nothing without moe_router_enable_expert_bias=true",
+        ),
+        (
+            {"num_moe_experts": 4, "moe_router_pre_softmax": True, "moe_router_score_function": "sigmoid"},
+            "model.moe_router_pre_softmax=True does nothing without moe_router_score_function=softmax",
+        ),
+        (
+            {"num_moe_experts": 4, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1},
+            "model.moe_aux_loss_coeff=0.1 does nothing without a moe_router_load_balancing_type;",
+        ),
+        (
+            {"num_moe_experts": 4, "moe_token_drop_policy": "position"},
+            "model.moe_token_drop_policy=position does nothing without a moe_expert_capacity_factor",
+        ),
+        ({"mtp_loss_scaling_factor": 0.2}, "model.mtp_loss_scaling_factor=0.2 weighs multi-token prediction"),
         ({"num_moe_experts": 2, "moe_token_drop_policy": "prob"}, "Did you mean 'probs'?"),
     ],
 )
@@ -74,7 +91,10 @@ def test_options_that_do_not_go_together_are_refused_with_value_and_remedy(model
             "moe_aux_loss_coeff": [0.1, 0.2],
         },
         {"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 64, "moe_shared_expert_gate": True},
-        {"mtp_num_layers": 2},
+        {"num_moe_experts": 4, "moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.1},
+        {"num_moe_experts": 4, "moe_router_load_balancing_type": ["none"], "moe_aux_loss_coeff": [0.0]},
+        {"num_moe_experts": 4, "moe_expert_capacity_factor": 1.0, "moe_token_drop_policy": "position"},
+        {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.2},
     ],
 )
 def test_options_that_go_together_are_taken(model):

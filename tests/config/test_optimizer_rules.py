@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from onstep.config import ConfigContainer, apply_overrides, validate
+from onstep.config import ConfigContainer, apply_overrides, resolve, validate
 from onstep.errors import ConfigError
 
 
@@ -66,6 +66,15 @@ def test_what_works_is_accepted() -> None:
     entries = [{"match": "*.router.*", "lr_mult": 0.1, "wd_mult": 0}, {"match": "*", "max_lr": 1, "min_lr": None}]
     validate(configured(optimizer__param_groups=entries, optimizer__decoupled_lr=0.02))
     validate(configured(optimizer__param_groups=[{"match": "*", "start_wd": 0.2, "end_wd": 0.2}]))
+
+
+def test_a_threshold_without_a_limit_is_none() -> None:
+    config = configured()
+    apply_overrides(config, ["optimizer.grad_norm_skip_threshold=.inf"])
+    assert resolve(config).optimizer.grad_norm_skip_threshold is None
+    for value in (float("nan"), float("-inf")):
+        with pytest.raises(ConfigError, match=r"grad_norm_skip_threshold=.* must be a finite number"):
+            resolve(configured(optimizer__grad_norm_skip_threshold=value))
 
 
 def test_entries_can_be_written_on_the_command_line() -> None:

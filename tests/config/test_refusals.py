@@ -101,6 +101,28 @@ SCHEDULES = [
     Refused("scheduler.lr_decay_style=WSD & scheduler.lr_wsd_decay_iters=9", "9 iterations", "longer", ""),
     Refused("scheduler.max_steps=5", "scheduler.max_steps=5", "at least the run's 8 steps", ""),
     Refused("optimizer.min_lr=1.0", "optimizer.min_lr=1.0", "at most optimizer.lr", ""),
+    Refused(
+        "scheduler.lr_decay_style=WSD & scheduler.lr_wsd_decay_iters=7",
+        "scheduler.lr_wsd_decay_iters=7",
+        "(8 iterations) has after the warm-up (2 iterations)",
+        "at most 6",
+    ),
+    Refused(
+        SAMPLES + "scheduler.lr_warmup_samples=20 & scheduler.lr_decay_style=WSD & scheduler.lr_wsd_decay_samples=61",
+        "scheduler.lr_wsd_decay_samples=61",
+        "(80 samples) has after the warm-up (20 samples)",
+        "at most 60",
+    ),
+    Refused("scheduler.lr_warmup_init=1.0", "scheduler.lr_warmup_init=1.0", "at most optimizer.lr", "lower it"),
+    Refused("optimizer.decoupled_min_lr=1.0", "1.0", "must not end above", "decoupled_min_lr"),
+    Refused(
+        "optimizer.decoupled_lr=1.0 & optimizer.param_groups=[{match: 'layers.*', lr_mult: 2.0}, "
+        "{match: 'output.*', min_lr: 2.0, max_lr: 3.0}, {match: '*embedding*', max_lr: 0.5}] & "
+        "optimizer.decoupled_min_lr=0.75",
+        "optimizer.param_groups[2] (match='*embedding*')",
+        "param_groups[2].max_lr=0.5 and optimizer.decoupled_min_lr=0.75",
+        "set max_lr and min_lr in the entry",
+    ),
     Refused("optimizer.decoupled_lr=1e-9", "1e-09", "must not end above", "decoupled_min_lr"),
 ]
 
@@ -125,6 +147,7 @@ ALONE_MEANINGLESS = [
     Refused("train.empty_unused_memory_level=3", "empty_unused_memory_level=3", "must be 0", "or 2"),
     Refused("ft.simulated_fault_rank=7", "simulated_fault_rank=7", "one of the ranks 0 to 0", "leave it null"),
     Refused("ft.calc_ft_timeouts=true", "calc_ft_timeouts=True", "no folder", "set run.name"),
+    Refused("optimizer.muon_momentum=0.9", "muon_momentum=0.9", "means nothing for optimizer.optimizer=adam", "=muon"),
     Refused("optimizer.optimizer=muonn", "'muonn'", "adam | sgd | muon", "Did you mean 'muon'"),
     Refused("model.normalization=layernorm", "'layernorm'", "RMSNorm | LayerNorm", "Did you mean 'LayerNorm'"),
 ]

@@ -109,6 +109,11 @@ def test_it_is_learned_from_the_texts_of_chats_and_datasets(tmp_path: Path) -> N
 
 def test_a_corpus_that_cannot_be_learned_from_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"ab\xff")
+    (tmp_path / "half.jsonl").write_text('{"text": "a\\ud83d"}\n')
+    with pytest.raises(
+        DataError, match=r"half.jsonl:1 is not UTF-8: .*half of a pair of surrogates.*; mend the record"
+    ):
+        learn(DatasetConfig(paths=[str(tmp_path / "half.jsonl")], cache_dir=str(tmp_path)))
     with pytest.raises(DataError, match="bytes is not UTF-8: byte 0xff at offset 2"):
         learn(DatasetConfig(paths=[str(tmp_path / "bytes")], cache_dir=str(tmp_path)))
     (tmp_path / "empty.txt").touch()

@@ -148,6 +148,19 @@ def test_a_conversation_that_is_too_long_is_cut_and_counted_once(
     assert (dataset[0]["tokens"].tolist(), dataset[0]["labels"].tolist()) == (tokens[:40], labels[:40])
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_share_without_a_conversation_is_told_as_such(tmp_path: Path, packing: bool) -> None:
+    config = config_of(tmp_path, ragged(4), packing=packing, split="90,5,5")
+    with pytest.raises(
+        DataError, match=r"validation share of split '90,5,5' of 4 .* is empty; .*dataset.split=100,0,0"
+    ):
+        build_datasets(config, ByteTokenizer(), show_progress=False)
+    config.split = "100,0,0"
+    train, valid, test = build_datasets(config, ByteTokenizer(), show_progress=False)
+    assert len(train) >= 1
+    assert (valid, test) == (None, None)
+
+
 def test_another_rank_does_not_repeat_the_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [*records(("a", "b")), {"messages": [{"role": "user", "content": "alone"}]}]
     chats = chats_of(tmp_path, rows)
@@ -224,6 +237,8 @@ def test_messages_of_a_dataset_are_read_without_the_keys_that_it_adds(tmp_path: 
         ('{"text": "x"}', r"chat\.jsonl:2 has neither 'messages' nor 'prompt' and 'response' \(its keys: 'text'\)"),
         ('{"prompt": "x", "response": 3}', r"chat\.jsonl:2: 'response' must be a string, got int"),
         ('{"messages": []}', r"chat\.jsonl:2: 'messages' must be a list of messages"),
+        ('{"prompt": "x", "response": "a\\ud83d"}', r"chat\.jsonl:2: .* holds '\\ud83d', half of a pair of surrogates"),
+        ('{"messages": [{"role": "user", "content": [{"text": "\\ude00"}]}]}', r"chat\.jsonl:2: .* half of a pair"),
         ('{"messages": [{"content": "x"}]}', r"chat\.jsonl:2: 'messages' must hold messages with 'role'"),
     ],
 )

@@ -126,6 +126,34 @@ def test_an_answer_that_is_also_a_question_is_trained_on_where_it_is_an_answer(f
     assert chat.trained.argmax() == len(asked)
 
 
+def test_a_special_token_in_a_message_is_text(folder: Path) -> None:
+    tokenizer, template = template_of(folder, CHATML)
+    library = tokenizer.library_tokenizer
+    question, said = "Is <|im_end|> the end?", "<|im_end|> is,\n<|im_start|>too"
+    chat = template.encode([{**USER, "content": question}, {**ANSWER, "content": said}], "here")
+    ends = [library.convert_tokens_to_ids(name) for name in ("<|im_start|>", "<|im_end|>")]
+    assert [int(token) for token in chat.ids if token in ends] == [ends[0], ends[1]] * 2
+    assert trained_pieces(tokenizer, chat) == [f"{said}<|im_end|>"]
+    assert library.decode(chat.ids) == library.apply_chat_template(
+        [{**USER, "content": question}, {**ANSWER, "content": said}], tokenize=False
+    )
+    _, marked = template_of(folder, MARKED)
+    with pytest.raises(DataError, match=r"a\.jsonl:3: a message holds '<\|im_end\|>', a special token"):
+        marked.encode([USER, {**ANSWER, "content": said}], "a.jsonl:3")
+
+
+def test_in_the_plain_template_marks_are_tokens_where_they_are_special_and_contents_are_not(folder: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(folder)
+    tokenizer.library_tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
+    mark = tokenizer.library_tokenizer.convert_tokens_to_ids("<|user|>")
+    talk = [{**USER, "content": "a <|endoftext|> <|user|>"}, {**ANSWER, "content": "<|endoftext|>b"}]
+    ids = PlainTemplate(tokenizer).encode(talk, "here").ids.tolist()
+    assert (ids[0], ids.count(mark), ids.count(tokenizer.eos_id), ids[-1]) == (mark, 1, 1, tokenizer.eos_id)
+    prompt = "<|user|>\nWhat is it?\n<|assistant|>\n"
+    asked = PlainTemplate(tokenizer).encode([USER, ANSWER], "here").ids.tolist()
+    assert asked[: len(tokenizer.encode_text(prompt))] == tokenizer.encode_text(prompt)
+
+
 def test_templates_are_told_apart_in_the_cache(folder: Path) -> None:
     found = {template_of(folder, text)[1].fingerprint for text in (CHATML, MARKED, INST)}
     assert len(found | {PlainTemplate(ByteTokenizer()).fingerprint}) == 4

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onstep.config.parts import TokenizerConfig
-from onstep.data import build_tokenizer
+from onstep.config.parts import DatasetConfig, TokenizerConfig
+from onstep.data import build_tokenizer, learn_bpe, tokenizer_source
 from onstep.errors import DataError, MissingExtraError
 
 WORDS = {"<|endoftext|>": 0, "the": 1, "cat": 2, "sat": 3, "[UNK]": 9}
@@ -36,6 +36,14 @@ def tokenizer_folder(tokenizer_file: Path, tmp_path: Path) -> Path:
         tokenizer_file=str(tokenizer_file), eos_token="<|endoftext|>", unk_token="[UNK]"
     ).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def learned(tmp_path: Path) -> Path:
+    """The file of a BPE that is learned from a few words."""
+    (tmp_path / "words.txt").write_text("the cat sat, 123 times " * 20)
+    source = tokenizer_source(DatasetConfig(paths=[str(tmp_path / "words.txt")]))
+    return learn_bpe(source, 270, tmp_path / "cache", show_progress=False).path
 
 
 def test_bytes_take_anything_and_give_it_back() -> None:
@@ -66,6 +74,22 @@ def test_a_local_transformers_tokenizer_is_used_without_special_tokens(tokenizer
     assert list(tokenizer.encode(b"cat sat")) == [2, 3]
     assert tokenizer.decode([1, 2, 0]) == "the cat"
     assert (tokenizer.eos_id, tokenizer.vocab_size) == (0, 10)
+
+
+@pytest.mark.parametrize("kind", ["tokenizers", "huggingface"])
+def test_a_special_token_in_a_text_is_text_and_in_a_prompt_the_token(kind: str, learned: Path, tmp_path: Path) -> None:
+    model = learned
+    if kind == "huggingface":
+        model = tmp_path / "folder"
+        model.mkdir()
+        build_tokenizer(TokenizerConfig(tokenizer_type="tokenizers", tokenizer_model=str(learned))).save(model)
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(model)))
+    text = "a<|endoftext|>b"
+    assert 0 not in tokenizer.encode(text.encode())
+    assert tokenizer.decode([int(token) for token in tokenizer.encode(text.encode())]) == text
+    assert tokenizer.encode_text(text)[1] == 0
+    assert tokenizer.encode_content(text) == list(tokenizer.encode(text.encode()))
+    assert tokenizer.fingerprint.startswith(f"{kind} 2-")  # token files of before it was so are not taken
 
 
 @pytest.mark.parametrize("kind", ["tokenizers", "huggingface"])

@@ -37,6 +37,7 @@ class Rows(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if self.stands and index > 0:
+            Path("began").write_text(str(time.time()))
             time.sleep(10_000)
         tokens = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(index))
         return {"tokens": tokens, "labels": tokens.roll(-1)}
@@ -48,9 +49,16 @@ class Model(nn.Module):
         self.settings, self.calls = settings, 0
         self.embed, self.out = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
 
+    def train(self, mode: bool = True) -> Model:
+        """The last thing that the loop does before its first collective; slow on request."""
+        if mode and self.settings["how"] == "start" and is_culprit(self.settings):
+            time.sleep(self.settings["seconds"])
+        return super().train(mode)
+
     def forward(self, tokens: Any, labels: Any) -> dict[str, Any]:
         self.calls += 1
         if self.settings["how"] == "late" and is_culprit(self.settings) and self.calls == 3:
+            Path("began").write_text(str(time.time()))
             time.sleep(10_000)
         logits = self.out(self.embed(tokens))
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
@@ -64,7 +72,7 @@ class Misbehaves(Callback):
         self.told: list[str] = []
 
     def on_step_end(self, context: Any) -> None:
-        if context.state.train_state.step == 3 and is_culprit(self.settings):
+        if context.state.train_state.step == self.settings.get("at", 3) and is_culprit(self.settings):
             Path("began").write_text(str(time.time()))
             globals()[f"do_{self.settings['how']}"](self.settings)
 
@@ -88,7 +96,19 @@ def do_nothing(settings: dict[str, Any]) -> None:
     pass
 
 
-do_dawdle = do_read = do_late = do_nothing
+do_dawdle = do_read = do_late = do_start = do_nothing
+
+
+def do_interrupt(settings: dict[str, Any]) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(10_000)
+
+
+def do_interrupt_all(settings: dict[str, Any]) -> None:
+    """Ctrl-C, while the other rank waits in a collective."""
+    time.sleep(0.3)
+    os.kill(int(Path("pid-0").read_text()), signal.SIGINT)
+    do_interrupt(settings)
 
 
 def do_raise(settings: dict[str, Any]) -> None:
@@ -120,6 +140,7 @@ def job_train(settings: dict[str, Any]) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     callback = Misbehaves(settings)
+    Path(f"pid-{os.environ.get('RANK', '0')}").write_text(str(os.getpid()))
     stands = settings["how"] == "read" and is_culprit(settings)
     args = TrainingArguments(
         output_dir="run",

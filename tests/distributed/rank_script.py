@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from onstep import Callback, CallbackManager, Trainer, TrainerCallback, TrainingArguments, pretrain
 from onstep.config import ConfigContainer
+from onstep.config.parts import DistributedInitConfig
+from onstep.distributed import open_world
 from onstep.errors import NonFiniteError
 from onstep.recipes import tiny_gpt_pretrain_config
 from onstep.training import forward_step
@@ -198,6 +201,17 @@ def job_predict(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     args = TrainingArguments(output_dir=str(folder / "run"), per_device_eval_batch_size=2, use_cpu=True)
     output = Trainer(Doubler(), args, default_callbacks=False).predict(rows)
     return {"predictions": output.predictions.tolist(), "loss": output.metrics["test_loss"]}
+
+
+def job_groups(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    sums = []
+    for _ in range(settings["times"]):
+        world = open_world(DistributedInitConfig(device="cpu", distributed_timeout_minutes=0.15))
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        sums.append(total.item())
+        world.close()
+    return {"sums": sums}
 
 
 def main() -> None:

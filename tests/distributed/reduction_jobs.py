@@ -28,6 +28,7 @@ from onstep.metrics import (
     calc_dtensor_params_l2_norm,
     calc_params_l2_norm,
     logical_and_across_model_parallel_group,
+    reduce_max_memory_across_pp_group,
     reduce_max_stat_across_model_parallel_group,
 )
 from onstep.metrics.parameter_norms import parameter_norms, total_norm
@@ -55,6 +56,7 @@ STATS: list[tuple[Any, Any]] = [
     (torch.tensor(7), torch.tensor([9])),
     (torch.tensor(1.5), None),
     (0.0, -0.0),
+    (np.True_, False),
 ]
 
 ANSWERS: list[tuple[Any, Any]] = [
@@ -81,7 +83,16 @@ def job_reductions(settings: dict[str, Any]) -> None:
     reduced = [reduce_max_stat_across_model_parallel_group(pair[RANK], group) for pair in STATS]
     agreed = [logical_and_across_model_parallel_group(pair[RANK], group) for pair in ANSWERS]
     mine = reduce_max_stat_across_model_parallel_group(-5, alone if RANK == 0 else None)
-    write({"stats": [[type(one).__name__, str(one)] for one in reduced], "answers": agreed, "alone": mine})
+    memory = reduce_max_memory_across_pp_group({"bytes": np.int64(3 + RANK), "share": 0.5 - RANK}, group)
+    kinds = [[type(one).__name__, one] for one in memory.values()]
+    write(
+        {
+            "stats": [[type(one).__name__, str(one)] for one in reduced],
+            "answers": agreed,
+            "alone": mine,
+            "memory": kinds,
+        }
+    )
     dist.destroy_process_group()
 
 
@@ -244,8 +255,8 @@ def job_sharded_norm(settings: dict[str, Any]) -> None:
     }.items():
         try:
             call()
-        except ConfigError as error:
-            result[name] = str(error)
+        except RuntimeError as error:  # as in Megatron Bridge
+            result[name] = str(error) if isinstance(error, ConfigError) else repr(error)
     write(result)
     dist.destroy_process_group()
 

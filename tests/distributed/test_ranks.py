@@ -82,6 +82,11 @@ def test_a_nan_on_one_rank_ends_all_and_names_the_rank_and_its_samples(
         assert result["reason"] == "failed"
 
 
+def test_a_process_may_open_and_close_one_group_after_another(tmp_path: Path) -> None:
+    results = run_ranks(2, "groups", tmp_path, times=8)
+    assert [result["sums"] for result in results] == [[2.0] * 8] * 2
+
+
 def test_predictions_come_back_in_the_order_of_the_dataset(tmp_path: Path) -> None:
     results = run_ranks(2, "predict", tmp_path)
     for result in results:

@@ -56,9 +56,11 @@ def test_the_largest_statistic_tells_none_negative_whole_and_float_apart(
         ("int", "9"),
         ("float", "1.5"),
         ("float", "0.0"),
+        ("int", "1"),
     ]
     assert one["answers"] == other["answers"] == [True, False, True, False, False, True]
     assert one["alone"] == other["alone"] == -5
+    assert one["memory"] == other["memory"] == [["int", 4], ["float", 0.5]]
 
 
 def test_ranks_of_one_model_see_one_update(processes: Processes, tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ def preempt(ranks: Ranks, name: str, strike: dict[str, Any], job: str = "pretrai
     codes = ranks.start(name, job, strikes=[{"rank": 1, "signal": "SIGTERM", **strike}], **settings)
     assert codes == [PREEMPTED, PREEMPTED], (codes, ranks.output(name))
     assert ranks.status(name) == "preempted"
+    assert "first culprit" not in ranks.output(name), "a rank that leaves by a decision is no fault"
     return [step for step in ranks.steps(name) if step not in before]
 
 

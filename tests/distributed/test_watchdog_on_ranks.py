@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.distributed
 
 JOBS = Path(__file__).with_name("hanging_jobs.py")
 HOURS = "10_000"
+OWN_INTERRUPTS = {"train.exit_signal_handler": False}
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +74,7 @@ def test_the_rank_that_raises_is_named_with_its_own_exception(
     assert first.startswith(f"first culprit: rank {culprit} failed first at step 3"), report
     assert "callback 'Misbehaves' is told of 'on_step_end'" in first
     assert "hanging_jobs.py:" in first
+    assert no_dumps_of(report)
     assert first.endswith("in do_raise: ValueError: a fault of its own")
     exception = report.split(f"exception of rank {culprit}:")[1].split("stacks of rank 0")[0]
     assert 'raise ValueError("a fault of its own")' in exception
@@ -92,12 +95,13 @@ def test_a_rank_that_sleeps_in_a_callback_is_named_with_it(processes: Processes,
     assert "callback 'Misbehaves' is told of 'on_step_end'" in first
     assert re.search(r"hanging_jobs.py:\d+ in do_sleep$", first), first
     assert f"rank {1 - culprit}: step 3, it waits for other ranks in a collective" in report
+    assert no_dumps_of(report), "what os._exit leaves"
     assert f"time.sleep({HOURS})" in stacks_of(report, culprit)
     assert "in all_reduce" in stacks_of(report, 1 - culprit)
     assert f"rank {culprit} hangs" in run_json(tmp_path)["error"]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_rank_whose_data_never_comes_is_named_with_the_line_that_reads_it(
     processes: Processes, tmp_path: Path, num_workers: int
 ) -> None:
@@ -105,9 +109,16 @@ def test_a_rank_whose_data_never_comes_is_named_with_the_line_that_reads_it(
     assert "rank 1 hangs" in report.splitlines()[0]
     assert "while it is reading a batch" in report.splitlines()[0]
     head = report.split("what each rank")[0]
-    assert re.search(r"hanging_jobs.py:\d+ in __getitem__", head), report
+    assert re.search(r"hanging_jobs.py:\d+ in __getitem__$", report.splitlines()[0]), report
+    assert "in __getitem__" in run_json(tmp_path)["error"]
     assert ("its data worker" in head) == bool(num_workers)
     assert no_process_of(tmp_path), "data workers are ended too"
+
+
+def no_dumps_of(report: str) -> bool:
+    """Whether the files of the processes that a report names are gone."""
+    pids = re.findall(r"stacks of rank \d+ \(process (\d+)\)", report)
+    return not [one for pid in pids for one in Path(tempfile.gettempdir()).glob(f"onstep-stacks-*{pid}-*")]
 
 
 def no_process_of(folder: Path) -> bool:
@@ -126,6 +137,7 @@ def no_process_of(folder: Path) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_to_a_collective_is_named(processes: Processes, tmp_path: Path) -> None:
     _, report = run(processes, tmp_path, how="late")
     first = report.splitlines()[0]
@@ -135,7 +147,8 @@ def test_a_rank_that_does_not_come_to_a_collective_is_named(processes: Processes
     assert "rank 0: step 2, it waits for other ranks in a collective (computing a step)" in report
 
 
-@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("culprit", [0, 1])
 def test_a_stopped_process_is_named_and_ended(processes: Processes, tmp_path: Path, culprit: int) -> None:
     codes, report = run(processes, tmp_path, how="stop", culprit=culprit, pace=0.4)
     assert f"rank {culprit} hangs: its process is stopped" in report.splitlines()[0], report
@@ -143,6 +156,7 @@ def test_a_stopped_process_is_named_and_ended(processes: Processes, tmp_path: Pa
     assert "none: the rank does not answer" in stacks_of(report, culprit)
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_gives_the_interpreter_back_is_named_with_its_stack(
     processes: Processes, tmp_path: Path
 ) -> None:
@@ -162,6 +176,7 @@ def test_a_simulated_fault_is_found_like_a_real_one(processes: Processes, tmp_pa
     assert "ft.simulate_fault: rank 1 will fail (rank_hung) in 1." in output_of(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_waited_for(processes: Processes, tmp_path: Path) -> None:
     codes = processes.run(
         JOBS, "train", tmp_path, {"how": "dawdle", "seconds": 1.8, "seconds_allowed": 3.0, "max_steps": 3}, ranks=2
@@ -176,6 +191,39 @@ def test_a_run_that_ends_well_leaves_nothing(processes: Processes, tmp_path: Pat
     for rank in (0, 1):
         assert json.loads((tmp_path / f"threads-{rank}.json").read_text()) == ["MainThread"]
     assert all(not path.read_text() for path in tmp_path.glob("rank-*.out")), output_of(tmp_path)
+
+
+def test_what_a_rank_last_did_is_known_from_the_first_step_on(processes: Processes, tmp_path: Path) -> None:
+    _, report = run(processes, tmp_path, how="stop", at=1, seconds_allowed=1.0)
+    first = report.splitlines()[0]
+    assert "rank 1 hangs: its process is stopped" in first
+    assert "setting up" not in first
+
+
+def test_a_slow_start_is_not_counted(processes: Processes, tmp_path: Path) -> None:
+    """The other rank waits for longer than the limit, which begins only when all have come."""
+    settings = {"how": "start", "seconds": 3.5, "seconds_allowed": 1.5, "pace": 0.1}
+    codes = processes.run(JOBS, "train", tmp_path, settings, ranks=2)
+    assert codes == [0, 0], output_of(tmp_path)
+    assert not reports(tmp_path)
+
+
+def test_a_rank_that_is_interrupted_alone_is_named(processes: Processes, tmp_path: Path) -> None:
+    _, report = run(processes, tmp_path, how="interrupt", overrides=OWN_INTERRUPTS)
+    first = report.splitlines()[0]
+    assert first.startswith("first culprit: rank 1 failed first at step 3"), report
+    assert first.endswith("in do_interrupt: KeyboardInterrupt"), first
+    assert "rank 1 failed first" in run_json(tmp_path)["error"]
+
+
+def test_an_interrupt_of_all_ranks_is_no_riddle(processes: Processes, tmp_path: Path) -> None:
+    began = time.monotonic()
+    settings = {"how": "interrupt_all", "seconds_allowed": 60.0, "overrides": OWN_INTERRUPTS}
+    codes = processes.run(JOBS, "train", tmp_path, settings, ranks=2)
+    assert all(codes), codes
+    assert time.monotonic() - began < 30, "the processes were ended from outside"
+    assert not reports(tmp_path)
+    assert not list((tmp_path / "run").glob("first-culprit-*"))
 
 
 def test_an_error_that_all_ranks_raise_alike_is_no_riddle(processes: Processes, tmp_path: Path) -> None:
@@ -201,6 +249,7 @@ def test_the_others_end_when_a_rank_is_killed_under_torchrun(tmp_path: Path, cul
     assert "in all_reduce" in error
 
 
+@pytest.mark.slow
 def test_the_others_end_when_the_process_with_the_store_is_killed(tmp_path: Path) -> None:
     """Without torchrun the store of the process group lives in rank 0."""
     settings = {"how": "kill", "culprit": 0, "pace": 0.4, "seconds_allowed": 30.0}
@@ -226,6 +275,7 @@ def test_with_ten_seconds_all_is_over_within_twenty(tmp_path: Path) -> None:
         assert time.time() - began < 20, how
 
 
+@pytest.mark.slow
 def test_the_command_line_names_the_culprit_too(tiny_config: ConfigContainer, tmp_path: Path) -> None:
     tiny_config.train.global_batch_size, tiny_config.train.micro_batch_size = 4, 2
     tiny_config.ft.watchdog_seconds = 6.0

@@ -18,7 +18,9 @@ from onstep.metrics import (
 from onstep.metrics.shared_parameters import is_counted
 
 
-@pytest.mark.parametrize("stat", [None, -1.0, 3, 2**70, torch.tensor(2.0), torch.tensor(2.0, device="meta")], ids=str)
+@pytest.mark.parametrize(
+    "stat", [None, -1.0, 3, 2**62, np.True_, torch.tensor(2.0), torch.tensor(2.0, device="meta")], ids=str
+)
 def test_without_a_group_the_very_statistic_comes_back_unread(stat: Any) -> None:
     assert reduce_max_stat_across_model_parallel_group(stat, None) is stat
 
@@ -62,6 +64,8 @@ def test_what_is_no_number_is_refused_before_anything_is_sent(stat: Any) -> None
             reduce_max_stat_across_model_parallel_group(stat, Pair())
     finally:
         dist.destroy_process_group()
+    with pytest.raises(ConfigError, match=r"must (be one number|fit into 64 bits)"):
+        reduce_max_stat_across_model_parallel_group(stat, None)
 
 
 def test_a_parameter_is_shared_only_where_it_says_so() -> None:

@@ -193,3 +193,10 @@ def test_setting_the_output_layer_by_megatrons_name_replaces_the_output():
 
     assert model(TOKENS).shape == (2, 6, 5)
     assert [name for name, _ in model.named_modules() if "output" in name and "layers" not in name] == ["output"]
+
+
+def test_a_head_of_another_width_is_refused_by_the_hook_with_both():
+    with pytest.raises(ConfigError, match=r"hidden_size=32 does not fit Transformer, whose hidden states are 16 wide"):
+        make_value_model(32, False)(model_of(share_embeddings_and_output_weights=True))
+    with pytest.raises(ConfigError, match=r"hidden_size=16 does not fit Chunk, whose hidden states are 8 wide"):
+        make_value_model(16, False)(Chunk())

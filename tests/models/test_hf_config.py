@@ -1,11 +1,11 @@
 import dataclasses
 
 import pytest
-from transformers import LlamaConfig, Qwen2Config
+from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from onstep.config.parts import ModelConfig
 from onstep.errors import ConfigError
-from onstep.models import config_from_hf, hf_config_dict
+from onstep.models import config_from_hf, head_width, hf_config_dict, num_query_groups
 
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 40}
 PLAIN = {
@@ -57,6 +57,26 @@ def test_open_fields_have_the_defaults_of_transformers():
         False,
         False,
     )
+
+
+@pytest.mark.parametrize("hf_class", [LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig, GPT2Config])
+def test_what_a_file_leaves_out_is_what_transformers_takes(hf_class):
+    """The file with its sizes alone is the same model as the one where transformers has written out all the rest."""
+    sizes = {"vocab_size": 40, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 64}
+    if hf_class is GPT2Config:
+        sizes = {"vocab_size": 40, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    whole = hf_class(**sizes).to_dict()
+    if hf_class is Qwen3MoeConfig:
+        whole["head_dim"] = whole.get("head_dim") or 2  # no field of the class: hidden_size / num_attention_heads
+    found, expected = config_from_hf({"model_type": hf_class.model_type, **sizes}), config_from_hf(whole)
+    assert filled(found) == filled(expected)
+    assert found.seq_length == whole.get("max_position_embeddings", whole.get("n_positions"))
+    assert num_query_groups(found) == whole.get("num_key_value_heads", 4)
+
+
+def filled(config):
+    return dataclasses.replace(config, num_query_groups=num_query_groups(config), kv_channels=head_width(config))
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,6 @@ def test_files_name_each_expert_and_the_configuration_says_how_they_are_chosen(t
     [
         {"moe_shared_expert_intermediate_size": 16},
         {"moe_router_score_function": "sigmoid"},
-        {"moe_expert_capacity_factor": 1.0},
         {"moe_router_enable_expert_bias": True},
         {"moe_router_topk_scaling_factor": 2.0},
         {"mtp_num_layers": 1},
@@ -123,3 +122,38 @@ def test_what_qwen3_moe_does_not_compute_is_refused_by_name(option, tmp_path):
     name, value = next(iter(option.items()))
     with pytest.raises(ConfigError, match=f"Qwen3MoeForCausalLM comes nearest, but does not take {name}={value!r}"):
         save_hf(build_transformer(config, seed=0), tmp_path)
+
+
+def test_a_model_that_drops_in_training_computes_the_same_there(tmp_path):
+    config = ModelConfig(
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=4,
+        vocab_size=40,
+        qk_layernorm=True,
+        num_moe_experts=4,
+        moe_expert_capacity_factor=0.5,
+    )
+    model = build_transformer(config, seed=0).eval()
+    save_hf(model, tmp_path)
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path)(TOKENS).logits
+        torch.testing.assert_close(model(TOKENS), theirs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("without", [{"num_experts": 0}, {"mlp_only_layers": [0, 1, 2]}, {"decoder_sparse_step": 5}])
+def test_a_qwen3_moe_without_experts_is_dense(without):
+    theirs = hf_model(**without)
+    ours = from_hf_state_dict(config_from_hf(theirs.config.to_dict()), theirs.state_dict()).eval()
+    assert ours.config.num_moe_experts is None
+    with torch.no_grad():
+        torch.testing.assert_close(ours(TOKENS), theirs(TOKENS).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [({"num_experts_per_tok": 0}, "moe_router_topk=0"), ({"decoder_sparse_step": 0}, "decoder_sparse_step=0")],
+)
+def test_numbers_of_zero_are_not_taken_for_left_out(values, message):
+    with pytest.raises(ConfigError, match=message):
+        config_from_hf(hf_model().config.to_dict() | values)

@@ -155,3 +155,17 @@ def test_a_transformer_has_experts_where_the_configuration_says_and_starts_witho
     assert "layers.1.feed_forward.router.expert_bias" in model.state_dict()
     assert moe.experts.up_weight.std().item() == pytest.approx(0.02, rel=0.2)
     assert moe.experts.down_weight.std().item() == pytest.approx(0.02 / 2, rel=0.2)
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_outside_training_nothing_is_dropped_and_no_token_sees_a_later_one(policy):
+    options = {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": policy, "init_method_std": 0.3}
+    model = build_transformer(dataclasses.replace(CONFIG, **options), seed=0).eval()
+    plain = build_transformer(dataclasses.replace(CONFIG, init_method_std=0.3), seed=0).eval()
+    tokens = torch.randint(0, 40, (1, 20), generator=torch.Generator().manual_seed(0))
+    other = tokens.clone()
+    other[0, -1] = (other[0, -1] + 5) % 40
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), plain(tokens), rtol=0, atol=1e-6)
+        torch.testing.assert_close(model(tokens)[:, :-1], model(other)[:, :-1], rtol=0, atol=1e-6)
+        assert not torch.allclose(model.train()(tokens), plain(tokens), atol=1e-3)

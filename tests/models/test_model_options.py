@@ -278,3 +278,18 @@ def test_learned_positions_are_drawn_like_embeddings():
     model = build_transformer(ModelConfig(**GPT2, vocab_size=31, seq_length=256, init_method_std=0.05), seed=1)
 
     assert model.position_embedding.weight.std().item() == pytest.approx(0.05, rel=0.03)
+
+
+@pytest.mark.parametrize("ids", [[5, 12], [-1, 3]])
+def test_position_ids_outside_the_table_are_refused(ids):
+    model = model_of({"position_embedding_type": "learned_absolute"})
+    with pytest.raises(ConfigError, match=rf"from {ids[0]} to {ids[1]}, but learned positions are those from 0 to 11"):
+        model(some_tokens(1, 2), position_ids=torch.tensor([ids]))
+
+
+def test_documents_beyond_the_length_of_dynamic_angles_are_refused():
+    model = model_of({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}})
+    ids = torch.zeros(1, 13, dtype=torch.long)
+    model(some_tokens(1, 12), document_ids=ids[:, :12])
+    with pytest.raises(ConfigError, match="document_ids of a sequence of 13 tokens do not go with rope_scaling"):
+        model(some_tokens(1, 13), document_ids=ids)

@@ -6,8 +6,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from onstep.config.parts import ModelConfig
+from onstep.errors import ConfigError
 from onstep.metrics.model_shape import ModelShape
-from onstep.models import build_transformer, generate
+from onstep.models import build_transformer, generate, make_value_model
 
 CONFIG = ModelConfig(
     num_layers=2,
@@ -37,7 +38,10 @@ def depth_losses(model, tokens, labels, documents=None):
     for depth, module in enumerate(model.mtp.depths, start=1):
         later = torch.zeros_like(tokens)
         later[:, :-depth] = tokens[:, depth:]
-        x = torch.cat([module.embedding_norm(model.embedding(later)), module.hidden_norm(hidden)], dim=-1)
+        embedded = model.embedding(later)
+        if model.position_embedding is not None:
+            embedded = embedded + model.position_embedding.weight[positions_of(tokens, documents, depth)]
+        x = torch.cat([module.embedding_norm(embedded), module.hidden_norm(hidden)], dim=-1)
         x = module.projection(x)
         context = context_of(model, tokens, documents)
         hidden = module.final_norm(module.layer(x, context))
@@ -54,6 +58,13 @@ def depth_losses(model, tokens, labels, documents=None):
     return sums, counts
 
 
+def positions_of(tokens, documents, depth):
+    """Of the token `depth` places further on, counted in its own document; 0 behind the end."""
+    ids = torch.zeros_like(tokens) if documents is None else documents
+    rows = [[[int(one) for one in row[:t]].count(int(row[t])) for t in range(len(row))] for row in ids]
+    return torch.tensor([row[depth:] + [0] * depth for row in rows])
+
+
 def context_of(model, tokens, documents):
     from onstep.models.positions import chosen_positions, sequence_context
 
@@ -67,8 +78,10 @@ def gradients(model):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize("recompute", [None, "full"])
-def test_gradients_are_those_of_the_main_loss_and_the_weighted_depths(reduction, packed, recompute):
-    model = build_transformer(dataclasses.replace(CONFIG, recompute_granularity=recompute), seed=0).double()
+@pytest.mark.parametrize("positions", ["rope", "learned_absolute"])
+def test_gradients_are_those_of_the_main_loss_and_the_weighted_depths(reduction, packed, recompute, positions):
+    options = {"recompute_granularity": recompute, "position_embedding_type": positions}
+    model = build_transformer(dataclasses.replace(CONFIG, **options), seed=0).double()
     tokens, labels = batch()
     documents = (torch.arange(12) // 5).expand(3, 12).contiguous() if packed else None
     reference = copy.deepcopy(model)
@@ -106,7 +119,7 @@ def test_an_evaluation_has_the_main_loss_alone_and_generation_the_main_logits():
 
 def test_a_depth_is_a_projection_three_norms_and_a_layer():
     model = build_transformer(CONFIG, seed=0)
-    plain = build_transformer(dataclasses.replace(CONFIG, mtp_num_layers=None), seed=0)
+    plain = build_transformer(dataclasses.replace(CONFIG, mtp_num_layers=None, mtp_loss_scaling_factor=0.1), seed=0)
     layer = sum(p.numel() for p in plain.layers[-1].parameters())
     joining = 2 * 16**2 + 3 * 16
     assert model.num_parameters() == plain.num_parameters() + 2 * (layer + joining)
@@ -122,3 +135,26 @@ def test_a_depth_has_experts_where_the_last_layer_has():
     assert hasattr(with_experts.mtp.depths[0].layer.feed_forward, "router")
     assert with_experts.mtp.depths[1].layer.feed_forward.router.layer_index == 3
     assert not hasattr(without.mtp.depths[0].layer.feed_forward, "router")
+
+
+def test_training_it_without_labels_is_refused_and_all_else_is_not():
+    model = build_transformer(CONFIG, seed=0)
+    tokens, labels = batch()
+    with pytest.raises(ConfigError, match=r"mtp_num_layers=2 to train.*pass labels, or set model.mtp_num_layers"):
+        model(tokens)
+    model(tokens, labels)
+    with torch.no_grad():
+        model(tokens)
+    model.mtp.requires_grad_(False)
+    model(tokens).sum().backward()
+    model.mtp.requires_grad_(True)
+    model.eval()(tokens).sum().backward()
+
+
+def test_a_value_head_takes_the_place_of_the_depths_too():
+    model = build_transformer(CONFIG, seed=0)
+    make_value_model(16, False)(model)
+    model(batch()[0]).sum().backward()
+    assert model.mtp is None
+    assert not any(name.startswith("mtp") for name in model.state_dict())
+    assert model.config == dataclasses.replace(CONFIG, mtp_num_layers=None, mtp_loss_scaling_factor=0.1)

@@ -162,3 +162,18 @@ def test_coefficients_belong_to_their_types():
     }
     assert loss_coefficients(dataclasses.replace(CONFIG, moe_router_load_balancing_type="none")) == {}
     assert loss_coefficients(dataclasses.replace(CONFIG, moe_aux_loss_coeff=0.1)) == {"aux_loss": 0.1}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_bias_stays_float32_and_goes_on_moving_in_a_half_precision_model(dtype):
+    one = router(moe_router_enable_expert_bias=True)
+    one.expert_bias.fill_(0.3)
+    one.update_expert_bias(torch.tensor([9.0, 0.0, 5.0, 5.0, 6.0]))
+    before = one.expert_bias.clone()
+    one.to(dtype)
+    assert (one.expert_bias.dtype, one.weight.dtype) == (torch.float32, dtype)
+    assert torch.equal(one.expert_bias, before)
+    one.update_expert_bias(torch.tensor([9.0, 0.0, 5.0, 5.0, 6.0]))
+    torch.testing.assert_close(one.expert_bias, torch.tensor([0.298, 0.302, 0.3, 0.3, 0.298]))
+    assert "expert_bias" in one.state_dict()
+    assert one.to_empty(device="meta").expert_bias.dtype == torch.float32

@@ -2,7 +2,7 @@ import pytest
 
 from onstep.config.parts import ModelConfig
 from onstep.errors import ConfigError
-from onstep.models import check_model_config, ffn_hidden_size, head_width, num_query_groups
+from onstep.models import build_transformer, check_model_config, ffn_hidden_size, head_width, num_query_groups
 
 
 def test_sizes_left_open_follow_from_the_hidden_size_and_the_heads():
@@ -59,3 +59,26 @@ def test_sizes_that_cannot_work_are_refused_with_value_and_rule(values, message)
 
 def test_heads_need_not_divide_the_hidden_size_where_their_width_is_given():
     check_model_config(ModelConfig(vocab_size=257, hidden_size=130, kv_channels=32))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"moe_router_topk": 5}, "moe_router_topk=5 must be at most"),
+        ({"moe_layer_freq": 0}, "moe_layer_freq=0 must be >= 1"),
+        ({"moe_layer_freq": [1, 0]}, "for each of the 4 layers"),
+        ({"moe_aux_loss_coeff": [0.1, 0.2]}, "has 2 entries"),
+        ({"moe_router_load_balancing_type": "even"}, "must be of aux_loss"),
+        ({"moe_shared_expert_gate": True}, "the gate of a shared expert"),
+        ({"num_moe_experts": None, "moe_router_topk": 3}, "num_moe_experts is null"),
+        ({"moe_router_pre_softmax": True, "moe_router_score_function": "sigmoid"}, "does nothing without"),
+    ],
+)
+def test_experts_that_cannot_work_are_refused_without_a_run(values, message):
+    config = ModelConfig(**({"vocab_size": 257, "num_moe_experts": 4} | values))
+    with pytest.raises(ConfigError, match=message):
+        build_transformer(config)
+
+
+def test_a_model_whose_router_could_not_learn_can_be_built():
+    check_model_config(ModelConfig(vocab_size=257, num_moe_experts=4, moe_router_topk=1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -228,3 +229,18 @@ def test_a_tiny_language_model_learns() -> None:
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.1 * losses[0]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"])
+def test_a_copy_goes_on_as_the_original(copied: Any) -> None:
+    model = transformer()
+    optimizer = built(model).optimizer
+    fill_grads(model, 0)
+    optimizer.step()
+    model, optimizer = pair = model, optimizer
+    other_model, other = copied(pair)
+    for one, its in ((model, optimizer), (other_model, other)):
+        fill_grads(one, 1)
+        its.step()
+    assert bits(list(other_model.parameters())) == bits(list(model.parameters()))
+    assert bits(other.state_dict()) == bits(optimizer.state_dict())

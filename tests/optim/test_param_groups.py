@@ -63,6 +63,58 @@ def test_a_parameter_may_be_marked_as_embedding_or_output() -> None:
     assert names_of(model, built(model, decoupled_lr=0.2).param_groups[0]) == ["1.weight"]
 
 
+OUTPUTS = ["classifier", "score", "qa_outputs", "head", "fc", "v_head", "lm_head", "output", "output_layer"]
+
+
+class Body(nn.Module):
+    """An encoder of one layer, of which parts have names that outputs have too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.EmbeddingBag(9, 4)
+        self.layers = nn.ModuleList([nn.ModuleDict({"output": nn.Linear(4, 4), "score": nn.Linear(4, 4)})])
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_the_output_of_a_classifier_is_known_by_its_name(name: str) -> None:
+    model = Body()
+    model.add_module(name, nn.Linear(4, 2))
+    model.add_module("pooler", nn.Linear(4, 4))
+    decoupled, *others = built(model, optimizer="muon", decoupled_lr=0.2).param_groups[::-1]
+    groups = [decoupled, *others]
+    [outer] = [group for group in groups if group["is_decoupled_lr"]]
+    assert names_of(model, outer) == ["words.weight", f"{name}.weight"]
+    assert "ns_steps" not in outer
+    [muon] = [group for group in groups if "ns_steps" in group]
+    assert names_of(model, muon) == ["layers.0.output.weight", "layers.0.score.weight", "pooler.weight"]
+
+
+def test_an_output_of_several_layers_ends_with_its_last() -> None:
+    model, wrapper = Body(), nn.Module()
+    model.classifier = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    wrapper.backbone = model
+    assert names_of(wrapper, built(wrapper, decoupled_lr=0.2).param_groups[0]) == [
+        "backbone.words.weight",
+        "backbone.classifier.2.weight",
+    ]
+
+
+def test_the_last_linear_of_a_model_is_its_output_where_no_name_says_so() -> None:
+    model = Body()
+    model.to_pixels, model.norm = nn.Linear(4, 2), nn.LayerNorm(2)
+    assert names_of(model, built(model, decoupled_lr=0.2).param_groups[0]) == ["words.weight", "to_pixels.weight"]
+    alone = nn.Sequential(nn.Linear(4, 4))
+    assert not any(group["is_decoupled_lr"] for group in built(alone, decoupled_lr=0.2).param_groups)
+
+
+def test_an_entry_by_which_a_decoupled_rate_would_rise_is_refused_by_name_for_any_model() -> None:
+    model = Body()
+    model.head = nn.Linear(4, 2)
+    entries = [{"match": "layers.*", "min_lr": 0.05}, {"match": "head.*", "max_lr": 0.001}]
+    with pytest.raises(ConfigError, match=r"param_groups\[1\] .*max_lr=0.001 and optimizer.decoupled_min_lr=0.01; set"):
+        built(model, decoupled_lr=0.2, decoupled_min_lr=0.01, param_groups=entries)
+
+
 def test_decoupled_rates_follow_the_same_schedule_between_their_own_values() -> None:
     optimizer = built(transformer(), min_lr=0.01, decoupled_lr=0.5, decoupled_min_lr=0.1)
     config = OptimizerConfig(lr=0.1, min_lr=0.01, decoupled_lr=0.5, decoupled_min_lr=0.1)

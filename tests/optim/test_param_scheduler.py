@@ -107,10 +107,11 @@ def test_it_schedules_a_training_optimizer_after_its_groups_were_reloaded() -> N
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_state_has_the_keys_of_megatron_core_and_plain_values() -> None:
+def test_state_has_the_keys_of_megatron_core_and_its_start_and_plain_values() -> None:
     scheduler = make()
     scheduler.step(30)
     assert scheduler.state_dict() == {
+        "init_lr": 0.0,
         "max_lr": 1.0,
         "lr_warmup_steps": 10,
         "num_steps": 30,
@@ -173,6 +174,42 @@ def test_equal_schedules_load_without_either_option() -> None:
     saved.step(60)
     loaded.load_state_dict(saved.state_dict())
     assert loaded.num_steps == 60
+
+
+WSD = {"lr_decay_style": "WSD", "wsd_decay_steps": 40, "lr_wsd_decay_style": "linear"}
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), [("init_lr", 0.5), ("wsd_decay_steps", 80), ("lr_wsd_decay_style", "cosine")]
+)
+def test_the_start_and_the_end_of_wsd_are_part_of_the_schedule(name: str, other: Any) -> None:
+    saved = make(**WSD)
+    saved.step(85)
+    changed = WSD | {name: other}
+    with pytest.raises(ConfigError, match=f"{name} must be what the checkpoint has"):
+        make(**changed, use_checkpoint_opt_param_scheduler=False).load_state_dict(saved.state_dict())
+    loaded = make(**changed)
+    loaded.load_state_dict(saved.state_dict())
+    assert loaded.state_dict() == saved.state_dict()
+    assert loaded.get_lr({}) == saved.get_lr({}) == 0.625
+    own = make(**changed, use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True)
+    own.load_state_dict(saved.state_dict())
+    assert own.state_dict()[name] == other
+
+
+def test_the_checkpoints_wsd_holds_where_another_style_is_configured() -> None:
+    saved, loaded = make(**WSD), make()
+    saved.step(85)
+    loaded.load_state_dict(saved.state_dict())
+    assert loaded.get_lr({}) == 0.625
+
+
+def test_a_state_of_an_older_version_leaves_what_it_did_not_know() -> None:
+    saved = make(**WSD)
+    state = {key: value for key, value in saved.state_dict().items() if key not in (*WSD, "init_lr")}
+    loaded = make(**WSD, init_lr=0.25, use_checkpoint_opt_param_scheduler=False)
+    loaded.load_state_dict(state | {"lr_decay_style": "WSD"})
+    assert (loaded.lr_schedule.init_lr, loaded.lr_schedule.wsd_decay_steps) == (0.25, 40)
 
 
 def test_a_state_without_a_count_is_refused() -> None:

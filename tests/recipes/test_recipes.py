@@ -243,7 +243,7 @@ def test_a_form_for_fine_tuning_trains_the_same_model_more_gently() -> None:
 def test_a_form_for_fine_tuning_needs_weights() -> None:
     config = get_recipe("tiny_gpt_finetune")()
     config.dataset.paths = ["chat.jsonl"]
-    with pytest.raises(ConfigError, match=r"checkpoint.finetune=True takes weights .* pretrained_checkpoint"):
+    with pytest.raises(ConfigError, match=r"checkpoint.finetune=True takes weights .*pretrained_checkpoint"):
         validate(config)
 
 

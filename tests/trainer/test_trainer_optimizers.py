@@ -162,3 +162,41 @@ def test_the_decay_ends_with_the_run_also_where_epochs_have_a_shorter_last_step(
         callbacks=watched(lambda groups: seen.append(groups[0]["lr"])),
     ).train()
     assert seen == pytest.approx([0.6, 0.5, 0.4, 0.3, 0.2, 0.1])
+
+
+def test_biases_of_stacked_experts_do_not_decay(tmp_path: Path) -> None:
+    model = Regression()
+    model.layer.register_parameter("expert_bias", torch.nn.Parameter(torch.zeros(2, 3)))
+    optimizers: list[Any] = []
+    trainer = quiet(
+        model,
+        arguments(tmp_path, max_steps=1, weight_decay=0.5),
+        regression_rows(4),
+        optimizer_cls_and_kwargs=(torch.optim.AdamW, {"lr": 0.2}),
+        callbacks=watched(lambda groups: optimizers.extend((len(g["params"]), g["weight_decay"]) for g in groups)),
+    )
+    trainer.train()
+    assert optimizers == [(1, 0.5), (2, 0.0)]
+
+
+def test_what_the_configuration_made_is_shown_and_made_anew_by_the_next_training(tmp_path: Path) -> None:
+    trainer = quiet(Regression(), arguments(tmp_path, max_steps=2), regression_rows(8))
+    assert trainer.optimizer is trainer.lr_scheduler is None
+    trainer.train()
+    first, schedule = trainer.optimizer, trainer.lr_scheduler
+    assert isinstance(schedule, OptimizerParamScheduler)
+    assert schedule.optimizer is first
+    assert [*first.param_groups[0]["params"]] == [trainer.model.layer.weight]
+    trainer.train()
+    assert trainer.optimizer is not first
+    assert trainer.lr_scheduler is not schedule
+
+
+def test_an_optimizer_of_the_user_stays_the_users(tmp_path: Path) -> None:
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = quiet(model, arguments(tmp_path, max_steps=2), regression_rows(8), optimizers=(optimizer, None))
+    for _ in range(2):
+        trainer.train()
+        assert trainer.optimizer is optimizer
+        assert isinstance(trainer.lr_scheduler, OptimizerParamScheduler)

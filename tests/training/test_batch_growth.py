@@ -239,6 +239,89 @@ def test_the_schedule_of_iterations_ends_with_the_run(make: Make) -> None:
     assert rates[:3] == pytest.approx([2 / 10, 4 / 10, 6 / 10])
 
 
+TAILS = (
+    "train.drop_last=false",
+    "train.rampup_batch_size=[2,6,120]",
+    "train.train_iters=70",
+    "validation.eval_interval=null",
+    "scheduler.lr_warmup_iters=4",
+    "scheduler.lr_decay_style=linear",
+    "optimizer.min_lr=0",
+    "optimizer.lr=1",
+)
+"""Changes to a run whose epochs end in tails while the batch grows."""
+
+
+def test_the_schedule_ends_with_a_run_whose_epochs_end_in_tails(make: Make) -> None:
+    rates: list[float] = []
+    manager = CallbackManager()
+    manager.register("on_step_end", lambda context: rates.append(context.optimizer.param_groups[0]["lr"]))
+    state = pretrain(make("tails", *TAILS), callbacks=manager)
+    assert state.train_dataloader.num_samples % 2, "an epoch ends in a tail"
+    assert state.train_state.epoch == 1
+    assert rates[3] == pytest.approx(1.0)
+    assert rates[-1] == pytest.approx(0.0, abs=1e-9)
+    assert rates[-2] > 0.01
+    assert state.trainer_state.num_train_epochs == pytest.approx(state.trainer_state.epoch)
+    assert state.trainer_state.num_train_samples == state.train_state.consumed_train_samples
+    assert state.trainer_state.num_examples == state.train_dataloader.num_samples
+
+
+def test_such_a_run_that_dies_ends_as_the_one_that_nobody_touched(make: Make) -> None:
+    compare(lambda name: make(name, *TAILS, "checkpoint.save_interval=5"), [("on_step_end", 53), ("on_step_end", 12)])
+
+
+def test_its_schedule_goes_on_where_the_progress_is_without_the_optimizers_state(make: Make) -> None:
+    """From the checkpoint at step 65 on, with a tail behind it, the learning rates are those of the first run."""
+    first = make("first", *TAILS, "checkpoint.save_interval=65")
+    source = Path(first.run.output_dir) / "first" / "checkpoints" / "checkpoint-65"
+    placed = make("placed", *TAILS, f"checkpoint.load={source}", "checkpoint.load_optim=false")
+    whole: list[float] = []
+    rest: list[float] = []
+    for config, rates in ((first, whole), (placed, rest)):
+        manager = CallbackManager()
+        manager.register(
+            "on_step_end", lambda context, rates=rates: rates.append(context.optimizer.param_groups[0]["lr"])
+        )
+        pretrain(config, callbacks=manager)
+    assert len(rest) == 5
+    assert rest == pytest.approx(whole[65:])
+
+
+def test_the_trainers_schedule_ends_with_its_run(tmp_path: Path) -> None:
+    rows = [RaggedRows()[index] for index in range(9)]
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = TinyModel()
+
+        def forward(self, tokens: Any, labels: Any) -> Any:
+            return {"loss": self.inner(tokens, labels, reduction="mean")}
+
+    args = TrainingArguments(
+        output_dir=str(tmp_path / "run"),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        max_steps=30,
+        lr_scheduler_type="linear",
+        learning_rate=1e-3,
+        use_cpu=True,
+        save_strategy="no",
+        config_overrides={"train.rampup_batch_size": [2, 2, 60]},
+    )
+    trainer = Trainer(Model(), args, train_dataset=rows, default_callbacks=False)
+    rates: list[float] = []
+    trainer.callback_manager.register(
+        "on_step_end", lambda context: rates.append(context.optimizer.param_groups[0]["lr"])
+    )
+    trainer.train()
+    assert rates[-1] == pytest.approx(0.0, abs=1e-9)
+    assert rates[-2] > 1e-5
+    assert trainer.state.num_train_epochs == pytest.approx(trainer.state.epoch)
+    assert trainer.state.num_examples == 9
+
+
 def test_the_console_line_shows_the_size_of_its_step(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     pretrain(make("console", "logger.log_interval=1", "validation.eval_interval=null"))
     lines = [line for line in capsys.readouterr().out.splitlines() if "consumed samples" in line]

@@ -107,6 +107,17 @@ def test_an_interval_adds_up_what_was_not_skipped_and_begins_anew(log: Log, caps
     assert [log.totals[f"{name} iterations"] for name in ("advanced", "skipped", "nan")] == [0, 0, 0]
 
 
+def test_an_interval_of_skipped_steps_alone_has_no_loss(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(4):
+        log.step(1.0)
+    for _ in range(4):
+        log.step(1.0, skipped=1)
+    first, second = lines(capsys)
+    assert " lm loss: 1.000000E+00 |" in first
+    assert "lm loss" not in second
+    assert " number of skipped iterations:   4 |" in second
+
+
 def test_adding_up_leaves_the_losses_as_they_are() -> None:
     state, totals = small_state(train_iters=4), dict[str, Any]()
     losses = [torch.tensor(value, dtype=torch.float64) for value in (1.0, 2.0)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from onstep.training.first_culprit import Verdict, Witness, judge
-from onstep.training.first_culprit_report import worker_place
+from onstep.training.first_culprit_report import worker_frame
 from onstep.training.rank_record import Failure, RankRecord
 
 LIMIT = 10.0
@@ -119,5 +119,14 @@ Current thread 0x1 (most recent call first):
   File "/home/me/rows.py", line 9 in __getitem__
   File "/lib/torch/utils/data/_utils/fetch.py", line 54 in fetch
 """
-    assert worker_place(stacks) == "its data worker 17 stands at /home/me/rows.py:9 in __getitem__"
-    assert worker_place("thread MainThread:\n") == ""
+    assert worker_frame(stacks) == ("17", "/home/me/rows.py:9 in __getitem__")
+    assert worker_frame("thread MainThread:\n") is None
+
+
+def test_an_interrupt_of_all_ranks_needs_no_report() -> None:
+    """As Ctrl-C; a rank that waits in a collective cannot raise it yet."""
+    interrupted = Failure(1, "KeyboardInterrupt", "", "")
+    waiting = rank(1, is_waiting=True, collectives=1)
+    assert verdict_of(rank(failure=interrupted), waiting, since=5.0) == Verdict("raised", 0)
+    waiting.record.is_interrupted = True
+    assert verdict_of(rank(failure=interrupted), waiting) == Verdict("alike", 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 import torch
@@ -56,6 +56,26 @@ def with_text_annotation(data_iterator: Any, model: Any, run: GlobalState) -> An
     raise AssertionError("only inspected: annotations are text in this module")
 
 
+def with_optional_state(run: Any, data_iterator: Any, model: Any) -> Any:
+    assert isinstance(run, GlobalState)
+    return forward_step(data_iterator, model)
+
+
+def with_typing_optional(run: Any, data_iterator: Any, model: Any) -> Any:
+    assert isinstance(run, GlobalState)
+    return forward_step(data_iterator, model)
+
+
+def with_another_union(data_iterator: Any, model: Any) -> Any:
+    return forward_step(data_iterator, model)
+
+
+# annotations are text in this module, and types in one without the future import
+with_optional_state.__annotations__["run"] = GlobalState | None
+with_typing_optional.__annotations__["run"] = Optional[GlobalState]  # noqa: UP045 - the older spelling is the point
+with_another_union.__annotations__["model"] = torch.nn.Module | None
+
+
 class Owner:
     def bound(self, state: Any, data_iterator: Any, model: Any) -> Any:
         assert isinstance(state, GlobalState)
@@ -78,6 +98,9 @@ def losses_of(config: ConfigContainer, step: Any) -> list[float]:
         (with_annotated_state, True),
         (Functor(), True),
         (Owner().bound, True),
+        (with_optional_state, True),
+        (with_typing_optional, True),
+        (with_another_union, False),
         (partial(with_state), True),
         (partial(with_plan, return_schedule_plan=False), False),
         (lambda data_iterator, model: forward_step(data_iterator, model), False),

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import TinyModel, eval_loader, run, small_state
+from small_runs import TinyModel, eval_loader, run, small_state, sum_step
 
 from onstep import CallbackManager
 from onstep.distributed import World
 from onstep.errors import ReplicaMismatchError
 from onstep.training import (
+    evaluate,
     maybe_check_weight_hash_across_dp_replicas,
     maybe_report_stragglers,
     maybe_run_manual_gc,
@@ -208,6 +209,22 @@ def test_waiting_and_giving_memory_back_change_no_weight() -> None:
     run(small_state(train_iters=3), model=plain)
     run(small_state(train_iters=3, train_sync_interval=1, empty_unused_memory_level=2), model=kept)
     assert weight_hashes([plain]) == weight_hashes([kept])
+
+
+@pytest.mark.parametrize(("level", "given_back"), [(0, []), (1, [1, 2, 3]), (2, [1, 2, 3])])
+def test_memory_is_given_back_after_each_batch_of_an_evaluation(
+    monkeypatch: pytest.MonkeyPatch, level: int, given_back: list[int]
+) -> None:
+    batches: list[int] = []
+    seen: list[int] = []
+    manager = CallbackManager()
+    manager.register("on_eval_step_start", lambda _: batches.append(0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(len(batches)))
+    state = small_state(empty_unused_memory_level=level)
+    evaluate(state, sum_step, eval_loader(), [TinyModel()], None, None, callback_manager=manager)
+    assert len(batches) == 3
+    assert seen == given_back
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="takes a CUDA GPU")

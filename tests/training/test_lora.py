@@ -205,6 +205,29 @@ def test_a_target_that_is_nowhere_names_the_nearest(config: ConfigContainer) -> 
     config.peft.target_modules = ["query", "vlue"]
     with pytest.raises(ConfigError, match=r"has 'vlue', which no projection .* Did you mean 'value'"):
         finetune(config)
+    assert not Path("runs").exists()  # nothing was made, and no weights read
+
+
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        ("", "gate_proj"),
+        ("model.gated_linear_unit=false model.activation_func=gelu", "feed_forward.gate"),
+        ("model.num_moe_experts=4 model.moe_ffn_hidden_size=32", "down"),
+        ("model.num_moe_experts=4 model.moe_ffn_hidden_size=32 model.moe_layer_freq=2", "layers.0.feed_forward.up"),
+    ],
+)
+def test_targets_are_judged_by_the_models_shape(words: str, end: str) -> None:
+    config = get_recipe("tiny_gpt_finetune_lora")()
+    apply_overrides(config, ["checkpoint.pretrained_checkpoint=x", "dataset.paths=[c.jsonl]", *words.split()])
+    config.peft.target_modules = ["query", "q_proj", "layers.1.attention.key"]
+    validate(config)
+    config.peft.target_modules = [end]
+    if not words:
+        validate(config)
+        return
+    with pytest.raises(ConfigError, match=rf"peft.target_modules has '{end}', which no projection"):
+        validate(config)
 
 
 def test_without_peft_the_install_line_is_given(config: ConfigContainer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,9 +102,10 @@ class Logs(Callback):
         self.records.append({"step": context.state.train_state.step, **context.logs})
 
 
-def run(state, *callbacks, model=None, size=16):
+def run(state, *callbacks, model=None, size=16, is_the_runs=True):
     model = model or moe_model(mtp_num_layers=1)
-    state.cfg.model = model.config
+    if is_the_runs:
+        state.cfg.model = model.config
     optimizer = TrainingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     data = TrainLoader(RaggedRows(size), micro_batch_size=2, global_batch_size=4)
     manager = CallbackManager()
@@ -142,6 +143,15 @@ def test_a_run_reports_the_losses_in_tags_line_and_logs(capsys):
         for name in NAMES:
             assert f" {name}: {sum(of_steps[name][half]) / 2:.6E} |" in line
     assert "moe/" not in "".join(lines)
+
+
+def test_a_model_that_the_caller_built_is_reported_by_its_own_configuration():
+    state, board = small_state(train_iters=1), Scalars()
+    state.tensorboard_logger = board
+    run(state, model=moe_model(mtp_num_layers=1, moe_per_layer_logging=True), is_the_runs=False)
+    names = {name for name, _, _ in board.points}
+    assert names.issuperset(NAMES)
+    assert "moe/z_loss_layer_2" in names
 
 
 def test_a_resumed_interval_reports_the_whole(tmp_path):

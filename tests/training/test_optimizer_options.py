@@ -241,6 +241,41 @@ def test_a_step_above_the_threshold_is_skipped_counted_and_does_not_move_the_sch
     assert "number of skipped iterations:   1 |" in capsys.readouterr().out
 
 
+def told(state: GlobalState, *calls: int) -> dict[str, Any]:
+    """The record of a run's five steps, of which those of some micro-batches are far too large."""
+    manager, logs, model = CallbackManager(), [], TinyModel()
+    manager.register("on_log_step", lambda context: logs.append(context.logs))
+    run(state, manager, step=spiking_step(*calls), model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    [record] = logs
+    return dict(record)
+
+
+def test_skipped_steps_are_in_the_record_where_there_are_any(caplog: pytest.LogCaptureFixture) -> None:
+    assert "skipped_steps" not in told(limited())
+    assert told(limited(), 5, 6)["skipped_steps"] == 1
+    assert not caplog.messages
+    assert told(limited(), *range(1, 11))["skipped_steps"] == 5
+    [message] = [one for one in caplog.messages if "left out" in one]
+    assert "all 5 steps up to step 5" in message
+    assert "raise optimizer.grad_norm_skip_threshold=50" in message
+
+
+def test_zeros_are_in_the_record_where_they_are_counted() -> None:
+    state = limited()
+    assert "num_zeros" not in told(state)
+    state, seen = limited(), []
+    state.cfg.optimizer.log_num_zeros_in_grad = True
+    manager, logs, model = CallbackManager(), [], TinyModel()
+    manager.register(
+        "on_pre_optimizer_step", lambda context: seen.append(sum(int((p.grad == 0).sum()) for p in model.parameters()))
+    )
+    manager.register("on_log_step", lambda context: logs.append(context.logs["num_zeros"]))
+    run(state, manager, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    assert seen[-1] > 0
+    assert logs == seen[-1:]
+    assert isinstance(logs[0], int)
+
+
 def test_the_anomaly_gate_judges_first() -> None:
     state, recording, model = limited(on_nonfinite="skip"), Recording(), TinyModel()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -400,3 +435,18 @@ def test_muon_comes_through_hugging_faces_door_by_its_key(tmp_path: Path) -> Non
     assert made == [MuonWithAdamW]
     losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_muon_does_not_go_with_an_optimizer_of_the_users(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=1,
+        use_cpu=True,
+        report_to="none",
+        config_overrides={"optimizer.optimizer": "muon"},
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, arguments, train_dataset=[{"input": torch.ones(2)}], optimizers=(optimizer, None))
+    with pytest.raises(ConfigError, match=r"optimizer\.optimizer=muon is the configured optimizer"):
+        trainer.train()

@@ -12,11 +12,14 @@ from small_runs import TinyModel, eval_loader, run, small_state
 from torch import nn
 
 from onstep import CallbackManager
+from onstep.errors import ReplicaMismatchError
 from onstep.optim import TrainingOptimizer
 from onstep.training import (
     _handle_mxfp8_param_buffer_copy,
     disable_forward_pre_hook,
     enable_forward_pre_hook,
+    housekeeping,
+    maybe_check_weight_hash_across_dp_replicas,
     should_disable_forward_pre_hook,
 )
 
@@ -152,6 +155,43 @@ def test_weights_are_compared_with_the_hooks_off() -> None:
     trained(chunk, check_weight_hash_across_dp_replicas_interval=3)
     toggled = [one for one in chunk.log if "off" in one or one == "on"]
     assert toggled == ["off", "on", "off, gathered", "on", "off, gathered", "on", "off, gathered"]
+
+
+def test_parameters_are_prepared_before_weights_are_compared() -> None:
+    chunk = GatheringChunk()
+    trained(chunk, check_weight_hash_across_dp_replicas_interval=3)
+    assert chunk.log.count("off, gathered") == 3
+    assert all(chunk.log[at - 1] == "prepare" for at, one in enumerate(chunk.log) if one == "off, gathered")
+
+
+def test_weights_that_differ_leave_hooks_and_the_schedule_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk = GatheringChunk()
+
+    def differs_after_two_steps(_: Any, __: Any, iteration: int) -> None:
+        if iteration == 2:
+            raise ReplicaMismatchError("rank 1 differs")
+
+    monkeypatch.setattr(housekeeping, "check_param_hashes_across_dp_replicas", differs_after_two_steps)
+    with pytest.raises(ReplicaMismatchError):
+        trained(chunk, check_weight_hash_across_dp_replicas_interval=2)
+    assert chunk.is_on
+    assert chunk.log[-3:] == ["prepare", "off, gathered", "on"]
+    with pytest.raises(ReplicaMismatchError):
+        maybe_check_weight_hash_across_dp_replicas([chunk], None, 2, 2, True)
+    assert chunk.is_on
+
+
+def test_a_run_that_fails_before_its_first_update_gives_the_schedules_gathering_back() -> None:
+    chunk, manager = GatheringChunk(), CallbackManager()
+
+    def fail(_: Any) -> None:
+        assert chunk.config.param_sync_func is None
+        raise OSError("broken")
+
+    manager.register("on_train_step_start", fail)
+    with pytest.raises(OSError, match="broken"):
+        run(small_state(train_iters=2), manager, model=chunk, optimizer=Chained(chunk))
+    assert chunk.config.param_sync_func == "sync"
 
 
 def test_a_second_training_finds_them_off() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from small_runs import small_state
 
+from onstep import pretrain
 from onstep.config import ConfigContainer
 from onstep.distributed import World
 from onstep.errors import CheckpointError
@@ -194,6 +195,25 @@ def test_throughputs_of_the_job_and_since_the_first_one(tmp_path: Path) -> None:
         "Tokens (in billions): 0.12",
     ]
     assert start_of(config(tmp_path), 2)[1] == 0.0
+
+
+@pytest.mark.parametrize("log_interval", [1, 5])
+def test_operations_since_the_last_logged_step_count(
+    tiny_config: ConfigContainer, tmp_path: Path, log_interval: int
+) -> None:
+    tiny_config.checkpoint.save, tiny_config.checkpoint.save_interval = str(tmp_path / "checkpoints"), 2
+    tiny_config.logger.log_interval, tiny_config.logger.log_progress = log_interval, True
+    tiny_config.train.train_iters, tiny_config.validation.eval_interval = 6, None
+    tiny_config.train.exit_interval = 4
+    state = pretrain(tiny_config)
+    assert state.train_state.step == 4
+    state = pretrain(tiny_config)
+    per_step = 4 * 32 * state.flops_per_token
+    assert state.train_state.floating_point_operations_so_far == 6 * per_step
+    assert state.flops_at_start == 4 * per_step, "a job does not count what the one before it has done"
+    saves = [one for one in read(tmp_path / "checkpoints") if one[3] == "Saved checkpoint"]
+    wanted = [f"Floating-point operations: {step * per_step:.2e}" for step in (2, 4, 6)]
+    assert [one[7] for one in saves] == wanted
 
 
 def test_a_log_that_was_removed_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -107,6 +107,13 @@ def test_a_run_that_dies_before_its_first_checkpoint_starts_anew(make: Make) -> 
     compare(make, [("on_step_end", 1), ("on_forward_backward_start", 1)])
 
 
+def test_a_plain_resume_warns_of_nothing(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    start(make("quiet", "checkpoint.certify=false"), dies_at=("on_step_end", 3))
+    caplog.clear()
+    start(make("quiet", "checkpoint.certify=false"))
+    assert [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING] == []
+
+
 def test_early_stopping_stays_decided(make: Make) -> None:
     class StopAtFour:
         def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:

@@ -77,6 +77,13 @@ def test_what_was_learned_goes_on_in_the_next_start() -> None:
     assert later == {"step": 20.0}, "the longest time of any start counts"
 
 
+def test_no_limit_that_is_read_is_below_the_shortest() -> None:
+    limits = dict[str, float]()
+    clock = clock_of(Time(), limits)
+    clock.load_state_dict({"limits": {"step": 1e-9, "setup": 7.0}, "longest": {"step": 2e-10, "setup": 1.4}})
+    assert limits == {"step": 1.0, "setup": 7.0}
+
+
 def test_the_pulse_knows_the_innermost_open_section() -> None:
     clock = clock_of(Time())
     clock.start_section("step")

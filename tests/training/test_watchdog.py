@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -44,6 +47,9 @@ def test_one_process_that_hangs_reports_and_ends(processes: Processes, tmp_path:
     content = json.loads((tmp_path / "run" / "run.json").read_text())
     assert content["status"] == "failed"
     assert content["error"].startswith("rank 0 hangs")
+    pid = re.search(r"stacks of rank 0 \(process (\d+)\)", output)
+    assert pid is not None
+    assert not list(Path(tempfile.gettempdir()).glob(f"onstep-stacks-*{pid[1]}-*")), "what os._exit leaves"
     (written,) = (tmp_path / "run").glob("first-culprit-*.txt")
     assert written.read_text() in output
 
@@ -126,22 +132,33 @@ hanging_jobs.job_train({{"how": "sleep", "culprit": 0, "seconds_allowed": 1.0, "
     assert "first culprit" not in done.stderr
 
 
-def test_a_pause_of_the_whole_process_is_not_counted(tmp_path: Path) -> None:
-    """Ctrl-Z and fg, or a laptop that slept."""
-    settings = {"how": "dawdle", "culprit": 0, "seconds": 1.5, "seconds_allowed": 4.0, "max_steps": 5}
-    command = [sys.executable, str(JOBS), "train", str(tmp_path), json.dumps(settings)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "began").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(0.5)
-        process.send_signal(signal.SIGSTOP)
-        time.sleep(6.0)
-        process.send_signal(signal.SIGCONT)
-        _, error = process.communicate(timeout=60)
-    assert process.returncode == 0, error
-    assert "first culprit" not in error
+def test_a_pause_of_the_whole_run_is_not_counted(tmp_path: Path) -> None:
+    """Ctrl-Z and fg, or a laptop that slept: of one process, and of two ranks, for longer than any limit of theirs."""
+    settings = {"how": "dawdle", "culprit": 0, "seconds": 0.8, "seconds_allowed": 1.5, "max_steps": 6}
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "two").mkdir()
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    of_group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    started = [start(tmp_path / "alone", settings)]
+    started += [start(tmp_path / "two", settings, RANK=str(rank), LOCAL_RANK=str(rank), **of_group) for rank in (0, 1)]
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("*/began"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for number, seconds in ((signal.SIGSTOP, 7.0), (signal.SIGCONT, 0.0)):
+        for process in started:
+            process.send_signal(number)
+        time.sleep(seconds)
+    errors = [process.communicate(timeout=60)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0], errors
+    assert "first culprit" not in "".join(errors)
+
+
+def start(folder: Path, settings: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(JOBS), "train", str(folder), json.dumps(settings)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 def test_the_interval_follows_the_limit() -> None:

@@ -49,14 +49,21 @@ class InfoCallback(TrainerCallback):
 
 
 def _batches(args: Any, state: Any) -> dict[str, Any]:
-    """Sample counts (over all ranks) and batch sizes (in samples)."""
+    """Sample counts (over all ranks) and batch sizes (in samples).
+
+    A trainer that does not tell its counts has those of whole batches.
+    """
     per_device = getattr(args, "per_device_train_batch_size", None)
     accumulation = getattr(args, "gradient_accumulation_steps", None)
     batch = _product(per_device, accumulation, getattr(state, "num_processes", None))
-    grows = getattr(state, "samples_per_epoch", None) is not None  # set where the batch grows during the run
+    examples, samples = getattr(state, "num_examples", None), getattr(state, "num_train_samples", None)
+    if examples is None:
+        examples = _product(batch, getattr(state, "epoch_train_steps", None))
+    if samples is None:
+        samples = _product(batch, state.max_steps)
     return {
-        "total_examples": _shown(_product(batch, getattr(state, "epoch_train_steps", None))),
-        "total_train_samples": _shown(None if grows else _product(batch, state.max_steps)),
+        "total_examples": _shown(examples),
+        "total_train_samples": _shown(samples),
         "per_device_train_batch_size": _shown(per_device),
         "actual_per_device_batch_size": _shown(getattr(state, "train_batch_size", None)),
         "total_train_batch_size": _shown(batch),

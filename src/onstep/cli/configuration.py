@@ -65,7 +65,7 @@ def load_callback(name: str) -> Any:
     """
     module_name, colon, attribute = name.partition(":")
     if not colon or not attribute:
-        raise ConfigError(f"A callback is named module:Class, got {name!r}.")
+        raise ConfigError(f"A callback is named module:Class, got {name!r}{_built_in(name)}.")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -77,6 +77,13 @@ def load_callback(name: str) -> Any:
         raise ConfigError(f"callbacks={name}: module {module_name} has no {attribute!r}.{hint}")
     found = getattr(module, attribute)
     return found() if isinstance(found, type) else found
+
+
+def _built_in(name: str) -> str:
+    """The remedy where a word is the name of a built-in callback alone."""
+    from onstep import callbacks
+
+    return f"; write callbacks=[onstep.callbacks:{name}]" if name in callbacks.__all__ else ""
 
 
 def _read(path: str) -> dict[str, Any]:

@@ -12,11 +12,14 @@ import typer
 from onstep.cli.configuration import configuration, import_file, load_callback
 from onstep.cli.exit_codes import ERROR, PREEMPTED
 from onstep.config import ConfigContainer
-from onstep.errors import ConfigError
+from onstep.errors import ConfigError, DataError
 from onstep.events import CallbackManager
 
 if TYPE_CHECKING:
     from onstep.training import GlobalState
+    from onstep.training.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -104,18 +107,32 @@ def _callbacks(with_defaults: bool, names: list[str]) -> CallbackManager:
 
 def _say_where(state: GlobalState) -> None:
     """Draw the loss and list what the run left."""
-    from onstep.analysis.loss_plot import plot_loss
-
     folder = state.run_folder
     files = {"run": folder.run_json, "journal": folder.journal, "weights": folder.model, "adapter": folder.adapter}
-    if folder.journal.exists():
-        files["loss plot"] = plot_loss(folder.journal, folder.plot)
+    if _is_drawn(folder):
+        files["loss plot"] = folder.plot
     print(f"\nStep {state.train_state.step}. What this run left in {folder.path}:")
     for what, path in files.items():
         if path.exists():
             print(f"  {what:<10} {path}")
     if folder.model.exists():
         print(f'Try it: onstep generate {folder.path} "def "')
+
+
+def _is_drawn(folder: RunFolder) -> bool:
+    """Whether the loss could be drawn; a run without logged losses has none."""
+    from onstep.analysis.loss_plot import plot_loss
+
+    if not folder.journal.exists():
+        return False
+    try:
+        plot_loss(folder.journal, folder.plot)
+    except DataError:
+        return False
+    except Exception as error:  # noqa: BLE001 - the run is done, and a picture of it decides no exit code
+        logger.warning("the loss could not be drawn: %s: %s", type(error).__name__, error)
+        return False
+    return True
 
 
 def _is_main() -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from onstep.config.batch_sizes import batch_sizes
+from onstep.config.lengths import sizes_of
+from onstep.config.notices import warn_once
 from onstep.config.parts import ConfigContainer, ValidationConfig
 from onstep.errors import ConfigError
 
@@ -46,8 +48,25 @@ def check_evaluation_batch(validation: ValidationConfig, world_size: int) -> Non
     check_multiple("validation.eval_global_batch_size", total, "eval_micro_batch_size * ranks", (micro, world_size))
 
 
-def check_multiple(name: str, value: int, factors: str, sizes: tuple[int, ...]) -> None:
+def warn_of_short_ramp(config: ConfigContainer, iters: int, world_size: int) -> None:
+    """Warn (UserWarning, once) where a run of `iters` steps ends before its ramp comes to `train.global_batch_size`."""
+    train = config.train
+    if train.rampup_batch_size is None:
+        return
+    sizes = sizes_of(config, world_size)
+    last = sizes.at(sizes.samples_after(iters - 1))
+    if last < sizes.last:
+        warn_once(
+            f"train.rampup_batch_size={train.rampup_batch_size} ramps over {train.rampup_batch_size[2]} samples, and "
+            f"the run of {iters} steps takes {sizes.samples_after(iters)}: its last step has {last} samples and not "
+            f"train.global_batch_size={train.global_batch_size}; train longer, or ramp over fewer samples.",
+        )
+
+
+def check_multiple(name: str, value: int, factors: str, sizes: tuple[int, ...], subject: str | None = None) -> None:
     """Check that `value` is a multiple of the product of `sizes`.
+
+    `subject` is what the message begins with; None is `name=value`.
 
     Raises:
         ConfigError: with the nearest values that are.
@@ -60,7 +79,8 @@ def check_multiple(name: str, value: int, factors: str, sizes: tuple[int, ...]) 
     product = " * ".join(map(str, sizes)) + (f" = {unit}" if len(sizes) > 1 else "")
     lower, upper = value // unit * unit, (value // unit + 1) * unit
     choices = f"{lower} or {upper}" if lower else str(upper)
-    raise ConfigError(f"{name}={value} must be a multiple of {factors} = {product}; choose {choices}.")
+    subject = f"{name}={value}" if subject is None else subject
+    raise ConfigError(f"{subject} must be a multiple of {factors} = {product}; choose {choices}.")
 
 
 def _schedule(config: ConfigContainer) -> str | None:
@@ -92,12 +112,18 @@ def _check_schedule(config: ConfigContainer, name: str, world_size: int) -> None
             f"train.{name}={getattr(train, name)!r} ends at {sizes.nominal[-1]} and must end at "
             f"train.global_batch_size={train.global_batch_size}; make them the same, or leave global_batch_size unset."
         )
+    if name == "rampup_batch_size" and not sizes.varies:
+        raise ConfigError(
+            f"train.rampup_batch_size={train.rampup_batch_size} starts at train.global_batch_size="
+            f"{train.global_batch_size}, so nothing grows; start below it, or set rampup_batch_size to null."
+        )
     for size in dict.fromkeys(sizes.nominal):
         if train.decrease_batch_size_if_needed:
             _check_at_least_one(size, train.micro_batch_size, world_size)
         else:
-            label = f"the size in train.{name}={getattr(train, name)!r}"
-            check_multiple(f"{label}, {size}", size, "micro_batch_size * ranks", (train.micro_batch_size, world_size))
+            parts = (train.micro_batch_size, world_size)
+            subject = f"train.{name}={getattr(train, name)!r} has steps of {size} samples; {size}"
+            check_multiple("", size, "micro_batch_size * ranks", parts, subject)
 
 
 def _check_at_least_one(size: int, micro_batch_size: int, world_size: int) -> None:

@@ -56,10 +56,10 @@ class BatchSizes:
         """The samples of the step that starts after `consumed_samples`."""
         return self.sizes[bisect_right(self.starts, consumed_samples) - 1]
 
-    def samples_after(self, num_steps: int) -> int:
-        """Samples that the first `num_steps` whole steps of a run take."""
+    def samples_after(self, num_steps: int, start: int = 0) -> int:
+        """Samples that the next `num_steps` whole steps after `start` samples take."""
         consumed = 0
-        for count, size in self._stretches(0, None):
+        for count, size in self._stretches(start, None):
             taken = num_steps if count is None else min(count, num_steps)
             consumed, num_steps = consumed + taken * size, num_steps - taken
             if num_steps <= 0:
@@ -161,7 +161,13 @@ def parse_steps(text: str, seq_length: int) -> tuple[tuple[int, ...], tuple[int,
     for entry in entries:
         assert entry is not None
         number, suffix, unit, size = entry.groups()
-        threshold = int(Decimal(number) * _SUFFIXES[suffix.upper()])
+        exact = Decimal(number) * _SUFFIXES[suffix.upper()]
+        threshold = int(exact)
+        if threshold != exact:
+            raise ConfigError(
+                f"{key} has the threshold {number}{suffix}{unit or ''}, which must be a whole number of "
+                f"{'tokens' if unit else 'samples'}; choose {threshold} or {threshold + 1}."
+            )
         starts.append(math.ceil(threshold / seq_length) if unit else threshold)
         sizes.append(int(size))
     if starts[0] != 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import PurePath
 
 from onstep.config.data_config import DatasetConfig, TokenizerConfig
 from onstep.config.parts import ConfigContainer
@@ -24,6 +25,11 @@ _KINDS_OF: dict[str, tuple[str, ...]] = {
 }
 """The kinds of data that a key means something for."""
 
+_JSONL = (".jsonl", ".ndjson", ".jsonlines")
+_FILES_OF_ROWS = (*_JSONL, ".json", ".parquet", ".arrow", ".csv", ".tsv")
+_PLAIN_TEXT = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".py", ".csv", ".tsv", ".json")
+"""Ends of files that `text` takes as one document each; a folder or glob may hold JSONL too."""
+
 
 def check_data(config: ConfigContainer) -> None:
     """Check the keys of data and tokenizer against each other.
@@ -35,6 +41,7 @@ def check_data(config: ConfigContainer) -> None:
     if parse_split(data.split)[0] == 0 and not config.validation.skip_train:
         raise ConfigError(f"dataset.split={data.split!r} leaves nothing to train on.")
     _check_kind(data)
+    _check_files(data)
     _check_weights(data)
     _check_tokenizer(config.tokenizer, data.kind)
 
@@ -55,6 +62,26 @@ def _check_kind(data: DatasetConfig) -> None:
             "chat": "JSONL files or datasets of conversations",
         }
         raise ConfigError(f"dataset.paths=[] is empty; dataset.kind={data.kind} takes {what[data.kind]}.")
+
+
+def _check_files(data: DatasetConfig) -> None:
+    """Keys that the named files have no use for, as far as their names tell."""
+    default = DatasetConfig()
+    if data.hf_subset is not None and _all_end(data.paths, _FILES_OF_ROWS):
+        raise ConfigError(
+            f"dataset.hf_subset={data.hf_subset!r} is a configuration of a dataset on the hub, and dataset.paths="
+            f"{data.paths} are files; leave it out."
+        )
+    if data.kind == "text" and data.text_key != default.text_key and _all_end(data.paths, _PLAIN_TEXT):
+        named = f"dataset.paths={data.paths} are files of plain text" if data.paths else "Python's own sources are not"
+        raise ConfigError(
+            f"dataset.text_key={data.text_key!r} is a key of JSONL records, and {named}; leave it out, or name files "
+            f"that end in {', '.join(_JSONL)}."
+        )
+
+
+def _all_end(paths: list[str], suffixes: tuple[str, ...]) -> bool:
+    return all(PurePath(path).suffix.lower() in suffixes for path in paths)
 
 
 def _check_weights(data: DatasetConfig) -> None:

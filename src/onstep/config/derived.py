@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from onstep.config.batch_sizes import batch_sizes
 from onstep.config.keys import typed_copy
 from onstep.config.lengths import warmup_and_decay
@@ -70,6 +72,8 @@ def _fill_optimizer(config: ConfigContainer) -> None:
         optimizer.min_lr = 0.0
     if optimizer.clip_grad == 0:
         optimizer.clip_grad = None
+    if optimizer.grad_norm_skip_threshold == math.inf:
+        optimizer.grad_norm_skip_threshold = None
     if scheduler.start_weight_decay is None:
         scheduler.start_weight_decay = optimizer.weight_decay
     if scheduler.end_weight_decay is None:

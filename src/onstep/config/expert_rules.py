@@ -13,7 +13,26 @@ BALANCING_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
 def check_experts(model: ModelConfig) -> None:
-    """Check the options of experts against each other.
+    """Check the options of experts against each other, for a run that trains them.
+
+    Raises:
+        ConfigError: the first rule that is broken, with the values and what to change.
+    """
+    check_expert_options(model)
+    if (
+        model.num_moe_experts is not None
+        and model.moe_router_topk == 1
+        and model.moe_router_score_function == "softmax"
+        and not model.moe_router_pre_softmax
+    ):
+        raise ConfigError(
+            "model.moe_router_topk=1 needs model.moe_router_pre_softmax=true: the softmax over the one chosen expert "
+            "is always 1, and the router would get no gradient from the loss."
+        )
+
+
+def check_expert_options(model: ModelConfig) -> None:
+    """Check that a model can be built with its options of experts, trained or not.
 
     Raises:
         ConfigError: the first rule that is broken, with the values and what to change.
@@ -26,6 +45,7 @@ def check_experts(model: ModelConfig) -> None:
     _check_router(model, model.num_moe_experts)
     _check_layers(model)
     _check_shared_expert(model)
+    _check_idle(model)
 
 
 def _check_depths(model: ModelConfig) -> None:
@@ -34,6 +54,11 @@ def _check_depths(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.mtp_num_layers={depths} must be below model.seq_length={model.seq_length}: depth d predicts the "
             "token d places after the next, which a shorter sequence does not have."
+        )
+    if not depths and model.mtp_loss_scaling_factor != ModelConfig().mtp_loss_scaling_factor:
+        raise ConfigError(
+            f"model.mtp_loss_scaling_factor={model.mtp_loss_scaling_factor} weighs multi-token prediction, and there "
+            "is none; set model.mtp_num_layers, or leave the factor at its default."
         )
 
 
@@ -81,11 +106,6 @@ def _check_router(model: ModelConfig, experts: int) -> None:
             f"model.moe_router_topk={model.moe_router_topk} must be at most model.num_moe_experts={experts}: a token "
             "goes to each expert once; lower it, or add experts."
         )
-    if model.moe_router_topk == 1 and model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax:
-        raise ConfigError(
-            "model.moe_router_topk=1 needs model.moe_router_pre_softmax=true: the softmax over the one chosen expert "
-            "is always 1, and the router would get no gradient from the loss."
-        )
     factor = model.moe_router_topk_scaling_factor
     if factor is not None and factor <= 0:
         raise ConfigError(f"model.moe_router_topk_scaling_factor={factor} must be > 0; null multiplies nothing.")
@@ -117,3 +137,27 @@ def _check_shared_expert(model: ModelConfig) -> None:
             "model.moe_shared_expert_gate=true is the gate of a shared expert, and there is none; set "
             "model.moe_shared_expert_intermediate_size to its width, or the gate to false."
         )
+
+
+def _check_idle(model: ModelConfig) -> None:
+    """An option that does nothing beside the others is a mistake, not a wish."""
+    defaults = ModelConfig()
+    balancing = model.moe_router_load_balancing_type
+    is_balanced = balancing not in ("none", ["none"])
+    needs: dict[str, tuple[bool, str]] = {
+        "moe_router_pre_softmax": (model.moe_router_score_function == "softmax", "moe_router_score_function=softmax"),
+        "moe_router_bias_update_rate": (model.moe_router_enable_expert_bias, "moe_router_enable_expert_bias=true"),
+        "moe_token_drop_policy": (model.moe_expert_capacity_factor is not None, "a moe_expert_capacity_factor"),
+        "moe_aux_loss_coeff": (is_balanced or not _has_weight(model), "a moe_router_load_balancing_type"),
+    }
+    for name, (acts, need) in needs.items():
+        value = getattr(model, name)
+        if value != getattr(defaults, name) and not acts:
+            raise ConfigError(
+                f"model.{name}={value} does nothing without {need}; set that, or leave {name} at its default."
+            )
+
+
+def _has_weight(model: ModelConfig) -> bool:
+    values = model.moe_aux_loss_coeff
+    return any(values) if isinstance(values, list) else values != 0

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from onstep.config.parts import ConfigContainer
+from onstep.config.part import nearest
+from onstep.config.parts import ConfigContainer, ModelConfig
 from onstep.errors import ConfigError
+
+
+LORA_PROJECTIONS: Mapping[str, str] = {
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "feed_forward.gate": "mlp.gate_proj",
+    "feed_forward.up": "mlp.up_proj",
+    "feed_forward.down": "mlp.down_proj",
+}
+"""The matrices of a layer that LoRA goes to, by their names here and in `transformers`."""
 
 
 def check_finetune(config: ConfigContainer) -> None:
@@ -38,6 +52,42 @@ def check_finetune(config: ConfigContainer) -> None:
             "peft.target_modules=[] adds weights to no layer; name ends such as [query, value], or null for every "
             "projection."
         )
+
+
+def check_lora_targets(config: ConfigContainer) -> None:
+    """Refuse an end in `peft.target_modules` that no projection of the configured model has.
+
+    Raises:
+        ConfigError: naming it, the nearest one and all there are.
+    """
+    if config.peft.peft_scheme is None or config.peft.target_modules is None:
+        return
+    layers = [_projections(config.model, index) for index in range(config.model.num_layers)]
+    names = [
+        name
+        for index, projections in enumerate(layers)
+        for ours in projections
+        for name in (f"layers.{index}.{ours}", f"model.layers.{index}.{LORA_PROJECTIONS[ours]}")
+    ]
+    for target in config.peft.target_modules:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            ends = list(dict.fromkeys(ours.rpartition(".")[2] for projections in layers for ours in projections))
+            raise ConfigError(
+                f"peft.target_modules has {target!r}, which no projection of the layers ends with."
+                f"{nearest(target, ends)} Ends: {', '.join(ends)}, or transformers' names of these."
+            )
+
+
+def _projections(model: ModelConfig, layer: int) -> list[str]:
+    """The projections of a layer; the stacked matrices of experts are none."""
+    frequency = model.moe_layer_freq
+    has_experts = frequency[layer] if isinstance(frequency, list) else layer % frequency == 0
+    is_moe = model.num_moe_experts is not None and has_experts
+    return [
+        name
+        for name in LORA_PROJECTIONS
+        if name.startswith("attention.") or (not is_moe and (model.gated_linear_unit or name != "feed_forward.gate"))
+    ]
 
 
 def loads_own(config: ConfigContainer) -> bool:

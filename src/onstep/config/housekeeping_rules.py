@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from onstep.config.notices import warn_once
 from onstep.config.parts import ConfigContainer
 from onstep.errors import ConfigError
 
@@ -9,8 +10,8 @@ MEMORY_LEVELS = (0, 1, 2)
 """Values of `train.empty_unused_memory_level`."""
 
 
-def check_housekeeping(config: ConfigContainer) -> None:
-    """Check skipped steps, the memory level and the window of a profile.
+def check_housekeeping(config: ConfigContainer, world_size: int) -> None:
+    """Check skipped steps, the memory level, and the window and the ranks of a profile.
 
     Raises:
         ConfigError: naming value, rule and remedy.
@@ -38,4 +39,19 @@ def check_housekeeping(config: ConfigContainer) -> None:
     if any(rank < 0 for rank in profiling.profile_ranks):
         raise ConfigError(
             f"profiling.profile_ranks={profiling.profile_ranks} must be ranks from 0 on; [] is every rank."
+        )
+    beyond = [rank for rank in profiling.profile_ranks if rank >= world_size]
+    if beyond and (profiles or profiling.record_memory_history):
+        raise ConfigError(
+            f"profiling.profile_ranks={profiling.profile_ranks} has the rank {beyond[0]}, but this run has the ranks 0 "
+            f"to {world_size - 1}; leave it out."
+        )
+
+
+def warn_of_steps_never_skipped(config: ConfigContainer, iters: int) -> None:
+    """Warn (UserWarning, once) where `train.iterations_to_skip` names steps that a run of `iters` steps does not have."""
+    beyond = sorted(step for step in set(config.train.iterations_to_skip) if step > iters)
+    if beyond:
+        warn_once(
+            f"train.iterations_to_skip has the step {beyond[0]}, but the run has {iters} steps; it is not reached.",
         )

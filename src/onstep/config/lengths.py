@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from onstep.config.batch_sizes import BatchSizes, batch_sizes
+from onstep.config.epochs import standing_after
 from onstep.config.parts import ConfigContainer
 from onstep.errors import ConfigError
 
@@ -65,6 +67,25 @@ def train_iters(
     if sizes.varies:
         return steps_of_growing_epochs(train.num_epochs, num_samples_per_epoch, sizes, train.drop_last)
     return steps_of_epochs(train.num_epochs, num_samples_per_epoch, sizes.last, train.drop_last)
+
+
+def has_growing_tails(config: ConfigContainer, world_size: int = 1) -> bool:
+    """Whether batches grow and epochs end in tails, so that the sizes of the steps depend on the length of an epoch."""
+    return not config.train.drop_last and sizes_of(config, world_size).varies
+
+
+def schedule_samples(
+    config: ConfigContainer, num_samples_per_epoch: int | None = None, *, world_size: int = 1
+) -> Callable[[int], int]:
+    """A function that gives the samples by which the learning-rate schedule has moved after so many steps.
+
+    A tail moves it as a whole step does. `num_samples_per_epoch` matters where `has_growing_tails`; None is data
+    without a length, or one endless epoch.
+    """
+    sizes = sizes_of(config, world_size)
+    if num_samples_per_epoch is None or not has_growing_tails(config, world_size):
+        return sizes.samples_after
+    return lambda steps: standing_after(steps, sizes, num_samples_per_epoch, drop_last=False).whole
 
 
 def share_of(steps: int, share: float) -> int:

@@ -95,13 +95,14 @@ class ModelConfig(ConfigPart):
     moe_shared_expert_gate: bool = False
     """A learned gate in front of the shared expert."""
     moe_expert_capacity_factor: float | None = None
-    """Tokens that an expert takes, as a multiple of an even share; the rest is dropped. None drops nothing."""
+    """Tokens that an expert takes in training, as a multiple of an even share; the rest is dropped. None drops nothing;
+    nor do evaluation and generation."""
     moe_token_drop_policy: str = "probs"
     """Which tokens an overfull expert drops: probs (the least wanted) | position (the last)."""
     moe_grouped_gemm: bool = True
     """All experts in one grouped matrix product, where torch has it for the device and type."""
     moe_per_layer_logging: bool = False
-    """Report the router's losses and loads of each layer."""
+    """Report the router's losses of each layer too, as `moe/<name>_layer_<index>`; loads come from `RouterMonitor`."""
     mtp_num_layers: int | None = None
     """Depths of multi-token prediction: further layers that predict the tokens after the next."""
     mtp_loss_scaling_factor: float = 0.1

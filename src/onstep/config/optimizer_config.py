@@ -59,7 +59,7 @@ class OptimizerConfig(ConfigPart):
     that matches no trainable parameter is refused."""
     grad_norm_skip_threshold: float | None = None
     """A step whose gradient norm before clipping is above this updates nothing, counts as skipped and does not move the
-    schedule; None skips none. It costs one wait for an accelerator at each step."""
+    schedule; None, or infinity as in Megatron Bridge, skips none. It costs one wait for an accelerator at each step."""
     log_num_zeros_in_grad: bool = False
     """Count the exact zeros among the gradients of each step, after clipping."""
 

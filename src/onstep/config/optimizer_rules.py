@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from onstep.config.optimizer_config import OptimizerConfig
@@ -13,6 +14,9 @@ from onstep.errors import ConfigError
 
 GROUP_SETTINGS = ("lr_mult", "wd_mult", "max_lr", "min_lr", "start_wd", "end_wd")
 """What an entry of `optimizer.param_groups` sets, beside `match`."""
+
+OUTER_NAMES = ("embedding.weight", "position_embedding.weight", "output.weight")
+"""Names of the embedding and output matrices of Onstep's own models, before any is built."""
 
 MOST_NS_STEPS = 99
 """Newton-Schulz iterations that torch's Muon takes."""
@@ -26,7 +30,9 @@ def check_optimizer(config: ConfigContainer) -> None:
     """
     _check_muon(config.optimizer)
     _check_decoupled(config.optimizer)
+    _check_warmup_init(config)
     check_param_groups(config.optimizer)
+    _check_decoupled_entries(config.optimizer)
     for number, entry in enumerate(config.optimizer.param_groups):
         _check_weight_decay(f"optimizer.param_groups[{number}]", entry, config)
     scheduler = config.scheduler
@@ -52,6 +58,56 @@ def check_param_groups(optimizer: OptimizerConfig) -> None:
         for key, value in given.items():
             _check_number(f"{name}.{key}", value)
         _check_rates(name, given, optimizer)
+
+
+def check_decoupled_entry(number: int, optimizer: OptimizerConfig) -> None:
+    """Refuse an entry of `optimizer.param_groups`, of embedding or output matrices with a rate of their own, by which
+    that rate would rise.
+
+    Raises:
+        ConfigError: naming the entry, the keys of both rates and the remedy.
+    """
+    entry, name = optimizer.param_groups[number], f"optimizer.param_groups[{number}]"
+    highest, highest_key = _first_set(
+        (entry.get("max_lr"), f"{name}.max_lr"),
+        (optimizer.decoupled_lr, "optimizer.decoupled_lr"),
+        (optimizer.lr, "optimizer.lr"),
+    )
+    lowest, lowest_key = _first_set(
+        (entry.get("min_lr"), f"{name}.min_lr"),
+        (optimizer.decoupled_min_lr, "optimizer.decoupled_min_lr"),
+        (optimizer.min_lr or 0.0, "optimizer.min_lr"),
+    )
+    if highest is not None and lowest is not None and highest < lowest:
+        raise ConfigError(
+            f"{name} (match={entry['match']!r}) holds for embedding or output, whose rate must not end above its "
+            f"largest, got {highest_key}={highest} and {lowest_key}={lowest}; set max_lr and min_lr in the entry."
+        )
+
+
+def _first_set(*given: tuple[float | None, str]) -> tuple[float | None, str]:
+    """The first value that is set, with its key."""
+    return next((pair for pair in given if pair[0] is not None), given[-1])
+
+
+def _check_decoupled_entries(optimizer: OptimizerConfig) -> None:
+    """Entries that hold for the embedding or output of our own models; of others only the built model tells."""
+    if optimizer.decoupled_lr is None and optimizer.decoupled_min_lr is None:
+        return
+    entries = [str(entry["match"]) for entry in optimizer.param_groups]
+    matched = {
+        next((number for number, entry in enumerate(entries) if fnmatchcase(name, entry)), None) for name in OUTER_NAMES
+    }
+    for number in sorted(number for number in matched if number is not None):
+        check_decoupled_entry(number, optimizer)
+
+
+def _check_warmup_init(config: ConfigContainer) -> None:
+    start, highest = config.scheduler.lr_warmup_init, config.optimizer.lr
+    if highest is not None and start > highest:
+        raise ConfigError(
+            f"scheduler.lr_warmup_init={start} must be at most optimizer.lr={highest}: a warm-up rises; lower it."
+        )
 
 
 def _check_keys(name: str, entry: Mapping[str, Any]) -> None:
@@ -107,6 +163,16 @@ def _check_muon(optimizer: OptimizerConfig) -> None:
         raise ConfigError(
             f"optimizer.muon_num_ns_steps={optimizer.muon_num_ns_steps} must be at most {MOST_NS_STEPS}; 5 is usual."
         )
+    if optimizer.optimizer == "muon":
+        return
+    defaults = OptimizerConfig()
+    for name in optimizer.field_names():
+        value, default = getattr(optimizer, name), getattr(defaults, name)
+        if name.startswith("muon_") and value != default:
+            raise ConfigError(
+                f"optimizer.{name}={value} means nothing for optimizer.optimizer={optimizer.optimizer}; set "
+                f"optimizer.optimizer=muon, or leave it at {default}."
+            )
 
 
 def _check_decoupled(optimizer: OptimizerConfig) -> None:

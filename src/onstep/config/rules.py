@@ -124,6 +124,9 @@ BELOW_ONE = dotted(
     }
 )
 
+UNLIMITED = ("optimizer.grad_norm_skip_threshold",)
+"""Limits that may be infinite, which is the same as None."""
+
 CHOICES: dict[str, tuple[str, ...]] = {
     "train.loss_weighting": ("auto", "tokens", "samples", "microbatches"),
     "train.on_nonfinite": ("raise", "stop", "skip", "rollback"),
@@ -161,7 +164,7 @@ def check_values(values: Mapping[str, Any]) -> None:
     """
     given = {key: value for key, value in values.items() if value is not None}
     for key, value in given.items():
-        if isinstance(value, float) and not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value) and not (key in UNLIMITED and value > 0):
             raise ConfigError(f"{key}={value} must be a finite number.")
     for key in (key for key in POSITIVE if given.get(key, 1) <= 0):
         raise ConfigError(f"{key}={given[key]} must be > 0.")

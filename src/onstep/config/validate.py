@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import warnings
 
-from onstep.config.batch_rules import check_batches, check_evaluation_batch
+from onstep.config.batch_rules import check_batches, check_evaluation_batch, warn_of_short_ramp
 from onstep.config.checkpoint_rules import check_checkpoints
 from onstep.config.data_rules import check_data
 from onstep.config.derived import cut_warmup, fill
 from onstep.config.expert_rules import check_experts
-from onstep.config.finetune_rules import check_finetune
-from onstep.config.housekeeping_rules import check_housekeeping
+from onstep.config.finetune_rules import check_finetune, check_lora_targets
+from onstep.config.housekeeping_rules import check_housekeeping, warn_of_steps_never_skipped
 from onstep.config.keys import to_flat, typed_copy
-from onstep.config.lengths import train_iters, warmup_and_decay
+from onstep.config.lengths import sizes_of, train_iters, warmup_and_decay
 from onstep.config.model_rules import check_model
 from onstep.config.optimizer_rules import check_optimizer
 from onstep.config.part import ConfigPart
@@ -28,7 +28,8 @@ from onstep.errors import ConfigError
 def validate(config: ConfigContainer, world_size: int = 1) -> None:
     """Check a configuration for a run on `world_size` data-parallel ranks; nothing is written to it.
 
-    Warns (UserWarning) where the warm-up is as long as the learning-rate schedule: it will be cut.
+    Warns (UserWarning) where the warm-up is as long as the learning-rate schedule: it will be cut; where the run ends
+    before its ramp of batch sizes does; and where steps to skip lie behind its end.
 
     Raises:
         ConfigError: the first rule that is broken, with the value and what to change.
@@ -41,7 +42,7 @@ def validate(config: ConfigContainer, world_size: int = 1) -> None:
             part.validate()
     _check_length(config)
     check_batches(config, world_size)
-    check_housekeeping(config)
+    check_housekeeping(config, world_size)
     filled = fill(config, world_size)
     check_evaluation_batch(filled.validation, world_size)
     _check_optimizer(config)
@@ -52,6 +53,7 @@ def validate(config: ConfigContainer, world_size: int = 1) -> None:
     _check_run(config)
     check_checkpoints(config)
     check_finetune(config)
+    check_lora_targets(config)
     tracker_list(config.logger.report_to, "logger.report_to")
     check_watching(config, world_size)
     check_timing(config)
@@ -173,15 +175,24 @@ def _check_schedule_lengths(filled: ConfigContainer, world_size: int) -> None:
         return
     train, scheduler = filled.train, filled.scheduler
     if iters == 0:
+        sizes = sizes_of(filled, world_size)
+        size = f"train.global_batch_size={train.global_batch_size}"
+        step = f"the first step of {sizes.at(0)}" if sizes.varies else f"one step of {size}"
         raise ConfigError(
-            f"train.train_samples={train.train_samples} is less than one step of "
-            f"train.global_batch_size={train.global_batch_size} samples; train on at least one batch."
+            f"train.train_samples={train.train_samples} is less than {step} samples; train on at least one batch."
         )
+    warn_of_short_ramp(filled, iters, world_size)
+    warn_of_steps_never_skipped(filled, iters)
     warmup, decay = warmup_and_decay(filled, iters, world_size)
     unit = "iterations" if train.train_samples is None else "samples"
     wsd = scheduler.lr_wsd_decay_iters or scheduler.lr_wsd_decay_samples
-    if scheduler.lr_decay_style == "WSD" and wsd is not None and wsd > decay:
-        raise ConfigError(f"the WSD decay ({wsd} {unit}) is longer than the schedule ({decay} {unit}).")
+    room = decay - min(warmup, decay - 1)
+    if scheduler.lr_decay_style == "WSD" and wsd is not None and wsd > room:
+        key = f"scheduler.lr_wsd_decay_{'iters' if unit == 'iterations' else unit}"
+        raise ConfigError(
+            f"{key}={wsd}: the WSD decay ({wsd} {unit}) is longer than what the schedule ({decay} {unit}) has after "
+            f"the warm-up ({warmup} {unit}); choose at most {room}, or a shorter warm-up."
+        )
     if warmup > decay:
         key = f"scheduler.lr_warmup_{'iters' if unit == 'iterations' else unit}"
         raise ConfigError(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from onstep.data.corpus import not_utf8
 from onstep.data.made_once import cache_folder, made_once
 from onstep.data.sources import DocumentSource
 from onstep.data.tokenizers import TokenizersTokenizer
@@ -109,10 +110,7 @@ class _Counted:
             try:
                 text = document.data.decode("utf-8")
             except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{document.place} is not UTF-8: byte 0x{document.data[error.start]:02x} at offset {error.start}; "
-                    "convert the file, or use tokenizer_type 'bytes', which takes any bytes"
-                ) from error
+                raise not_utf8(document, error) from error
             self.num_letters += len(text)
             start = 0
             while start < len(text):

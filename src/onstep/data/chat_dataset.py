@@ -52,6 +52,8 @@ class ChatDataset(Dataset[dict[str, torch.Tensor]]):
         self.seq_length = seq_length
         self.pad_id = pad_id
         chosen = slice(start, len(chats) if end is None else end)
+        if not chats.lengths[chosen].size:
+            raise DataError("it is empty; give more conversations, or no share to evaluate on: dataset.split=100,0,0")
         # The last token of a conversation is only a label.
         wanted = chats.lengths[chosen] - 1
         lengths = np.minimum(wanted, seq_length)

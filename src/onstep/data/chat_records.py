@@ -31,8 +31,13 @@ class ChatKeys:
         """The messages of a record.
 
         Raises:
-            DataError: with `place`, for a record that has neither, or messages of another form.
+            DataError: with `place`, for a record that has neither, messages of another form, or text that is none.
         """
+        messages = self._messages(record, place)
+        _check_text(messages, place)
+        return messages
+
+    def _messages(self, record: Mapping[str, Any], place: str) -> list[Message]:
         if record.get(self.messages) is not None:
             return _checked(record[self.messages], f"{place}: {self.messages!r}")
         if record.get(self.prompt) is None or record.get(self.response) is None:
@@ -153,6 +158,23 @@ def _checked(messages: Any, place: str) -> list[Message]:
             raise DataError(f"{place} must hold messages with 'role' and 'content', got {_short(message)}")
     # A column of the `datasets` library has every key for every message, None where it was not given.
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def _check_text(value: Any, place: str) -> None:
+    """Half of a pair of surrogates is legal in JSON, and no text: no tokenizer takes it, and no UTF-8 file."""
+    if isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{place}: {_short(value[max(error.start - 10, 0) : error.start + 10])} holds {value[error.start]!r}, half of "
+                "a pair of surrogates, which is no letter; mend the record or leave it out"
+            ) from error
+    elif isinstance(value, Mapping):
+        _check_text(list(value.values()), place)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _check_text(each, place)
 
 
 def _short(value: Any) -> str:

@@ -17,6 +17,12 @@ from onstep.errors import DataError
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _CONTENT_MARK = "onstep9c1f7e3answer"
 """Stands for an answer, to see where a template puts it."""
+_GUARD = "\ue0f8\ue0f9"
+"""Letters for private use, on both sides of a special token that is text."""
+_GUARDS = re.compile(_GUARD)
+
+_Encoded = tuple[list[int], list[tuple[int, int]]]
+"""Ids, and the first letter and the end of each."""
 
 
 class EncodedChat(NamedTuple):
@@ -57,7 +63,8 @@ class PlainTemplate:
     r"""For tokenizers without a chat template: ``<|role|>\ncontent\n`` for each message.
 
     An answer is ``<|assistant|>\n``, then its content and the end token, which are trained on. What stands between two
-    answers is encoded in one piece, as a prompt is that ends with ``<|assistant|>\n``.
+    answers is encoded in one piece, as a prompt is that ends with ``<|assistant|>\n``. A special token that is written
+    in a content is text; a mark that the tokenizer has as a special token is that token.
 
     Raises:
         DataError: where the tokenizer has no end token.
@@ -68,26 +75,39 @@ class PlainTemplate:
             raise DataError("a chat needs a token that ends an answer, and this tokenizer has none; take another one")
         self._tokenizer = tokenizer
         self._end_id = tokenizer.eos_id
-        self.fingerprint = f"plain 1 {tokenizer.fingerprint} {tokenizer.eos_id}"
+        self.fingerprint = f"plain 2 {tokenizer.fingerprint} {tokenizer.eos_id}"
 
     def encode(self, messages: Sequence[Message], place: str) -> EncodedChat:
         """The ids of a conversation; what follows the last answer is kept, and not trained on."""
         pieces: list[tuple[Any, bool]] = []
-        prompt = ""
+        prompt: list[tuple[str, str]] = []
         for message in messages:
             content = message.get("content")
             if not isinstance(content, str):
                 raise DataError(f"{place}: 'content' must be a string, got {type(content).__name__}")
             if message["role"] != "assistant":
-                prompt += f"<|{message['role']}|>\n{content}\n"
+                prompt.append((f"<|{message['role']}|>", f"\n{content}\n"))
                 continue
-            pieces.append((self._tokenizer.encode_text(f"{prompt}<|assistant|>\n"), False))
-            pieces.append(([*self._tokenizer.encode_text(content), self._end_id], True))
-            prompt = ""
+            pieces.append((self._encode_prompt([*prompt, ("<|assistant|>", "\n")]), False))
+            pieces.append(([*self._tokenizer.encode_content(content), self._end_id], True))
+            prompt = []
         if prompt:
-            pieces.append((self._tokenizer.encode_text(prompt), False))
+            pieces.append((self._encode_prompt(prompt), False))
         ids = np.concatenate([np.asarray(piece, dtype=np.int64) for piece, _ in pieces])
         return EncodedChat(ids, np.repeat([trained for _, trained in pieces], [len(piece) for piece, _ in pieces]))
+
+    def _encode_prompt(self, turns: Sequence[tuple[str, str]]) -> list[int]:
+        """The ids of marks, each with the text after it."""
+        ids: list[int] = []
+        text = ""
+        for mark, after in turns:
+            special = self._tokenizer.encode_text(mark)
+            if special == self._tokenizer.encode_content(mark):
+                text += mark + after
+                continue
+            ids += [*self._tokenizer.encode_content(text), *special]
+            text = after
+        return [*ids, *self._tokenizer.encode_content(text)]
 
 
 class TokenizerTemplate:
@@ -98,6 +118,8 @@ class TokenizerTemplate:
     token that follows. It is found by rendering the conversation with the content replaced; a template in which that
     changes anything else is refused.
 
+    A special token that is written in a content is text; those of the template are tokens.
+
     Raises:
         DataError: for a tokenizer that does not tell which letters a token is of.
     """
@@ -106,28 +128,82 @@ class TokenizerTemplate:
         self._tokenizer = tokenizer.library_tokenizer
         template = self._tokenizer.get_chat_template()
         self._has_marks = _GENERATION_MARK.search(template) is not None
+        names = [str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        self._special = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
         if not getattr(self._tokenizer, "is_fast", False):
             raise DataError(
                 f"{type(self._tokenizer).__name__} does not tell which letters a token is of, which finding the "
                 "answers takes; use a folder with a tokenizer.json"
             )
         digest = hashlib.blake2b(template.encode(), digest_size=16).hexdigest()
-        self.fingerprint = f"template 1 {tokenizer.fingerprint} {digest}"
+        self.fingerprint = f"template 2 {tokenizer.fingerprint} {digest}"
 
     def encode(self, messages: Sequence[Message], place: str) -> EncodedChat:
         """The ids of a conversation."""
         text = self._render(messages, place)
-        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids = np.asarray(encoding["input_ids"], dtype=np.int64)
+        encoded = self._encode(text, parses_special=True)
+        if any(self._special.search(str(value)) for message in messages for value in message.values()):
+            encoded = self._encode_with_text(messages, text, encoded, place)
+        ids, offsets = np.asarray(encoded[0], dtype=np.int64), encoded[1]
         if self._has_marks:
             return EncodedChat(ids, self._marked(messages, ids, place))
-        offsets = encoding["offset_mapping"]
         trained = np.zeros(ids.size, dtype=np.bool_)
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
                 start, end = self._answer(messages, number, text, place)
                 trained[self._tokens_within(text, ids, offsets, start, end)] = True
         return EncodedChat(ids, trained)
+
+    def _encode(self, text: str, parses_special: bool, start: int = 0) -> _Encoded:
+        """Ids, and the letters that each is of; `text` begins at letter `start`."""
+        encoding = self._tokenizer(
+            text,
+            add_special_tokens=False,
+            split_special_tokens=not parses_special,
+            return_offsets_mapping=True,
+            verbose=False,
+        )
+        return list(encoding["input_ids"]), [(start + a, start + b) for a, b in encoding["offset_mapping"]]
+
+    def _encode_with_text(self, messages: Sequence[Message], text: str, whole: _Encoded, place: str) -> _Encoded:
+        """The ids where special tokens that stand in the messages are text, not those of the template.
+
+        Raises:
+            DataError: where they cannot be told apart.
+        """
+        guarded = [{key: self._guarded(value) for key, value in message.items()} for message in messages]
+        parts = _GUARDS.split(self._render(guarded, place))
+        ends = np.cumsum([len(part) for part in parts]).tolist()
+        texts = [(end - len(part), end) for part, end in zip(parts[1::2], ends[1::2], strict=True)]
+        is_deeper = any(not isinstance(value, str) for message in messages for value in message.values())
+        if self._has_marks or is_deeper or "".join(parts) != text or self._encode_parts(text, []) != whole:
+            found = self._special.findall(str(messages))[0]
+            raise DataError(
+                f"{place}: a message holds {found!r}, a special token of the tokenizer, which cannot be told from those "
+                "of its chat template; take it out"
+            )
+        return self._encode_parts(text, texts)
+
+    def _encode_parts(self, text: str, texts: Sequence[tuple[int, int]]) -> _Encoded:
+        """The ids of `text`, cut at its special tokens but for those within the stretches `texts`."""
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        at = 0
+        for found in [*self._special.finditer(text), None]:
+            start, end = (len(text), len(text)) if found is None else found.span()
+            if any(first <= start and end <= last for first, last in texts) and found is not None:
+                continue
+            for piece, begin, parses in ((text[at:start], at, False), (text[start:end], start, True)):
+                more = self._encode(piece, parses, begin) if piece else ([], [])
+                ids, offsets = ids + more[0], offsets + more[1]
+            at = end
+        return ids, offsets
+
+    def _guarded(self, value: Any) -> Any:
+        """A string with guards around its special tokens."""
+        if not isinstance(value, str):
+            return value
+        return self._special.sub(lambda found: f"{_GUARD}{found.group()}{_GUARD}", value)
 
     def _marked(self, messages: Sequence[Message], ids: npt.NDArray[np.int64], place: str) -> npt.NDArray[np.bool_]:
         encoded = self._tokenizer.apply_chat_template(

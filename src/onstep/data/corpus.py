@@ -144,6 +144,21 @@ def iter_file_documents(path: Path, text_key: str) -> Iterator[Document]:
         raise DataError(f"cannot read {path} of the corpus: {error.strerror or error}") from error
 
 
+def not_utf8(document: Document, error: UnicodeDecodeError) -> DataError:
+    """What to say where a tokenizer takes UTF-8 and a document is not."""
+    data, at = document.data, error.start
+    is_surrogate = data[at] == 0xED and len(data) > at + 1 and data[at + 1] >= 0xA0
+    reason, mend = (
+        ("half of a pair of surrogates, as JSON may hold", "mend the record")
+        if is_surrogate
+        else (error.reason, "convert the file")
+    )
+    return DataError(
+        f"{document.place} is not UTF-8: byte 0x{data[at]:02x} at offset {at} ({reason}); {mend}, or use tokenizer_type "
+        "'bytes', which takes any bytes"
+    )
+
+
 def is_jsonl(path: Path) -> bool:
     """Whether each line of the file is a JSON record."""
     return path.suffix.lower() in JSONL_SUFFIXES

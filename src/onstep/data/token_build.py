@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onstep.data.corpus import Document
+from onstep.data.corpus import Document, not_utf8
 from onstep.data.made_once import cache_folder, made_once
 from onstep.data.sources import DocumentSource, FileSource
 from onstep.data.token_file import TokenFile, find_token_file, token_dtype, write_tokens
@@ -82,10 +82,7 @@ def encoded(tokenizer: Tokenizer, document: Document) -> npt.NDArray[Any]:
     try:
         ids = np.asarray(tokenizer.encode(document.data))
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{document.place} is not UTF-8: byte 0x{document.data[error.start]:02x} at offset {error.start} "
-            f"({error.reason}); convert the file, or use tokenizer_type 'bytes', which takes any bytes"
-        ) from error
+        raise not_utf8(document, error) from error
     if ids.size and not (ids.min() >= 0 and ids.max() < tokenizer.vocab_size):
         raise DataError(
             f"{document.place} has token ids from {ids.min()} to {ids.max()}, but they must be >= 0 and below the "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy.typing as npt
 
 from onstep.config.part import nearest
 from onstep.config.parts import TokenizerConfig
+from onstep.data.tokenizer_files import OUR_KEY, keep_ids_in_transformers, write_text
 from onstep.errors import DataError, MissingExtraError
 
 TokenIds = Sequence[int] | npt.NDArray[Any]
@@ -53,14 +53,17 @@ class Tokenizer(Protocol):
         """Changes whenever the ids of some text could change."""
 
     def encode(self, document: bytes) -> TokenIds:
-        """Ids of one document, without special tokens.
+        """Ids of one document, without special tokens: one that is written in it is text.
 
         Raises:
             UnicodeDecodeError: where the tokenizer needs UTF-8 and `document` is not.
         """
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of `text`, without special tokens."""
+        """Ids of a prompt; a special token that is written in it is that token, and none is added."""
+
+    def encode_content(self, text: str) -> list[int]:
+        """Ids of what somebody wrote; a special token that is written in it is text."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`."""
@@ -83,6 +86,10 @@ class ByteTokenizer:
     def encode_text(self, text: str) -> list[int]:
         """The UTF-8 bytes of `text`."""
         return list(text.encode("utf-8"))
+
+    def encode_content(self, text: str) -> list[int]:
+        """The UTF-8 bytes of `text`."""
+        return self.encode_text(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; what is not UTF-8 becomes U+FFFD, and ids that are no bytes are left out."""
@@ -109,14 +116,21 @@ class TokenizersTokenizer:
         vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = _size_of_vocab(vocab, path)
         self.eos_id = next((vocab[name] for name in _EOS_NAMES if name in vocab), None)
-        self.fingerprint = f"tokenizers-{_digest(content)}"
+        self.fingerprint = f"tokenizers 2-{_digest(content)}"
 
     def encode(self, document: bytes) -> list[int]:
         """Ids of the UTF-8 text of `document`."""
-        return self.encode_text(document.decode("utf-8"))
+        return self.encode_content(document.decode("utf-8"))
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of `text`."""
+        """Ids of `text`; a special token in it is that token."""
+        self._tokenizer.encode_special_tokens = False
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_content(self, text: str) -> list[int]:
+        """Ids of `text`; a special token in it is text."""
+        self._tokenizer.encode_special_tokens = True
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -130,9 +144,8 @@ class TokenizersTokenizer:
         config = _tokenizer_config(self._content, self.eos_id)
         texts = {"tokenizer.json": self._content, "tokenizer_config.json": config}
         for name, text in texts.items():
-            temporary = folder / f".{name}.tmp"
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, folder / name)
+            write_text(folder / name, text)
+        keep_ids_in_transformers(folder, self.encode_content)
         return [folder / name for name in texts]
 
 
@@ -152,15 +165,22 @@ class HuggingFaceTokenizer:
         vocab: dict[str, int] = self._tokenizer.get_vocab()
         self.vocab_size = _size_of_vocab(vocab, path)
         self.eos_id: int | None = self._tokenizer.eos_token_id
-        self.fingerprint = f"huggingface-{_digest(self._description(vocab))}"
+        self.fingerprint = f"huggingface 2-{_digest(self._description(vocab))}"
 
     def encode(self, document: bytes) -> list[int]:
         """Ids of the UTF-8 text of `document`."""
-        return self.encode_text(document.decode("utf-8"))
+        return self.encode_content(document.decode("utf-8"))
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of `text`, however long."""
+        """Ids of `text`, however long; a special token in it is that token."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def encode_content(self, text: str) -> list[int]:
+        """Ids of `text`, however long; a special token in it is text."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)[
+            "input_ids"
+        ]
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -170,7 +190,9 @@ class HuggingFaceTokenizer:
 
     def save(self, folder: Path) -> list[Path]:
         """Copies of its files."""
-        return [Path(shutil.copy(self.path / name, folder)) for name in FILES if (self.path / name).is_file()]
+        copied = [Path(shutil.copy(self.path / name, folder)) for name in FILES if (self.path / name).is_file()]
+        keep_ids_in_transformers(folder, self.encode_content)
+        return copied
 
     @property
     def library_tokenizer(self) -> Any:
@@ -268,7 +290,8 @@ def _tokenizer_config(tokenizer_json: str, eos_id: int | None) -> str:
     tokens: list[dict[str, Any]] = json.loads(tokenizer_json).get("added_tokens") or []
     ending = next((token["content"] for token in tokens if token.get("id") == eos_id), None)
     named = {} if ending is None else {"eos_token": ending}
-    return json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **named}, indent=2) + "\n"
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", **named, OUR_KEY: "tokenizers"}
+    return json.dumps(described, indent=2) + "\n"
 
 
 def _missing(library: str) -> MissingExtraError:

@@ -7,6 +7,7 @@ A world of one takes the same path as a world of many: it has a process group to
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,6 +21,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from onstep.config.parts import DistributedInitConfig
 from onstep.errors import ConfigError
+
+_groups_made = itertools.count()
+"""Numbers the groups of this process. Every rank makes the same ones, so each group has the same number on all."""
 
 
 @dataclass
@@ -180,5 +184,6 @@ def _init_group(config: DistributedInitConfig, size: int, rank: int, device: tor
     # torchrun keeps the store of an attempt that failed, with its keys; without a prefix a restart finds those
     store, rank, size = next(rendezvous("env://", rank, size, timeout=_timeout(config)))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"onstep/attempt_{attempt}", store)
+    # so does the second group of a process find the addresses of the first, whose ranks no longer listen there
+    store = PrefixStore(f"onstep/attempt_{attempt}/group_{next(_groups_made)}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_timeout(config))

@@ -18,6 +18,10 @@ class RunFacts:
     samples_per_epoch: int | None = None
     """Set where the batch grows: epochs then have different numbers of steps, and `steps_per_epoch` is that of the
     largest batch."""
+    num_examples: int | None = None
+    """Samples of the training data; None where it has no length."""
+    num_train_samples: int | None = None
+    """Samples that the whole run trains on, over all ranks and epochs."""
     logging_steps: int = 0
     eval_steps: int = 0
     save_steps: int = 0

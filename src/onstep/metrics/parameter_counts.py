@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from onstep.config.finetune_rules import LORA_PROJECTIONS
 from onstep.metrics.model_shape import ModelShape
 
-PROJECTIONS: Mapping[str, str] = {
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.output": "self_attn.o_proj",
-    "feed_forward.gate": "mlp.gate_proj",
-    "feed_forward.up": "mlp.up_proj",
-    "feed_forward.down": "mlp.down_proj",
-}
+PROJECTIONS = LORA_PROJECTIONS
 """The matrices of a layer that LoRA goes to, by their names here and in `transformers`."""
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onstep.distributed.shards import Split, as_dtensor, local_part, split_of
-from onstep.errors import ConfigError
+from onstep.errors import ShardingError
 from onstep.metrics.named_parameters import chunks_of, measurable_parameters, reshard
 from onstep.metrics.parameter_norms import local_norms
 from onstep.metrics.reductions import device_of, has_others
@@ -60,7 +60,8 @@ def calc_params_l2_norm(
             needed for it: whatever the type, sums are in float64.
 
     Raises:
-        ConfigError: an expert is marked as shared, or a parameter is no DTensor with `use_megatron_fsdp`.
+        ConfigError: an expert is marked as shared.
+        ShardingError: a parameter is no DTensor with `use_megatron_fsdp`.
     """
     if use_megatron_fsdp:
         return calc_dtensor_params_l2_norm(_fully_sharded(model))
@@ -74,15 +75,15 @@ def calc_dtensor_params_l2_norm(params: Iterable[Tensor]) -> float:
         params: the DTensors, in the same order on all ranks of their mesh.
 
     Raises:
-        ConfigError: a tensor is no DTensor, or ranks hold summands of it (`Partial`), whose squares do not add up.
+        ShardingError: a tensor is no DTensor, or ranks hold summands of it (`Partial`), whose squares do not add up.
     """
     kinds: dict[Split, dict[str, Tensor]] = {}
     for number, param in enumerate(params):
         dtensor = as_dtensor(param)
         if dtensor is None:
-            raise ConfigError(f"parameter {number} must be a DTensor, got {type(param).__name__}; shard the model")
+            raise ShardingError(f"parameter {number} must be a DTensor, got {type(param).__name__}; shard the model")
         if any(one.is_partial() for one in dtensor.placements):
-            raise ConfigError(
+            raise ShardingError(
                 f"parameter {number} must be split or replicated, got {dtensor.placements}: the squares of summands "
                 "are not those of the sum; call its redistribute() first"
             )
@@ -165,7 +166,9 @@ def _fully_sharded(model: nn.Module | Sequence[nn.Module]) -> list[Tensor]:
     params = measurable_parameters(model)
     for name, param in params.items():
         if as_dtensor(param) is None:
-            raise ConfigError(f"with use_megatron_fsdp {name} must be a DTensor, got {type(param).__name__}; shard it")
+            raise ShardingError(
+                f"with use_megatron_fsdp {name} must be a DTensor, got {type(param).__name__}; shard it"
+            )
     return list(params.values())
 
 

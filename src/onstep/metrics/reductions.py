@@ -37,7 +37,7 @@ def reduce_max_memory_across_pp_group(
     values = torch.tensor(list(memory_report.values()), dtype=torch.float64, device=device_of(pp_group))
     dist.all_reduce(values, op=dist.ReduceOp.MAX, group=pp_group)
     return {
-        name: int(largest) if isinstance(value, int) and not isinstance(value, bool) else largest
+        name: int(largest) if isinstance(value, Integral) and not isinstance(value, bool) else largest
         for (name, value), largest in zip(memory_report.items(), values.tolist(), strict=True)
     }
 
@@ -57,6 +57,7 @@ def reduce_max_stat_across_model_parallel_group(stat: float | None, mp_group: An
     Raises:
         ConfigError: `stat` is no number, or a whole one that 64 bits do not hold.
     """
+    _check_stat(stat)
     if not has_others(mp_group):
         return stat
     known = None if stat is None else _number(stat)
@@ -111,10 +112,18 @@ def _size(group: Any) -> int:
     return int(size()) if callable(size) else 1
 
 
+def _check_stat(stat: Any) -> None:
+    """Refuse what is no number; a tensor is asked for its form and not read."""
+    if isinstance(stat, Tensor) and stat.numel() == 1 and not stat.is_complex():
+        return
+    if stat is not None:
+        _number(stat)
+
+
 def _number(stat: Any) -> int | float:
     """`stat` as a plain number; a tensor is read."""
     value = stat.item() if isinstance(stat, Tensor) and stat.numel() == 1 else stat
-    if isinstance(value, Integral):
+    if isinstance(value, (Integral, np.bool_)):
         whole = int(value)
         if not _LEAST <= whole < -_LEAST:
             raise ConfigError(f"a whole number to reduce must fit into 64 bits, got {whole}; pass it as a float")

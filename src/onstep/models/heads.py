@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,14 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import dropout as dropped
 from torch.nn.functional import linear
 
+from onstep.config.parts import ModelConfig
 from onstep.distributed.sequence_gather import gather_sequence
 from onstep.errors import ConfigError
 from onstep.models.chunks import ModelHook, ModelList, ensure_model_list
 from onstep.models.layer_types import REPLICATED, register_layer_type
+from onstep.models.multi_token_prediction import MultiTokenPrediction
+
+logger = logging.getLogger(__name__)
 
 
 class LinearForLastLayer(nn.Linear):
@@ -94,7 +99,8 @@ def create_value_head_hook(hidden_size: int, sequence_parallel: bool, output_siz
     """A hook that puts a new `LinearForLastLayer` in place of the output layer of the last pipeline stage.
 
     The hook takes a chunk or a list of chunks, changes it in place before it is wrapped for data parallelism, and
-    returns the list (the same object). Chunks of other stages stay as they are. The head is made on the default device
+    returns the list (the same object). Multi-token prediction of the chunk goes with its output layer: values have no
+    further tokens to predict. Chunks of other stages stay as they are. The head is made on the default device
     and in the default dtype; move the model afterwards. Its tensor-parallel group is the chunk's `pg_collection.tp`,
     if it has one.
 
@@ -105,7 +111,7 @@ def create_value_head_hook(hidden_size: int, sequence_parallel: bool, output_siz
 
     Raises:
         ValueError: from the hook, where it cannot tell which of several chunks is the last stage's.
-        ConfigError: from the hook, for a model without an `output_layer`.
+        ConfigError: from the hook, for a model without an `output_layer`, or with another width.
     """
     _register_linear_for_last_layer_mapping()
 
@@ -149,9 +155,33 @@ def _replace_output_layer(chunk: nn.Module, hidden_size: int, output_size: int, 
             f"{type(chunk).__name__} has no output_layer for a value head to replace; pass a Transformer, or a chunk "
             "with the output layer under that name."
         )
+    width = _hidden_size(chunk)
+    if width is not None and width != hidden_size:
+        raise ConfigError(
+            f"a value head for hidden_size={hidden_size} does not fit {type(chunk).__name__}, whose hidden states are "
+            f"{width} wide; make the hook with {width}."
+        )
+    _leave_out_prediction(chunk)
     group = getattr(getattr(chunk, "pg_collection", None), "tp", None)
     head = LinearForLastLayer(hidden_size, output_size, sequence_parallel, tp_group=group)
     chunk.output_layer = head
+
+
+def _hidden_size(chunk: nn.Module) -> int | None:
+    """Width of the hidden states, by the chunk's configuration or its output layer; None where neither says."""
+    width = getattr(getattr(chunk, "config", None), "hidden_size", None)
+    return width if isinstance(width, int) else getattr(chunk.output_layer, "in_features", None)
+
+
+def _leave_out_prediction(chunk: nn.Module) -> None:
+    """Values have no losses of multi-token prediction: its depths would never get a gradient."""
+    if not isinstance(getattr(chunk, "mtp", None), MultiTokenPrediction):
+        return
+    logger.info("the value head takes the place of the model's multi-token prediction too; its depths are left out")
+    chunk.register_module("mtp", None)
+    config = chunk.config
+    if isinstance(config, ModelConfig):
+        config.mtp_num_layers, config.mtp_loss_scaling_factor = None, ModelConfig().mtp_loss_scaling_factor
 
 
 def _register_linear_for_last_layer_mapping() -> None:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from onstep.config.parts import ModelConfig
-from onstep.models.hf_architecture import Architecture, Weights, check_features, differing
+from onstep.errors import ConfigError
+from onstep.models.hf_architecture import Architecture, Weights, check_complete, check_features, differing
 from onstep.models.hf_llama import (
+    REQUIRED,
     describe_llama_like,
     hf_name,
     llama_like_obstacles,
@@ -25,6 +27,9 @@ _REMEDY = "without biases, with a softmax router"
 
 _DEFAULTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1}
 """What `transformers` takes where a `config.json` says nothing."""
+
+_FAMILY = {"max_position_embeddings": 32768, "num_key_value_heads": 4}
+"""The same of what the Llama family shares."""
 
 _ROUTER = ("feed_forward.router.weight", "mlp.gate.weight")
 
@@ -45,7 +50,6 @@ def _obstacles(config: ModelConfig) -> list[str]:
         moe_router_topk_scaling_factor=None,
         moe_router_enable_expert_bias=False,
         moe_shared_expert_intermediate_size=None,
-        moe_expert_capacity_factor=None,
     )
     return found if config.num_moe_experts else [*found, *differing(config, num_moe_experts="a number")]
 
@@ -65,26 +69,40 @@ def _describe(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read(hf_config: Mapping[str, Any]) -> ModelConfig:
-    """Coefficients of auxiliary losses are not taken over: `transformers` computes another loss with them."""
+    """Coefficients of auxiliary losses are not taken over: `transformers` computes another loss with them.
+
+    Without experts, or without a layer that has them, it is a dense model, as there.
+    """
     check_features({"attention_bias": (bool(hf_config.get("attention_bias")), False)}, _REMEDY)
-    sizes = {name: hf_config.get(name) or fallback for name, fallback in _DEFAULTS.items()}
-    experts = hf_config.get("num_local_experts") or sizes["num_experts"]  # transformers 5 writes the first
-    return read_llama_like(
-        hf_config,
-        qk_layernorm=True,
-        num_moe_experts=experts,
-        moe_router_topk=sizes["num_experts_per_tok"],
-        moe_ffn_hidden_size=sizes["moe_intermediate_size"],
-        moe_router_pre_softmax=not hf_config.get("norm_topk_prob", False),
-        moe_layer_freq=_frequency(hf_config, sizes["decoder_sparse_step"]),
-    )
+    sizes = {name: _first(hf_config.get(name), fallback) for name, fallback in _DEFAULTS.items()}
+    experts = _first(hf_config.get("num_local_experts"), sizes["num_experts"])  # transformers 5 writes the first
+    pattern = _pattern(hf_config, sizes["decoder_sparse_step"])
+    options: dict[str, Any] = {}
+    if experts and any(pattern):
+        options = {
+            "num_moe_experts": experts,
+            "moe_router_topk": sizes["num_experts_per_tok"],
+            "moe_ffn_hidden_size": sizes["moe_intermediate_size"],
+            "moe_router_pre_softmax": not hf_config.get("norm_topk_prob", False),
+            "moe_layer_freq": 1 if all(pattern) else pattern,
+        }
+    return read_llama_like(hf_config, _FAMILY, qk_layernorm=True, **options)
 
 
-def _frequency(hf_config: Mapping[str, Any], step: int) -> int | list[int]:
+def _pattern(hf_config: Mapping[str, Any], step: int) -> list[int]:
+    """Of each layer whether it has experts, 1 or 0."""
+    if step < 1:
+        raise ConfigError(
+            f"config.json has decoder_sparse_step={step}, which must be >= 1; 1 is experts in each layer."
+        )
+    check_complete(hf_config, REQUIRED)
     dense = set(hf_config.get("mlp_only_layers") or ())
-    layers = range(hf_config.get("num_hidden_layers") or 0)
-    pattern = [int(index not in dense and (index + 1) % step == 0) for index in layers]
-    return 1 if all(pattern) else pattern
+    layers = range(hf_config["num_hidden_layers"])
+    return [int(index not in dense and (index + 1) % step == 0) for index in layers]
+
+
+def _first(value: Any, fallback: Any) -> Any:
+    return fallback if value is None else value
 
 
 def _to_hf(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:

@@ -22,6 +22,11 @@ from onstep.models.sizes import ffn_hidden_size, head_width, num_query_groups
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
+_LLAMA_DEFAULTS = {"max_position_embeddings": 2048}
+"""What `transformers` takes where a `config.json` says nothing; a key/value head for each query head."""
+
+_QWEN_DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
+
 _FULL_ATTENTION = ["full_attention"]
 
 _REMEDY = (
@@ -87,10 +92,11 @@ def describe_llama_like(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def read_llama_like(hf_config: Mapping[str, Any], **options: Any) -> ModelConfig:
+def read_llama_like(hf_config: Mapping[str, Any], defaults: Mapping[str, Any], **options: Any) -> ModelConfig:
     """The configuration of a `config.json` of the family; what the file leaves out has `transformers`' default.
 
     Args:
+        defaults: the architecture's own for what its file leaves out.
         options: fields of the `ModelConfig` beside those that the family shares.
 
     Raises:
@@ -98,7 +104,8 @@ def read_llama_like(hf_config: Mapping[str, Any], **options: Any) -> ModelConfig
     """
     check_features(_features(hf_config), _REMEDY)
     check_complete(hf_config, REQUIRED)
-    seq_length = hf_config.get("max_position_embeddings", 2048)
+    hf_config = {**defaults, **hf_config}
+    seq_length = hf_config["max_position_embeddings"]
     shared = {
         "num_layers": hf_config["num_hidden_layers"],
         "hidden_size": hf_config["hidden_size"],
@@ -175,7 +182,7 @@ def _read_llama(hf_config: Mapping[str, Any]) -> ModelConfig:
     attention, feed_forward = bool(hf_config.get("attention_bias")), bool(hf_config.get("mlp_bias"))
     if attention != feed_forward:
         check_features({"attention_bias": (attention, False), "mlp_bias": (feed_forward, False)}, _REMEDY)
-    return read_llama_like(hf_config, add_qkv_bias=attention, add_bias_linear=attention)
+    return read_llama_like(hf_config, _LLAMA_DEFAULTS, add_qkv_bias=attention, add_bias_linear=attention)
 
 
 def _qwen2_obstacles(config: ModelConfig) -> list[str]:
@@ -187,7 +194,7 @@ def _describe_qwen2(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_qwen2(hf_config: Mapping[str, Any]) -> ModelConfig:
-    return read_llama_like(hf_config, add_qkv_bias=True)
+    return read_llama_like(hf_config, _QWEN_DEFAULTS, add_qkv_bias=True)
 
 
 def _qwen3_obstacles(config: ModelConfig) -> list[str]:
@@ -201,7 +208,7 @@ def _describe_qwen3(config: ModelConfig) -> dict[str, Any]:
 def _read_qwen3(hf_config: Mapping[str, Any]) -> ModelConfig:
     check_features({"attention_bias": (bool(hf_config.get("attention_bias")), False)}, _REMEDY)
     head_dim = hf_config.get("head_dim") or 128  # its default, whatever the hidden size
-    return read_llama_like(hf_config, qk_layernorm=True, kv_channels=head_dim)
+    return read_llama_like(hf_config, _QWEN_DEFAULTS, qk_layernorm=True, kv_channels=head_dim)
 
 
 def _architecture(model_type: str, class_name: str, obstacles: Any, describe: Any, read: Any) -> Architecture:

@@ -17,8 +17,8 @@ from onstep.models.routing_record import RoutingStep, count_dtype, is_recomputin
 
 IGNORE_INDEX = -100
 
-Embed = Callable[[Tensor], Tensor]
-"""Tokens (batch, seq) to their embeddings (batch, seq, hidden)."""
+Embed = Callable[[int], Tensor]
+"""The embeddings (batch, seq, hidden) of the tokens so many places further on."""
 
 RunLayer = Callable[[nn.Module, Tensor], Tensor]
 """Applies a transformer layer to hidden states (batch, seq, hidden)."""
@@ -69,7 +69,6 @@ class MultiTokenPrediction(nn.Module):
         self,
         losses: Tensor,
         hidden: Tensor,
-        tokens: Tensor,
         labels: Tensor,
         embed: Embed,
         run_layer: RunLayer,
@@ -81,14 +80,13 @@ class MultiTokenPrediction(nn.Module):
         Args:
             losses: the main loss of each token (batch, seq), or their sum.
             hidden: the normed hidden states (batch, seq, hidden) that the main loss comes from.
-            tokens: (batch, seq).
             labels: (batch, seq), the targets of the main loss; -100 is ignored.
             document_ids: of packed sequences: no depth predicts a token of another document.
         """
         reduction: Literal["none", "sum"] = "none" if losses.ndim else "sum"
         found = []
         for depth, module in enumerate(self.depths, start=1):
-            hidden = module(hidden, embed(shifted(tokens, depth, fill=0)), run_layer)
+            hidden = module(hidden, embed(depth), run_layer)
             targets = further_labels(labels, depth, document_ids)
             scores = logits(hidden).float().flatten(0, 1)
             loss = cross_entropy(scores, targets.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)

@@ -30,11 +30,14 @@ def learned_positions(table: nn.Embedding, start: int, length: int, position_ids
     """What a model with learned positions adds to the embedding of its tokens, (seq, hidden) or (batch, seq, hidden).
 
     Raises:
-        ConfigError: positions beyond the table.
+        ConfigError: positions beyond the table. Of `position_ids` on a GPU it is not asked, since that would wait for
+            the device; there they are CUDA's error.
     """
     check_positions(table, start + length if position_ids is None else 0)
     if position_ids is None:
         return table.weight[start : start + length]
+    if position_ids.device.type == "cpu" and position_ids.numel():
+        _check_position_ids(table, position_ids)
     rows: Tensor = table(position_ids)
     return rows
 
@@ -52,6 +55,16 @@ def check_positions(table: nn.Embedding, end: int) -> None:
         )
 
 
+def _check_position_ids(table: nn.Embedding, position_ids: Tensor) -> None:
+    least, largest = (int(one) for one in position_ids.aminmax())
+    if least < 0 or largest >= table.num_embeddings:
+        raise ConfigError(
+            f"position_ids go from {least} to {largest}, but learned positions are those from 0 to "
+            f"{table.num_embeddings - 1} (model.seq_length={table.num_embeddings}); give others, or train a model with "
+            "rotary positions (position_embedding_type=rope)."
+        )
+
+
 def sequence_context(
     rotary: RotaryTables | None,
     tokens: Tensor,
@@ -62,7 +75,7 @@ def sequence_context(
     """What the layers must know of `tokens`.
 
     Raises:
-        ConfigError: documents together with a cache, or a cache beyond the length where dynamic angles change.
+        ConfigError: documents together with a cache, or either beyond the length from which on dynamic angles change.
     """
     if cache is not None and document_ids is not None:
         raise ConfigError("document_ids and a key/value cache do not go together; generate one document at a time.")
@@ -76,6 +89,12 @@ def sequence_context(
             f"rope_scaling of type dynamic turns all positions of a sequence of {end} tokens anew (beyond "
             "model.seq_length), so that earlier keys cannot be kept; call the model on the whole sequence without a "
             "cache."
+        )
+    if document_ids is not None and not rotary.keeps_angles(end):
+        raise ConfigError(
+            f"document_ids of a sequence of {end} tokens do not go with rope_scaling of type dynamic: beyond "
+            "model.seq_length its angles follow from the length, and each document has its own; call the model on one "
+            "document at a time, or on shorter sequences."
         )
     cos, sin = rotary(start, end - start) if position_ids is None else rotary.at(position_ids)
     return SequenceContext(cos, sin, mask, cache)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ class Routing:
     load: Tensor
     """(experts,), int64: how many tokens chose each expert."""
     capacity: int | None = None
-    """Tokens that an expert takes; None is all."""
+    """Choices that an expert takes; None is all."""
 
 
 class Router(nn.Module):
@@ -47,7 +48,8 @@ class Router(nn.Module):
     chosen ones where there are several. `moe_router_topk_scaling_factor` multiplies the weights.
 
     With `moe_router_enable_expert_bias` the buffer `expert_bias` is added to the scores for the choice alone; the
-    training loop moves it after each step (`update_expert_bias`).
+    training loop moves it after each step (`update_expert_bias`). It stays float32 whatever the module is moved to: in
+    bfloat16 its small moves would be lost.
 
     In training, the auxiliary losses of the configuration reach the gradient by themselves
     (`onstep.models.auxiliary_loss`), and `record` counts.
@@ -117,9 +119,12 @@ class Router(nn.Module):
     def capacity(self, tokens: int) -> int | None:
         """The choices that one expert takes of a forward pass over `tokens` tokens; None is all.
 
+        Outside training it is all of them: what a token gets would depend on the others in its batch, also on those
+        after it.
+
         Source: Fedus et al., "Switch Transformers" (2021), equation 3, with `k` choices of a token.
         """
-        if self._capacity_factor is None:
+        if self._capacity_factor is None or not self.training:
             return None
         return max(1, math.ceil(tokens * self.topk / self.num_experts * self._capacity_factor))
 
@@ -178,6 +183,13 @@ class Router(nn.Module):
             return None
         figures = dict(zip(FIGURES, row[self.num_experts :].unbind(), strict=True))
         return {"load": row[: self.num_experts], **{name: figures[name] for name in ("tokens", "dropped", "entropy")}}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        bias = self.expert_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != bias.dtype:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
 
     def _weights(self, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
         if self._score_function == "softmax":

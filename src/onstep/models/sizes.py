@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from onstep.config.derived import default_ffn_hidden_size
+from onstep.config.expert_rules import check_expert_options
 from onstep.config.model_rules import check_model
 from onstep.config.parts import ModelConfig
 from onstep.config.rules import check_values
@@ -66,6 +67,7 @@ def check_model_config(config: ModelConfig) -> None:
             _check_count(name, getattr(config, name))
     check_values({f"model.{name}": getattr(config, name) for name in config.field_names()})
     check_model(config)
+    check_expert_options(config)
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -18,7 +18,7 @@ from onstep.models.context import SequenceContext
 from onstep.models.heads import LinearForLastLayer
 from onstep.models.init import init_weights
 from onstep.models.layer import Layer
-from onstep.models.multi_token_prediction import MultiTokenPrediction, build_prediction
+from onstep.models.multi_token_prediction import MultiTokenPrediction, build_prediction, shifted
 from onstep.models.norms import build_norm
 from onstep.models.positions import (
     build_position_embedding,
@@ -87,12 +87,20 @@ class Transformer(nn.Module):
             With labels, cross-entropy in nats, float32: (batch, seq) with 0 where ignored, or () for "sum".
 
         Raises:
-            ConfigError: positions beyond a learned table, labels for a value head, documents together with a cache.
+            ConfigError: positions beyond a learned table (`position_ids` on a GPU are not looked at: there it is CUDA's
+                error), labels for a value head, none for multi-token prediction in training, documents together with a
+                cache, or beyond `config.seq_length` with dynamic rope scaling.
         """
         if labels is not None and self.has_value_head:
             raise ConfigError(
                 "the model ends in a value head, whose values have no cross-entropy with labels; call it without "
                 "labels and compute the loss from the values in your forward step."
+            )
+        if labels is None and self._trains_prediction:
+            raise ConfigError(
+                f"the model has model.mtp_num_layers={self.config.mtp_num_layers} to train, whose losses take "
+                "the labels, and it was called without; pass labels, or set model.mtp_num_layers to null for a loss of "
+                "your own."
             )
         hidden = self.hidden_states(tokens, cache, position_ids, document_ids)
         logits = self.logits(hidden)
@@ -194,13 +202,26 @@ class Transformer(nn.Module):
         return mtp.attach(
             losses,
             hidden,
-            tokens,
             labels,
-            embed=lambda later: self._embedded(later, None, position_ids),
+            embed=lambda depth: self._embedded_later(tokens, position_ids, depth),
             run_layer=lambda layer, x: self._run_layer(layer, x, context),
             logits=self.logits,
             document_ids=document_ids,
         )
+
+    @property
+    def _trains_prediction(self) -> bool:
+        """Whether a backward pass must reach multi-token prediction."""
+        if self.mtp is None or not self.training or not torch.is_grad_enabled():
+            return False
+        return any(parameter.requires_grad for parameter in self.mtp.parameters())
+
+    def _embedded_later(self, tokens: Tensor, position_ids: Tensor | None, depth: int) -> Tensor:
+        """The embeddings of the tokens `depth` places further on, at positions of their own; of token 0 at the end."""
+        if position_ids is None and self.position_embedding is not None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        later = None if position_ids is None else shifted(position_ids, depth, fill=0)
+        return self._embedded(shifted(tokens, depth, fill=0), None, later)
 
     def _embedded(self, tokens: Tensor, cache: KeyValueCache | None, position_ids: Tensor | None) -> Tensor:
         x = self.embedding(tokens)

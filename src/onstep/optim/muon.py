@@ -49,6 +49,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
         if self._adamw is not None:
             self._adamw.step()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles hold: torch's three, and the two optimizers, which share them."""
+        parts = {name: vars(self)[name] for name in ("_muon", "_adamw", "_num_muon_groups", "_is_made")}
+        return {**super().__getstate__(), **parts}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._share()

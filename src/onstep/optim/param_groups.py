@@ -10,6 +10,7 @@ from typing import Any
 from torch.nn import Parameter
 
 from onstep.config.optimizer_config import OptimizerConfig
+from onstep.config.optimizer_rules import check_decoupled_entry
 from onstep.config.part import nearest
 from onstep.errors import ConfigError
 from onstep.optim.parameter_roles import ParameterRole
@@ -39,7 +40,8 @@ def param_groups(
     fewer dimensions and biases, without (`wd_mult` 0).
 
     Raises:
-        ConfigError: an entry of `optimizer.param_groups` matches no trainable parameter that is left for it.
+        ConfigError: an entry of `optimizer.param_groups` matches no trainable parameter that is left for it, or lets a
+            decoupled rate rise.
     """
     entries = [str(entry["match"]) for entry in config.param_groups]
     matched = {param: _first_match(role.name, entries) for param, role in roles.items()}
@@ -75,6 +77,8 @@ def _group(place: _Place, params: list[Parameter], config: OptimizerConfig) -> d
     if not place.is_coupled:
         group |= {"max_lr": config.decoupled_lr, "min_lr": config.decoupled_min_lr}
     if place.entry < len(config.param_groups):
+        if not place.is_coupled:
+            check_decoupled_entry(place.entry, config)
         entry = config.param_groups[place.entry]
         group |= {key: float(value) for key, value in entry.items() if key != "match" and value is not None}
         group["weight_decay"] = config.weight_decay * group["wd_mult"]

@@ -12,8 +12,13 @@ from onstep.errors import ConfigError
 from onstep.optim.param_schedules import LrSchedule, WdSchedule, learning_rate, weight_decay
 
 _LR_STATE = ("max_lr", "lr_warmup_steps", "lr_decay_style", "lr_decay_steps", "min_lr")
+_MORE_LR_STATE = ("init_lr",)
+"""Keys beyond Megatron-Core's; older checkpoints have none of these."""
+_WSD_STATE = ("wsd_decay_steps", "lr_wsd_decay_style")
+"""The same, where the style is WSD."""
 _LR_KEYS = frozenset(("max_lr", "min_lr", "lr_mult"))
 """What a group may carry for its learning rate."""
+_ALL_LR_STATE = _LR_STATE + _MORE_LR_STATE + _WSD_STATE
 _WD_STATE = ("start_wd", "end_wd", "wd_incr_style", "wd_incr_steps")
 
 
@@ -122,13 +127,17 @@ class OptimizerParamScheduler:
         return weight_decay(self.num_steps, self._wd_schedule_of(param_group or {}))
 
     def state_dict(self) -> dict[str, Any]:
-        """The count and the shape of the schedules, as plain numbers and strings; the keys are Megatron-Core's."""
-        shape = {name: getattr(self.lr_schedule, name) for name in _LR_STATE}
+        """The count and the shape of the schedules, as plain numbers and strings; the keys are Megatron-Core's, and
+        `init_lr`, with WSD also `wsd_decay_steps` and `lr_wsd_decay_style`."""
+        names = _LR_STATE + _MORE_LR_STATE + (_WSD_STATE if self.lr_schedule.lr_decay_style == "WSD" else ())
+        shape = {name: getattr(self.lr_schedule, name) for name in names}
         shape |= {name: getattr(self.wd_schedule, name) for name in _WD_STATE}
         return {"num_steps": self.num_steps, **shape}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue a saved schedule: its `num_steps` is added to the present count, as in Megatron-Core.
+
+        A value that the state does not have, as of an older checkpoint, is ours.
 
         To go back within a process, set `num_steps` to 0 first.
 
@@ -138,7 +147,7 @@ class OptimizerParamScheduler:
         """
         if "num_steps" not in state_dict:
             raise ConfigError(f"a scheduler state must hold num_steps, got {', '.join(state_dict) or 'nothing'}")
-        lr_schedule = replace(self.lr_schedule, **self._resolve(self.lr_schedule, _LR_STATE, state_dict))
+        lr_schedule = replace(self.lr_schedule, **self._resolve(self.lr_schedule, _ALL_LR_STATE, state_dict))
         wd_schedule = replace(self.wd_schedule, **self._resolve(self.wd_schedule, _WD_STATE, state_dict))
         self.lr_schedule, self.wd_schedule = lr_schedule, wd_schedule
         self.step(state_dict["num_steps"])

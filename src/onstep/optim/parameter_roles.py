@@ -10,8 +10,11 @@ from torch.nn import Parameter
 
 from onstep.events.context import unwrap
 
-OUTPUT_NAMES = ("output", "lm_head", "output_layer", "embed_out")
-"""Direct children of a model under which its last projection stands, where the model has no `get_output_embeddings`."""
+NESTED_OUTPUT_NAMES = ("lm_head", "embed_out", "output_layer", "classifier", "score", "qa_outputs", "v_head")
+"""Names of modules outside of lists of layers under which a model's last projection stands."""
+
+OUTPUT_NAMES = (*NESTED_OUTPUT_NAMES, "output", "out", "head", "fc", "fc_out", "value_head", "reward_head")
+"""Names of direct children of a model under which it stands: inside, some of these are parts of layers."""
 
 _WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -50,12 +53,37 @@ def _role(name: str, param: Parameter, is_outer: bool) -> ParameterRole:
 def _embeddings_and_outputs(model: nn.Module) -> Iterator[Tensor]:
     """The matrices of embeddings, and the matrix that the model's scores come from."""
     for module in model.modules():
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             yield module.weight
-    for output in [*map(model._modules.get, OUTPUT_NAMES), _hugging_face_output(model)]:
-        weight = getattr(output, "weight", None)
-        if isinstance(weight, Parameter) and weight.ndim >= 2:
-            yield weight
+    outputs = [weight for module in _outputs_by_name(model) if (weight := _last_matrix(module)) is not None]
+    last = None if outputs else _last_child(model)
+    yield from outputs if last is None else [last.weight]
+
+
+def _outputs_by_name(model: nn.Module) -> Iterator[nn.Module]:
+    """What the model itself, or a name, says to be its output."""
+    own_word = _hugging_face_output(model)
+    if own_word is not None:
+        yield own_word
+    for name, module in model.named_modules():
+        parts = _plain(f"{name}.").rstrip(".").split(".")
+        names = OUTPUT_NAMES if len(parts) == 1 else NESTED_OUTPUT_NAMES
+        if parts[-1] in names and not any(part.isdigit() for part in parts):
+            yield module
+
+
+def _last_matrix(module: nn.Module) -> Parameter | None:
+    """The weight of an output, or of the last Linear in a head of several layers."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Parameter):
+        weight = next((one.weight for one in reversed(list(module.modules())) if isinstance(one, nn.Linear)), None)
+    return weight if isinstance(weight, Parameter) and weight.ndim >= 2 else None
+
+
+def _last_child(model: nn.Module) -> nn.Linear | None:
+    """The last of several direct children that hold matrices, if it is a Linear."""
+    with_matrix = [child for child in model.children() if any(param.ndim >= 2 for param in child.parameters())]
+    return with_matrix[-1] if len(with_matrix) > 1 and isinstance(with_matrix[-1], nn.Linear) else None
 
 
 def _hugging_face_output(model: nn.Module) -> nn.Module | None:

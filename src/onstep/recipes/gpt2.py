@@ -25,7 +25,7 @@ def gpt2_124m_finetune_config(peft: str | None = None) -> ConfigContainer:
     `peft`: None trains all of its weights, "lora" a few added ones.
     """
     config = finetuned(gpt2_124m_pretrain_config(), peft, full_lr=5e-5)
-    config.train.micro_batch_size = 4
+    config.train.micro_batch_size = 2
     return config
 
 

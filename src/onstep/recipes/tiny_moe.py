@@ -10,13 +10,15 @@ from onstep.recipes.tiny_gpt import SEQ_LENGTH, tiny_run
 def tiny_moe_pretrain_config() -> ConfigContainer:
     """tiny_gpt with 8 experts in each layer, of which a token takes 2: as many multiplications for each token.
 
-    The experts share the work evenly by the auxiliary loss of each micro-batch.
+    The experts share the work evenly by the auxiliary loss of each micro-batch. Queries and keys are normalized, as in
+    Qwen3-MoE, which `transformers` opens its weights as.
     """
     model = ModelConfig(
         num_layers=4,
         hidden_size=128,
         num_attention_heads=4,
         seq_length=SEQ_LENGTH,
+        qk_layernorm=True,
         num_moe_experts=8,
         moe_ffn_hidden_size=192,
         moe_router_topk=2,

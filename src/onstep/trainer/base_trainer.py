@@ -57,6 +57,8 @@ class BaseTrainer:
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = optimizers
+        self.made_optimizers: tuple[Any, Any] = (None, None)
+        """What the last training made where `optimizers` had None; `optimizer` and `lr_scheduler` show it."""
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.callback_manager = with_defaults(callbacks, default_callbacks, disable_tqdm=bool(self.args.disable_tqdm))
         self.global_state: GlobalState | None = None

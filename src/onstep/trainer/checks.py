@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from onstep.errors import ConfigError, DataError
 from onstep.trainer.base_trainer import BaseTrainer
-from onstep.trainer.optimizers import check_optimizers
+from onstep.trainer.optimizers import check_optimizers, forget_made
 
 
 def check_training(trainer: BaseTrainer, resume_from_checkpoint: Any = None) -> None:
@@ -40,6 +40,7 @@ def check_training(trainer: BaseTrainer, resume_from_checkpoint: Any = None) -> 
     if trainer.eval_dataset is None and any(asked.values()):
         name = next(name for name, value in asked.items() if value)
         raise ConfigError(f"{name} needs an eval_dataset; pass one to the constructor.")
+    forget_made(trainer)
     check_optimizers(trainer)
 
 

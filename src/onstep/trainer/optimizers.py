@@ -17,6 +17,7 @@ from onstep.optim import (
     build_optimizer,
     wrap_optimizer,
 )
+from onstep.optim.parameter_roles import trainable_parameters
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.training.setup import scheduler_for
 
@@ -46,7 +47,7 @@ def make_optimizer(trainer: BaseTrainer, module: nn.Module, config: ConfigContai
     """What the loop drives: the user's optimizer, what a factory or class makes, or the configured one.
 
     A factory gets the trainable parameters; a class of `optimizer_cls_and_kwargs` gets them in two groups, with
-    `weight_decay` for matrices only, unless its keywords say what the weight decay is.
+    `weight_decay` for matrices only (biases of stacked experts are none), unless its keywords say what it is.
 
     Raises:
         ConfigError: for an optimizer that has none of the model's parameters, or beside settings of groups that only
@@ -74,11 +75,39 @@ def make_optimizer(trainer: BaseTrainer, module: nn.Module, config: ConfigContai
     return optimizer
 
 
+def show_made(trainer: BaseTrainer, optimizer: Any, scheduler: Any) -> None:
+    """Let `trainer.optimizer` and `lr_scheduler` be what was made for this training, where the user gave none."""
+    trainer.made_optimizers = (
+        optimizer if trainer.optimizer is None else None,
+        scheduler if trainer.lr_scheduler is None else None,
+    )
+    if trainer.optimizer is None:
+        trainer.optimizer = optimizer
+    if trainer.lr_scheduler is None:
+        trainer.lr_scheduler = scheduler
+
+
+def forget_made(trainer: BaseTrainer) -> None:
+    """Take back what `show_made` set, unless the user has put something else there: the next training makes its own."""
+    optimizer, scheduler = trainer.made_optimizers
+    if trainer.optimizer is optimizer:
+        trainer.optimizer = None
+    if trainer.lr_scheduler is scheduler:
+        trainer.lr_scheduler = None
+    trainer.made_optimizers = (None, None)
+
+
 def make_scheduler(
-    trainer: BaseTrainer, optimizer: Any, config: ConfigContainer, iters: int | None, world_size: int = 1
+    trainer: BaseTrainer,
+    optimizer: Any,
+    config: ConfigContainer,
+    iters: int | None,
+    world_size: int = 1,
+    num_samples: int | None = None,
 ) -> Any:
     """What the loop steps: the user's scheduler, what a factory makes, or the configured schedule.
 
+    The last is made for `iters` steps over epochs of `num_samples`.
     The configured schedule scales the learning rates of a user's optimizer and leaves its weight decay alone. A
     scheduler that is a callback is registered as one.
     """
@@ -88,7 +117,7 @@ def make_scheduler(
     if given is None:
         if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
             _keep_own_values(optimizer)
-        return scheduler_for(config, optimizer, iters, world_size)
+        return scheduler_for(config, optimizer, iters, world_size, num_samples)
     if isinstance(given, TrainerCallback):
         _register_once(trainer.callback_manager, given)
     return given if isinstance(given, OptimizerParamScheduler) else TorchSchedulerAdapter(given)
@@ -104,8 +133,9 @@ def _trainable(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    matrices = [parameter for parameter in _trainable(module) if parameter.ndim >= 2]
-    others = [parameter for parameter in _trainable(module) if parameter.ndim < 2]
+    roles = trainable_parameters([module])
+    matrices = [parameter for parameter, role in roles.items() if role.is_decayed]
+    others = [parameter for parameter, role in roles.items() if not role.is_decayed]
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},
@@ -125,6 +155,10 @@ def _check_parameters(optimizer: Any, module: nn.Module) -> None:
 
 def _check_groups_are_free(config: ConfigContainer) -> None:
     options = config.optimizer
+    if options.optimizer == "muon":
+        raise ConfigError(
+            "optimizer.optimizer=muon is the configured optimizer, and the Trainer was given one; keep one of them."
+        )
     for name in ("param_groups", "decoupled_lr", "decoupled_min_lr"):
         if getattr(options, name):
             raise ConfigError(

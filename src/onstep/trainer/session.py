@@ -28,7 +28,7 @@ from onstep.trainer.labels import Labels, shifts_labels
 from onstep.trainer.loading import collator, train_loader
 from onstep.trainer.loss_convention import Convention
 from onstep.trainer.model_step import ModelStep
-from onstep.trainer.optimizers import make_optimizer, make_scheduler
+from onstep.trainer.optimizers import make_optimizer, make_scheduler, show_made
 from onstep.trainer.run_claim import claim_folder
 from onstep.training.checkpointing import open_checkpoints
 from onstep.training.exits import handled_signals
@@ -236,7 +236,10 @@ def _build_training(trainer: BaseTrainer, session: Session, num_samples: int | N
     session.model = tell.model = data_parallel([session.module], state.world, config.ddp)
     session.optimizer = tell.optimizer = make_optimizer(trainer, session.module, config)
     iters = train_iters(config, num_samples, world_size=state.world.size)
-    session.scheduler = tell.scheduler = make_scheduler(trainer, session.optimizer, config, iters, state.world.size)
+    session.scheduler = tell.scheduler = make_scheduler(
+        trainer, session.optimizer, config, iters, state.world.size, num_samples
+    )
+    show_made(trainer, session.optimizer, session.scheduler)
     if state.checkpoints is not None:
         state.checkpoints.load_progress(session.model, session.optimizer, session.scheduler)
     tell("on_data_init_start")

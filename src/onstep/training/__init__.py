@@ -86,7 +86,8 @@ from onstep.training.signals import DistributedSignalHandler, Preempted
 from onstep.training.state import GlobalState
 from onstep.training.step import TrainStepResult, train_step
 from onstep.training.stragglers import StragglerDetector
-from onstep.training.timers import Timer, Timers
+from onstep.training.timer import Timer
+from onstep.training.timers import Timers
 from onstep.training.train import train
 from onstep.training.weight_hash import check_param_hashes_across_dp_replicas, weight_hashes
 

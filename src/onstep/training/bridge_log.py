@@ -23,7 +23,7 @@ from onstep.training.console_line import LineFacts, console_line, memory_line, s
 from onstep.training.interval_time import INTERVAL_TIME, print_timers
 from onstep.training.moe_log import track_experts
 from onstep.training.state import GlobalState
-from onstep.training.step_size import describing_config, flops_of_samples, step_batch_size
+from onstep.training.step_size import describing_config, flops_of_samples, model_options, step_batch_size
 from onstep.training.tags import GpuEnergy, StepValues, interval_points, report_points, step_points, write_points
 
 ADVANCED, SKIPPED, NAN = COUNTERS = ("advanced iterations", "skipped iterations", "nan iterations")
@@ -120,7 +120,7 @@ def training_log(
         write_step(run, values, history_wct)
     if global_state.experts is not None:
         loggers = {} if config.logger.skip_train_metrics_log else run.loggers
-        track_experts(global_state, config.model, total_loss_dict, loggers, skipped_iter)
+        track_experts(global_state, model_options(config, run.model), total_loss_dict, loggers, skipped_iter)
     is_logged = global_state.is_logged_step
     if is_due(step, config.logger.log_interval) if is_logged is None else is_logged:
         return report_interval(run, values, total_loss_dict, report_memory_flag)
@@ -302,7 +302,7 @@ def line_facts(run: LogContext, values: StepValues, total_loss_dict: Mapping[str
         skipped_samples=progress.skipped_train_samples,
         batch_size=step_batch_size(run.config, run.state),
         learning_rate=values.learning_rate,
-        losses={name: value / max(1, counts[ADVANCED]) for name, value in sums.items()},
+        losses={name: value / counts[ADVANCED] for name, value in sums.items() if counts[ADVANCED]},
         num_skipped=counts[SKIPPED],
         num_nan=counts[NAN],
         **last,

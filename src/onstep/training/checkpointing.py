@@ -22,6 +22,7 @@ from onstep.checkpoint import (
 from onstep.config import ConfigContainer
 from onstep.config.derived import fill
 from onstep.config.differences import changes, configured_schedule_holds, decide, describe
+from onstep.config.lengths import schedule_samples
 from onstep.config.optimizer_rules import GROUP_SETTINGS
 from onstep.errors import CheckpointError, ConfigError
 from onstep.events import Request
@@ -123,6 +124,8 @@ class RunCheckpoints:
         takes_all = self.state.cfg.checkpoint.load_optim or not self.components.is_chosen_start
         if scheduler is not None and "scheduler" not in self._loaded and takes_all:
             self._load(self.start, [self.components.scheduler(scheduler)])
+        if isinstance(scheduler, OptimizerParamScheduler) and "scheduler" not in self._loaded:
+            place_scheduler(scheduler, self.state)  # again: by now the data has told how long an epoch is
         self._load_position(self.start, reader)
 
     def restore(self, info: CheckpointInfo, model: list[Any], optimizer: Any, scheduler: Any) -> None:
@@ -350,7 +353,7 @@ def place_scheduler(scheduler: OptimizerParamScheduler, state: GlobalState) -> N
         taken = progress.step - progress.num_skips - len(passed_over)
         scheduler.num_steps = taken * state.current_running_global_batch_size
     else:
-        after = sizes.sizes.samples_after
+        after = schedule_samples(state.cfg, state.facts.samples_per_epoch, world_size=state.world.size)
         not_taken = sum(after(step) - after(step - 1) for step in passed_over)
         not_taken += progress.num_skips * sizes.sizes.at(progress.consumed_train_samples)
         scheduler.num_steps = max(0, after(progress.step) - not_taken)

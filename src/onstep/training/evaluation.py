@@ -23,7 +23,7 @@ from onstep.training.forward_step import prepare_forward_step_func
 from onstep.training.interval_time import print_timers
 from onstep.training.losses import MicroLoss, evaluation_sums, read_loss
 from onstep.training.state import GlobalState
-from onstep.training.step import MicroBatches, step_batches
+from onstep.training.step import MicroBatches, empty_unused_memory, step_batches
 from onstep.training.tags import TENSORBOARD, evaluation_points, write_points
 from onstep.training.telling import Teller
 from onstep.training.trackers import closing_trackers
@@ -144,6 +144,8 @@ def _sum_batches(
         tell(start_event)
         with torch.no_grad():
             micros = _micro_losses(state, forward_step_func, step, model)
+        if state.cfg.train.empty_unused_memory_level >= 1:
+            empty_unused_memory()
         if micros:
             totals.add(micros, state.world)
         on_eval_step_end(state)

@@ -17,7 +17,7 @@ from onstep.training.decisions import setting, write_decision
 from onstep.training.interval_time import outside_interval, print_timers
 from onstep.training.nvrx_straggler import check_nvrx_straggler_detection
 from onstep.training.param_sync import hooks_off
-from onstep.training.progress_log import compute_throughputs_and_append_to_progress_log
+from onstep.training.progress_log import compute_throughputs_and_append_to_progress_log, pending_flops
 from onstep.training.signals import DistributedSignalHandler, Preempted
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def checkpoint_and_decide_exit(
         model: list of model chunks.
         optimizer: what the loop drives.
         opt_param_scheduler: the learning-rate schedule, or None.
-        num_floating_point_operations_so_far: of the whole run; for the progress log.
+        num_floating_point_operations_so_far: of the whole run until its last logged step; for the progress log.
         checkpointing_context: accepted for callers written for Megatron Bridge, and not read.
         train_data_iterator: its position is saved; None saves none.
 
@@ -158,7 +158,8 @@ def save_checkpoint_and_time(
         model: list of model chunks.
         optimizer: what the loop drives.
         opt_param_scheduler: the learning-rate schedule, or None.
-        num_floating_point_operations_so_far: of the whole run; for the progress log.
+        num_floating_point_operations_so_far: of the whole run until its last logged step; for the progress log, which
+            adds those of the steps since.
         checkpointing_context: accepted for callers written for Megatron Bridge, and not read.
         non_persistent_ckpt: whether it is one of which only the newest is kept.
         train_data_iterator: its position is saved; None saves none.
@@ -175,7 +176,8 @@ def save_checkpoint_and_time(
             state.checkpoints.save(model, optimizer, opt_param_scheduler, train_data_iterator, not non_persistent_ckpt)
         print_timers(state, [timer])
         if state.cfg.logger.log_progress and not non_persistent_ckpt:
-            compute_throughputs_and_append_to_progress_log(state, num_floating_point_operations_so_far)
+            flops = num_floating_point_operations_so_far + pending_flops(state)
+            compute_throughputs_and_append_to_progress_log(state, flops)
 
 
 def leave_if_decided(state: GlobalState) -> None:

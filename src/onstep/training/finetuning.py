@@ -9,8 +9,8 @@ from onstep.config import ConfigContainer
 from onstep.config.keys import typed_copy
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager
+from onstep.models import ModelHook
 from onstep.training.forward_step import forward_step
-from onstep.training.model_setup import ModelHook
 from onstep.training.pretrain import pretrain
 from onstep.training.state import GlobalState
 

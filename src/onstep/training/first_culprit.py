@@ -81,6 +81,8 @@ def _judge_failures(witnesses: Mapping[int, Witness], interval: float, since: fl
     )
     if any(one.record.left is not None and one.record.failure is None for one in witnesses.values()):
         return Verdict("left", failed[0][1])
+    if _are_interrupted(witnesses):
+        return Verdict("alike", failed[0][1])
     if len(failed) == len(witnesses) and _are_alike(witnesses):
         return Verdict("alike", failed[0][1])
     causes = [rank for _, rank in failed if not _is_consequence(witnesses[rank])]
@@ -101,6 +103,14 @@ def _is_silent(one: Witness, interval: float) -> bool:
 def _are_alike(witnesses: Mapping[int, Witness]) -> bool:
     failures = [one.record.failure for one in witnesses.values()]
     return len({(one.kind, one.text) for one in failures if one is not None}) == 1
+
+
+def _are_interrupted(witnesses: Mapping[int, Witness]) -> bool:
+    """Whether all ranks were sent SIGINT, as by Ctrl-C; one that waits in a collective cannot raise it yet."""
+    return all(
+        one.record.is_interrupted or (one.record.failure is not None and one.record.failure.kind == "KeyboardInterrupt")
+        for one in witnesses.values()
+    )
 
 
 def _is_consequence(one: Witness) -> bool:

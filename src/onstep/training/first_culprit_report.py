@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 
 from onstep.training.first_culprit import Verdict, Witness
+from onstep.training.rank_record import Failure
 
 _RULE = "=" * 100
 
@@ -16,7 +17,7 @@ def first_line(verdict: Verdict, one: Witness) -> str:
     where = f" at {record.place}" if record.place else ""
     at = f"at step {record.step}, while {record.activity}{where}"
     if verdict.kind == "raised" and record.failure is not None:
-        return f"rank {verdict.rank} failed first {at}: {record.failure.kind}: {_one_line(record.failure.text)}"
+        return f"rank {verdict.rank} failed first {at}: {_exception(record.failure)}"
     if verdict.kind == "died":
         return f"rank {verdict.rank} is gone (its process was killed or has crashed); it was last heard of {at}"
     if one.is_stopped:
@@ -30,9 +31,9 @@ def report(
 ) -> str:
     """The whole report, with the exception of the culprit and the stacks of all ranks that have given theirs."""
     parts = [_RULE, f"first culprit: {line}"]
-    worker = worker_place(stacks.get(verdict.rank, ""))
-    if worker and verdict.kind == "hung":
-        parts.append(f"  {worker}")
+    worker = worker_frame(stacks.get(verdict.rank, ""))
+    if worker is not None and verdict.kind == "hung":
+        parts.append(f"  its data worker {worker[0]} stands at {worker[1]}")
     parts += ["", "what each rank was last doing:"]
     parts += [f"  rank {rank}: {_doing(one)}" for rank, one in sorted(witnesses.items())]
     failure = witnesses[verdict.rank].record.failure
@@ -46,16 +47,16 @@ def report(
     return "\n".join([*parts, _RULE, ""])
 
 
-def worker_place(stacks: str) -> str:
-    """Where a data worker of these stacks stands: the innermost frame of its main thread that reads the dataset."""
+def worker_frame(stacks: str) -> tuple[str, str] | None:
+    """A data worker of these stacks and its place: the innermost frame of its main thread that reads the dataset."""
     for block in re.split(r"(?m)^data worker ", stacks)[1:]:
         frames = re.findall(r'(?m)^  File "([^"]+)", line (\d+) in (\S+)', block)
         inner = [one for one in frames if one[2] in ("__getitem__", "__getitems__", "__next__", "__iter__")]
         own = [one for one in inner if "/torch/" not in one[0]]
         if own:
             file, number, name = own[0]
-            return f"its data worker {block.split(':')[0]} stands at {file}:{number} in {name}"
-    return ""
+            return block.split(":")[0], f"{file}:{number} in {name}"
+    return None
 
 
 def _doing(one: Witness) -> str:
@@ -63,11 +64,15 @@ def _doing(one: Witness) -> str:
     if record.left is not None:
         return f"step {record.step}, left the run with exit code {record.left}"
     if record.failure is not None:
-        return f"step {record.step}, {record.failure.kind}: {_one_line(record.failure.text)}"
+        return f"step {record.step}, {_exception(record.failure)}"
     where = f" at {record.place}" if record.place else ""
     since = f"; no progress for {one.idle:.1f} s" if one.idle >= 1 else ""
     state = " (its process is gone)" if one.is_gone else " (its process is stopped)" if one.is_stopped else ""
     return f"step {record.step}, {record.activity}{where}{since}{state}"
+
+
+def _exception(failure: Failure) -> str:
+    return f"{failure.kind}: {_one_line(failure.text)}" if failure.text else failure.kind
 
 
 def _one_line(text: str) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from torch import Tensor, nn
 
@@ -38,8 +39,8 @@ def next_token_loss(batch: dict[str, Any], loss_sum: Tensor) -> tuple[Tensor, We
 def needs_global_state_injection(forward_step_func: Callable[..., Any]) -> bool:
     """Whether a forward step wants the run's state as its first argument.
 
-    True when a parameter is annotated with `GlobalState`, or the first one is called `state` or `global_state`. Works
-    for functions, partials, callable objects and bound methods.
+    True when a parameter is annotated with `GlobalState` (or `GlobalState | None`), or the first one is called `state`
+    or `global_state`. Works for functions, partials, callable objects and bound methods.
 
     Args:
         forward_step_func: what `train` is given, not called here.
@@ -81,4 +82,6 @@ def prepare_forward_step_func(forward_step_func: Callable[..., Any], state: Glob
 def _means_global_state(annotation: Any) -> bool:
     if isinstance(annotation, str):
         return "GlobalState" in annotation
+    if get_origin(annotation) in (Union, UnionType, Annotated):
+        return any(_means_global_state(one) for one in get_args(annotation))
     return annotation is GlobalState or getattr(annotation, "__name__", "") == "GlobalState"

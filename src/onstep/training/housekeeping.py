@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch import nn
 from onstep.config import ConfigContainer
 from onstep.data import StepBatches
 from onstep.distributed import World
-from onstep.training.param_sync import disable_forward_pre_hook, enable_forward_pre_hook
+from onstep.schedules import is_due
+from onstep.training.param_sync import disable_forward_pre_hook, enable_forward_pre_hook, hooks_off
 from onstep.training.profiling import (
     Profiler,
     handle_profiling_step,
@@ -52,6 +54,7 @@ def post_training_step_callbacks(
         prof: torch's profiler, where there is one.
         config: the run's configuration.
         should_toggle_forward_pre_hook: the chunks' forward pre-hooks are on and must be off while weights are compared.
+            No optimizer prepares them here (MXFP8); the loop, which knows one, switches them off around the call.
         nsys_nvtx_context: what `handle_profiling_step` gave.
 
     Returns:
@@ -79,7 +82,12 @@ def post_training_step_callbacks(
 
 
 def maybe_synchronize_training_step(train_sync_interval: int | None, iteration: int) -> None:
-    """Wait for the device at every `train_sync_interval`-th step; the CPU has nothing to wait for."""
+    """Wait for the device at every `train_sync_interval`-th step; the CPU has nothing to wait for.
+
+    Args:
+        train_sync_interval: steps between waits; None never waits.
+        iteration: steps done.
+    """
     if train_sync_interval and iteration % train_sync_interval == 0 and torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -92,6 +100,13 @@ def maybe_report_stragglers(
     num_floating_point_operations_since_last_log_event: float,
 ) -> float:
     """Compare the speed of the ranks at logged steps. Collective then.
+
+    Args:
+        log_interval: steps between logs; None or 0 logs none.
+        log_straggler: whether the ranks are compared at all.
+        straggler_timer: measures the ranks; its `report(flops, log_interval)` compares them.
+        iteration: steps done.
+        num_floating_point_operations_since_last_log_event: model FLOPs since the last report.
 
     Returns:
         The FLOPs to go on counting from: 0 after a report, else what was given.
@@ -114,24 +129,40 @@ def maybe_check_weight_hash_across_dp_replicas(
 
     Collective then.
 
+    Hooks that are toggled are on again afterwards, also where the weights differ.
+
     Args:
+        model: list of model chunks.
         optimizer: prepares its main parameters, where hooks are toggled and it can.
+        interval: steps between comparisons; None never compares.
+        iteration: steps done, this one included.
+        should_toggle_forward_pre_hook: the chunks' forward pre-hooks are on: they are off during the comparison, with
+            the parameters gathered.
         world: the ranks; None is the default process group.
 
     Raises:
         ReplicaMismatchError: see `check_param_hashes_across_dp_replicas`.
     """
-    if not interval or iteration % interval != 0:
+    if not is_due(iteration, interval):
         return
-    if should_toggle_forward_pre_hook:
-        disable_forward_pre_hook(model, param_sync=True, optimizer=optimizer)
-    check_weight_hashes(model, iteration, world)
-    if should_toggle_forward_pre_hook:
+    if not should_toggle_forward_pre_hook:
+        check_weight_hashes(model, iteration, world)
+        return
+    disable_forward_pre_hook(model, param_sync=True, optimizer=optimizer)
+    try:
+        check_weight_hashes(model, iteration, world)
+    finally:
         enable_forward_pre_hook(model)
 
 
 def maybe_run_manual_gc(enabled: bool, interval: int, iteration: int) -> None:
-    """Collect garbage at every `interval`-th step where that is manual; 0 never collects."""
+    """Collect garbage at every `interval`-th step where that is manual.
+
+    Args:
+        enabled: whether collecting is manual (`train.manual_gc`).
+        interval: steps between collections; 0 never collects.
+        iteration: steps done.
+    """
     if enabled and interval and iteration % interval == 0:
         gc.collect()
 
@@ -162,7 +193,8 @@ class Housekeeping:
         """Compare the weights before the first step, and take up a profile in which the process begins. Collective."""
         state, config = self._state, self._state.cfg
         if config.train.check_weight_hash_across_dp_replicas_interval is not None:
-            check_weight_hashes(self._model, state.train_state.step, state.world)
+            with hooks_off(state):
+                check_weight_hashes(self._model, state.train_state.step, state.world)
         profiling, step = config.profiling, state.train_state.step
         is_within = profiling.profile_step_start < step < profiling.profile_step_end
         if profiling.use_nsys_profiler and is_within and should_profile_rank(profiling, state.world.rank):
@@ -181,17 +213,20 @@ class Housekeeping:
         if config.straggler.log_straggler:
             samples = batches.num_samples or state.current_running_global_batch_size
             self._flops += flops_of_samples(config, self._model, samples)
-        hooks, step = state.forward_pre_hooks, state.train_state.step
-        self._flops = post_training_step_callbacks(
-            self._model,
-            self._flops,
-            state.straggler_timer,
-            step,
-            self._prof,
-            config,
-            hooks is not None and hooks.is_on,
-            self._nsys_context,
-        )
+        step = state.train_state.step
+        compares = is_due(step, config.train.check_weight_hash_across_dp_replicas_interval)
+        # the loop's own switch knows the optimizer, which prepares what is gathered
+        with hooks_off(state) if compares else nullcontext():
+            self._flops = post_training_step_callbacks(
+                self._model,
+                self._flops,
+                state.straggler_timer,
+                step,
+                self._prof,
+                config,
+                should_toggle_forward_pre_hook=False,
+                nsys_nvtx_context=self._nsys_context,
+            )
         if step == config.profiling.profile_step_end:
             self._nsys_context, self._nsys_runs = None, False
 

@@ -30,6 +30,8 @@ class IntervalReport:
     max_grad_norm: float | None
     tokens: int | None
     """Labels trained on, over all ranks."""
+    num_zeros: int | None = None
+    """Zeros among the gradients of the last step that counted them."""
     others: dict[str, float] = field(default_factory=dict)
     """Mean of every further loss that the forward step reported, over the steps that reported it."""
 
@@ -55,9 +57,12 @@ class IntervalMeter:
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
         self._max_norm: Tensor | None = None
+        self._num_zeros: Weight | None = None
 
-    def add(self, step_loss: StepLoss | None, grad_norm: Weight | None, successful: bool) -> None:
-        """Take up one step; the norm may be a plain number, as other optimizers give it.
+    def add(
+        self, step_loss: StepLoss | None, grad_norm: Weight | None, successful: bool, num_zeros: Weight | None = None
+    ) -> None:
+        """Take up one step; norm and zeros may be plain numbers, as other optimizers give them.
 
         None is a step that an anomaly left out: it has a record of its own, and no part in the mean.
         """
@@ -67,6 +72,8 @@ class IntervalMeter:
             return
         self._num_losses += 1
         self._losses.append(step_loss)
+        if num_zeros is not None:
+            self._num_zeros = num_zeros
         if grad_norm is not None:
             self._norms.append(grad_norm)
         if len(self._losses) >= _FOLD_EVERY:
@@ -81,11 +88,26 @@ class IntervalMeter:
         values = [self._sums[name].double() for name in names]
         if self._max_norm is not None:
             values.append(self._max_norm.double())
+        zeros = self._num_zeros
+        if isinstance(zeros, Tensor):
+            values.append(zeros.double().to(values[0].device if values else zeros.device))
         numbers = torch.stack(values).tolist() if values else []
+        if isinstance(zeros, Tensor):
+            zeros = numbers.pop()
         sums = dict(zip(names, numbers, strict=False))
         report = self._report(sums, numbers[-1] if self._max_norm is not None else None)
+        report.num_zeros = None if zeros is None else int(zeros)
         self.reset()
         return report
+
+    def tokens_so_far(self) -> int:
+        """Labels trained on since the last flush, read from the device; nothing is folded or forgotten."""
+        folded = [self._sums["tokens"]] if "tokens" in self._sums else []
+        waiting = [loss.tokens for loss in self._losses if loss.tokens is not None]
+        if not folded and not waiting:
+            return 0
+        device = self._losses[0].numerator.device if self._losses else folded[0].device
+        return round(float(_stack([*folded, *waiting], device).sum()))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything since the last flush, as it is: folding it now would change the last bits of the mean."""
@@ -103,6 +125,7 @@ class IntervalMeter:
             "sums": dict(self._sums),
             "counts": dict(self._counts),
             "max_norm": self._max_norm,
+            "num_zeros": self._num_zeros,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device | None = None) -> None:
@@ -121,6 +144,8 @@ class IntervalMeter:
         self._counts = dict(state_dict["counts"])
         max_norm = state_dict["max_norm"]
         self._max_norm = None if max_norm is None else max_norm.to(device)
+        zeros = state_dict.get("num_zeros")  # older checkpoints have none
+        self._num_zeros = zeros.to(device) if isinstance(zeros, Tensor) else zeros
 
     def _report(self, sums: dict[str, float], max_norm: float | None) -> IntervalReport:
         steps = self.num_steps

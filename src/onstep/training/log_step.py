@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from onstep.training.moe_log import interval_losses
 from onstep.training.state import GlobalState
 from onstep.training.telling import Teller
 
+logger = logging.getLogger(__name__)
+
 
 def log_step(state: GlobalState, meter: IntervalMeter, optimizer: Any, tell: Teller) -> None:
     """Report the steps since the last logged one: read the device, tell `on_log_step`, then `on_log`. Collective."""
@@ -23,9 +26,26 @@ def log_step(state: GlobalState, meter: IntervalMeter, optimizer: Any, tell: Tel
         return
     advance_tokens(state, report)
     logs = build_logs(state, report, optimizer)
+    warn_of_nothing_learned(state, report)
     tell("on_log_step", logs=logs)
     publish(state, logs, tell)
     state.interval_start = state.clock.elapsed()
+
+
+def warn_of_nothing_learned(state: GlobalState, report: IntervalReport) -> None:
+    """Warn, on rank 0, where every step was left out and a norm above `grad_norm_skip_threshold` says why."""
+    most, norm = state.cfg.optimizer.grad_norm_skip_threshold, report.max_grad_norm
+    if most is None or norm is None or norm <= most or report.num_skipped < report.num_steps:
+        return
+    if report.num_losses == report.num_steps and state.world.is_main:
+        logger.warning(
+            "all %d steps up to step %d were left out, with gradient norms up to %.6g: nothing is learned; raise "
+            "optimizer.grad_norm_skip_threshold=%g",
+            report.num_steps,
+            state.train_state.step,
+            norm,
+            most,
+        )
 
 
 def publish(state: GlobalState, logs: dict[str, Any], tell: Teller) -> None:
@@ -52,6 +72,10 @@ def build_logs(state: GlobalState, report: IntervalReport, optimizer: Any) -> di
     logs |= interval_losses(state)
     if report.grad_norm is not None:
         logs |= {"grad_norm": report.grad_norm, "max_grad_norm": report.max_grad_norm}
+    if report.num_zeros is not None:
+        logs["num_zeros"] = report.num_zeros
+    if report.num_skipped:
+        logs["skipped_steps"] = report.num_skipped
     if report.tokens is not None:
         logs |= {
             "tokens": report.tokens,

@@ -109,6 +109,11 @@ def get_micro_batch_size() -> int:
 def update_num_microbatches(consumed_samples: int, consistency_check: bool = True, verbose: bool = False) -> None:
     """Move the current run's calculator to the step that starts after `consumed_samples`; the loop does it by itself.
 
+    Args:
+        consumed_samples: samples of all steps before it, over all ranks.
+        consistency_check: refuse a size that is not made of whole micro-batches.
+        verbose: tell a change of size.
+
     Raises:
         ConfigError: see `NumMicroBatchesCalculator.update`.
     """
@@ -153,8 +158,15 @@ def reconfigure_num_microbatches_calculator(
     data_parallel_size: int,
     decrease_batch_size_if_needed: bool = False,
 ) -> None:
-    """Set a calculator up in the place of the current one; the arguments are those of
-    `init_num_microbatches_calculator`.
+    """Set a calculator up in the place of the current one.
+
+    Args:
+        rank: kept for Megatron; what is told goes to the log of this module.
+        rampup_batch_size: [start, increment, samples], or None for a constant size.
+        global_batch_size: samples of a step over all ranks, at the end.
+        micro_batch_size: samples of one forward pass on one rank.
+        data_parallel_size: ranks.
+        decrease_batch_size_if_needed: round a size that is no multiple down.
 
     Raises:
         ConfigError: for sizes that do not go together.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -13,13 +12,10 @@ from onstep.distributed import World, data_parallel
 from onstep.errors import ConfigError, MissingWeightsError
 from onstep.metrics.model_shape import ModelShape
 from onstep.metrics.parameter_counts import num_active_parameters, num_parameters
-from onstep.models import Transformer, build_transformer
+from onstep.models import ModelHook, Transformer, build_transformer
 from onstep.training.lora import add_lora, statistics
 from onstep.training.pretrained import find_pretrained, load_pretrained
 from onstep.training.state import GlobalState
-
-ModelHook = Callable[[list[nn.Module]], Any]
-"""Changes the chunks of a model before they are wrapped: in place (and gives None), or by giving others."""
 
 
 def build_model(config: ConfigContainer, world: World, state: GlobalState) -> list[nn.Module]:
@@ -73,7 +69,8 @@ def _transformer(config: ConfigContainer, world: World, state: GlobalState) -> T
         return build_transformer(config.model, seed=config.rng.seed)
     source = find_pretrained(config)
     if source is not None:
-        return load_pretrained(source, config.model, world)
+        with state.timers("load-pretrained-checkpoint").measure(barrier=True):
+            return load_pretrained(source, config.model, world)
     if config.checkpoint.finetune:
         raise MissingWeightsError(
             f"checkpoint.load={config.checkpoint.load} has no checkpoint yet, so there is nothing to fine-tune; set "

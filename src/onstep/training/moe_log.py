@@ -11,6 +11,7 @@ from onstep.metrics.moe_losses import prediction_losses, reported_losses, tracke
 from onstep.models.routing_record import FIGURES
 from onstep.training.expert_steps import ExpertSteps
 from onstep.training.state import GlobalState
+from onstep.training.step_size import model_options
 from onstep.training.tags import COMET, MLFLOW, TENSORBOARD, WANDB
 from onstep.training.trackers import TrackerLogger
 
@@ -122,5 +123,5 @@ def interval_losses(state: GlobalState) -> dict[str, float]:
     counts = None if experts is None else experts.flush()
     if experts is None or counts is None:
         return {}
-    losses = expert_losses(experts, counts.cpu(), state.cfg.model)
+    losses = expert_losses(experts, counts.cpu(), model_options(state.cfg, experts.chunks))
     return {name: float(loss) for name, loss in losses.items()}

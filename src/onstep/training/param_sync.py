@@ -122,7 +122,7 @@ class ForwardPreHooks:
         if self.is_on or not successful:
             return
         enable_forward_pre_hook(self._model)
-        self._give_back_param_sync_func()
+        self.give_back_param_sync_func()
         self.is_on = True
 
     def copy_main_params(self) -> None:
@@ -148,9 +148,10 @@ class ForwardPreHooks:
         if self.is_on:
             disable_forward_pre_hook(self._model, param_sync=True, optimizer=self._optimizer)
             self.is_on = False
-        self._give_back_param_sync_func()
+        self.give_back_param_sync_func()
 
-    def _give_back_param_sync_func(self) -> None:
+    def give_back_param_sync_func(self) -> None:
+        """Let the model's schedule gather by itself again, where `begin` took that away."""
         if self._param_sync_func is not None:
             self._model_config.param_sync_func = self._param_sync_func  # type: ignore[union-attr]
             self._param_sync_func = None

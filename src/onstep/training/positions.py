@@ -9,7 +9,7 @@ from onstep.errors import DataError
 from onstep.training.decisions import agree
 from onstep.training.growth import set_size
 from onstep.training.loop import Loop
-from onstep.training.progress_log import log_job_start
+from onstep.training.progress_log import log_job_start, pending_flops
 from onstep.training.rerun import RerunStateMachine
 from onstep.training.rerun_step import restore_buffers, save_buffers
 
@@ -42,10 +42,14 @@ def go_to_position(loop: Loop) -> None:
     state = loop.state
     if state.checkpoints is not None and state.is_resumed:
         leave_out_skipped(loop)
+        is_enabled, found = state.rerun_state_machine.is_enabled, state.checkpoints.start
+        if not is_enabled and found is not None and "rank" not in found.manifest.components:
+            state.rank_parts.pop("rerun", None)
         state.checkpoints.load_position(loop.reader, loop.scheduler)
         if not state.rerun_state_machine.is_enabled:
             state.rank_parts.pop("rerun", None)
         state.rerun_state_machine.current_iteration = state.train_state.step
+        state.flops_at_start += pending_flops(state)
     set_size(state)
     apply_overrides(loop)
     agree(state)

@@ -11,6 +11,7 @@ from onstep.config.differences import describe
 from onstep.distributed import World, open_world, world_size_from_environment
 from onstep.events import CallbackManager, Control, normalize_callbacks
 from onstep.metrics.memory_history import start_memory_history_recording
+from onstep.models import ModelHook
 from onstep.sinks.reporting import check_reported
 from onstep.training.checkpointing import open_checkpoints
 from onstep.training.evaluation import evaluate_and_print_results
@@ -19,7 +20,6 @@ from onstep.training.fault_tolerance import monitored
 from onstep.training.final_weights import save_weights
 from onstep.training.finishing import _finish_train
 from onstep.training.forward_step import forward_step
-from onstep.training.model_setup import ModelHook
 from onstep.training.pretrained import fill_from_pretrained
 from onstep.training.run_folder import Claim, RunFolder, Status, claim_run_folder
 from onstep.training.run_lock import RunLock

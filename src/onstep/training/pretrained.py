@@ -18,6 +18,7 @@ from onstep.config.finetune_rules import check_finetune, loads_own
 from onstep.config.keys import typed_copy
 from onstep.config.parts import ModelConfig, TokenizerConfig
 from onstep.data import tokenizer_in_run
+from onstep.data.tokenizer_files import tokenizer_in_folder
 from onstep.distributed import World
 from onstep.errors import CheckpointError, ConfigError, MissingWeightsError, RunExistsError
 from onstep.models import Transformer, load_hf
@@ -30,7 +31,6 @@ from onstep.training.run_folder import RunFolder
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,7 @@ def _verified(source: PretrainedSource, world: World) -> CheckpointInfo:
 
 
 def _hugging_face(path: Path, tokenizer: TokenizerConfig | None) -> PretrainedSource:
-    if tokenizer is None and any((path / name).is_file() for name in _TOKENIZER_FILES):
-        tokenizer = TokenizerConfig(tokenizer_type="huggingface", tokenizer_model=str(path))
-    return PretrainedSource(path, True, load_hf_config(path), tokenizer)
+    return PretrainedSource(path, True, load_hf_config(path), tokenizer or tokenizer_in_folder(path))
 
 
 def _of_checkpoints(path: Path, step: int | None, config: ConfigContainer) -> PretrainedSource:

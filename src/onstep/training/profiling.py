@@ -82,7 +82,15 @@ def handle_profiling_stop(
     pytorch_prof: Profiler | None,
     nsys_nvtx_context: Any = None,
 ) -> None:
-    """End the profile after step `profile_step_end`; `iteration` is the number of steps done."""
+    """End the profile after step `profile_step_end`, on ranks that have one.
+
+    Args:
+        config: which profiler, and when; None ends nothing.
+        iteration: steps done.
+        rank: this rank.
+        pytorch_prof: torch's profiler, where there is one.
+        nsys_nvtx_context: what `handle_profiling_step` gave when nsys started.
+    """
     if config is None or iteration != config.profile_step_end or not should_profile_rank(config, rank):
         return
     if config.use_pytorch_profiler and pytorch_prof is not None:
@@ -97,7 +105,7 @@ def start_nsys_profiler(config: ProfilingConfig) -> Any:
     Without CUDA there is nothing to profile: that is said once.
     """
     if not torch.cuda.is_available():
-        _warn_once("profiling.use_nsys_profiler does nothing: torch sees no CUDA GPU; use use_pytorch_profiler instead")
+        warn_once("profiling.use_nsys_profiler does nothing: torch sees no CUDA GPU; use use_pytorch_profiler instead")
         return None
     torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
     context = torch.autograd.profiler.emit_nvtx(record_shapes=config.record_shapes)  # type: ignore[no-untyped-call]
@@ -249,7 +257,8 @@ def _makes_folder(path: Path) -> bool:
     return True
 
 
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
+    """Log a warning, once in this process."""
     if text not in _warned_of:
         _warned_of.add(text)
         logger.warning("%s", text)

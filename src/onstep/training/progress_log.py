@@ -111,7 +111,8 @@ def compute_throughputs_and_append_to_progress_log(
     """Write that a checkpoint is saved (or that its asynchronous save begins), with the model's TFLOP/s per GPU.
 
     Of this job: since `state.start_time`. Cumulative: since the first job with as many ranks. Collective; does nothing
-    where there is no folder of checkpoints.
+    where there is no folder of checkpoints. Its tokens are the samples so far times the run's `model.seq_length`, as
+    Bridge counts them, whatever the model or the samples are like.
 
     Args:
         state: the run's; its `flops_at_start` is where the job began.
@@ -124,6 +125,15 @@ def compute_throughputs_and_append_to_progress_log(
     if state.world.is_main:
         text = _save_text(state, folder, num_floating_point_operations_so_far)
     append_to_progress_log(folder, text, state.world)
+
+
+def pending_flops(state: GlobalState) -> float:
+    """Floating-point operations since the last logged step, which the run's own count does not have yet.
+
+    It reads the device, and leaves the log interval as it is.
+    """
+    meter = state.loop_parts.get("meter")
+    return 0.0 if meter is None else meter.tokens_so_far() * state.flops_per_token
 
 
 def _save_text(state: GlobalState, folder: Path, flops: float) -> str:

@@ -37,6 +37,8 @@ class RankRecord:
     callback: str | None = None
     place: str = ""
     """Innermost line of the main thread, the user's own where there is one; known once it stands still."""
+    beats: int = 0
+    """Bits of progress so far."""
     idle_seconds: float = 0.0
     """Seconds without any progress."""
     limit_seconds: float | None = None
@@ -45,6 +47,8 @@ class RankRecord:
     """Collectives that the rank has entered, over all its process groups."""
     is_waiting: bool = False
     """Its main thread stands inside a collective."""
+    waits_for_worker: bool = False
+    """Its main thread stands in a data loader."""
     is_debugged: bool = False
     pid: int = 0
     host: str = ""
@@ -53,6 +57,12 @@ class RankRecord:
     """When the process began, so that no other one is taken for it."""
     dump_path: str = ""
     """Where the stacks go that `faulthandler` writes."""
+    is_interrupted: bool = False
+    """It was sent SIGINT, and stands where it cannot raise `KeyboardInterrupt` yet."""
+    accuses: int | None = None
+    """As the judge: a rank that seems to hang, and is to look at itself."""
+    accused_beats: int = 0
+    """How far that one was then."""
     left: int | None = None
     """Exit code of a rank that is done with the run."""
     failure: Failure | None = None

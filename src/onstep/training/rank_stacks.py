@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
+import zlib
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,8 @@ from types import FrameType
 from typing import Any
 
 import torch
+
+from onstep.training.host_processes import birth_of, state_of, this_host
 
 DUMP_SIGNAL: int | None = getattr(signal, "SIGRTMIN", 0) + 9 if hasattr(signal, "SIGRTMIN") else None
 """A real-time signal, which nobody else uses, that makes a process write its stacks; None where there are none."""
@@ -42,8 +45,11 @@ def place_of(frame: FrameType | None) -> str:
 
 
 def place_of_error(error: BaseException) -> str:
-    """The same of the line that raised an error."""
+    """The same of the line that raised an error, be it in a data worker."""
     frames = [(one.filename, one.lineno, one.name) for one in reversed(traceback.extract_tb(error.__traceback__))]
+    if frames and frames[0][0] == f"{_TORCH}/_utils.py" and frames[0][2] == "reraise":
+        told = re.findall(r'(?m)^ *File "([^"\n]+)", line (\d+), in (\S+)', str(error))
+        frames = [(name, int(line), function) for name, line, function in reversed(told)] or frames
     return _chosen(frames)
 
 
@@ -64,6 +70,15 @@ def waits_in_collective(frame: FrameType | None) -> bool:
             return False
         if name.startswith(_COLLECTIVE) or one.f_code.co_name == "_engine_run_backward":
             return True
+    return False
+
+
+def waits_for_worker(frame: FrameType | None) -> bool:
+    """Whether the innermost frame that is not the standard library's is the data loader's."""
+    for one in _outwards(frame):
+        name = one.f_code.co_filename
+        if name.startswith(_TORCH) or not name.startswith(_LIBRARIES):
+            return name.startswith(f"{_TORCH}/utils/data/")
     return False
 
 
@@ -94,7 +109,8 @@ class StackDump:
 
     def __init__(self, *, is_alone: bool) -> None:
         self._is_alone = is_alone
-        descriptor, self.path = tempfile.mkstemp(prefix="onstep-stacks-")
+        _sweep()
+        descriptor, self.path = tempfile.mkstemp(prefix=f"{_own_prefix()}{os.getpid()}-{birth_of(os.getpid())}-")
         self._file = os.fdopen(descriptor, "ab", buffering=0)
         self._is_registered = DUMP_SIGNAL is not None and signal.getsignal(DUMP_SIGNAL) is signal.SIG_DFL
         if self._is_registered:
@@ -102,16 +118,20 @@ class StackDump:
             faulthandler.register(DUMP_SIGNAL, file=self._file, all_threads=True)
 
     def renew(self, seconds: float | None) -> None:
-        """Have the stacks written unless this is called again within that time; None: for as long as it takes.
+        """Have a process alone write its stacks to standard error unless this is called again within that time.
 
-        Of several ranks this one then ends. A process alone writes to standard error and goes on: perhaps it was only
-        stopped at a terminal for a while, which no thread of it can tell.
+        It then goes on: perhaps it was only stopped for a while, which no thread of it can tell. Of several ranks the
+        others ask for the stacks, and end one that does not answer.
+
+        Args:
+            seconds: None is for as long as it takes.
         """
+        if not self._is_alone:
+            return
         if seconds is None:
             faulthandler.cancel_dump_traceback_later()
             return
-        file = _standard_error() if self._is_alone else None
-        faulthandler.dump_traceback_later(seconds, exit=not self._is_alone, file=file or self._file)
+        faulthandler.dump_traceback_later(seconds, file=_standard_error() or self._file)
 
     def stacks_of_workers(self) -> str:
         """The stacks of this process's children, which inherited the handler when they were forked."""
@@ -125,11 +145,15 @@ class StackDump:
 
     def close(self) -> None:
         """Give the signal and the timer back, and remove the file."""
-        faulthandler.cancel_dump_traceback_later()
+        self.renew(None)
         if self._is_registered:
             assert DUMP_SIGNAL is not None
             faulthandler.unregister(DUMP_SIGNAL)
         self._file.close()
+        self.remove()
+
+    def remove(self) -> None:
+        """Remove the file; `os._exit` leaves no other trace."""
         with suppress(OSError):
             os.unlink(self.path)
 
@@ -161,6 +185,20 @@ def end_children() -> None:
     for child in multiprocessing.active_children():
         with suppress(OSError, ValueError):
             child.kill()
+
+
+def _own_prefix() -> str:
+    """How the files of this machine's processes begin; the folder may be shared with other containers."""
+    return f"onstep-stacks-{zlib.crc32(this_host().encode()):08x}-"
+
+
+def _sweep() -> None:
+    """Remove the files of processes that were killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_own_prefix()}*"):
+        pid, _, birth = path.name.removeprefix(_own_prefix()).rpartition("-")[0].partition("-")
+        if pid.isdigit() and birth.isdigit() and state_of(int(pid), int(birth)) == "gone":
+            with suppress(OSError):
+                path.unlink()
 
 
 def _standard_error() -> Any:

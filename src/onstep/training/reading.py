@@ -52,7 +52,8 @@ def pass_over(loop: Loop) -> bool:
     """Count the next step without training on it; False at the end of the data.
 
     Its samples count as consumed and as skipped, the schedule stands still, and nothing else happens at it: nobody is
-    told, and nothing is logged, evaluated, saved or agreed on.
+    told, and nothing is logged, evaluated or saved. Only where the batch grows with them is a checkpoint written, as
+    after any other step.
     """
     batches, leaves = read_or_leave(loop)
     if batches is None:

@@ -104,13 +104,13 @@ class SectionClock:
         return {"limits": dict(self.limits), "longest": {name: self.longest[name] for name in self.limits}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what an earlier start has learned.
+        """Go on with what an earlier start has learned; no limit is below the shortest.
 
         Raises:
             ValueError: for anything but finite seconds by name.
         """
         limits, longest = (_seconds_by_name(state.get(key)) for key in ("limits", "longest"))
-        self.limits.update(limits)
+        self.limits.update({name: max(self._shortest, seconds) for name, seconds in limits.items()})
         self.longest.update(longest)
 
     def _see_outside(self, now: float) -> None:

@@ -13,7 +13,8 @@ from torch import nn
 
 from onstep.config import ConfigContainer
 from onstep.config.differences import configured_schedule_holds
-from onstep.config.lengths import sizes_of, train_iters
+from onstep.config.epochs import standing_after
+from onstep.config.lengths import has_growing_tails, schedule_samples, sizes_of, train_iters
 from onstep.data import EvalLoader
 from onstep.errors import ConfigError
 from onstep.optim import build_loss_scaler, build_optimizer, build_scheduler
@@ -48,8 +49,8 @@ def set_up(state: GlobalState, tell: Teller) -> Parts:
     """Build everything of a language-model run. Collective.
 
     Tells `on_data_init_start` before any data file is opened (but those that a `bpe` tokenizer is learned from) and
-    `on_init_end` when all is built. The scheduler is there at `on_data_init_start` unless the run's length is given in
-    epochs, which only the data can tell.
+    `on_init_end` when all is built. The scheduler is there at `on_data_init_start` unless it takes the length of an
+    epoch, which only the data can tell: in a run by epochs, and where batches grow while epochs end in tails.
     """
     config, world, timers = state.cfg, state.world, state.timers
     with timers("tokenizer-setup").measure():
@@ -61,7 +62,8 @@ def set_up(state: GlobalState, tell: Teller) -> Parts:
         trains, iters = not config.validation.skip_train, train_iters(config, world_size=world.size)
         scaler = build_loss_scaler(config.optimizer, config.mixed_precision)
         optimizer = build_optimizer(model, config.optimizer, scaler=scaler) if trains else None
-        scheduler = scheduler_for(config, optimizer, iters, world.size) if trains and iters is not None else None
+        waits = iters is None or has_growing_tails(config, world.size)
+        scheduler = scheduler_for(config, optimizer, iters, world.size) if trains and not waits else None
     tell.model, tell.optimizer, tell.scheduler = model, optimizer, scheduler
     if state.checkpoints is not None:
         with timers("load-checkpoint").measure(barrier=True):
@@ -73,14 +75,15 @@ def set_up(state: GlobalState, tell: Teller) -> Parts:
         train_data, valid_data, test_data = build_data(config, world, state.tokenizer)
     if scheduler is None and train_data is not None:
         iters = train_iters(config, train_data.num_samples, world_size=world.size)
-        scheduler = tell.scheduler = scheduler_for(config, optimizer, iters, world.size)
+        scheduler = scheduler_for(config, optimizer, iters, world.size, train_data.num_samples)
+        tell.scheduler = scheduler
     state.train_dataloader, state.eval_dataloader = train_data, valid_data
     count_steps(state, train_data)
     validation = config.validation
     state.train_state.do_train = trains and bool(iters)
     state.train_state.do_valid = valid_data is not None and validation.eval_iters != 0
     state.train_state.do_test = test_data is not None and validation.eval_iters != 0
-    print_timers(state, [_MODEL_TIMER, _DATA_TIMER])
+    print_timers(state, [_MODEL_TIMER, "load-pretrained-checkpoint", _DATA_TIMER])
     tell("on_init_end")
     return Parts(model, optimizer, scheduler, train_data, valid_data, test_data)
 
@@ -102,10 +105,13 @@ def resolve_vocabulary(config: ConfigContainer, tokenizer_size: int) -> None:
         )
 
 
-def scheduler_for(config: ConfigContainer, optimizer: Any, iters: int | None, world_size: int = 1) -> Any:
+def scheduler_for(
+    config: ConfigContainer, optimizer: Any, iters: int | None, world_size: int = 1, num_samples: int | None = None
+) -> Any:
     """The learning-rate schedule of a run of `iters` steps.
 
-    `world_size` matters where a global batch is rounded down to whole micro-batches.
+    `world_size` matters where a global batch is rounded down to whole micro-batches, `num_samples` of an epoch where
+    batches grow while epochs end in tails.
     """
     if iters is None:
         raise ConfigError("The run has no length; set train.train_iters, train.train_samples or train.num_epochs.")
@@ -116,7 +122,7 @@ def scheduler_for(config: ConfigContainer, optimizer: Any, iters: int | None, wo
         config.optimizer,
         train_iters=iters,
         global_batch_size=sizes.last,
-        samples_after=sizes.samples_after,
+        samples_after=schedule_samples(config, num_samples, world_size=world_size),
         override_opt_param_scheduler=configured_schedule_holds(config),
         use_checkpoint_opt_param_scheduler=config.scheduler.use_checkpoint_opt_param_scheduler,
     )
@@ -142,8 +148,12 @@ def count_steps(state: GlobalState, train_data: Any) -> None:
     facts.num_train_epochs = train.num_epochs or (
         facts.max_steps / facts.steps_per_epoch if facts.steps_per_epoch else 0
     )
-    if facts.samples_per_epoch:
-        facts.num_train_epochs = train.num_epochs or sizes.samples_after(facts.max_steps) / facts.samples_per_epoch
+    facts.num_examples, facts.num_train_samples = num_samples, sizes.samples_after(facts.max_steps)
+    if num_samples:
+        end = standing_after(facts.max_steps, sizes, num_samples, train.drop_last)
+        facts.num_train_samples = end.consumed
+        if sizes.varies:
+            facts.num_train_epochs = train.num_epochs or end.epochs
     facts.logging_steps = config.logger.log_interval
     facts.eval_steps = validation.eval_interval or 0
     facts.train_batch_size = train.micro_batch_size

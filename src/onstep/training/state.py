@@ -191,7 +191,7 @@ class GlobalState:
     @cached_property
     def nvtx(self) -> NvtxRanges:
         """Names parts of a step for Nsight Systems, where `profiling.nvtx_ranges` says so."""
-        return NvtxRanges(self.cfg.profiling.nvtx_ranges and self.world.device.type == "cuda")
+        return NvtxRanges(self.cfg.profiling.nvtx_ranges, self.world.device.type == "cuda")
 
     @cached_property
     def batch_sizes(self) -> NumMicroBatchesCalculator | None:

@@ -33,6 +33,7 @@ from onstep.training.model_parallel import agreed_update, model_parallel_group
 from onstep.training.param_sync import zero_grad_buffers
 from onstep.training.rerun_step import fresh_batches, validate_losses
 from onstep.training.state import GlobalState
+from onstep.training.step_size import model_options
 from onstep.training.telling import Teller
 
 
@@ -182,7 +183,9 @@ def forward_backward(
     if experts is not None:
         experts.begin_step()
     forward_timer, backward_timer = state.timers("forward-compute"), state.timers("backward-compute")
-    straggler_timer, watches_logits = state.straggler_timer, state.cfg.model.log_max_attention_logit
+    straggler_timer = state.straggler_timer
+    asking = (state.cfg.model, model_options(state.cfg, model))  # a model of the user's may keep one without being asked
+    watches_logits = any(getattr(one, "log_max_attention_logit", False) for one in asking)
     micros, logits = [], []
     for index in range(last + 1):
         batch = iterator.stage(index)

@@ -39,3 +39,9 @@ def describing_config(config: ConfigContainer, model: list[nn.Module]) -> Any:
         return config.model
     own = getattr(unwrap(model[0]), "config", None)
     return own if hasattr(own, "num_attention_heads") and hasattr(own, "kv_channels") else None
+
+
+def model_options(config: ConfigContainer, model: list[nn.Module]) -> Any:
+    """The configuration that the model was built with: its own where it carries one, else the run's."""
+    own = describing_config(config, model)
+    return config.model if own is None else own

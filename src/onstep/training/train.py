@@ -151,7 +151,8 @@ def train(
             progress = global_state.train_state
             global_state.trackers.agree_on_run()
             global_state.trackers.open(progress.step, progress.consumed_train_samples)
-            PULSE.phase = "training"
+            PULSE.beats += 1  # before the limit begins: what the set-up took does not count
+            PULSE.doing, PULSE.phase = "beginning to train", "training"
             if global_state.watchdog is not None:
                 global_state.watchdog.look_now()
             if not is_finished(global_state):
@@ -169,11 +170,13 @@ def train(
 
 @contextmanager
 def kept_house(loop: Loop) -> Iterator[None]:
-    """End the profiles and forget the chunks' hooks when the block ends, however that happens."""
+    """End the profiles, and leave the chunks' hooks and their schedule, when the block ends, however that happens."""
     try:
         yield
     finally:
-        loop.state.forward_pre_hooks = None
+        hooks, loop.state.forward_pre_hooks = loop.state.forward_pre_hooks, None
+        if hooks is not None:
+            hooks.give_back_param_sync_func()
         if loop.housekeeping is not None:
             loop.housekeeping.close()
 
@@ -295,7 +298,10 @@ def run_step(loop: Loop, batches: StepBatches) -> None:
     PULSE.doing = "finishing a step"
     loop.watch.end_step(batches.sample_ids, state.last_micros)
     loop.meter.add(
-        None if loop.watch.left_out else state.last_step_loss, result.grad_norm, successful=not result.skipped_iter
+        None if loop.watch.left_out else state.last_step_loss,
+        result.grad_norm,
+        successful=not result.skipped_iter,
+        num_zeros=result.num_zeros_in_grad,
     )
     if state.forward_pre_hooks is not None:
         state.forward_pre_hooks.after_update(not result.skipped_iter)

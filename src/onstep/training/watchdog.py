@@ -24,9 +24,11 @@ import torch.distributed as dist
 from onstep.errors import OnstepError
 from onstep.pulse import PULSE
 from onstep.training import rank_stacks
+from onstep.training.accusations import ANSWER_SECONDS, Accusation, accusation_of, accuser_of
 from onstep.training.first_culprit import Kind, Verdict, Witness, judge
-from onstep.training.first_culprit_report import first_line, report
+from onstep.training.first_culprit_report import first_line, report, worker_frame
 from onstep.training.host_processes import birth_of, end_process, this_host
+from onstep.training.interrupts import Interrupts
 from onstep.training.rank_courier import RankCourier, Ruling
 from onstep.training.rank_record import Failure, RankRecord
 
@@ -84,10 +86,15 @@ class Watchdog(threading.Thread):
         self._keeps_store = state.world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._beats = -1
         self._beat_at = time.monotonic()
+        self._limit_before: float | None = None
+        self._accused: Accusation | None = None
+        self._has_news = False
+        self._interrupts = Interrupts() if self._courier is not None else None
         self._failure: Failure | None = None
         self._failed_record: RankRecord | None = None
         self._failed_at: float | None = None
         self._left: int | None = None
+        self._stacks: tuple[int, str] | None = None
         self._stopping = threading.Event()
         self._wake = threading.Event()
         self._released = threading.Event()
@@ -111,13 +118,14 @@ class Watchdog(threading.Thread):
         if self._courier is not None:
             self._courier.record = self._record()
             self._courier.stop(LINGER_SECONDS if self._left == 0 and self._keeps_store else 0.0)
+        if self._interrupts is not None:
+            self._interrupts.close()
         self._dump.close()
 
     def look_now(self) -> None:
         """Look and publish at once: something has begun that the others should know of."""
+        self._has_news = True
         self._wake.set()
-        if self._courier is not None:
-            self._courier.hurry()
 
     def leave(self, code: object) -> None:
         """This rank leaves by a decision, not by an error."""
@@ -125,7 +133,7 @@ class Watchdog(threading.Thread):
 
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks at once that this one fails; they are still in their collectives."""
-        if self._courier is None or self._failure is not None or not isinstance(error, Exception):
+        if self._courier is None or self._failure is not None or isinstance(error, SystemExit):
             return
         text = "".join(traceback.format_exception(error))
         event, callback = rank_stacks.told_of(error)
@@ -137,7 +145,7 @@ class Watchdog(threading.Thread):
 
     def wait_for_report(self, error: BaseException) -> None:
         """Keep this rank, whose error ends the run, from leaving before the report is out; its end ends the others."""
-        if self._courier is None or not isinstance(error, Exception):
+        if self._courier is None or isinstance(error, SystemExit):
             return
         self.publish(error)
         self._released.wait(REPORT_SECONDS + STACKS_SECONDS + GRACE_SECONDS)
@@ -171,14 +179,18 @@ class Watchdog(threading.Thread):
         record = self._record()
         verdict = judge({0: Witness(record)}, interval=self.interval)
         if verdict is not None and not self._is_held():
-            witnesses = {record.rank: Witness(record)}
-            self._write(Verdict("hung", record.rank), first_line(verdict, witnesses[record.rank]), witnesses, {})
+            stacks = self._own_stacks()
+            if PULSE.beats != record.beats:
+                return
+            line = first_line(verdict, Witness(_placed(record, stacks)))
+            self._write(verdict, line, {record.rank: Witness(record)}, {record.rank: stacks})
             self._exit()
 
     def _look_at_all(self, courier: RankCourier) -> None:
         record = courier.record = self._record()
         courier.is_urgent = record.failure is not None
-        if record.failure is not None:
+        if record.failure is not None or self._has_news:
+            self._has_news = False
             courier.hurry()
         if courier.ruling is not None:
             self._carry_out(courier, courier.ruling)
@@ -187,6 +199,8 @@ class Watchdog(threading.Thread):
             self._judge_without_store(courier)
         elif courier.leader == self.state.world.rank and (courier.knows_all or record.failure is not None):
             self._judge(courier)
+        else:
+            self._look_at_accusation(courier, record)
 
     def _is_answered(self, courier: RankCourier) -> bool:
         """Whether the store still answers."""
@@ -206,14 +220,32 @@ class Watchdog(threading.Thread):
             stopped_seconds=self.seconds,
             on_cuda=self.state.world.device.type == "cuda",
         )
-        if verdict is not None:
-            self._propose(courier, verdict, witnesses[verdict.rank])
+        self._accused = accusation_of(verdict, witnesses, self.state.world.rank, self._accused, time.monotonic())
+        if verdict is None:
+            return
+        if verdict.kind == "hung" and verdict.rank == self.state.world.rank:
+            self._confess(courier, courier.record, self.state.world.rank)
+        elif self._accused is None or time.monotonic() - self._accused.at > ANSWER_SECONDS:
+            line = first_line(verdict, witnesses[verdict.rank])
+            courier.proposal = Ruling(verdict.kind, verdict.rank, line, self.state.world.rank)
+        else:
+            courier.record = self._record()
+        courier.hurry()
+
+    def _look_at_accusation(self, courier: RankCourier, record: RankRecord) -> None:
+        """Say that this rank hangs, where the judge has found so and it has not moved since."""
+        judge_rank = accuser_of(record, courier.witnesses())
+        if judge_rank is not None and not self._is_held():
+            self._confess(courier, record, judge_rank)
             courier.hurry()
 
-    def _propose(self, courier: RankCourier, verdict: Verdict, culprit: Witness) -> Ruling:
-        line = first_line(verdict, culprit)
-        courier.proposal = Ruling(verdict.kind, verdict.rank, line, self.state.world.rank)
-        return courier.proposal
+    def _confess(self, courier: RankCourier, record: RankRecord, judge_rank: int) -> None:
+        """Make the verdict on this rank itself, which knows its place and its data workers'."""
+        if self._stacks is None or self._stacks[0] != record.beats:
+            self._stacks = record.beats, self._own_stacks()
+        if PULSE.beats == record.beats:
+            line = first_line(Verdict("hung", record.rank), Witness(_placed(record, self._stacks[1])))
+            courier.proposal = Ruling("hung", record.rank, line, judge_rank)
 
     def _judge_without_store(self, courier: RankCourier) -> None:
         """The store lived in a process that is gone or stopped: each rank decides for itself, and one of them speaks.
@@ -292,6 +324,7 @@ class Watchdog(threading.Thread):
 
     def _exit(self) -> None:
         rank_stacks.end_children()
+        self._dump.remove()
         with suppress(OSError, ValueError):
             sys.stdout.flush()
         os._exit(1)
@@ -326,11 +359,11 @@ class Watchdog(threading.Thread):
         if self._failed_record is not None and self._failure is not None:
             return replace(self._failed_record, failure=self._failure, left=self._left)
         now, told, beats = time.monotonic(), PULSE.told, PULSE.beats
-        if beats != self._beats:
-            self._beats, self._beat_at = beats, now
-        idle = now - self._beat_at
-        frame = rank_stacks.frame_of(self._watched) if idle >= _LOOKED_AT_SECONDS else None
         limit = self._limit(told)
+        if beats != self._beats or limit != self._limit_before:  # time under another limit, or none, does not count
+            self._beats, self._beat_at, self._limit_before = beats, now, limit
+        idle, accused = now - self._beat_at, self._accused
+        frame = rank_stacks.frame_of(self._watched) if idle >= _LOOKED_AT_SECONDS else None
         self._dump.renew(None if limit is None or self._base.is_debugged else limit + 3 * self.interval + 4)
         return replace(
             self._base,
@@ -340,11 +373,16 @@ class Watchdog(threading.Thread):
             event=None if told is None else told[0],
             callback=None if told is None else told[1],
             place=rank_stacks.place_of(frame),
+            beats=beats,
             idle_seconds=idle,
             limit_seconds=limit,
             collectives=_collectives() if self._courier is not None else 0,
             is_waiting=self._courier is not None and rank_stacks.waits_in_collective(frame),
+            waits_for_worker=rank_stacks.waits_for_worker(frame),
             is_debugged=self._base.is_debugged or rank_stacks.is_in_debugger(frame),
+            is_interrupted=self._interrupts is not None and self._interrupts.look(),
+            accuses=None if accused is None else accused.rank,
+            accused_beats=0 if accused is None else accused.beats,
             left=self._left,
             failure=self._failure,
         )
@@ -391,6 +429,12 @@ def is_consequence(error: BaseException) -> bool:
     inner = frames[-1].filename if frames else ""
     is_inside = any(part in inner for part in ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/"))
     return is_inside and any(word in str(error) for word in _LOST)
+
+
+def _placed(record: RankRecord, stacks: str) -> RankRecord:
+    """The record with the line that reads the dataset, where the rank waits for a data worker."""
+    worker = worker_frame(stacks) if record.waits_for_worker else None
+    return record if worker is None else replace(record, place=worker[1])
 
 
 def _has_peers(state: GlobalState) -> bool:

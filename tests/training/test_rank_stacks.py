@@ -1,0 +1,49 @@
+"""Where a rank stands is told in the user's own lines, and no file of a dead process stays."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onstep.training.rank_stacks import StackDump, place_of_error
+
+
+class Broken(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        return self.read(index)
+
+    def read(self, index: int) -> Any:
+        raise ValueError(f"row {index} is broken")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_row_that_cannot_be_read_is_placed_in_the_dataset(num_workers: int) -> None:
+    loader = torch.utils.data.DataLoader(Broken(), num_workers=num_workers)
+    with pytest.raises(ValueError, match="is broken") as caught:
+        list(loader)
+    line = Broken.read.__code__.co_firstlineno + 1
+    assert place_of_error(caught.value) == f"{__file__}:{line} in read"
+
+
+def test_the_file_of_a_process_that_was_killed_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import os; from onstep.training.rank_stacks import StackDump; StackDump(is_alone=False); os.abort()"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False)
+    (left,) = tmp_path.iterdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first = StackDump(is_alone=False)
+    second = StackDump(is_alone=False)
+    assert not left.exists()
+    assert {str(path) for path in tmp_path.iterdir()} == {first.path, second.path}, "those of the living stay"
+    second.close()
+    first.close()
+    assert not list(tmp_path.iterdir())

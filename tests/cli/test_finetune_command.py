@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from onstep.cli.main import main
+from onstep.config import ConfigContainer
 from small_weights import llama
 
 SMALL = [
@@ -58,6 +59,35 @@ def test_a_recipe_is_taken_in_its_form_for_fine_tuning(capsys: pytest.CaptureFix
     )
     assert main(["finetune", "qwen25_500m", *SMALL]) == 1
     assert "model.num_layers=24 is not that of the weights in base, which is 2" in capsys.readouterr().err
+
+
+def given(monkeypatch: pytest.MonkeyPatch, *words: str) -> ConfigContainer:
+    """The configuration that would be trained."""
+    found: list[ConfigContainer] = []
+    monkeypatch.setattr("onstep.cli.finetune.run_to_its_end", lambda start, config, *rest: found.append(config))
+    assert main(["finetune", *words, *SMALL]) == 0
+    return found[0]
+
+
+@pytest.mark.parametrize("recipe", ["any_finetune", "any_finetune_lora", "any", "any_finetune_config"])
+def test_with_lora_a_recipe_is_taken_in_its_form_for_that(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = given(monkeypatch, recipe, "--lora")
+    assert (config.run.recipe, config.optimizer.lr, config.peft.peft_scheme) == ("any_finetune_lora", 2e-4, "lora")
+    assert given(monkeypatch, "any_finetune").optimizer.lr == 1e-5
+
+
+def test_with_lora_a_file_keeps_its_learning_rate_and_that_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.yaml").write_text("run: {recipe: any_finetune}\noptimizer: {lr: 3.0e-05}\n")
+    config = given(monkeypatch, "mine.yaml", "--lora")
+    assert (config.optimizer.lr, config.peft.peft_scheme) == (3e-5, "lora")
+    assert "optimizer.lr=3e-05 stays as the file has it" in capsys.readouterr().err
+
+
+def test_lora_and_another_scheme_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["finetune", "--lora", "peft.peft_scheme=null", *SMALL]) == 1
+    assert "peft.peft_scheme=null is given too" in capsys.readouterr().err
 
 
 def test_train_with_such_a_recipe_is_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from onstep.config import from_dict, load_yaml, parse_yaml
 from onstep.data import build_tokenizer
 from onstep.metrics import estimate_training_memory
 from onstep.recipes import RECIPES, get_recipe
+from small_weights import llama
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
@@ -112,6 +113,16 @@ def test_memory_refuses_what_training_would(capsys: pytest.CaptureFixture[str]) 
     assert "must be a multiple of num_query_groups=5" in said(
         capsys, "memory", "qwen25_500m", "model.num_query_groups=5", code=1
     )
+
+
+def test_memory_of_any_model_takes_its_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in ("any_finetune", "any_finetune_lora"):
+        text = said(capsys, "memory", name, code=1)
+        assert f"{name} is whatever model the weights are of; say which: checkpoint.pretrained_checkpoint=DIR" in text
+    assert "does not exist" in said(capsys, "memory", "any_finetune", "checkpoint.pretrained_checkpoint=gone", code=1)
+    model = llama(tmp_path)
+    lines = said(capsys, "memory", "any_finetune", f"checkpoint.pretrained_checkpoint={tmp_path}").splitlines()
+    assert lines[0].split() == ["parameters", f"{sum(weight.numel() for weight in model.parameters()):,}"]
 
 
 def test_a_model_that_no_gpu_holds_is_told() -> None:

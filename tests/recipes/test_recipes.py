@@ -163,7 +163,7 @@ def filled(name: str) -> ConfigContainer:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_a_recipe_is_valid_and_knows_its_name(name: str, world_size: int) -> None:
     config = filled(name)
     validate(config, world_size)
@@ -225,6 +225,12 @@ def test_tiny_gpt_is_the_same_run_on_any_number_of_ranks() -> None:
     runs = [resolve(config, ranks).train for ranks in (1, 2, 4)]
     assert {run.global_batch_size for run in runs} == {8}
     assert [run.micro_batch_size for run in runs] == [8, 4, 2]
+
+
+def test_tiny_moe_is_a_qwen3_moe_to_transformers() -> None:
+    model = get_recipe("tiny_moe")().model
+    model.vocab_size = 257
+    assert hf_config_dict(model)["model_type"] == "qwen3_moe"
 
 
 def test_a_form_for_fine_tuning_trains_the_same_model_more_gently() -> None:

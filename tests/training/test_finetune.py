@@ -18,6 +18,7 @@ from forked_processes import Processes
 from onstep import CallbackManager, Trainer, TrainingArguments, finetune, pretrain
 from onstep.checkpoint import checkpoints
 from onstep.config import ConfigContainer
+from onstep.config.parts import TokenizerConfig
 from onstep.errors import CheckpointError, ConfigError, MissingWeightsError, RunExistsError
 from onstep.training import GlobalState
 from small_weights import gpt2, llama, tokens
@@ -265,3 +266,14 @@ def test_what_was_filled_in_is_told(config: ConfigContainer, caplog: pytest.LogC
     told = [record.message for record in caplog.records if "model taken from" in record.message]
     assert len(told) == 1
     assert "model taken from weights: num_layers=2, hidden_size=32" in told[0]
+    assert "tokenizer: bytes, as configured; there is none with the weights in weights" in caplog.text
+
+
+def test_the_tokenizer_that_is_taken_is_told(config: ConfigContainer, caplog: pytest.LogCaptureFixture) -> None:
+    config.tokenizer.tokenizer_type, config.tokenizer.vocab_size, config.train.train_iters = "bpe", 259, 2
+    one_step_of(config, "first", "weights")
+    config.tokenizer = TokenizerConfig()
+    shutil.copytree("runs/first/model", "copied")
+    with caplog.at_level(logging.INFO, logger="onstep"):
+        one_step_of(config, "second", "copied")
+    assert "tokenizer: tokenizers copied/tokenizer.json, that of the weights in copied" in caplog.text

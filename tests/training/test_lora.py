@@ -13,14 +13,15 @@ import torch
 from finetune_jobs import small_finetune
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from onstep import CallbackManager, finetune
+from onstep import CallbackManager, finetune, pretrain
 from onstep.cli.main import main
-from onstep.config import ConfigContainer
-from onstep.config.parts import PeftConfig
+from onstep.config import ConfigContainer, apply_overrides, validate
+from onstep.config.parts import PeftConfig, TokenizerConfig
 from onstep.errors import ConfigError, MissingExtraError
 from onstep.models import Transformer, load_hf
+from onstep.recipes import get_recipe
 from onstep.training.lora import add_lora, merged_model, target_names
 from small_weights import gpt2, llama, tokens
 
@@ -84,7 +85,7 @@ def test_the_adapter_on_the_base_is_the_merged_model(config: ConfigContainer) ->
     assert (adapted - unadapted).abs().max() > 1e-2
     assert close(logits(load_hf(RUN / "model")), merged)
     described = json.loads((RUN / "adapter" / "adapter_config.json").read_text())
-    assert described["base_model_name_or_path"] == "weights"
+    assert described["base_model_name_or_path"] == str(Path("weights").resolve())
     assert (described["r"], described["lora_alpha"]) == (4, 32)
     assert sorted(described["target_modules"]) == [
         "down_proj",
@@ -121,6 +122,45 @@ def test_a_run_with_lora_is_fine_tuned_further_with_its_adapter_merged(config: C
     config.scheduler.lr_warmup_fraction = None
     finetune(config)
     assert close(logits(load_hf("runs/second/model")), logits(load_hf(RUN / "model")))
+    assert base_of("runs/second") is None  # a checkpoint is nothing that peft could open
+
+
+def base_of(run: str) -> str | None:
+    base: str | None = json.loads((Path(run) / "adapter" / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ]
+    return base
+
+
+def test_the_adapter_names_the_weights_of_a_run_and_has_the_tokenizer(config: ConfigContainer) -> None:
+    config.tokenizer.tokenizer_type, config.tokenizer.vocab_size, config.train.train_iters = "bpe", 259, 2
+    config.run.name = "first"
+    finetune(config)
+    config.run.name, config.checkpoint.pretrained_checkpoint = "second", "runs/first"
+    config.tokenizer = TokenizerConfig()
+    finetune(config)
+    base = base_of("runs/second")
+    assert base == str(Path("runs/first/model").resolve())
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), "runs/second/adapter")
+    assert len(AutoTokenizer.from_pretrained("runs/second/adapter")) == 259
+
+
+def test_the_adapter_is_kept_where_transformers_has_no_such_model(
+    config: ConfigContainer, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.run.name, config.checkpoint.pretrained_checkpoint, config.checkpoint.finetune = "base", None, False
+    config.peft.peft_scheme, config.train.train_iters = None, 2
+    config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads = 2, 32, 2
+    config.model.position_embedding_type = "none"
+    pretrain(config)
+    config.run.name, config.checkpoint.pretrained_checkpoint, config.peft.peft_scheme = "tuned", "runs/base", "lora"
+    with caplog.at_level(logging.WARNING, logger="onstep"):
+        finetune(config)
+    assert "the final weights are in the checkpoints only" in caplog.text
+    assert (Path("runs/tuned/adapter/adapter_model.safetensors")).is_file()
+    capsys.readouterr()
+    assert main(["generate", "runs/tuned", "def ", "--max-new-tokens=4", "--seed=1"]) == 0
+    assert capsys.readouterr().out.startswith("def ")
 
 
 def test_the_statistics_are_printed(config: ConfigContainer, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,9 @@ from onstep.metrics import calc_params_l2_norm
 from onstep.metrics.parameter_norms import parameter_norms, total_norm
 from onstep.optim import MuonWithAdamW, OptimizerParamScheduler, TrainingOptimizer, build_optimizer
 from onstep.training import GlobalState
+from onstep.training.interval import IntervalMeter
 from onstep.training.log_step import decoupled_learning_rate, learning_rate
+from onstep.training.losses import StepLoss
 from onstep.training.saved_parts import SchedulerPosition
 from onstep.training.step_reporter import StepReporter
 
@@ -274,6 +276,20 @@ def test_zeros_are_in_the_record_where_they_are_counted() -> None:
     assert seen[-1] > 0
     assert logs == seen[-1:]
     assert isinstance(logs[0], int)
+
+
+def test_zeros_are_saved_with_the_interval() -> None:
+    meter, loaded = IntervalMeter(), IntervalMeter()
+    meter.add(StepLoss(torch.tensor(1.0), 1, None, {}), None, successful=True, num_zeros=torch.tensor(7))
+    loaded.load_state_dict(meter.state_dict())
+    report = loaded.flush()
+    assert report is not None
+    assert report.num_zeros == 7
+    old = {key: value for key, value in meter.state_dict().items() if key != "num_zeros"}
+    loaded.load_state_dict(old)
+    report = loaded.flush()
+    assert report is not None
+    assert report.num_zeros is None
 
 
 def test_the_anomaly_gate_judges_first() -> None:

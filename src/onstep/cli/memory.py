@@ -55,7 +55,13 @@ def _configuration(words: list[str], ranks: int) -> ConfigContainer:
     recipe = named[0] if len(named) == 1 else None
     config, _ = configuration([word for word in words if word != recipe], recipe)
     weights = config.checkpoint.pretrained_checkpoint
-    if weights is not None and Path(weights).exists():
+    is_any = str(config.run.recipe).startswith("any_")
+    if is_any and weights is None and config.checkpoint.load is None:
+        raise ConfigError(
+            f"{config.run.recipe} is whatever model the weights are of; say which: "
+            "checkpoint.pretrained_checkpoint=DIR."
+        )
+    if is_any or (weights is not None and Path(weights).exists()):
         from onstep.training.pretrained import fill_from_pretrained
 
         config = fill_from_pretrained(config)

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Imports = Annotated[list[str] | None, typer.Option("--import", help="Python file with your code; may be given again.")]
+OnConfigChange = Annotated[
+    str | None, typer.Option(help="Where values changed since the run started: error, keep (stored) or apply (new).")
+]
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -30,13 +35,8 @@ def train(
         list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [KEY=VALUE ...]", help="A file and single values.")
     ] = None,
     recipe: Annotated[str | None, typer.Option(help="Named configuration to start from; default tiny_gpt.")] = None,
-    imports: Annotated[
-        list[str] | None, typer.Option("--import", help="Python file with your code; may be given again.")
-    ] = None,
-    on_config_change: Annotated[
-        str | None,
-        typer.Option(help="Where values changed since the run started: error, keep (stored) or apply (new)."),
-    ] = None,
+    imports: Imports = None,
+    on_config_change: OnConfigChange = None,
 ) -> None:
     """Train a model. Without arguments: a tiny GPT on the source of Python's own standard library.
 

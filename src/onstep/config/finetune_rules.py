@@ -9,7 +9,6 @@ from onstep.config.part import nearest
 from onstep.config.parts import ConfigContainer, ModelConfig
 from onstep.errors import ConfigError
 
-
 LORA_PROJECTIONS: Mapping[str, str] = {
     "attention.query": "self_attn.q_proj",
     "attention.key": "self_attn.k_proj",

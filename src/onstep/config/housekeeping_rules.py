@@ -49,7 +49,7 @@ def check_housekeeping(config: ConfigContainer, world_size: int) -> None:
 
 
 def warn_of_steps_never_skipped(config: ConfigContainer, iters: int) -> None:
-    """Warn (UserWarning, once) where `train.iterations_to_skip` names steps that a run of `iters` steps does not have."""
+    """Warn (UserWarning, once) where `train.iterations_to_skip` names steps behind the last of `iters`."""
     beyond = sorted(step for step in set(config.train.iterations_to_skip) if step > iters)
     if beyond:
         warn_once(

@@ -34,8 +34,8 @@ class TrainingConfig(ConfigPart):
     """Steps, counted from 1, whose samples are passed over without training on them; they count as consumed and as
     skipped, and nothing else happens at such a step (but a save where the batch grows)."""
     empty_unused_memory_level: int = 0
-    """Give a GPU's unused memory back: 0 never, 1 before each update and after each batch of an evaluation, 2 after each
-    update too."""
+    """Give a GPU's unused memory back: 0 never, 1 before each update and after each batch of an evaluation, 2 after
+    each update too."""
     check_weight_hash_across_dp_replicas_interval: int | None = None
     """Steps between comparisons of the weights of all replicas, by hash, the first one before the first step; None
     compares none. Replicas that differ end the run."""

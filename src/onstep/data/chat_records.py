@@ -166,9 +166,10 @@ def _check_text(value: Any, place: str) -> None:
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
+            around = value[max(error.start - 10, 0) : error.start + 10]
             raise DataError(
-                f"{place}: {_short(value[max(error.start - 10, 0) : error.start + 10])} holds {value[error.start]!r}, half of "
-                "a pair of surrogates, which is no letter; mend the record or leave it out"
+                f"{place}: {_short(around)} holds {value[error.start]!r}, half of a pair of surrogates, which is no "
+                "letter; mend the record or leave it out"
             ) from error
     elif isinstance(value, Mapping):
         _check_text(list(value.values()), place)

@@ -75,6 +75,7 @@ class PlainTemplate:
             raise DataError("a chat needs a token that ends an answer, and this tokenizer has none; take another one")
         self._tokenizer = tokenizer
         self._end_id = tokenizer.eos_id
+        self._marks: dict[str, list[int] | None] = {}
         self.fingerprint = f"plain 2 {tokenizer.fingerprint} {tokenizer.eos_id}"
 
     def encode(self, messages: Sequence[Message], place: str) -> EncodedChat:
@@ -101,13 +102,20 @@ class PlainTemplate:
         ids: list[int] = []
         text = ""
         for mark, after in turns:
-            special = self._tokenizer.encode_text(mark)
-            if special == self._tokenizer.encode_content(mark):
+            special = self._special_mark(mark)
+            if special is None:
                 text += mark + after
                 continue
             ids += [*self._tokenizer.encode_content(text), *special]
             text = after
         return [*ids, *self._tokenizer.encode_content(text)]
+
+    def _special_mark(self, mark: str) -> list[int] | None:
+        """Its ids where it is a special token; None where it is text."""
+        if mark not in self._marks:
+            ids = self._tokenizer.encode_text(mark)
+            self._marks[mark] = None if ids == self._tokenizer.encode_content(mark) else ids
+        return self._marks[mark]
 
 
 class TokenizerTemplate:
@@ -179,8 +187,8 @@ class TokenizerTemplate:
         if self._has_marks or is_deeper or "".join(parts) != text or self._encode_parts(text, []) != whole:
             found = self._special.findall(str(messages))[0]
             raise DataError(
-                f"{place}: a message holds {found!r}, a special token of the tokenizer, which cannot be told from those "
-                "of its chat template; take it out"
+                f"{place}: a message holds {found!r}, a special token of the tokenizer, which cannot be told from "
+                "those of its chat template; take it out"
             )
         return self._encode_parts(text, texts)
 

@@ -154,8 +154,8 @@ def not_utf8(document: Document, error: UnicodeDecodeError) -> DataError:
         else (error.reason, "convert the file")
     )
     return DataError(
-        f"{document.place} is not UTF-8: byte 0x{data[at]:02x} at offset {at} ({reason}); {mend}, or use tokenizer_type "
-        "'bytes', which takes any bytes"
+        f"{document.place} is not UTF-8: byte 0x{data[at]:02x} at offset {at} ({reason}); {mend}, or use "
+        "tokenizer_type 'bytes', which takes any bytes"
     )
 
 

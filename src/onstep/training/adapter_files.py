@@ -33,7 +33,7 @@ def save_adapter(model: Transformer, config: PeftConfig, directory: str | Path, 
     Args:
         model: one that `add_lora` changed.
         config: what it was changed by.
-        base_model: the weights that it is beside, as the file tells it.
+        base_model: the Hugging Face folder that it goes on, as the file tells it; None where that is not known.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from onstep.errors import CheckpointError, ConfigError
+from onstep.errors import CheckpointError, ConfigError, OnstepError
 from onstep.events.context import unwrap
 from onstep.models import Transformer, hf_obstacle, save_hf
 from onstep.training.adapter_files import has_hf_names, save_adapter
 from onstep.training.lora import has_lora, merged_model
-from onstep.training.pretrained import pretrained_path
+from onstep.training.pretrained import find_pretrained
 
 if TYPE_CHECKING:
     from onstep.training.state import GlobalState
@@ -24,7 +24,7 @@ def save_weights(state: GlobalState, model: list[Any]) -> None:
     """Write the final weights to the run's folder, as a directory that Hugging Face opens, on rank 0.
 
     With LoRA these are the merged weights, and what was added goes to `adapter/`. A model that `transformers` has no
-    class for, after a hook of the user, is left to its checkpoints, with a warning.
+    class for is left to its checkpoints, with a warning.
     """
     folder = state.run_folder
     if folder is None or not state.world.is_main or not state.cfg.run.save_weights:
@@ -34,7 +34,9 @@ def save_weights(state: GlobalState, model: list[Any]) -> None:
     try:
         _save(state, unwrap(model[0]))
     except ConfigError as error:
-        logger.warning("the final weights are in the checkpoints only: %s", error)
+        logger.warning(
+            "the final weights are in the checkpoints only, where onstep generate and finetune read them: %s", error
+        )
     except (OSError, SafetensorError) as error:
         message = (
             f"the final weights could not be written to {folder.model} ({error}); make room and start the same command "
@@ -47,22 +49,29 @@ def save_weights(state: GlobalState, model: list[Any]) -> None:
 
 def _save(state: GlobalState, model: Transformer) -> None:
     folder, eos_id = state.run_folder, state.tokenizer.eos_id
-    if (obstacle := hf_obstacle(model)) is not None:
-        raise ConfigError(obstacle)
+    obstacle = hf_obstacle(model)
     if has_lora(model):
-        if has_hf_names(model):
+        if obstacle is not None or has_hf_names(model):
             save_adapter(model, state.cfg.peft, folder.adapter, _base(state))
+            state.tokenizer.save(folder.adapter)
         else:
             logger.warning(
                 "transformers keeps several projections of this model in one matrix, so the adapter has no form there; "
                 "the merged weights are in %s",
                 folder.model,
             )
+    if obstacle is not None:
+        raise ConfigError(obstacle)
+    if has_lora(model):
         model = merged_model(model, state.cfg.peft)
     save_hf(model, folder.model, eos_id=eos_id)
     state.tokenizer.save(folder.model)
 
 
 def _base(state: GlobalState) -> str | None:
-    named = pretrained_path(state.cfg)
-    return None if named is None else str(named[0])
+    """The Hugging Face folder that the adapter goes on; None where it goes on a checkpoint, or the folder is gone."""
+    try:
+        source = find_pretrained(state.cfg)
+    except OnstepError:
+        return None
+    return str(source.path.resolve()) if source is not None and source.is_hugging_face else None

@@ -160,13 +160,7 @@ def reconfigure_num_microbatches_calculator(
 ) -> None:
     """Set a calculator up in the place of the current one.
 
-    Args:
-        rank: kept for Megatron; what is told goes to the log of this module.
-        rampup_batch_size: [start, increment, samples], or None for a constant size.
-        global_batch_size: samples of a step over all ranks, at the end.
-        micro_batch_size: samples of one forward pass on one rank.
-        data_parallel_size: ranks.
-        decrease_batch_size_if_needed: round a size that is no multiple down.
+    The arguments are those of `init_num_microbatches_calculator`.
 
     Raises:
         ConfigError: for sizes that do not go together.

@@ -114,13 +114,28 @@ def load_pretrained(source: PretrainedSource, config: ModelConfig, world: World)
     """
     if source.is_hugging_face:
         return load_hf(source.path, config)
-    info = _verified(source, world)
+    return _model_of(_verified(source, world), config)
+
+
+def model_of_checkpoint(path: Path) -> Transformer:
+    """The model of a checkpoint, or of the newest one of a run: in float32 on the CPU, LoRA merged.
+
+    Raises:
+        CheckpointError: where there is none that is whole, or it does not hold the model of its configuration.
+    """
+    info = resolve(path)
+    if not info.manifest.config:
+        raise CheckpointError(f"{info.path} holds no configuration, so its model is not known.")
+    return _model_of(info, from_dict(info.manifest.config).model)
+
+
+def _model_of(info: CheckpointInfo, config: ModelConfig) -> Transformer:
     state = _weights_of(info)
     model = empty_transformer(config)
     problems = mismatches(model.state_dict(), state)
     if problems:
         raise CheckpointError(
-            f"{info.path} does not hold the weights of this run's model: {'; '.join(problems)}. Fine-tune with the "
+            f"{info.path} does not hold the weights of this run's model: {'; '.join(problems)}. Take the "
             f"model section of the run that saved it."
         )
     model.load_state_dict(state)

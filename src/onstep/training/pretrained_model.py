@@ -68,11 +68,26 @@ def fill_model(
         if own != of_weights:
             setattr(config.model, name, of_weights)
             taken.append(f"{name}={of_weights}")
-    if tokenizer is not None and config.tokenizer == TokenizerConfig():
+    is_theirs = tokenizer is not None and config.tokenizer == TokenizerConfig()
+    if is_theirs and tokenizer is not None:
         config.tokenizer = tokenizer
+    logger.info("tokenizer: %s, %s", _named(config.tokenizer), _where_from(is_theirs, tokenizer, where))
     if taken:
         logger.info("model taken from %s: %s", where, ", ".join(taken))
     return config
+
+
+def _named(tokenizer: TokenizerConfig) -> str:
+    path = tokenizer.tokenizer_model
+    return tokenizer.tokenizer_type if path is None else f"{tokenizer.tokenizer_type} {path}"
+
+
+def _where_from(is_theirs: bool, theirs: TokenizerConfig | None, where: str) -> str:
+    if is_theirs:
+        return f"that of the weights in {where}"
+    if theirs is None:
+        return f"as configured; there is none with the weights in {where}"
+    return f"as configured, not that of the weights in {where} ({_named(theirs)})"
 
 
 def _filled(config: ConfigContainer, model: ModelConfig) -> ModelConfig:

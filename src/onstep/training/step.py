@@ -184,7 +184,7 @@ def forward_backward(
         experts.begin_step()
     forward_timer, backward_timer = state.timers("forward-compute"), state.timers("backward-compute")
     straggler_timer = state.straggler_timer
-    asking = (state.cfg.model, model_options(state.cfg, model))  # a model of the user's may keep one without being asked
+    asking = (state.cfg.model, model_options(state.cfg, model))  # a user's model may keep one unasked
     watches_logits = any(getattr(one, "log_max_attention_logit", False) for one in asking)
     micros, logits = [], []
     for index in range(last + 1):

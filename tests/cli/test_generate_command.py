@@ -1,0 +1,68 @@
+"""`onstep generate` continues a text with whatever weights a run has."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from onstep.cli.main import main
+
+SMALL = [
+    "train.train_iters=1",
+    "scheduler.lr_warmup_iters=0",
+    "train.global_batch_size=2",
+    "model.seq_length=16",
+    "dataset.seq_length=16",
+    "dataset.paths=[a.txt]",
+    "dataset.cache_dir=cache",
+    "validation.eval_interval=null",
+    "validation.eval_on_start=false",
+    "checkpoint.save_interval=1",
+    "dist.device=cpu",
+    "run.name=run",
+]
+GENERATE = ["generate", "runs/run"]
+ASKED = ["--max-new-tokens=6", "--temperature=0"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("row, row, row your boat\n" * 40)
+
+
+def test_a_run_without_final_weights_is_continued_from_its_newest_checkpoint(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["train", "--recipe", "tiny_moe", "model.num_layers=1", *SMALL]) == 0
+    capsys.readouterr()
+    assert main([*GENERATE, "row", *ASKED]) == 0
+    of_model = capsys.readouterr().out
+    shutil.rmtree("runs/run/model")  # which every finished run of the recipe has
+    assert main([*GENERATE, "row", *ASKED]) == 0
+    assert capsys.readouterr().out == of_model
+    shutil.rmtree("runs/run/checkpoints")
+    assert main([*GENERATE, "row", *ASKED]) == 1
+    assert "runs/run has no weights: neither runs/run/model nor a checkpoint" in capsys.readouterr().err
+    assert main(["generate", "runs", "row"]) == 1
+    assert "runs is no run" in capsys.readouterr().err
+
+
+def test_learned_positions_cut_what_is_added_and_refuse_a_prompt_that_fills_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["model.num_layers=1", "model.position_embedding_type=learned_absolute"]
+    gpt2 = ["model.normalization=LayerNorm", "model.gated_linear_unit=false", "model.activation_func=gelu_tanh"]
+    assert main(["train", "--recipe", "tiny_gpt", *words, *gpt2, *SMALL]) == 0
+    capsys.readouterr()
+    assert main([*GENERATE, "row, row, ", "--seed=1"]) == 0
+    said = capsys.readouterr()
+    assert "--max-new-tokens 200 is cut to 6: the model's learned positions end at 16" in said.err
+    assert main([*GENERATE, "row, row, row your boat", "--seed=1"]) == 1
+    said = capsys.readouterr()
+    assert "the prompt has 23 tokens, and the model's learned positions end at 16" in said.err
+    assert "shorten it to 15" in said.err
+    assert main([*GENERATE, "row, row", "--max-new-tokens=8", "--seed=1"]) == 0
+    assert "cut" not in capsys.readouterr().err

@@ -18,6 +18,11 @@ from onstep.recipes import RECIPES, get_recipe
 from small_weights import llama
 
 
+@pytest.fixture(autouse=True)
+def _lines_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
     assert main([*words]) == code
     out, err = capsys.readouterr()

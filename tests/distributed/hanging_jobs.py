@@ -137,6 +137,7 @@ def do_exit(settings: dict[str, Any]) -> None:
 
 
 def job_train(settings: dict[str, Any]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
     torch.manual_seed(0)
     torch.set_num_threads(1)
     callback = Misbehaves(settings)

@@ -95,6 +95,8 @@ class GlobalState:
     """Hooks of somebody else's data parallelism that gather parameters in the forward pass; None for ours."""
     last_micros: Any = None
     """`MicroLoss`es of the step that just ran."""
+    model_facts: Any = None
+    """`ModelFacts` of the model that the last step trained; None before the first."""
     experts: Any = None
     """`ExpertSteps` of the model, also of one without experts; None before the first step."""
     last_interval: Any = None

@@ -29,11 +29,11 @@ from onstep.training.losses import (
     reduce_step,
 )
 from onstep.training.micro_batches import MicroBatches as MicroBatches
-from onstep.training.model_parallel import agreed_update, model_parallel_group
+from onstep.training.model_facts import facts_of
+from onstep.training.model_parallel import agreed_update
 from onstep.training.param_sync import zero_grad_buffers
 from onstep.training.rerun_step import fresh_batches, validate_losses
 from onstep.training.state import GlobalState
-from onstep.training.step_size import model_options
 from onstep.training.telling import Teller
 
 
@@ -106,8 +106,8 @@ def train_step(
         empty_unused_memory()
     with global_state.timers("optimizer"), global_state.nvtx("optimizer"):
         successful, grad_norm, num_zeros = update(model, optimizer, factor, step_loss, tell)
-    experts = experts_of(global_state, model)
-    if experts is not None:
+    experts = global_state.experts
+    if experts is not None and experts.is_active:
         experts.end_step(global_state.world, updates_biases=successful)
     global_state.last_step_loss, global_state.last_micros = step_loss, micros
     if successful and scheduler is not None:
@@ -184,8 +184,8 @@ def forward_backward(
         experts.begin_step()
     forward_timer, backward_timer = state.timers("forward-compute"), state.timers("backward-compute")
     straggler_timer = state.straggler_timer
-    asking = (state.cfg.model, model_options(state.cfg, model))  # a user's model may keep one unasked
-    watches_logits = any(getattr(one, "log_max_attention_logit", False) for one in asking)
+    # a user's model may keep one unasked
+    watches_logits = state.cfg.model.log_max_attention_logit or facts_of(state, model).logs_attention_logit
     micros, logits = [], []
     for index in range(last + 1):
         batch = iterator.stage(index)
@@ -234,7 +234,7 @@ def update(
     """
     one_update = update_ours if isinstance(optimizer, TrainingOptimizer) else update_foreign
     successful, grad_norm, num_zeros = one_update(model, optimizer, factor, step_loss, tell)
-    group = model_parallel_group(model)
+    group = facts_of(tell.state, model).model_parallel_group
     if group is not None:
         result = successful, grad_norm, num_zeros
         successful, grad_norm, num_zeros = agreed_update(result, group, tell.state.cfg.train)

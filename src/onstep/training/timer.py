@@ -153,6 +153,14 @@ class OffTimer(Timer):
     def __init__(self) -> None:
         super().__init__("off")
 
+    def __enter__(self) -> Timer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Nothing."""
+
     def start(self, barrier: bool = False) -> None:
         """Nothing."""
 

@@ -406,3 +406,8 @@ def test_sigkill_at_any_moment_costs_at_most_the_record_being_written(path: Path
     written(path, [start or 1])
     assert len(json.loads(path.read_text())) == start + 1
     assert start > 0
+
+
+def test_it_can_be_imported_where_there_is_no_fcntl() -> None:
+    code = "import sys; sys.modules['fcntl'] = None; import onstep.journal"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -45,5 +45,9 @@ class UnsupportedStateError(CheckpointError, TypeError):
     """A state holds something that a checkpoint has no form for; the message gives its path."""
 
 
+class CollectiveAfterErrorError(OnstepError, RuntimeError):
+    """A rank would wait for the others after an error that they may not have met; the message names both."""
+
+
 class MissingExtraError(OnstepError, ImportError):
     """An optional dependency is needed; the message gives the install line."""

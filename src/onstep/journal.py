@@ -9,7 +9,6 @@ infinities are written as Python's ``json`` spells them (``NaN``, ``Infinity``).
 from __future__ import annotations
 
 import codecs
-import fcntl
 import json
 import math
 import os
@@ -20,6 +19,8 @@ from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from filelock import lock_descriptor
 
 from onstep.errors import OnstepError
 from onstep.forking import release_in_forked_children
@@ -37,6 +38,7 @@ WALL_CLOCK_FIELDS = (
     "mfu",
     "peak_mem",
     "peak_mem_allocated",
+    "bridge",
 )
 """What a record tells of the clock and the machine; all else is the same in a run that was killed and resumed."""
 
@@ -400,20 +402,16 @@ def _replace(path: Path, records: list[Record]) -> None:
 
 def _locked(path: Path, flags: int = 0) -> int:
     descriptor = os.open(path, os.O_RDWR | flags, 0o666)
-    _lock(descriptor, path)
-    return descriptor
-
-
-def _lock(descriptor: int, path: Path) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        is_free = lock_descriptor(descriptor, blocking=False)
+    except OSError:
+        is_free = True  # a file system without locks (some network mounts): nothing tells two writers apart there
+    if not is_free:
         os.close(descriptor)
         raise JournalHeldError(
             f"{path} is being written by another live run; give this run a folder of its own, or end the other one."
-        ) from None
-    except OSError:
-        return  # a file system without locks (some network mounts): nothing tells two writers apart there
+        )
+    return descriptor
 
 
 def _rename_aside(path: Path, label: str) -> Path:

@@ -13,8 +13,7 @@ import pytest
 from matplotlib.colors import LogNorm
 
 from onstep.analysis import plot_parameter_heatmap
-from onstep.analysis.heatmap import short_label
-from onstep.analysis.heatmap_table import read_table
+from onstep.analysis.heatmap import read_table, short_label
 from onstep.errors import ConfigError, DataError
 from onstep.journal import Journal
 

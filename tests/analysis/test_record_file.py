@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from onstep.analysis import TrainingLog, record_file
-from onstep.analysis.record_columns import ListColumns
+from onstep.analysis.record_file import ListColumns
 
 KEYS = [
     "loss",

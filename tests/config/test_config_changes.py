@@ -24,7 +24,7 @@ from onstep.config import (
     resolve,
     to_flat,
 )
-from onstep.config.change_classes import INCOMPATIBLE, MEANINGS, SAFE, TRAJECTORY
+from onstep.config.differences import CLASSES, MEANINGS
 from onstep.config.lengths import warmup_and_decay
 from onstep.errors import ConfigError
 
@@ -72,8 +72,7 @@ def changed(key: str) -> ConfigContainer:
 
 
 def test_every_key_of_a_configuration_has_exactly_one_class() -> None:
-    listed = [*SAFE, *TRAJECTORY, *INCOMPATIBLE]
-    assert sorted(listed) == sorted([*KEYS, *ENTRIES])
+    assert set(CLASSES) == {*KEYS, *ENTRIES}
 
 
 def test_an_unknown_key_has_no_class() -> None:
@@ -102,7 +101,7 @@ def test_a_changed_key_is_found_classed_and_acted_on(key: str) -> None:
 
 
 def test_meanings_are_told_of_trajectory_keys_only() -> None:
-    assert set(MEANINGS) <= set(TRAJECTORY)
+    assert {CLASSES[key] for key in MEANINGS} == {ChangeClass.TRAJECTORY}
 
 
 def test_nothing_changed_is_no_change() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onstep.config.batch_sizes import BatchSizes, parse_steps, ramp
-from onstep.config.epochs import Standing, standing_after
+from onstep.config.lengths import Standing, standing_after
 
 
 def walked(sizes: BatchSizes, num_samples: int, drop_last: bool, steps: int) -> list[Standing]:

@@ -53,8 +53,8 @@ def test_a_head_has_no_bias_unless_asked():
 
 
 def test_dropout_of_a_head_scales_what_is_left_and_acts_in_training_only():
-    head = LinearForLastLayer(4000, 1, False, dropout=0.25, init_method=nn.init.ones_)
-    x = torch.ones(1, 4000)
+    head = LinearForLastLayer(4000, 1, False, dropout=0.25, init_method=nn.init.ones_).double()
+    x = torch.ones(1, 4000, dtype=torch.float64)
 
     torch.manual_seed(0)
     kept = head(x)[0].item() * 0.75

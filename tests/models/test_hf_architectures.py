@@ -77,11 +77,12 @@ def their_model(name):
 
 @torch.no_grad()
 def check_same(ours, theirs):
-    torch.testing.assert_close(ours(TOKENS), theirs(TOKENS).logits, rtol=0, atol=2e-5)
+    # theirs computes norms and angles in float32 whatever the weights are, on each CPU in another order
+    torch.testing.assert_close(ours(TOKENS), theirs(TOKENS).logits, rtol=0, atol=1e-4)
     ours, theirs = ours.double(), theirs.double()
     expected = theirs(TOKENS).logits
     assert expected.std() > 0.5
-    torch.testing.assert_close(ours(TOKENS), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours(TOKENS), expected, rtol=0, atol=1e-4)
 
 
 @EVERY_ARCHITECTURE

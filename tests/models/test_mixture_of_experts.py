@@ -6,8 +6,7 @@ import torch
 from expert_reference import layer
 from onstep.config.parts import ModelConfig
 from onstep.models import build_transformer
-from onstep.models.expert_products import can_group
-from onstep.models.mixture_of_experts import MixtureOfExperts, is_moe_layer
+from onstep.models.experts import MixtureOfExperts, can_group, is_moe_layer
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32, "vocab_size": 40}
 CONFIG = ModelConfig(**SIZES, num_moe_experts=5, moe_ffn_hidden_size=8)
@@ -166,6 +165,7 @@ def test_outside_training_nothing_is_dropped_and_no_token_sees_a_later_one(polic
     other = tokens.clone()
     other[0, -1] = (other[0, -1] + 5) % 40
     with torch.no_grad():
-        torch.testing.assert_close(model(tokens), plain(tokens), rtol=0, atol=1e-6)
-        torch.testing.assert_close(model(tokens)[:, :-1], model(other)[:, :-1], rtol=0, atol=1e-6)
+        # batches of other sizes for an expert go through other kernels
+        torch.testing.assert_close(model(tokens), plain(tokens), rtol=0, atol=1e-5)
+        torch.testing.assert_close(model(tokens)[:, :-1], model(other)[:, :-1], rtol=0, atol=1e-5)
         assert not torch.allclose(model.train()(tokens), plain(tokens), atol=1e-3)

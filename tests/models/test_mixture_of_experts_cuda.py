@@ -10,8 +10,7 @@ from torch import Tensor
 
 from onstep.config.parts import ModelConfig
 from onstep.models import Transformer, build_transformer
-from onstep.models.expert_products import GroupedProduct, LoopedProduct, can_group
-from onstep.models.mixture_of_experts import MixtureOfExperts
+from onstep.models.experts import GroupedProduct, LoopedProduct, MixtureOfExperts, can_group
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from onstep.analysis.heatmap import plot_parameter_heatmap
     from onstep.analysis.log_files import find_diagnostic_logs, find_log_files
     from onstep.analysis.log_tail import LogTail
-    from onstep.analysis.loss_plot import plot_loss
-    from onstep.analysis.plots import plot_grad_norm, plot_loss_curves, plot_training_metrics
+    from onstep.analysis.plots import plot_grad_norm, plot_loss, plot_loss_curves, plot_training_metrics
     from onstep.analysis.report import write_report
     from onstep.analysis.smoothing import smooth_values
     from onstep.analysis.summary import compute_summary_statistics, get_perplexity
@@ -46,7 +45,7 @@ _HOMES = {
     "format_summary_text": "onstep.analysis.summary_formats",
     "get_perplexity": "onstep.analysis.summary",
     "plot_grad_norm": "onstep.analysis.plots",
-    "plot_loss": "onstep.analysis.loss_plot",
+    "plot_loss": "onstep.analysis.plots",
     "plot_loss_curves": "onstep.analysis.plots",
     "plot_parameter_heatmap": "onstep.analysis.heatmap",
     "plot_training_metrics": "onstep.analysis.plots",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from onstep.analysis.run_liveness import status_of
+from onstep.analysis.run_liveness import run_record, status_of
 from onstep.analysis.summary import Summary, compute_summary_statistics, get_perplexity
 from onstep.analysis.training_log import TrainingLog, distinct_labels
-from onstep.config.change_classes import ChangeClass, classify
+from onstep.config import ChangeClass, classify
 from onstep.errors import ConfigError
 
 RUN_FILE = "run.json"
@@ -102,7 +101,7 @@ def compare_runs(logs: Sequence[TrainingLog]) -> Comparison:
     if not logs:
         raise ConfigError("there is no log to compare; give two or more.")
     labels = distinct_labels(logs)
-    found = [_run_record(log) for log in logs]
+    found = [run_record(log.log_path.parent) for log in logs]
     configs = [_config_of(record) for record in found]
     notes = [f"{label}: {note}" for label, log in zip(labels, logs, strict=True) for note in log.notes]
     notes += _without_config(labels, logs, configs)
@@ -152,15 +151,6 @@ def _changes_learning(key: str) -> bool:
         return True  # a key of another version
 
 
-def _run_record(log: TrainingLog) -> dict[str, Any]:
-    """What run.json says; empty where there is none that can be read."""
-    try:
-        content = json.loads((log.log_path.parent / RUN_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def _without_config(labels: Sequence[str], logs: Sequence[TrainingLog], configs: Sequence[Any]) -> list[str]:
     """One note for all runs whose configuration is not known."""
     found = [(label, log) for label, log, config in zip(labels, logs, configs, strict=True) if config is None]
@@ -175,7 +165,6 @@ def _config_of(record: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _metric_rows(logs: Sequence[TrainingLog], summaries: Sequence[Summary]) -> list[MetricRow]:
-    """The numbers that at least one run tells."""
     told = [_numbers(log, summary) for log, summary in zip(logs, summaries, strict=True)]
     further = dict.fromkeys(key for numbers in told for key in numbers if key.startswith("eval_"))
     rows = [*_ROWS, *(_Row(f"final {key}", key) for key in further)]

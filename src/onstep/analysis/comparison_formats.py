@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from onstep.analysis.comparison import Comparison, MetricRow
+from onstep.analysis.summary_formats import one_line
 from onstep.errors import ConfigError
 
 _VALUE_LENGTH = 40
@@ -100,7 +101,7 @@ def _as_markdown(comparison: Comparison) -> str:
 
 
 def _notes(comparison: Comparison, mark: str) -> list[str]:
-    return ["", *(f"{mark}{_one_line(note)}" for note in comparison.notes)] if comparison.notes else []
+    return ["", *(f"{mark}{one_line(note)}" for note in comparison.notes)] if comparison.notes else []
 
 
 def _as_json(comparison: Comparison) -> str:
@@ -124,7 +125,7 @@ def _strict(value: float | None) -> float | str | None:
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns side by side: the first to the left, the runs to the right."""
-    rows = [[_one_line(cell) for cell in row] for row in rows]
+    rows = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -134,13 +135,8 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    head, *body = [[_one_line(cell).replace("|", "\\|") for cell in row] for row in rows]
+    head, *body = [[one_line(cell).replace("|", "\\|") for cell in row] for row in rows]
     return [f"| {' | '.join(row)} |" for row in (head, ["---", *["---:"] * (len(head) - 1)], *body)]
-
-
-def _one_line(text: str) -> str:
-    """Text of a log without what would break a line or move a cursor."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 FORMATS: dict[str, Callable[[Comparison], str]] = {"text": _as_text, "md": _as_markdown, "json": _as_json}

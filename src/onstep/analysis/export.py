@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from onstep.analysis.record_columns import number
+from onstep.analysis.record_file import number
 from onstep.analysis.training_log import TrainingLog
 from onstep.errors import ConfigError, MissingExtraError
 

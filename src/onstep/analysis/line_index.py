@@ -75,7 +75,6 @@ class _Indexer:
         self._is_opened = False
 
     def add(self, offset: int, data: bytes) -> None:
-        """Take in the next piece."""
         lines = Lines.of(data)
         ids = np.full(len(lines.starts), -1)
         self._recognise(lines, ids)
@@ -89,7 +88,6 @@ class _Indexer:
         self._num_lines += len(lines.starts)
 
     def result(self) -> LineIndex:
-        """The index of all pieces."""
         columns = zip(*self._rows, strict=True) if self._rows else [[np.zeros(0, np.int64)]] * 3
         starts, stops, ids = (np.concatenate(list(column)) for column in columns)
         return LineIndex(
@@ -172,7 +170,6 @@ def _stripped(data: bytes, start: int, stop: int, blank: bytes) -> tuple[int, in
 
 
 def _keys(line: bytes) -> tuple[str, ...] | None:
-    """The keys of a line that is a JSON object."""
     try:
         record: Any = json.loads(line.decode("utf-8", errors="replace"))
     except (ValueError, RecursionError):

@@ -157,7 +157,8 @@ def _entries(text: str, position: int) -> tuple[list[Any], int]:
     entries: list[Any] = []
     separator = re.compile(r"[\s,\x00]*")
     while True:
-        position = _after(separator, text, position)
+        match = separator.match(text, position)
+        position = position if match is None else match.end()
         if text[position : position + 1] != "{":
             return entries, position
         try:
@@ -165,11 +166,6 @@ def _entries(text: str, position: int) -> tuple[list[Any], int]:
         except (ValueError, RecursionError):
             return entries, position
         entries.append(entry)
-
-
-def _after(pattern: re.Pattern[str], text: str, position: int) -> int:
-    match = pattern.match(text, position)
-    return position if match is None else match.end()
 
 
 def _with_step(record: Record) -> Record:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from onstep.analysis.plots_axes import add_legend, draw, finish_axes, legend_line, metric_name, time_unit
-from onstep.analysis.plots_found import found_curves
-from onstep.analysis.plots_options import PlotOptions
-from onstep.analysis.plots_output import finish, new_figure
-from onstep.analysis.plots_shape import shaped
+from onstep.analysis.plots_output import finish, new_figure, save
+from onstep.analysis.plots_shape import PlotOptions, found_curves, shaped
 from onstep.analysis.plots_style import (
     FONT_SIZE,
     RATE_COLOUR,
@@ -26,9 +25,9 @@ from onstep.analysis.plots_style import (
     number_axis,
     plain,
 )
-from onstep.analysis.series import Curve, check_x_axis, is_of_evaluation, rows_of, x_keys
+from onstep.analysis.series import Curve, check_x_axis, curves, is_of_evaluation, rows_of, x_keys
 from onstep.analysis.training_log import TrainingLog, distinct_labels
-from onstep.errors import ConfigError
+from onstep.errors import ConfigError, DataError
 
 DEFAULT_METRICS = ("loss", "eval_loss", "learning_rate")
 LOSS_LOOKS = {"loss": Look(TRAINING_COLOUR), "eval_loss": Look(VALIDATION_COLOUR)}
@@ -271,3 +270,41 @@ def _put_title(figure: Figure, logs: list[TrainingLog], options: PlotOptions) ->
         figure.suptitle(
             plain(title, _TITLE_LENGTH), x=0.01, ha="left", color=TEXT_COLOUR, fontsize=TITLE_SIZE, fontweight="bold"
         )
+
+
+def plot_loss(journal_path: str | Path, output_path: str | Path) -> Path:
+    """Draw training and validation loss over optimizer steps, as `onstep train` does when it is done.
+
+    Many training points get a centred moving mean over the raw line. Losses that are NaN or infinite leave a gap.
+    `plot_loss_curves` draws more, and takes options.
+
+    Args:
+        journal_path: A `trainer_logs.json`, also of a run that is going on or was killed.
+        output_path: The picture; its suffix says the format (.png, .svg, .pdf). Its folder is made if needed.
+
+    Returns:
+        `output_path`.
+
+    Raises:
+        FileNotFoundError: when there is no such journal.
+        DataError: when the file is no journal, or has no loss to draw.
+    """
+    log = TrainingLog.from_file(journal_path)
+    options = PlotOptions(ignore_outliers=False)
+    found = {metric: row[0] for metric, row in zip(LOSS_LOOKS, curves([log], list(LOSS_LOOKS), "step"), strict=True)}
+    if not any(map(len, found.values())):
+        raise DataError(f"{journal_path} has no record with 'loss' or 'eval_loss'; log at least one step, then plot.")
+    figure = new_figure((9, 5.2))
+    axes = figure.add_subplot()
+    lines = draw_together(axes, found, LOSS_LOOKS, options)
+    axes.set_ylabel("loss", color=TEXT_COLOUR, fontsize=FONT_SIZE)
+    name = plain(Path(journal_path).resolve().parent.name, 60)
+    figure.suptitle(f"Loss of {name}", x=0.01, ha="left", color=TEXT_COLOUR, fontsize=TITLE_SIZE, fontweight="bold")
+    last = [_last(one) for one in found.values() if len(one)]
+    add_legend(figure, list(lines.values()), [f"{name} {end}" for name, end in zip(lines, last, strict=True)])
+    return save(figure, Path(output_path), dpi=150)
+
+
+def _last(curve: Curve) -> str:
+    finite = curve.y[np.isfinite(curve.y)]
+    return f"(last {finite[-1]:.4f})" if len(finite) else "(not finite)"

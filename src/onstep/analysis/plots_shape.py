@@ -1,17 +1,74 @@
-"""Curves made ready to be drawn: smoothed, cut to what shows, and the part of the x axis that shows them."""
+"""Curves made ready to be drawn: found, smoothed, cut to what shows, and the part of the x axis that shows them."""
 
 from __future__ import annotations
 
+import difflib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from onstep.analysis.plots_options import PlotOptions
-from onstep.analysis.series import Curve, is_loss, is_of_evaluation
+from onstep.analysis.series import Curve, check_x_axis, curves, is_loss, is_of_evaluation, metrics_of
 from onstep.analysis.smoothing import automatic_window, smooth_values, spikes
-from onstep.errors import ConfigError
+from onstep.analysis.training_log import TrainingLog
+from onstep.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class PlotOptions:
+    """How curves are drawn; the same for every axes of a figure."""
+
+    x_axis: str = "step"
+    smooth_window: int | None = None
+    log_scale: bool = False
+    output_path: str | Path | None = None
+    figsize: tuple[float, float] = (12, 8)
+    show: bool = False
+    title: str | None = None
+    ignore_outliers: bool = True
+    perplexity: bool = False
+    x_min: float | None = None
+    x_max: float | None = None
+    y_min: float | None = None
+    y_max: float | None = None
+
+    def __post_init__(self) -> None:
+        check_x_axis(self.x_axis)
+        if self.smooth_window is not None and self.smooth_window < 1:
+            raise ConfigError(f"smooth_window must be at least 1 (no smoothing), got {self.smooth_window}.")
+        check_range("x", self.x_min, self.x_max)
+        check_range("y", self.y_min, self.y_max)
+        check_figsize(self.figsize)
+        for name, bound in (("y_min", self.y_min), ("y_max", self.y_max)):
+            if self.log_scale and bound is not None and bound <= 0:
+                raise ConfigError(f"{name} must be > 0 on a logarithmic axis, got {bound:g}.")
+
+
+def check_range(name: str, low: float | None, high: float | None) -> None:
+    """Refuse bounds that show nothing.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    for bound in (low, high):
+        if bound is not None and not math.isfinite(bound):
+            raise ConfigError(f"{name}_min and {name}_max must be finite, got {bound}.")
+    if low is not None and high is not None and not low < high:
+        raise ConfigError(f"{name}_min must be below {name}_max, got {low:g} and {high:g}.")
+
+
+def check_figsize(figsize: tuple[float, float]) -> None:
+    """Refuse a size in inches that no picture can have.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if len(figsize) != 2 or not all(0.5 <= side <= 200 for side in figsize):
+        raise ConfigError(f"figsize must be width and height in inches, each from 0.5 to 200, got {figsize}.")
+
 
 Values = NDArray[np.float64]
 
@@ -102,3 +159,39 @@ def _perplexity(losses: Values) -> Values:
     with np.errstate(over="ignore"):
         values = np.exp(losses)
     return np.where(np.isfinite(values), values, np.nan)
+
+
+def found_curves(
+    logs: list[TrainingLog], metrics: list[str], options: PlotOptions, need: int | None = None
+) -> tuple[list[list[Curve]], PlotOptions]:
+    """A row of curves for each metric, and the options with both ends of a bounded x axis.
+
+    Args:
+        logs: The runs.
+        metrics: What to draw.
+        options: What was asked for.
+        need: None: some run must have each of the metrics; else one of so many first metrics is enough.
+    """
+    if not metrics:
+        raise ConfigError(f"metrics must name at least one key, got {metrics}.")
+    found = curves(logs, metrics, options.x_axis)
+    has_any = [any(map(len, row)) for row in found]
+    missing = [metric for metric, has in zip(metrics, has_any, strict=True) if not has]
+    if need is not None and not any(has_any[:need]):
+        raise DataError(_nothing(logs, metrics[:need]))
+    if need is None and missing:
+        raise DataError(_nothing(logs, missing))
+    return found, with_x_bounds(options, [one for row in found for one in row])
+
+
+def _nothing(logs: list[TrainingLog], metrics: list[str]) -> str:
+    """What to say where no run has what was asked for."""
+    known = list(dict.fromkeys(name for log in logs for name in metrics_of(log)))
+    where = str(logs[0].log_path) if len(logs) == 1 else "none of the logs"
+    wanted = " or ".join(map(repr, metrics))
+    head = f"{where} has no {wanted}" if len(logs) == 1 else f"{where} has {wanted}"
+    if not known:
+        return f"{head}, and no other metric yet; log at least one step first."
+    near = difflib.get_close_matches(metrics[0], known, 1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{head}.{hint} There is {', '.join(known)}."

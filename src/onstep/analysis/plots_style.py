@@ -84,7 +84,6 @@ class LogNumbers(ShortNumbers):
     """Tick labels of a logarithmic axis: each in its own unit."""
 
     def format_ticks(self, values: Sequence[float]) -> list[str]:
-        """One label a tick."""
         return [_exponential(value) if 0 < abs(value) < 1e-3 or abs(value) >= 1e5 else f"{value:g}" for value in values]
 
 

@@ -19,7 +19,7 @@ def ending_of(log_path: Path) -> str | None:
     A run whose process was killed says "running" for ever; on the machine it ran on, that nobody holds its lock any
     more tells otherwise.
     """
-    run_json = _read(log_path.parent / "run.json")
+    run_json = run_record(log_path.parent)
     status = run_json.get("status")
     if status is not None and status not in _RUNNING:
         return f"the run {_VERBS.get(str(status), str(status))}"
@@ -34,7 +34,7 @@ def status_of(log_path: Path) -> str | None:
     For a run that never said that it ended: "killed" where its process is gone, "running" where it is there, and
     "running or killed" where nothing tells, as on another machine than the one it ran on.
     """
-    status = _read(log_path.parent / "run.json").get("status")
+    status = run_record(log_path.parent).get("status")
     if status not in _RUNNING:
         return None if status is None else str(status)
     return {True: "running", False: "killed", None: "running or killed"}[_is_held(log_path)]
@@ -77,9 +77,10 @@ def _was_held_here(lock: Path) -> bool:
     return re.fullmatch(rf"process \d+ on {re.escape(socket.gethostname())}\s*", holder) is not None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def run_record(folder: Path) -> dict[str, Any]:
+    """The content of the `run.json` in `folder`; {} where there is none that can be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

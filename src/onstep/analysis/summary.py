@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from onstep.analysis.record_columns import Mask, Numbers, number
+from onstep.analysis.record_file import Mask, Numbers, number
 from onstep.analysis.series import newest_rows
 from onstep.analysis.training_log import TrainingLog
 
@@ -45,7 +45,9 @@ def compute_summary_statistics(log: TrainingLog) -> Summary:
     `nonfinite_losses` and `nonfinite_grad_norms` count the others where there are any.
     """
     summary: Summary = {"run_name": log.run_name, "log_path": str(log.log_path)}
-    sets = _loss_keys_of_sets(log)
+    # name of each evaluation set, and the key of the loss on it
+    found = [_LOSS_OF_SET.fullmatch(key) for key in log.keys()]  # noqa: SIM118 - a log is no dictionary
+    sets = {match[1]: match[0] for match in found if match is not None}
     log.load_columns(["global_step", "loss", "grad_norm", "eval_loss", *sets.values()])
     training, evaluation = _rows_that_count(log, [*sets.values()])
     parts = [
@@ -68,12 +70,6 @@ def get_perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
-
-
-def _loss_keys_of_sets(log: TrainingLog) -> dict[str, str]:
-    """Name of each evaluation set, and the key of the loss on it."""
-    found = [_LOSS_OF_SET.fullmatch(key) for key in log.keys()]  # noqa: SIM118 - a log is no dictionary
-    return {match[1]: match[0] for match in found if match is not None}
 
 
 def _rows_that_count(log: TrainingLog, more_losses: list[str]) -> tuple[Mask, Mask]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from onstep.analysis.run_names import name_of_place
+from onstep.analysis.log_files import name_of_place
 from onstep.analysis.summary import Summary, get_perplexity
 
 ONE_LINE_HEADER = f"{'run':<32} | steps | time | loss | eval | samp/s"
@@ -160,8 +160,12 @@ def _name(summary: Summary) -> str:
 
 
 def _notes(summary: Summary) -> list[str]:
-    """Texts of a log without what would break a line or move a cursor."""
-    return [f"note: {''.join(one if one.isprintable() else '?' for one in note)}" for note in summary["notes"]]
+    return [f"note: {one_line(note)}" for note in summary["notes"]]
+
+
+def one_line(text: str) -> str:
+    """Text of a log without what would break a line or move a cursor."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _strict(value: Any) -> Any:

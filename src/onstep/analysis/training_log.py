@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -13,11 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onstep.analysis.log_files import FILE_NAME
+from onstep.analysis.log_files import FILE_NAME, name_of_place, names_in_path
 from onstep.analysis.log_reading import read_log
-from onstep.analysis.record_columns import Columns, ListColumns
-from onstep.analysis.record_file import RecordFile
-from onstep.analysis.run_names import name_of_place, names_in_path
+from onstep.analysis.record_file import Columns, ListColumns, RecordFile
 from onstep.errors import ConfigError
 from onstep.journal import Record
 
@@ -224,3 +223,20 @@ def _longer(log: TrainingLog, label: str) -> str:
 def _numbered(label: str) -> Iterator[str]:
     yield label
     yield from (f"{label} ({number})" for number in count(2))
+
+
+def natural_order(logs: Sequence[TrainingLog]) -> list[TrainingLog]:
+    """The runs with lr2 before lr10, where they came in the order of the alphabet, as a shell lists files.
+
+    Any other order is somebody's choice and stays.
+    """
+    paths = [log.log_path.parts for log in logs]
+    if paths != sorted(paths):
+        return list(logs)
+    return sorted(logs, key=lambda log: _key(str(log.log_path)))
+
+
+def _key(text: str) -> list[tuple[int, int, str]]:
+    """Numbers by their value, before letters."""
+    parts = re.split(r"(\d+)", text)
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts if part]

@@ -160,7 +160,6 @@ class Decoder:
 
 
 def _plain(node: Any) -> Any:
-    """A value that JSON writes as it is."""
     if type(node) is int:
         expect(-MAX_PLAIN_INT <= node <= MAX_PLAIN_INT, "a long integer is written in hexadecimal")
     elif type(node) is float:

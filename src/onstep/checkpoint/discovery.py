@@ -1,4 +1,4 @@
-"""Which checkpoints there are, and which of them are as they were written."""
+"""Which checkpoints there are, which of them are as they were written, and folders that other trainers wrote."""
 
 from __future__ import annotations
 
@@ -10,11 +10,78 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from onstep.checkpoint.foreign import describe_foreign
-from onstep.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from tqdm import tqdm
+
+from onstep.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
 from onstep.checkpoint.transaction import SUPERSEDED
-from onstep.checkpoint.verify_bar import verify_shown
+from onstep.config.part import listed
 from onstep.errors import CheckpointError
+
+BAR_BYTES = 1024**3
+"""A checkpoint of fewer bytes is verified before anybody would have read a bar."""
+
+
+def verify_shown(folder: Path, bar_bytes: int = BAR_BYTES) -> Manifest:
+    """`verify` with a progress bar, if the checkpoint has at least `bar_bytes`; for one rank.
+
+    Raises:
+        CheckpointError: naming the first file that is missing or not as it was written.
+    """
+    total = read_manifest(folder).size_bytes
+    with tqdm(
+        total=total, desc=f"verifying {folder.name}", unit="B", unit_scale=True, disable=total < bar_bytes
+    ) as bar:
+
+        def show(count: int) -> None:
+            bar.update(count)
+
+        return verify(folder, progress=show)
+
+
+_SAFE_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+_PICKLED_WEIGHTS = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?")
+_PICKLED_STATE = re.compile(r"(optimizer|scheduler|scaler|training_args|rng_state(_\d+)?)\.(pt|pth|bin)")
+_TRAINER_STATE = "trainer_state.json"
+NAMES_SHOWN = 4
+"""Names that the message lists; the rest is counted."""
+
+
+def describe_foreign(folder: Path) -> str | None:
+    """What a Hugging Face folder is and how its weights can be used; None for any other folder.
+
+    A folder counts as one if it has weights under the names of `save_pretrained`, or the state that its trainer saves.
+    """
+    try:
+        names = sorted(entry for entry in os.listdir(folder) if _is_known(entry))
+    except OSError:
+        return None
+    if not names:
+        return None
+    shown = listed(names, NAMES_SHOWN)
+    return f"{folder} is no checkpoint of Onstep but a folder in Hugging Face's form ({shown}). {_way(folder)}"
+
+
+def _is_known(name: str) -> bool:
+    patterns = (_SAFE_WEIGHTS, _PICKLED_WEIGHTS, _PICKLED_STATE)
+    return name == _TRAINER_STATE or any(pattern.fullmatch(name) for pattern in patterns)
+
+
+def _way(folder: Path) -> str:
+    """What to do with the files that are there."""
+    names = os.listdir(folder)
+    is_pickled = any(_PICKLED_WEIGHTS.fullmatch(name) or _PICKLED_STATE.fullmatch(name) for name in names)
+    parts = ["Its pickled files are not read: reading a pickle can run any code."] if is_pickled else []
+    load = f"AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+    has_safe = any(_SAFE_WEIGHTS.fullmatch(name) for name in names)
+    if not has_safe and any(_PICKLED_WEIGHTS.fullmatch(name) for name in names):
+        parts.append(f"Where you trust it, convert it once: {load}.save_pretrained('NEW_FOLDER') writes safetensors.")
+        load, has_safe = "AutoModelForCausalLM.from_pretrained('NEW_FOLDER')", True
+    if has_safe:
+        parts.append(f"To start a new run from the weights, load them with transformers, {load}, and pass the model.")
+    else:
+        parts.append("It holds no weights that could be used; give a checkpoint of Onstep.")
+    return " ".join(parts)
+
 
 logger = logging.getLogger(__name__)
 
@@ -88,20 +155,16 @@ def resolve(path: str | Path, step: int | None = None) -> CheckpointInfo:
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file; give the folder of a checkpoint or of checkpoints.")
     if os.path.lexists(path / MANIFEST):
-        return _checkpoint_at(path, step)
+        manifest = verify_shown(path)
+        if step is not None and manifest.step != step:
+            raise CheckpointError(f"{path} is a checkpoint of step {manifest.step}, not of step {step}.")
+        return CheckpointInfo(path, manifest.step, manifest)
     if not any(_candidates(path)):
         if (path / "checkpoints").is_dir():
             path = path / "checkpoints"
         elif (foreign := describe_foreign(path)) is not None:
             raise CheckpointError(foreign)
     return _newest_at(path) if step is None else _step_at(path, step)
-
-
-def _checkpoint_at(path: Path, step: int | None) -> CheckpointInfo:
-    manifest = verify_shown(path)
-    if step is not None and manifest.step != step:
-        raise CheckpointError(f"{path} is a checkpoint of step {manifest.step}, not of step {step}.")
-    return CheckpointInfo(path, manifest.step, manifest)
 
 
 def _newest_at(root: Path) -> CheckpointInfo:

@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from onstep.checkpoint.branches import ASIDE
-from onstep.checkpoint.discovery import CheckpointInfo
+from onstep.checkpoint.discovery import CheckpointInfo, verify_shown
 from onstep.checkpoint.manifest import MANIFEST, Manifest, check_file, read_manifest
-from onstep.checkpoint.save_lock import is_held
+from onstep.checkpoint.retention import ASIDE
 from onstep.checkpoint.store import TEMPORARY, TRASH
-from onstep.checkpoint.verify_bar import verify_shown
+from onstep.checkpoint.transaction import is_held
 from onstep.errors import CheckpointError
 
 _NAME = re.compile(

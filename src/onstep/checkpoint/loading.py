@@ -11,9 +11,9 @@ from onstep.checkpoint.component_io import read_state
 from onstep.checkpoint.components import SharingPattern, StateComponent
 from onstep.checkpoint.discovery import CheckpointInfo
 from onstep.checkpoint.placement import ComponentFiles, Placement
-from onstep.checkpoint.rank_errors import attempt, raise_together
 from onstep.checkpoint.saving import check_keys
 from onstep.distributed import World
+from onstep.distributed.rank_errors import attempt, raise_together
 from onstep.errors import CheckpointError
 
 

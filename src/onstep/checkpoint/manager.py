@@ -11,15 +11,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
-from onstep.checkpoint.branches import best_verified, set_aside
 from onstep.checkpoint.component_io import EncodedState, WrittenFile, write_states
 from onstep.checkpoint.components import StateComponent
 from onstep.checkpoint.discovery import CheckpointInfo, checkpoints, newest_verified
 from onstep.checkpoint.loading import LoadReport, load_components
 from onstep.checkpoint.placement import Placement, find_placement
-from onstep.checkpoint.rank_errors import attempt, raise_together
 from onstep.checkpoint.replication import check_replicas
-from onstep.checkpoint.retention import Retention, to_delete
+from onstep.checkpoint.retention import Retention, best_verified, set_aside, to_delete
 from onstep.checkpoint.saving import (
     PendingSave,
     SavedCheckpoint,
@@ -27,12 +25,13 @@ from onstep.checkpoint.saving import (
     build_manifest,
     check_free_space,
     check_visible,
+    take_states,
 )
 from onstep.checkpoint.snapshot import Snapshot, WarmBuffers
 from onstep.checkpoint.store import FileStore
-from onstep.checkpoint.taking import take_states
 from onstep.checkpoint.transaction import SaveTransaction, sweep
 from onstep.distributed import World
+from onstep.distributed.rank_errors import attempt, raise_together
 from onstep.errors import CheckpointError, ConfigError
 
 T = TypeVar("T")
@@ -226,7 +225,6 @@ class CheckpointManager:
         return find_placement(self.world, self._groups)
 
     def _begin(self, request: SaveRequest) -> PendingSave:
-        """Take the states, make the folder, and start writing."""
         world, doing = self.world, f"Saving the checkpoint of step {request.step}"
         placement = self._placement
         taken, error = attempt(lambda: take_states(request.components, placement))
@@ -353,7 +351,6 @@ def _copied(states: list[EncodedState], snapshot: Snapshot) -> list[EncodedState
 
 
 def _done(work: Callable[[], T]) -> Future[T]:
-    """The work, done here and now."""
     future: Future[T] = Future()
     result, error = attempt(work)
     if error is not None:

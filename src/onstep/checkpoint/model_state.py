@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from onstep.config.part import listed
 from onstep.errors import CheckpointError
 
 NAMES_SHOWN = 5
@@ -77,7 +78,7 @@ def mismatches(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
         "unexpected": [name for name in given if name not in own],
         "different": [difference for difference in differences if difference],
     }
-    return [f"{kind} {_listed(names)}" for kind, names in found.items() if names]
+    return [f"{kind} {listed(names, NAMES_SHOWN)}" for kind, names in found.items() if names]
 
 
 def _difference(name: str, own: Any, given: Any) -> str:
@@ -90,8 +91,3 @@ def _difference(name: str, own: Any, given: Any) -> str:
     if own.dtype != given.dtype:
         return f"{name} (dtype {own.dtype} here, {given.dtype} in the checkpoint)"
     return ""
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return ", ".join(names[:NAMES_SHOWN]) + more

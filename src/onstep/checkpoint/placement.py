@@ -91,7 +91,8 @@ class Placement:
 def find_placement(world: World, groups: Mapping[str, Any]) -> Placement:
     """Where this rank stands. Collective, on all ranks of the world, whichever groups they are in."""
     members = {name: tuple(_ranks(world, group)) for name, group in groups.items()}
-    everywhere = world.gather((_node_name(), members))
+    # the machine: torchrun's number of it, since two may bear the same host name
+    everywhere = world.gather((os.environ.get("GROUP_RANK") or socket.gethostname(), members))
     nodes = [node for node, _ in everywhere]
     seats = {name: _seat([theirs.get(name) for _, theirs in everywhere], world.rank) for name in members}
     return Placement(world.rank, _seat(nodes, world.rank), seats)
@@ -112,8 +113,3 @@ def _ranks(world: World, group: Any) -> list[int]:
     if group is None or world.size == 1:
         return list(range(world.size))
     return sorted(dist.get_process_group_ranks(group))
-
-
-def _node_name() -> str:
-    """The machine: torchrun's number of it, since two may bear the same host name."""
-    return os.environ.get("GROUP_RANK") or socket.gethostname()

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
-import torch
 from blake3 import blake3
 from torch import Tensor
 
 from onstep.checkpoint.codec import encode_state
 from onstep.checkpoint.components import StateComponent
-from onstep.checkpoint.rank_errors import attempt, raise_together
+from onstep.checkpoint.tensor_file import bytes_of
 from onstep.distributed import World
+from onstep.distributed.rank_errors import attempt, raise_together
 from onstep.errors import CheckpointError
 
 FIRST_VALUES = 10
@@ -67,11 +67,8 @@ def _fingerprints(state: Any, path: str, level: str) -> Iterator[tuple[str, str]
 
 
 def _of_tensor(tensor: Tensor, level: str) -> str:
-    values = tensor.detach().reshape(-1)
-    if level == "quick":
-        values = values[:FIRST_VALUES]
-    data = values.cpu().resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy().data
-    return f"{tensor.dtype} {tuple(tensor.shape)} {blake3(data).hexdigest(length=16)}"
+    values = tensor.detach().reshape(-1)[:FIRST_VALUES] if level == "quick" else tensor
+    return f"{tensor.dtype} {tuple(tensor.shape)} {blake3(bytes_of(values)).hexdigest(length=16)}"
 
 
 def _of_value(value: Any, level: str) -> str:

@@ -1,4 +1,4 @@
-"""What a save is asked to write, what becomes of it, and the manifest that makes it a checkpoint."""
+"""What a save is asked to write, the states that it takes, and the manifest that makes it a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from onstep.checkpoint.component_io import WrittenFile
+from onstep.checkpoint.codec import encode_state
+from onstep.checkpoint.component_io import EncodedState, WrittenFile
 from onstep.checkpoint.components import StateComponent
 from onstep.checkpoint.manifest import ComponentEntry, Manifest
+from onstep.checkpoint.placement import Placement
+from onstep.checkpoint.tensor_header import ordered_names
 from onstep.checkpoint.transaction import SaveTransaction
+from onstep.distributed.rank_errors import attempt
 from onstep.errors import CheckpointError, ConfigError
 
 LIBRARIES = ("onstep", "torch", "numpy", "safetensors")
@@ -165,3 +169,51 @@ def check_free_space(root: Path, tensor_bytes: int) -> None:
             f"{root} has {free} bytes free and the checkpoint needs {needed}; make room, or keep fewer checkpoints "
             f"(checkpoint.most_recent_k)."
         )
+
+
+@dataclass
+class TakenStates:
+    """The states of one moment, on one rank; their tensors are still those that training changes."""
+
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By key, also of what other ranks write."""
+    encoded: list[EncodedState] = field(default_factory=list)
+    """What this rank writes."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Optional components that failed here, and why."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensors that this rank writes."""
+        return sum(state.size_bytes for state in self.encoded)
+
+
+def take_states(components: Sequence[StateComponent], placement: Placement) -> TakenStates:
+    """Ask each component for its state, on every rank, since some gather it from all; encode what this rank writes.
+
+    Raises:
+        ConfigError: for two components of one key and a group that this run does not have.
+        Exception: what a required component fails with, UnsupportedStateError included.
+    """
+    check_keys(components)
+    taken = TakenStates()
+    for component in components:
+        placement.files(component)  # an unknown group is no failure of the component
+        _, error = attempt(partial(_take, taken, component, placement))
+        if error is None:
+            continue
+        if component.required:
+            error.add_note(f"while the state of component {component.key!r} was taken")
+            raise error
+        taken.states.pop(component.key, None)
+        taken.left_out[component.key] = f"{type(error).__name__}: {error}"
+    return taken
+
+
+def _take(taken: TakenStates, component: StateComponent, placement: Placement) -> None:
+    state = component.stateful.state_dict()
+    taken.states[component.key] = state
+    if placement.writes(component):
+        tensors, document = encode_state(state, component.key)
+        in_file_order = {name: tensors[name] for name in ordered_names(tensors)}
+        taken.encoded.append(EncodedState(component, placement.files(component), in_file_order, document))

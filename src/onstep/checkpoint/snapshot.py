@@ -36,7 +36,13 @@ class WarmBuffers:
         on_host = [tensor for tensor in tensors if not tensor.is_cuda]
         host_copies, gpu_copies = iter(self._plain.copy(on_host)), iter(self._pinned.copy(on_gpu))
         copies = [next(gpu_copies if tensor.is_cuda else host_copies) for tensor in tensors]
-        return Snapshot(copies, _recorded(on_gpu))
+        events = []
+        for device in {tensor.device for tensor in on_gpu}:
+            with torch.cuda.device(device):
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record()
+                events.append(event)
+        return Snapshot(copies, events)
 
     def release(self) -> None:
         """Give the memory back."""
@@ -95,13 +101,3 @@ class _Arena:
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _recorded(tensors: Sequence[Tensor]) -> list[torch.cuda.Event]:
-    events = []
-    for device in {tensor.device for tensor in tensors}:
-        with torch.cuda.device(device):
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-            events.append(event)
-    return events

@@ -95,7 +95,7 @@ def _buffers(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
             yield from _chunks(_memory_of_run(run))
         else:
             for piece in _pieces(run[0]):
-                yield from _chunks(_bytes_of(piece))
+                yield from _chunks(bytes_of(piece))
 
 
 def _runs(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
@@ -163,9 +163,9 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
         yield from torch.split(tensor, CHUNK_BYTES // row_bytes)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor: its own memory if that is plain, else that of a copy."""
-    plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return _memory(plain)
 
 

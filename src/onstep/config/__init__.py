@@ -1,12 +1,11 @@
 """The configuration of a run: dataclasses, YAML, `a.b=c` overrides and `TrainingArguments`."""
 
-from onstep.config.change_classes import ChangeClass, classify, meaning
 from onstep.config.conversion import args_to_config, config_to_args
-from onstep.config.differences import ABSENT, Change, changes, decide, describe
+from onstep.config.differences import ABSENT, Change, changes, classify, decide, describe, meaning
 from onstep.config.keys import diff, nearest_key, to_flat
 from onstep.config.lengths import steps_of_epochs, steps_per_epoch, train_iters
 from onstep.config.load import apply_overrides, dump_yaml, from_dict, load_yaml, merge, parse_yaml, save_yaml
-from onstep.config.part import ConfigPart
+from onstep.config.part import ChangeClass, ConfigPart
 from onstep.config.parts import (
     AnomalyConfig,
     CheckpointConfig,

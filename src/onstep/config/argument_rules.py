@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from onstep.config.part import nearest
 from onstep.errors import ConfigError
+
+T = TypeVar("T")
 
 LOG_LEVELS = {"passive": None, "detail": 10, "debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 """Hugging Face's names of log levels; 'passive' leaves the level alone."""
@@ -25,40 +28,6 @@ SCHEDULES = (
     "warmup_stable_decay",
 )
 
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "lr_scheduler_type": SCHEDULES,
-    "optim": tuple(OPTIMIZERS),
-    "logging_strategy": ("no", "steps", "epoch"),
-    "eval_strategy": ("no", "steps", "epoch"),
-    "save_strategy": ("no", "steps", "epoch", "best"),
-    "train_sampling_strategy": ("random", "sequential"),
-    "ddp_backend": (None, "gloo", "nccl"),
-    "log_level": tuple(LOG_LEVELS),
-    "mixed_precision": (None, "no", "bf16", "fp16"),
-}
-
-POSITIVE = (
-    "per_device_train_batch_size",
-    "per_device_eval_batch_size",
-    "gradient_accumulation_steps",
-    "adam_epsilon",
-    "eval_accumulation_steps",
-    "preserve_n_best",
-    "ddp_timeout",
-)
-NOT_NEGATIVE = (
-    "learning_rate",
-    "warmup_steps",
-    "weight_decay",
-    "max_grad_norm",
-    "logging_steps",
-    "eval_steps",
-    "eval_delay",
-    "save_steps",
-    "dataloader_num_workers",
-    "seed",
-)
-
 RENAMED = {
     "warmup_ratio": "warmup_steps: below 1 it is a share of the run",
     "evaluation_strategy": "eval_strategy",
@@ -70,6 +39,41 @@ RENAMED = {
     "half_precision_backend": "bf16 or fp16",
 }
 """Names of earlier transformers that 5.23 no longer has, and what to use."""
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What an argument allows, and what it means in a configuration."""
+
+    key: str | None
+    bound: Literal["> 0", ">= 0"] | None
+    choices: tuple[Any, ...]
+    may_be_none: bool
+
+
+def argument(
+    default: T,
+    key: str | None = None,
+    *,
+    bound: Literal["> 0", ">= 0"] | None = None,
+    choices: tuple[Any, ...] = (),
+    may_be_none: bool = False,
+) -> T:
+    """A field of `TrainingArguments`.
+
+    Args:
+        default: Hugging Face's.
+        key: the value of the configuration that is the same.
+        bound: what a number must be.
+        choices: all values that there are.
+        may_be_none: None in the configuration is None here; else it has no name here.
+    """
+    return field(default=default, metadata={"argument": Argument(key, bound, choices, may_be_none)})
+
+
+def rules_of(args: Any) -> dict[str, Argument]:
+    """The arguments that say something of their values, by name."""
+    return {one.name: one.metadata["argument"] for one in fields(args) if "argument" in one.metadata}
 
 
 class Values(Protocol):
@@ -84,14 +88,14 @@ def check_arguments(args: Values) -> None:
     Raises:
         ConfigError: naming the field, the value and the rule.
     """
-    for name, choices in CHOICES.items():
-        if getattr(args, name) not in choices:
-            raise _not_supported(name, getattr(args, name), choices)
-    for name in POSITIVE + NOT_NEGATIVE:
+    rules = rules_of(args)
+    for name, rule in rules.items():
+        if rule.choices and getattr(args, name) not in rule.choices:
+            raise _not_supported(name, getattr(args, name), rule.choices)
+    for name, rule in rules.items():
         value = getattr(args, name)
-        least = "> 0" if name in POSITIVE else ">= 0"
-        if value is not None and not (0 <= value < math.inf and (value > 0 or name in NOT_NEGATIVE)):
-            raise ConfigError(f"TrainingArguments.{name}={value} must be {least} and finite.")
+        if rule.bound and value is not None and not (0 <= value < math.inf and (value > 0 or rule.bound == ">= 0")):
+            raise ConfigError(f"TrainingArguments.{name}={value} must be {rule.bound} and finite.")
     _check_length(args)
     _check_interval("logging_steps", args.logging_strategy, args.logging_steps)
     _check_interval("eval_steps", args.eval_strategy, args.eval_steps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onstep.config.batch_sizes import batch_sizes
 from onstep.config.lengths import sizes_of
-from onstep.config.notices import warn_once
+from onstep.config.loop_rules import warn_once
 from onstep.config.parts import ConfigContainer, ValidationConfig
 from onstep.errors import ConfigError
 

@@ -6,41 +6,19 @@ import os
 from dataclasses import fields
 from typing import Any
 
-from onstep.config.argument_rules import LOG_LEVELS, OPTIMIZERS
+from onstep.config.argument_rules import LOG_LEVELS, OPTIMIZERS, rules_of
 from onstep.config.hf_schedules import schedule_arguments, set_schedule
 from onstep.config.keys import diff
 from onstep.config.lengths import share_of, steps_of_epochs
 from onstep.config.load import merge
 from onstep.config.parts import ConfigContainer, DistributedDataParallelConfig
-from onstep.config.trackers import tracker_list
+from onstep.config.reporting import tracker_list
 from onstep.config.training_arguments import TrainingArguments, is_greater_better, made_silently
 from onstep.errors import ConfigError
 
-SAME_VALUE = {
-    "per_device_train_batch_size": ("train", "micro_batch_size"),
-    "per_device_eval_batch_size": ("validation", "eval_micro_batch_size"),
-    "dataloader_drop_last": ("train", "drop_last"),
-    "eval_on_start": ("validation", "eval_on_start"),
-    "eval_on_save": ("validation", "eval_on_save"),
-    "load_best_model_at_end": ("checkpoint", "load_best_model_at_end"),
-    "checkpoint_components": ("checkpoint", "components"),
-    "metric_for_best_model": ("validation", "metric_for_best_model"),
-    "greater_is_better": ("validation", "greater_is_better"),
-    "learning_rate": ("optimizer", "lr"),
-    "weight_decay": ("optimizer", "weight_decay"),
-    "adam_beta1": ("optimizer", "adam_beta1"),
-    "adam_beta2": ("optimizer", "adam_beta2"),
-    "adam_epsilon": ("optimizer", "adam_eps"),
-    "dataloader_num_workers": ("dataset", "num_workers"),
-    "dataloader_pin_memory": ("dataset", "pin_memory"),
-    "dataloader_persistent_workers": ("dataset", "persistent_workers"),
-    "logging_first_step": ("logger", "log_first_step"),
-    "logging_dir": ("logger", "logging_dir"),
-    "ddp_backend": ("dist", "distributed_backend"),
-    "seed": ("rng", "seed"),
-    "data_seed": ("rng", "data_seed"),
-}
-"""Arguments whose value is that of one field of the configuration."""
+RULES = rules_of(TrainingArguments)
+SAME_VALUE = {name: rule.key.split(".") for name, rule in RULES.items() if rule.key}
+"""Arguments whose value is that of one field of the configuration: its section and its name."""
 
 DDP_FIELDS = {
     "ddp_find_unused_parameters": "find_unused_parameters",
@@ -48,18 +26,6 @@ DDP_FIELDS = {
     "ddp_bucket_cap_mb": "bucket_cap_mb",
 }
 """Arguments whose None is the default of a field of `config.ddp`."""
-
-NULLABLE = (
-    "logging_dir",
-    "ddp_backend",
-    "data_seed",
-    "metric_for_best_model",
-    "greater_is_better",
-    "save_total_limit",
-    "checkpoint_components",
-    "resume_from_checkpoint",
-)
-"""Arguments that may be None; for the others, None in a configuration has no name."""
 
 SHARES = ("logging_steps", "eval_steps", "save_steps")
 """Intervals that may be a share of the run; a configuration holds the number of steps that the share meant."""
@@ -239,7 +205,9 @@ def _named_arguments(config: ConfigContainer, world_size: int) -> dict[str, Any]
     named["max_grad_norm"] = config.optimizer.clip_grad or 0.0
     named["bf16"] = config.mixed_precision in ("bf16_mixed", "bf16-mixed")
     named["fp16"] = config.mixed_precision in ("fp16_mixed", "fp16-mixed")
-    return {name: value for name, value in named.items() if value is not None or name in NULLABLE}
+    return {
+        name: value for name, value in named.items() if value is not None or (name in RULES and RULES[name].may_be_none)
+    }
 
 
 def _named_run(config: ConfigContainer, world_size: int) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from pathlib import PurePath
 
-from onstep.config.data_config import DatasetConfig, TokenizerConfig
 from onstep.config.parts import ConfigContainer
 from onstep.config.rules import parse_split
+from onstep.config.training_config import DatasetConfig, TokenizerConfig
 from onstep.errors import ConfigError
 
 _SMALLEST_BPE = 257

@@ -1,9 +1,9 @@
 """What changed in the configuration of a run that goes on, and which configuration it goes on with.
 
-A run that continues compares the configuration it was started with to today's. Each key has one class (see
-`onstep.config.change_classes`): a safe change is taken over without a question, an incompatible one is always an error,
-and for one that changes the trajectory the policy `checkpoint.on_config_change` decides: `error` refuses it, `keep`
-goes on with the stored values, `apply` with today's. What `apply` does:
+A run that continues compares the configuration it was started with to today's. Each key has one class (`ChangeClass`):
+a safe change is taken over without a question, an incompatible one is always an error, and for one that changes the
+trajectory the policy `checkpoint.on_config_change` decides: `error` refuses it, `keep` goes on with the stored values,
+`apply` with today's. What `apply` does:
 
 - learning rate, weight decay and schedule: they are pure functions of progress, so from the next step on they are what
   today's configuration gives for the step reached; nothing is blended.
@@ -23,17 +23,76 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from onstep.config.change_classes import OPEN_SECTIONS, ChangeClass, classify, meaning
 from onstep.config.derived import fill
 from onstep.config.keys import leaves, to_flat, typed_copy
 from onstep.config.load import from_dict, merge
-from onstep.config.part import ConfigPart
+from onstep.config.part import TRAJECTORY, ChangeClass, ConfigPart
 from onstep.config.parts import ConfigContainer
-from onstep.config.rules import CHOICES, not_a_choice
+from onstep.config.rules import OPTIONS, not_a_choice
 from onstep.config.validate import validate
 from onstep.errors import ConfigError
 
-POLICIES = CHOICES["checkpoint.on_config_change"]
+OPEN_SECTIONS = ("trainer", "env_vars")
+"""Dictionaries: an entry that has no class of its own has that of its dictionary."""
+
+ENTRIES = {"trainer.label_names": TRAJECTORY, "trainer.remove_unused_columns": TRAJECTORY}
+"""The entries of those that have a class of their own."""
+
+CLASSES = {key: option.on_change for key, option in OPTIONS.items()} | ENTRIES
+"""The class of every key."""
+
+_SCHEDULE = "the learning rate follows today's schedule at the step reached"
+_LENGTH = "the run ends later or sooner; a schedule that ends with it is recomputed, the learning rate jumps to it"
+_ORDER = "another order of samples from the position reached on: some come twice this epoch, some not"
+_OF_DATA = (
+    "seq_length", "paths", "split", "text_key", "kind", "weights", "hf_subset", "hf_split", "messages_key",
+    "prompt_key", "response_key", "packing",
+)  # fmt: skip
+_DATA = "samples of today's data from the position reached on"
+_INITIAL = "no effect any more: the checkpoint has the state that it started"
+
+MEANINGS: dict[str, str] = {
+    **dict.fromkeys(("optimizer.lr", "optimizer.min_lr"), _SCHEDULE),
+    **dict.fromkeys(
+        ("optimizer.decoupled_lr", "optimizer.decoupled_min_lr"), f"{_SCHEDULE}; it cannot be set or unset"
+    ),
+    **dict.fromkeys(("train.train_iters", "train.train_samples", "train.num_epochs"), _LENGTH),
+    "train.global_batch_size": "the position in samples stays; steps count on from where they are",
+    "rng.seed": "no effect on weights and dropout, whose state is loaded; where data_seed is unset, see there",
+    **dict.fromkeys(("rng.data_seed", "dataset.shuffle"), _ORDER),
+    **{f"dataset.{name}": _DATA for name in _OF_DATA},
+    **dict.fromkeys(("model.init_method_std", "optimizer.initial_loss_scale"), _INITIAL),
+    **dict.fromkeys(("checkpoint.pretrained_checkpoint", "checkpoint.finetune"), _INITIAL),
+    "mixed_precision": "weights and optimizer load as they are; steps compute in today's precision",
+    "validation.metric_for_best_model": "today's metric is followed from the next evaluation on",
+    "checkpoint.load_optim": "the optimizer starts without its moments",
+    "checkpoint.load_rng": "the random generators start from the seed",
+}
+"""What `apply` does, for the keys where it is not plain that today's value holds from the next step on."""
+
+
+def classify(key: str) -> ChangeClass:
+    """The class of a dotted key, also of an entry of a dictionary (`trainer.label_names`).
+
+    Raises:
+        ConfigError: for a key that a configuration does not have.
+    """
+    section = key.partition(".")[0]
+    found = CLASSES.get(key, CLASSES[section] if section in OPEN_SECTIONS else None)
+    if found is None:
+        raise ConfigError(f"{key!r} is no key of a configuration, so a change of it has no class.")
+    return found
+
+
+def meaning(key: str) -> str:
+    """What going on with today's value of a key does, in words; '' where the key is safe or does not fit at all."""
+    if classify(key) is not TRAJECTORY:
+        return ""
+    default = _SCHEDULE if key.startswith("scheduler.") else "holds from the next step on"
+    return MEANINGS.get(key, default)
+
+
+POLICIES = OPTIONS["checkpoint.on_config_change"].choices
 SCHEDULE_KEYS = tuple(
     f"optimizer.{name}" for name in ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay")
 )

@@ -1,18 +1,67 @@
-"""The base of every configuration dataclass: a mistyped key is an error that names the nearest one."""
+"""The base of every configuration dataclass, and what a field says of its value beside the default."""
 
 from __future__ import annotations
 
+import copy
 import difflib
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any, Literal, TypeVar
 
 from onstep.errors import ConfigError
+
+T = TypeVar("T")
+Bound = Literal["> 0", ">= 0", "at least 0 and below 1"]
+
+
+class ChangeClass(StrEnum):
+    """What changing a key does to a run that continues from a checkpoint."""
+
+    SAFE = "safe"
+    """Nothing that is learned depends on it: logging, evaluation, paths, workers, ranks, retention, limits."""
+    TRAJECTORY = "changes the trajectory"
+    """What is learned from here on differs (optimizer, schedule, batch, data); the stored state still loads."""
+    INCOMPATIBLE = "incompatible"
+    """The stored state does not fit any more: shapes of weights, what the optimizer keeps, what a token id means."""
+
+
+SAFE, TRAJECTORY, INCOMPATIBLE = ChangeClass
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a key allows, and what changing it does. None is always allowed where the type has it."""
+
+    on_change: ChangeClass
+    bound: Bound | None = None
+    choices: tuple[str, ...] = ()
+    may_be_infinite: bool = False
+
+
+def option(
+    default: T,
+    on_change: ChangeClass,
+    bound: Bound | None = None,
+    choices: tuple[str, ...] = (),
+    may_be_infinite: bool = False,
+) -> T:
+    """A field of a configuration; each instance has its own copy of a default that is a list or a dictionary."""
+    metadata = {"option": Option(on_change, bound, choices, may_be_infinite)}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: copy.copy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def nearest(name: str, known: list[str]) -> str:
     """' Did you mean 'x'?' for the known name nearest to `name`, or '' when none is near."""
     matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 @dataclass

@@ -5,19 +5,20 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from onstep.config.data_config import DatasetConfig, TokenizerConfig
 from onstep.config.model_config import ModelConfig
 from onstep.config.optimizer_config import OptimizerConfig, SchedulerConfig
-from onstep.config.part import ConfigPart
+from onstep.config.part import SAFE, TRAJECTORY, ConfigPart, option
 from onstep.config.reporting import LoggerConfig, ProfilingConfig
-from onstep.config.safety_config import AnomalyConfig, CheckpointConfig, RerunStateMachineConfig
-from onstep.config.training_config import TrainingConfig, ValidationConfig
-from onstep.config.watching import (
+from onstep.config.safety_config import (
+    AnomalyConfig,
+    CheckpointConfig,
     FaultToleranceConfig,
     NVRxStragglerDetectionConfig,
     PeftConfig,
+    RerunStateMachineConfig,
     StragglerDetectionConfig,
 )
+from onstep.config.training_config import DatasetConfig, TokenizerConfig, TrainingConfig, ValidationConfig
 
 __all__ = [
     "AnomalyConfig",
@@ -48,17 +49,17 @@ __all__ = [
 class RunConfig(ConfigPart):
     """What a run is called and where it is kept."""
 
-    name: str | None = None
+    name: str | None = option(None, SAFE)
     """Folder of the run below `output_dir`. None keeps no folder; `onstep train` puts the recipe's name here."""
-    output_dir: str = "runs"
+    output_dir: str = option("runs", SAFE)
     """Where run folders are kept."""
-    recipe: str | None = None
+    recipe: str | None = option(None, SAFE)
     """Name of the recipe that this configuration started from."""
-    fresh: bool = False
+    fresh: bool = option(False, SAFE)
     """Start a new run `<name>-2` where a run of this name exists."""
-    default_callbacks: bool = True
+    default_callbacks: bool = option(True, SAFE)
     """Put DefaultMetrics, ProgressCallback and InfoCallback first (`Trainer` and `onstep train`)."""
-    save_weights: bool = True
+    save_weights: bool = option(True, SAFE)
     """Write the final weights to `<run>/model` as safetensors."""
 
 
@@ -66,13 +67,13 @@ class RunConfig(ConfigPart):
 class DistributedDataParallelConfig(ConfigPart):
     """Plain data parallelism (torch's DistributedDataParallel)."""
 
-    bucket_cap_mb: float = 25.0
+    bucket_cap_mb: float = option(25.0, SAFE, bound="> 0")
     """Size of a gradient bucket in MiB."""
-    find_unused_parameters: bool = False
+    find_unused_parameters: bool = option(False, SAFE)
     """Look for parameters that a step did not use."""
-    broadcast_buffers: bool = False
+    broadcast_buffers: bool = option(False, TRAJECTORY)
     """Send buffers from rank 0 at each forward pass."""
-    gradient_as_bucket_view: bool = True
+    gradient_as_bucket_view: bool = option(True, SAFE)
     """Let gradients be views of the buckets."""
 
 
@@ -80,11 +81,11 @@ class DistributedDataParallelConfig(ConfigPart):
 class DistributedInitConfig(ConfigPart):
     """The process group."""
 
-    distributed_backend: str | None = None
+    distributed_backend: str | None = option(None, SAFE, choices=("gloo", "nccl"))
     """gloo | nccl; None is nccl where every rank has a GPU, else gloo."""
-    distributed_timeout_minutes: float = 10.0
+    distributed_timeout_minutes: float = option(10.0, SAFE, bound="> 0")
     """How long a collective may take."""
-    device: str | None = None
+    device: str | None = option(None, SAFE)
     """cpu | cuda | cuda:<n>; None is CUDA where there is one."""
 
 
@@ -92,9 +93,9 @@ class DistributedInitConfig(ConfigPart):
 class RNGConfig(ConfigPart):
     """Where randomness starts."""
 
-    seed: int = 1234
+    seed: int = option(1234, TRAJECTORY, bound=">= 0")
     """Seed of weights and dropout."""
-    data_seed: int | None = None
+    data_seed: int | None = option(None, TRAJECTORY, bound=">= 0")
     """Order of the samples; None is `seed`."""
 
 
@@ -122,11 +123,11 @@ class ConfigContainer(ConfigPart):
     nvrx_straggler: NVRxStragglerDetectionConfig = field(default_factory=NVRxStragglerDetectionConfig)
     peft: PeftConfig = field(default_factory=PeftConfig)
     run: RunConfig = field(default_factory=RunConfig)
-    mixed_precision: str | None = None
+    mixed_precision: str | None = option(None, TRAJECTORY)
     """None (float32), bf16_mixed or fp16_mixed (autocast over float32 weights; float16 with a loss scale)."""
-    env_vars: dict[str, str] = field(default_factory=dict)
+    env_vars: dict[str, str] = option({}, SAFE)
     """Environment variables set before anything starts, unless they are set already."""
-    trainer: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = option({}, SAFE)
     """Fields of `TrainingArguments` that no part above names (`label_names`, `disable_tqdm`, ...), where they differ
     from their default. Only `Trainer` reads them."""
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from onstep.config.part import nearest
+from onstep.config.keys import leaves
+from onstep.config.part import Bound, Option, nearest
+from onstep.config.parts import ConfigContainer
 from onstep.errors import ConfigError
 
-DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
-WSD_DECAY_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 PRECISIONS = {
     "bf16_mixed": "bf16_mixed",
     "bf16-mixed": "bf16_mixed",
@@ -21,138 +21,14 @@ PRECISIONS = {
 """Spellings of `mixed_precision` and the one used inside."""
 
 
-def dotted(names: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """The dotted keys of names by section."""
-    return tuple(f"{section}.{name}" for section, members in names.items() for name in members)
-
-
-POSITIVE = dotted(
-    {
-        "train": (
-            "micro_batch_size",
-            "global_batch_size",
-            "train_iters",
-            "train_samples",
-            "num_epochs",
-            "exit_interval",
-            "exit_duration_in_mins",
-            "data_timeout",
-            "check_weight_hash_across_dp_replicas_interval",
-            "train_sync_interval",
-        ),
-        "validation": ("eval_interval", "eval_global_batch_size", "eval_micro_batch_size"),
-        "optimizer": (
-            "lr",
-            "adam_eps",
-            "loss_scale",
-            "initial_loss_scale",
-            "min_loss_scale",
-            "loss_scale_window",
-            "hysteresis",
-            "decoupled_lr",
-            "grad_norm_skip_threshold",
-            "muon_num_ns_steps",
-        ),
-        "checkpoint": ("save_interval", "non_persistent_save_interval", "keep_every_n"),
-        "anomaly": ("spike_threshold", "spike_window", "spike_warmup", "rollback_lr_factor"),
-        "rerun_state_machine": ("spiky_loss_factor",),
-        "scheduler": ("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples", "max_steps"),
-        "model": (
-            "num_layers",
-            "hidden_size",
-            "ffn_hidden_size",
-            "num_attention_heads",
-            "num_query_groups",
-            "kv_channels",
-            "vocab_size",
-            "make_vocab_size_divisible_by",
-            "seq_length",
-            "rotary_base",
-            "layernorm_epsilon",
-            "init_method_std",
-            "num_moe_experts",
-            "moe_ffn_hidden_size",
-            "moe_router_topk",
-            "moe_shared_expert_intermediate_size",
-            "moe_expert_capacity_factor",
-            "mtp_num_layers",
-        ),
-        "dataset": ("seq_length",),
-        "logger": ("throughput_window_size", "tensorboard_log_interval", "tensorboard_queue_size"),
-        "profiling": ("profile_step_end",),
-        "ft": ("watchdog_seconds",),
-        "straggler": ("straggler_minmax_count", "straggler_ctrlr_port"),
-        "nvrx_straggler": ("report_time_interval", "profiling_interval"),
-        "peft": ("dim", "alpha"),
-        "tokenizer": ("vocab_size",),
-        "ddp": ("bucket_cap_mb",),
-        "dist": ("distributed_timeout_minutes",),
-    }
-)
-
-NOT_NEGATIVE = dotted(
-    {
-        "train": ("manual_gc_interval",),
-        "validation": ("eval_iters", "start_eval_at_iter", "start_eval_at_epoch"),
-        "optimizer": ("min_lr", "decoupled_min_lr", "weight_decay", "clip_grad"),
-        "model": ("moe_z_loss_coeff", "moe_router_bias_update_rate", "mtp_loss_scaling_factor"),
-        "profiling": ("profile_step_start",),
-        "ft": ("simulated_fault_rank", "simulated_fault_base_delay"),
-        "nvrx_straggler": ("num_gpu_perf_scores_to_print",),
-        "scheduler": (
-            "lr_warmup_fraction",
-            "lr_warmup_iters",
-            "lr_warmup_samples",
-            "lr_warmup_init",
-            "start_weight_decay",
-            "end_weight_decay",
-        ),
-        "dataset": ("num_workers",),
-        "logger": ("log_interval", "logging_level"),
-        "checkpoint": ("ckpt_step", "keep_best_n"),
-        "anomaly": ("max_skips", "max_rollbacks"),
-        "rerun_state_machine": ("error_injection_rate",),
-        "rng": ("seed", "data_seed"),
-    }
-)
-
-BELOW_ONE = dotted(
-    {
-        "optimizer": ("adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum"),
-        "model": ("attention_dropout", "hidden_dropout"),
-        "peft": ("dropout",),
-    }
-)
-
-UNLIMITED = ("optimizer.grad_norm_skip_threshold",)
-"""Limits that may be infinite, which is the same as None."""
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "train.loss_weighting": ("auto", "tokens", "samples", "microbatches"),
-    "train.on_nonfinite": ("raise", "stop", "skip", "rollback"),
-    "anomaly.on_spike": ("ignore", "raise", "stop", "skip", "rollback"),
-    "checkpoint.on_save_error": ("stop", "continue"),
-    "checkpoint.on_config_change": ("error", "keep", "apply"),
-    "rerun_state_machine.rerun_mode": ("disabled", "validate_results", "report_determinism_stats"),
-    "rerun_state_machine.error_injection_type": ("correct_result", "transient_error", "persistent_error"),
-    "optimizer.optimizer": ("adam", "sgd", "muon"),
-    "optimizer.muon_adjust_lr_fn": ("match_rms_adamw", "original"),
-    "model.normalization": ("RMSNorm", "LayerNorm"),
-    "model.position_embedding_type": ("rope", "learned_absolute", "none"),
-    "model.activation_func": ("silu", "gelu", "gelu_tanh", "relu", "relu2"),
-    "model.recompute_granularity": ("full",),
-    "model.moe_router_score_function": ("softmax", "sigmoid"),
-    "model.moe_token_drop_policy": ("probs", "position"),
-    "dataset.kind": ("text", "megatron", "huggingface", "chat"),
-    "logger.timing_log_option": ("max", "minmax", "all"),
-    "ft.simulated_fault_type": ("random", "rank_killed", "rank_hung"),
-    "peft.peft_scheme": ("lora",),
-    "scheduler.lr_decay_style": DECAY_STYLES,
-    "scheduler.lr_wsd_decay_style": WSD_DECAY_STYLES,
-    "scheduler.weight_decay_incr_style": ("constant", "linear", "cosine"),
-    "logger.runtime_time_unit": ("seconds", "minutes", "hours", "days"),
-    "tokenizer.tokenizer_type": ("bytes", "bpe", "tokenizers", "huggingface"),
-    "dist.distributed_backend": ("gloo", "nccl"),
+OPTIONS: dict[str, Option] = {
+    key: type(part).__dataclass_fields__[name].metadata["option"] for key, part, name in leaves(ConfigContainer())
+}
+"""What each dotted key allows, and what changing it does."""
+HOLDS: dict[Bound, Callable[[float], bool]] = {
+    "> 0": lambda value: value > 0,
+    ">= 0": lambda value: value >= 0,
+    "at least 0 and below 1": lambda value: 0 <= value < 1,
 }
 
 
@@ -164,16 +40,14 @@ def check_values(values: Mapping[str, Any]) -> None:
     """
     given = {key: value for key, value in values.items() if value is not None}
     for key, value in given.items():
-        if isinstance(value, float) and not math.isfinite(value) and not (key in UNLIMITED and value > 0):
+        if isinstance(value, float) and not math.isfinite(value) and not (OPTIONS[key].may_be_infinite and value > 0):
             raise ConfigError(f"{key}={value} must be a finite number.")
-    for key in (key for key in POSITIVE if given.get(key, 1) <= 0):
-        raise ConfigError(f"{key}={given[key]} must be > 0.")
-    for key in (key for key in NOT_NEGATIVE if given.get(key, 0) < 0):
-        raise ConfigError(f"{key}={given[key]} must be >= 0.")
-    for key in (key for key in BELOW_ONE if not 0 <= given.get(key, 0) < 1):
-        raise ConfigError(f"{key}={given[key]} must be at least 0 and below 1.")
-    for key in (key for key, choices in CHOICES.items() if given.get(key, choices[0]) not in choices):
-        raise not_a_choice(key, given[key], CHOICES[key])
+    options = {key: one for key, one in OPTIONS.items() if key in given}
+    for bound, holds in HOLDS.items():
+        for key in (key for key, one in options.items() if one.bound == bound and not holds(given[key])):
+            raise ConfigError(f"{key}={given[key]} must be {bound}.")
+    for key in (key for key, one in options.items() if one.choices and given[key] not in one.choices):
+        raise not_a_choice(key, given[key], OPTIONS[key].choices)
     _check_precision(given.get("mixed_precision"))
     _check_device(given.get("dist.device"))
 

@@ -12,11 +12,11 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
 from typing import Any, TypeVar
 
-from onstep.config.argument_rules import RENAMED, check_arguments
+from onstep.config.argument_rules import LOG_LEVELS, OPTIMIZERS, RENAMED, SCHEDULES, argument, check_arguments
 from onstep.config.lengths import share_of
 from onstep.config.part import nearest
+from onstep.config.reporting import DEFAULT_PROJECT, tracker_list
 from onstep.config.reserved_arguments import ReservedArguments, check_reserved
-from onstep.config.trackers import DEFAULT_PROJECT, tracker_list
 from onstep.config.typed import coerce, field_types
 from onstep.errors import ConfigError
 
@@ -66,39 +66,39 @@ class TrainingArguments(ReservedArguments):
     output_dir: str | None = None
     """Folder of the run: `<run.output_dir>/<run.name>`."""
     _: KW_ONLY
-    per_device_train_batch_size: int = 8
+    per_device_train_batch_size: int = argument(8, "train.micro_batch_size", bound="> 0")
     """Samples of one forward pass on one rank."""
     num_train_epochs: float = 3.0
     """Passes over the data; a part of one is rounded up to a step. Without effect where `max_steps` > 0."""
     max_steps: int = -1
     """Optimizer steps, where > 0."""
-    learning_rate: float = 5e-5
-    lr_scheduler_type: str = "linear"
+    learning_rate: float = argument(5e-5, "optimizer.lr", bound=">= 0")
+    lr_scheduler_type: str = argument("linear", choices=SCHEDULES)
     """linear | cosine | cosine_with_min_lr | constant | constant_with_warmup | inverse_sqrt | warmup_stable_decay"""
     lr_scheduler_kwargs: dict[str, Any] | str | None = None
-    warmup_steps: int | float = 0
+    warmup_steps: int | float = argument(0, bound=">= 0")
     """Steps; below 1 it is a share of the run."""
-    optim: str = "adamw_torch_fused"
+    optim: str = argument("adamw_torch_fused", choices=tuple(OPTIMIZERS))
     """adamw_torch_fused | adamw_torch | sgd"""
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
-    gradient_accumulation_steps: int = 1
-    max_grad_norm: float | None = 1.0
+    weight_decay: float = argument(0.0, "optimizer.weight_decay", bound=">= 0")
+    adam_beta1: float = argument(0.9, "optimizer.adam_beta1")
+    adam_beta2: float = argument(0.999, "optimizer.adam_beta2")
+    adam_epsilon: float = argument(1e-8, "optimizer.adam_eps", bound="> 0")
+    gradient_accumulation_steps: int = argument(1, bound="> 0")
+    max_grad_norm: float | None = argument(1.0, bound=">= 0")
     """Largest global gradient norm; 0 or None does not clip."""
     bf16: bool = False
     """bfloat16 autocast over float32 weights."""
     fp16: bool = False
     """float16 autocast over float32 weights, with a dynamic loss scale (`optimizer.loss_scale`, ... in
     `config_overrides`)."""
-    logging_strategy: str = "steps"
+    logging_strategy: str = argument("steps", choices=("no", "steps", "epoch"))
     """no | steps | epoch"""
-    logging_steps: int | float = 500
+    logging_steps: int | float = argument(500, bound=">= 0")
     """Steps; below 1 it is a share of the run."""
-    logging_first_step: bool = False
+    logging_first_step: bool = argument(False, "logger.log_first_step")
     log_on_each_node: bool = True
-    log_level: str = "passive"
+    log_level: str = argument("passive", choices=tuple(LOG_LEVELS))
     disable_tqdm: bool | None = None
     report_to: str | list[str] | None = "none"
     """Trackers that get the metrics: none | all (that are installed) | one or a list of csv, tensorboard, wandb,
@@ -112,58 +112,60 @@ class TrainingArguments(ReservedArguments):
     """Hugging Face Space that Trackio logs to; None is the local store."""
     trackio_bucket_id: str | None = None
     """Hugging Face Bucket of that Space."""
-    eval_strategy: str = "no"
+    eval_strategy: str = argument("no", choices=("no", "steps", "epoch"))
     """no | steps | epoch"""
-    eval_steps: int | float | None = None
+    eval_steps: int | float | None = argument(None, bound=">= 0")
     """Steps; below 1 it is a share of the run. None is `logging_steps`."""
-    eval_delay: int | float = 0
+    eval_delay: int | float = argument(0, bound=">= 0")
     """Steps (epochs with `eval_strategy='epoch'`) before the first evaluation."""
-    per_device_eval_batch_size: int = 8
+    per_device_eval_batch_size: int = argument(8, "validation.eval_micro_batch_size", bound="> 0")
     prediction_loss_only: bool = False
-    eval_on_start: bool = False
-    eval_accumulation_steps: int | None = None
+    eval_on_start: bool = argument(False, "validation.eval_on_start")
+    eval_accumulation_steps: int | None = argument(None, bound="> 0")
     """Accepted as it is: predictions leave the device with every batch."""
     include_for_metrics: list[str] = field(default_factory=list)
     save_only_model: bool = False
     """Leave the optimizer, the scheduler and the random generators out of checkpoints."""
-    save_strategy: str = "steps"
+    save_strategy: str = argument("steps", choices=("no", "steps", "epoch", "best"))
     """no | steps | epoch | best: when an evaluation gives the best `metric_for_best_model` so far. `steps` and `epoch`
     save at the end of the run too; all of them, `no` included, when a signal ends it."""
-    save_steps: int | float = 500
+    save_steps: int | float = argument(500, bound=">= 0")
     """Steps; below 1 it is a share of the run."""
-    save_total_limit: int | None = None
+    save_total_limit: int | None = argument(None, may_be_none=True)
     """Keep the newest so many checkpoints, and the best ones beyond them; None keeps all."""
-    load_best_model_at_end: bool = False
+    load_best_model_at_end: bool = argument(False, "checkpoint.load_best_model_at_end")
     """Load the weights of the best checkpoint after training. Saves and evaluations have to meet."""
-    metric_for_best_model: str | None = None
+    metric_for_best_model: str | None = argument(None, "validation.metric_for_best_model", may_be_none=True)
     """What `best_metric` and early stopping follow and the best checkpoints are chosen by; None becomes 'loss' with
     `load_best_model_at_end`."""
-    greater_is_better: bool | None = None
+    greater_is_better: bool | None = argument(None, "validation.greater_is_better", may_be_none=True)
     """None is False for names that end in `loss` or `perplexity`, else True."""
-    seed: int = 42
-    data_seed: int | None = None
+    seed: int = argument(42, "rng.seed", bound=">= 0")
+    data_seed: int | None = argument(None, "rng.data_seed", may_be_none=True)
     use_cpu: bool = False
-    dataloader_drop_last: bool = False
+    dataloader_drop_last: bool = argument(False, "train.drop_last")
     """Drop the tail of an epoch that is shorter than one global batch."""
-    dataloader_num_workers: int = 0
-    dataloader_pin_memory: bool = True
-    dataloader_persistent_workers: bool = False
+    dataloader_num_workers: int = argument(0, "dataset.num_workers", bound=">= 0")
+    dataloader_pin_memory: bool = argument(True, "dataset.pin_memory")
+    dataloader_persistent_workers: bool = argument(False, "dataset.persistent_workers")
     remove_unused_columns: bool = True
     label_names: list[str] | None = None
-    train_sampling_strategy: str = "random"
+    train_sampling_strategy: str = argument("random", choices=("random", "sequential"))
     """random | sequential"""
     ddp_find_unused_parameters: bool | None = None
     """None is False, in any model."""
     ddp_bucket_cap_mb: int | None = None
     ddp_broadcast_buffers: bool | None = None
     """None is False."""
-    ddp_backend: str | None = None
-    ddp_timeout: int = 1800
+    ddp_backend: str | None = argument(
+        None, "dist.distributed_backend", choices=(None, "gloo", "nccl"), may_be_none=True
+    )
+    ddp_timeout: int = argument(1800, bound="> 0")
     """Seconds."""
     do_train: bool = False
     do_eval: bool = False
     do_predict: bool = False
-    resume_from_checkpoint: bool | str | None = None
+    resume_from_checkpoint: bool | str | None = argument(None, may_be_none=True)
     """A checkpoint, or a folder of them, to start from; None and True continue the run in `output_dir` from its newest
     checkpoint, if there is one; False does not continue it."""
     restore_callback_states_from_checkpoint: bool = False
@@ -173,23 +175,23 @@ class TrainingArguments(ReservedArguments):
     local_rank: int = -1
     """Accepted for old launchers; the rank is `local_process_index`."""
 
-    mixed_precision: str | None = None
+    mixed_precision: str | None = argument(None, choices=(None, "no", "bf16", "fp16"))
     """Forgather's spelling of `bf16` and `fp16`: None | no | bf16 | fp16."""
     max_eval_steps: int = -1
     """Global batches of one evaluation; -1 is the whole set."""
-    logging_dir: str | None = None
+    logging_dir: str | None = argument(None, "logger.logging_dir", may_be_none=True)
     """Where the journal is written; None is `output_dir`."""
-    eval_on_save: bool = False
+    eval_on_save: bool = argument(False, "validation.eval_on_save")
     """Evaluate before each checkpoint, so that it can be compared."""
     preserve_best_model: bool = False
     """Keep the best checkpoints beyond `save_total_limit`. Saves and evaluations have to meet."""
-    preserve_n_best: int = 1
+    preserve_n_best: int = argument(1, bound="> 0")
     """How many of them."""
     best_model_metric: str = "loss"
     """Forgather's name of `metric_for_best_model`, with `preserve_best_model`."""
     best_model_greater_is_better: bool | None = None
     """Forgather's name of `greater_is_better`, with `preserve_best_model`."""
-    checkpoint_components: list[str] | None = None
+    checkpoint_components: list[str] | None = argument(None, "checkpoint.components", may_be_none=True)
     """Parts to save: model, optimizer, scheduler, trainer, dataset, rng, callbacks; None is all."""
     config_overrides: dict[str, Any] | None = None
     """Values of the `ConfigContainer` that have no name above, by section or dotted key; they win."""

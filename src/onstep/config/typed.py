@@ -35,6 +35,16 @@ def type_name(annotation: Any) -> str:
     return f"{origin.__name__} of {' to '.join(type_name(argument) for argument in get_args(annotation))}"
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number; True and False are not."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_whole(value: Any, least: int) -> bool:
+    """Whether a value is a whole number that is at least `least`; True and False are not."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
 def accepts_text(annotation: Any) -> bool:
     """Whether a field of this annotation may hold a str."""
     return any(member in (str, Any) for member in _members(annotation))
@@ -66,7 +76,12 @@ def _converted(value: Any, annotation: Any) -> Any:
         value = value.value
     members = _members(annotation)
     if len(members) > 1:
-        return _first_that_fits(value, members)
+        for member in members:
+            try:
+                return _converted(value, member)
+            except (TypeError, ValueError):
+                continue
+        raise TypeError
     if annotation is Any:
         return value
     if get_origin(annotation) is list:
@@ -76,15 +91,6 @@ def _converted(value: Any, annotation: Any) -> Any:
     if annotation not in _CONVERTERS:
         raise TypeError
     return _CONVERTERS[annotation](value)
-
-
-def _first_that_fits(value: Any, members: tuple[Any, ...]) -> Any:
-    for member in members:
-        try:
-            return _converted(value, member)
-        except (TypeError, ValueError):
-            continue
-    raise TypeError
 
 
 def _list(value: Any, item: Any) -> list[Any]:

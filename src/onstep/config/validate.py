@@ -10,18 +10,16 @@ from onstep.config.data_rules import check_data
 from onstep.config.derived import cut_warmup, fill
 from onstep.config.expert_rules import check_experts
 from onstep.config.finetune_rules import check_finetune, check_lora_targets
-from onstep.config.housekeeping_rules import check_housekeeping, warn_of_steps_never_skipped
 from onstep.config.keys import to_flat, typed_copy
 from onstep.config.lengths import sizes_of, train_iters, warmup_and_decay
+from onstep.config.loop_rules import check_housekeeping, check_timing, check_watching, warn_of_steps_never_skipped
 from onstep.config.model_rules import check_model
 from onstep.config.optimizer_rules import check_optimizer
 from onstep.config.part import ConfigPart
 from onstep.config.parts import ConfigContainer
+from onstep.config.reporting import name_list, tracker_list
 from onstep.config.rules import check_values
-from onstep.config.timing_rules import check_timing
-from onstep.config.trackers import tracker_list
 from onstep.config.training_arguments import made_silently
-from onstep.config.watch_rules import check_watching
 from onstep.errors import ConfigError
 
 
@@ -55,6 +53,7 @@ def validate(config: ConfigContainer, world_size: int = 1) -> None:
     check_finetune(config)
     check_lora_targets(config)
     tracker_list(config.logger.report_to, "logger.report_to")
+    name_list(config.logger.report_names)
     check_watching(config, world_size)
     check_timing(config)
     _check_trainer(config)

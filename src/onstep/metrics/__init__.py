@@ -10,14 +10,13 @@ if TYPE_CHECKING:
     from onstep.metrics.device_peaks import DevicePeak, peak_of
     from onstep.metrics.flops import MFU_DEFINITION, model_flops_utilization, num_floating_point_operations
     from onstep.metrics.json_log_writer import JsonLogWriter
-    from onstep.metrics.memory import MEMORY_KEYS, report_memory
+    from onstep.metrics.memory import MEMORY_KEYS, report_memory, start_memory_history_recording
     from onstep.metrics.memory_estimate import (
         MemoryEstimate,
         estimate_training_memory,
         format_training_memory_estimate,
         report_theoretical_memory,
     )
-    from onstep.metrics.memory_history import start_memory_history_recording
     from onstep.metrics.model_shape import ModelShape
     from onstep.metrics.parameter_norms import report_l2_norm_grad
     from onstep.metrics.params_l2_norm import calc_dtensor_params_l2_norm, calc_params_l2_norm
@@ -26,10 +25,9 @@ if TYPE_CHECKING:
         reduce_max_memory_across_pp_group,
         reduce_max_stat_across_model_parallel_group,
     )
-    from onstep.metrics.runtime import report_runtime
     from onstep.metrics.shared_parameters import param_is_not_shared
     from onstep.metrics.spectral_norms import SpectralNorms
-    from onstep.metrics.throughput import report_throughput
+    from onstep.metrics.throughput import report_runtime, report_throughput
 
 _HOMES = {
     "DevicePeak": "onstep.metrics.device_peaks",
@@ -52,10 +50,10 @@ _HOMES = {
     "reduce_max_stat_across_model_parallel_group": "onstep.metrics.reductions",
     "report_l2_norm_grad": "onstep.metrics.parameter_norms",
     "report_memory": "onstep.metrics.memory",
-    "report_runtime": "onstep.metrics.runtime",
+    "report_runtime": "onstep.metrics.throughput",
     "report_theoretical_memory": "onstep.metrics.memory_estimate",
     "report_throughput": "onstep.metrics.throughput",
-    "start_memory_history_recording": "onstep.metrics.memory_history",
+    "start_memory_history_recording": "onstep.metrics.memory",
 }
 
 __all__ = [

@@ -98,13 +98,9 @@ def _format_scalar(value: Any, fmt: Format) -> str:
     if fmt in _NAMED:
         return _NAMED[fmt](float(value))
     if fmt:
-        return _format_number(value, fmt)
+        if fmt[-1] not in _INTEGER_PRESENTATIONS:
+            return format(value, fmt)
+        return format(math.trunc(value), fmt) if math.isfinite(value) else str(value)
     if isinstance(value, bool):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{float(value):.4g}"
-
-
-def _format_number(value: Real, fmt: str) -> str:
-    if fmt[-1] not in _INTEGER_PRESENTATIONS:
-        return format(value, fmt)
-    return format(math.trunc(value), fmt) if math.isfinite(value) else str(value)

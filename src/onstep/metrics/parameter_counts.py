@@ -26,7 +26,11 @@ def num_parameters(shape: ModelShape) -> int:
     layers = shape.all_layers * (_attention(shape) + 2 * _norm(shape))
     layers += shape.num_dense_layers * _feed_forward(shape, shape.ffn_hidden_size)
     layers += shape.num_moe_layers * _experts(shape, shape.num_experts)
-    return layers + _outside_layers(shape)
+    # embedding, positions, last norm and output; what joins embedding and hidden state in multi-token prediction
+    hidden = shape.hidden_size
+    vocabulary = hidden * shape.vocab_size * (1 if shape.ties_embeddings else 2)
+    joining = shape.mtp_depth * (2 * hidden**2 + 3 * _norm(shape))
+    return layers + (vocabulary + hidden * shape.num_positions + _norm(shape) + joining)
 
 
 def num_active_parameters(shape: ModelShape) -> int:
@@ -116,11 +120,3 @@ def _experts(shape: ModelShape, num_experts: int) -> int:
     gate = shape.hidden_size if shape.shared_expert_size and shape.shared_expert_gate else 0
     router = shape.hidden_size * shape.num_experts
     return num_experts * _feed_forward(shape, shape.moe_ffn_hidden_size) + shared + gate + router
-
-
-def _outside_layers(shape: ModelShape) -> int:
-    """Embedding, positions, last norm and output; what joins embedding and hidden state in multi-token prediction."""
-    hidden = shape.hidden_size
-    vocabulary = hidden * shape.vocab_size * (1 if shape.ties_embeddings else 2)
-    joining = shape.mtp_depth * (2 * hidden**2 + 3 * _norm(shape))
-    return vocabulary + hidden * shape.num_positions + _norm(shape) + joining

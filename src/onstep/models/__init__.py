@@ -1,14 +1,13 @@
 """Decoder-only transformers (Llama, Qwen, GPT-2), value heads, generation, conversion to and from `transformers`."""
 
-from onstep.models.cache import KeyValueCache
 from onstep.models.chunks import ModelHook, ModelList, ensure_model_list
+from onstep.models.context import KeyValueCache
+from onstep.models.experts import MixtureOfExperts, is_moe_layer
 from onstep.models.generation import generate
 from onstep.models.heads import LinearForLastLayer, create_value_head_hook, make_value_model
 from onstep.models.hf_config import config_from_hf, hf_config_dict
-from onstep.models.hf_directory import load_hf, save_hf
-from onstep.models.hf_weights import from_hf_state_dict, hf_obstacle, to_hf_state_dict
+from onstep.models.hf_directory import from_hf_state_dict, hf_obstacle, load_hf, save_hf, to_hf_state_dict
 from onstep.models.init import init_weights
-from onstep.models.mixture_of_experts import MixtureOfExperts, is_moe_layer
 from onstep.models.router import Router
 from onstep.models.routing_record import is_recomputing
 from onstep.models.sizes import check_model_config, ffn_hidden_size, head_width, num_query_groups

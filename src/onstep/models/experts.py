@@ -1,17 +1,87 @@
-"""The experts of a layer, and how tokens get to them and back."""
+"""The experts of a layer, how tokens get to them and back, and the products of their weights."""
 
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import grouped_mm, linear
 
 from onstep.config.parts import ModelConfig
-from onstep.models.activations import ACTIVATIONS
-from onstep.models.expert_products import ExpertProduct, GroupedProduct, LoopedProduct, PaddedProduct, can_group
-from onstep.models.router import Routing
+from onstep.models.feed_forward import ACTIVATIONS, FeedForward
+from onstep.models.router import Router, Routing
 from onstep.models.sizes import ffn_hidden_size
+
+_ALIGNMENT_BYTES = 16
+"""Rows that the grouped product reads must start at multiples of this."""
+
+_GROUPED_DTYPES = {
+    "cpu": (torch.float32, torch.bfloat16, torch.float16),
+    "cuda": (torch.bfloat16,),
+}
+
+
+class ExpertProduct(Protocol):
+    """Multiplies rows that are ordered by expert."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`x W_e^T + b_e` for the rows of each expert `e`; weights are (experts, out, in), biases (experts, out)."""
+        ...
+
+
+class GroupedProduct:
+    """All experts in one product, for which the host need not know their loads.
+
+    Args:
+        load: (experts,), how many of the rows each expert has.
+    """
+
+    def __init__(self, load: Tensor) -> None:
+        self._load = load
+        self._ends = load.cumsum(0).to(torch.int32)
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Rows (rows, in) to (rows, out)."""
+        out = grouped_mm(x, weight.transpose(1, 2), offs=self._ends)
+        if bias is not None:
+            out = out + bias.repeat_interleave(self._load, dim=0, output_size=x.shape[0])
+        return out
+
+
+class LoopedProduct:
+    """One product for each expert; the host waits for the loads."""
+
+    def __init__(self, load: Tensor) -> None:
+        self._rows: list[int] = load.tolist()
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Rows (rows, in) to (rows, out). An expert without rows is multiplied too, so that it has a gradient of 0."""
+        biases = [None] * len(self._rows) if bias is None else bias.unbind()
+        parts = zip(torch.split(x, self._rows), weight.unbind(), biases, strict=True)
+        return torch.cat([linear(*part) for part in parts])
+
+
+class PaddedProduct:
+    """Every expert has the same number of rows, so that no size depends on the loads."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """(experts, capacity, in) to (experts, capacity, out)."""
+        out = torch.bmm(x, weight.transpose(1, 2))
+        return out if bias is None else out + bias.unsqueeze(1)
+
+
+def can_group(device: torch.device, dtype: torch.dtype, *widths: int) -> bool:
+    """Whether torch has the grouped product for a device, a type and rows of these widths.
+
+    On a GPU that is bfloat16 from compute capability 8.0 on.
+    """
+    if dtype not in _GROUPED_DTYPES.get(device.type, ()):
+        return False
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    return all(width * dtype.itemsize % _ALIGNMENT_BYTES == 0 for width in widths)
 
 
 class Experts(nn.Module):
@@ -49,7 +119,9 @@ class Experts(nn.Module):
 
         Choices beyond an expert's capacity add nothing.
         """
-        dtype = _product_dtype(x)
+        # what the products are computed in: autocast's type where it is on, since it does not know the grouped one
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         x = x.to(dtype)
         if routing.capacity is None:
             out = self._all(x, routing)
@@ -116,11 +188,61 @@ def choice_ranks(routing: Routing, policy: str) -> Tensor:
     return torch.empty_like(ranks).scatter_(0, order, ranks)
 
 
-def _product_dtype(x: Tensor) -> torch.dtype:
-    """What the products are computed in: autocast's type where it is on, since it does not know the grouped one."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
 def _as(bias: Tensor | None, x: Tensor) -> Tensor | None:
     return None if bias is None else bias.to(x.dtype)
+
+
+def is_moe_layer(config: ModelConfig, layer_index: int) -> bool:
+    """Whether layer `layer_index` has experts, as `moe_layer_freq` says; layers behind the last one are as that is.
+
+    Those are the layers of multi-token prediction.
+    """
+    if not config.num_moe_experts:
+        return False
+    index, frequency = min(layer_index, config.num_layers - 1), config.moe_layer_freq
+    return index % frequency == 0 if isinstance(frequency, int) else bool(frequency[index])
+
+
+class SharedExpert(FeedForward):
+    """The expert that every token goes to, behind a sigmoid gate where `moe_shared_expert_gate` is on.
+
+    Source: Dai et al., "DeepSeekMoE" (2024), section 3.2; the gate is Qwen2-MoE's.
+    """
+
+    gate_weight: nn.Parameter | None
+
+    def __init__(self, config: ModelConfig, width: int) -> None:
+        super().__init__(config, width)
+        self.gate_weight = None
+        if config.moe_shared_expert_gate:
+            self.gate_weight = nn.Parameter(torch.empty(1, config.hidden_size))
+            nn.init.normal_(self.gate_weight, 0.0, config.init_method_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, seq, hidden) to the same shape."""
+        out = super().forward(x)
+        return out if self.gate_weight is None else out * torch.sigmoid(linear(x, self.gate_weight))
+
+
+class MixtureOfExperts(nn.Module):
+    """The feed-forward part of a layer with `num_moe_experts` experts, of which a router chooses some for each token.
+
+    `router`, `experts` and `shared_experts` (None without a shared expert) are its parts.
+    """
+
+    shared_experts: SharedExpert | None
+
+    def __init__(self, config: ModelConfig, layer_index: int) -> None:
+        super().__init__()
+        assert config.num_moe_experts is not None
+        self.router = Router(config, config.num_moe_experts, layer_index)
+        self.experts = Experts(config, config.num_moe_experts)
+        width = config.moe_shared_expert_intermediate_size
+        self.shared_experts = None if width is None else SharedExpert(config, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, seq, hidden) to the same shape. Collective in training where `global_aux_loss` is used."""
+        out: Tensor = self.experts(x.flatten(0, 1), self.router(x)).view(x.shape)
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(x)
+        return out

@@ -16,7 +16,7 @@ from onstep.config.parts import ModelConfig
 from onstep.distributed.sequence_gather import gather_sequence
 from onstep.errors import ConfigError
 from onstep.models.chunks import ModelHook, ModelList, ensure_model_list
-from onstep.models.layer_types import REPLICATED, register_layer_type
+from onstep.models.layer import REPLICATED, register_layer_type
 from onstep.models.multi_token_prediction import MultiTokenPrediction
 
 logger = logging.getLogger(__name__)

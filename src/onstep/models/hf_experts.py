@@ -10,6 +10,7 @@ from torch import Tensor
 
 from onstep.config.parts import ModelConfig
 from onstep.errors import ConfigError
+from onstep.models.experts import is_moe_layer
 from onstep.models.hf_architecture import Architecture, Weights, check_complete, check_features, differing
 from onstep.models.hf_llama import (
     REQUIRED,
@@ -20,7 +21,6 @@ from onstep.models.hf_llama import (
     read_llama_like,
     without_buffers,
 )
-from onstep.models.mixture_of_experts import is_moe_layer
 from onstep.models.sizes import ffn_hidden_size
 
 _REMEDY = "without biases, with a softmax router"

@@ -1,4 +1,4 @@
-"""A layer of the transformer."""
+"""A layer of the transformer, and kinds of layers by class name, as conversions of checkpoints see them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from torch import Tensor, nn
 from onstep.config.parts import ModelConfig
 from onstep.models.attention import Attention
 from onstep.models.context import SequenceContext
-from onstep.models.feed_forward import build_feed_forward
+from onstep.models.experts import MixtureOfExperts, is_moe_layer
+from onstep.models.feed_forward import FeedForward
 from onstep.models.norms import build_norm
+
+
+def build_feed_forward(config: ModelConfig, layer_index: int) -> nn.Module:
+    """The feed-forward part of layer `layer_index`: (batch, seq, hidden) to the same shape."""
+    return MixtureOfExperts(config, layer_index) if is_moe_layer(config, layer_index) else FeedForward(config)
 
 
 class Layer(nn.Module):
@@ -27,3 +33,24 @@ class Layer(nn.Module):
         x = x + self.dropout(self.attention(self.attention_norm(x), context))
         out: Tensor = x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
         return out
+
+
+REPLICATED = "replicated"
+"""Every rank holds the whole layer, and other libraries' language models have no name for it."""
+
+_KINDS: dict[str, str] = {}
+
+
+def register_layer_type(class_name: str, kind: str) -> None:
+    """Make the kind of a class known; doing so again changes nothing."""
+    _KINDS[class_name] = kind
+
+
+def layer_type(module: nn.Module) -> str | None:
+    """The kind of a layer; None where its class is not registered."""
+    return _KINDS.get(type(module).__name__)
+
+
+def replicated_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers of `model` that are registered as replicated, by name."""
+    return {name: module for name, module in model.named_modules() if layer_type(module) == REPLICATED}

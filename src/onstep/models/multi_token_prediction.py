@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
 from onstep.config.parts import ModelConfig
-from onstep.models.auxiliary_loss import with_token_losses
 from onstep.models.layer import Layer
 from onstep.models.norms import build_norm
-from onstep.models.routing_record import RoutingStep, count_dtype, is_recomputing
+from onstep.models.routing_record import RoutingStep, count_dtype, is_recomputing, with_token_losses
 
 IGNORE_INDEX = -100
 

@@ -6,8 +6,7 @@ from torch import Tensor, nn
 
 from onstep.config.parts import ModelConfig
 from onstep.errors import ConfigError
-from onstep.models.cache import KeyValueCache
-from onstep.models.context import SequenceContext, document_mask, document_positions
+from onstep.models.context import KeyValueCache, SequenceContext, document_mask, document_positions
 from onstep.models.rotary import RotaryTables
 from onstep.models.sizes import head_width
 

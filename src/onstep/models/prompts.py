@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from onstep.config.part import nearest
 from onstep.errors import ConfigError
-from onstep.models.generation import generate
-from onstep.models.sampling import Sampling
+from onstep.models.generation import Sampling, generate
 from onstep.models.transformer import Transformer
 
 _OWN_OPTIONS = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")

@@ -13,16 +13,59 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from onstep.config.parts import ModelConfig
-from onstep.models.auxiliary_loss import with_auxiliary_loss
-from onstep.models.moe_losses import (
-    balancing_scores,
-    choice_counts,
-    load_balancing_loss,
-    normalized,
-    share_balancing_loss,
-    z_loss,
+from onstep.models.routing_record import (
+    FIGURES,
+    LOSSES,
+    RoutingRecord,
+    RoutingStep,
+    is_recomputing,
+    with_auxiliary_loss,
 )
-from onstep.models.routing_record import FIGURES, LOSSES, RoutingRecord, RoutingStep, is_recomputing
+
+_TINY = 1e-20
+"""Keeps a division by a sum of sigmoids finite, as in Megatron-Core."""
+
+
+def normalized(scores: Tensor) -> Tensor:
+    """Scores divided by their sum over the last dimension."""
+    return scores / (scores.sum(dim=-1, keepdim=True) + _TINY)
+
+
+def balancing_scores(logits: Tensor, score_function: str) -> Tensor:
+    """Scores (..., experts) of all experts that sum to 1 for each token: the softmax, or sigmoids over their sum.
+
+    Source: Megatron-Core's `compute_routing_scores_for_aux_loss`.
+    """
+    return torch.softmax(logits, dim=-1) if score_function == "softmax" else normalized(torch.sigmoid(logits))
+
+
+def choice_counts(scores: Tensor, topk: int) -> Tensor:
+    """How many of (..., tokens, experts) have each expert among their `topk` largest: (..., experts).
+
+    The scores alone choose, without an expert bias: those are what the loss can change.
+    """
+    chosen = scores.topk(topk, dim=-1).indices
+    return torch.zeros_like(scores).scatter_(-1, chosen, 1.0).sum(dim=-2)
+
+
+def load_balancing_loss(scores: Tensor, counts: Tensor, topk: int) -> Tensor:
+    """The load-balancing loss of `scores` (tokens, experts) whose choices are `counts` (experts,); without dimensions.
+
+    Leading dimensions are further sets of tokens, over which the mean is taken.
+    """
+    tokens, experts = scores.shape[-2:]
+    losses = (scores.sum(dim=-2) * counts).sum(dim=-1) * (experts / (topk * tokens**2))
+    return losses.mean()
+
+
+def share_balancing_loss(scores: Tensor, shares: Tensor) -> Tensor:
+    """The same where `shares` (experts,) of all choices are known, also those of other tokens; their sum is 1."""
+    return (scores.mean(dim=-2) * shares).sum() * scores.shape[-1]
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """The mean square of the logarithm of the summed exponentials of logits (tokens, experts); without dimensions."""
+    return torch.logsumexp(logits, dim=-1).square().mean()
 
 
 @dataclass(frozen=True)
@@ -52,7 +95,7 @@ class Router(nn.Module):
     bfloat16 its small moves would be lost.
 
     In training, the auxiliary losses of the configuration reach the gradient by themselves
-    (`onstep.models.auxiliary_loss`), and `record` counts.
+    (`onstep.models.routing_record`), and `record` counts.
 
     Source: Shazeer et al., "Outrageously Large Neural Networks" (2017), section 2.1; DeepSeek-V3 (2024), section 2.1.2,
     for the sigmoids and the bias.

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from onstep.config.parts import ModelConfig
 from onstep.errors import ConfigError
 from onstep.models.attention import Attention
-from onstep.models.cache import KeyValueCache
-from onstep.models.context import SequenceContext
+from onstep.models.context import KeyValueCache, SequenceContext
 from onstep.models.heads import LinearForLastLayer
 from onstep.models.init import init_weights
 from onstep.models.layer import Layer

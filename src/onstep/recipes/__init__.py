@@ -9,11 +9,14 @@ from typing import Any
 from onstep.config import ConfigContainer
 from onstep.config.part import nearest
 from onstep.errors import ConfigError
-from onstep.recipes.any_model import any_finetune_config
-from onstep.recipes.gpt2 import gpt2_124m_finetune_config, gpt2_124m_pretrain_config
-from onstep.recipes.llama32 import llama32_1b_finetune_config, llama32_1b_pretrain_config
-from onstep.recipes.qwen3_moe import qwen3_30b_a3b_finetune_config, qwen3_30b_a3b_pretrain_config
-from onstep.recipes.qwen25 import (
+from onstep.recipes.finetuning import any_finetune_config
+from onstep.recipes.published import (
+    gpt2_124m_finetune_config,
+    gpt2_124m_pretrain_config,
+    llama32_1b_finetune_config,
+    llama32_1b_pretrain_config,
+    qwen3_30b_a3b_finetune_config,
+    qwen3_30b_a3b_pretrain_config,
     qwen25_1p5b_finetune_config,
     qwen25_1p5b_pretrain_config,
     qwen25_3b_finetune_config,
@@ -23,8 +26,12 @@ from onstep.recipes.qwen25 import (
     qwen25_500m_finetune_config,
     qwen25_500m_pretrain_config,
 )
-from onstep.recipes.tiny_gpt import tiny_gpt_finetune_config, tiny_gpt_pretrain_config
-from onstep.recipes.tiny_moe import tiny_moe_finetune_config, tiny_moe_pretrain_config
+from onstep.recipes.tiny import (
+    tiny_gpt_finetune_config,
+    tiny_gpt_pretrain_config,
+    tiny_moe_finetune_config,
+    tiny_moe_pretrain_config,
+)
 
 Recipe = Callable[[], ConfigContainer]
 

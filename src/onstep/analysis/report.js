@@ -1,44 +1,3 @@
-"""The look and the behaviour of an interactive report: its style sheet and its script, which are the same for all."""
-
-STYLE = """
-:root { color-scheme: light; }
-* { box-sizing: border-box; }
-body { margin: 0; color: #222; background: #f6f7f9; }
-body { font: 15px/1.45 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; }
-main { max-width: 1280px; margin: 0 auto; padding: 24px 20px 60px; }
-h1 { font-size: 24px; margin: 0 0 2px; overflow-wrap: anywhere; }
-h2 { font-size: 17px; margin: 0; display: inline; }
-h3 { font-size: 14px; font-weight: 600; margin: 0 0 4px; overflow-wrap: anywhere; }
-p.quiet, .quiet { color: #666; font-size: 13px; margin: 0; }
-section, details { background: #fff; border: 1px solid #e3e5e9; border-radius: 8px; }
-section, details { margin-top: 16px; padding: 14px 16px; }
-summary { cursor: pointer; }
-.controls { position: sticky; top: 0; z-index: 5; display: flex; flex-wrap: wrap; gap: 8px 22px; align-items: center; }
-.controls label { display: inline-flex; gap: 6px; align-items: center; }
-.controls select, .controls input[type=range] { font: inherit; }
-.runs { display: flex; flex-wrap: wrap; gap: 4px 16px; width: 100%; max-height: 108px; overflow: auto; }
-.runs label { overflow-wrap: anywhere; }
-.swatch { width: 22px; border-top: 3px solid; flex: none; }
-.charts { display: grid; gap: 18px; margin-top: 12px; }
-.charts { grid-template-columns: repeat(auto-fill, minmax(min(100%, 480px), 1fr)); }
-.charts > div { min-width: 0; }
-.chart { height: 316px; }
-.remark { min-height: 19px; }
-.scroll { overflow-x: auto; margin-top: 8px; }
-table { width: max-content; border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
-th, td { padding: 4px 14px 4px 0; text-align: right; vertical-align: top; }
-th, td { overflow-wrap: break-word; min-width: 70px; max-width: 320px; }
-th:first-child, td:first-child { text-align: left; white-space: nowrap; max-width: none; }
-ul { margin: 8px 0 0; padding-left: 20px; }
-li { overflow-wrap: anywhere; }
-thead th { border-bottom: 2px solid #d8dbe0; }
-tbody tr + tr td { border-top: 1px solid #eef0f2; }
-td.best { font-weight: 700; }
-td.safe { color: #777; }
-@media print { .controls { position: static; } }
-"""
-
-SCRIPT = """
 "use strict";
 (function () {
   const DATA = JSON.parse(document.getElementById("data").textContent);
@@ -260,4 +219,3 @@ SCRIPT = """
   addControls();
   charts.forEach(function (chart) { watcher.observe(chart.node); });
 })();
-"""

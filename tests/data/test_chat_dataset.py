@@ -130,7 +130,7 @@ def test_packed_and_padded_sequences_have_the_loss_of_the_conversations_alone(
         loss_sum, count_labels = forward_step(iter([batch]), model)
         _, num_labels, _ = count_labels(loss_sum)
         assert int(num_labels) == count
-        assert loss_sum.item() == pytest.approx(expected, rel=1e-6)  # the loss itself is float32
+        assert loss_sum.item() == pytest.approx(expected, rel=1e-5)  # the loss itself is float32
 
 
 def test_a_conversation_that_is_too_long_is_cut_and_counted_once(

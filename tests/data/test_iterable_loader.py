@@ -295,3 +295,14 @@ def test_sizes_that_cannot_work_are_refused_at_once() -> None:
         IterableLoader(Plain(6), micro_batch_size=2, epoch=-1)
     with pytest.raises(DataError, match="num_microbatches must be >= 1"):
         IterableLoader(Plain(6), micro_batch_size=2).read(0)
+
+
+def test_a_spawned_worker_reads_the_stream_too() -> None:
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        loader = IterableLoader(Plain(4), micro_batch_size=2, num_workers=1)
+        assert numbers(loader.read(2)) == [[0, 1], [2, 3]]
+        loader.close()
+    finally:
+        multiprocessing.set_start_method(before, force=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onstep.data import SampleOrder, TrainLoader
-from onstep.data.skip_list import SkipList
+from onstep.data.order import ids_in_force, skip_samples
 from onstep.errors import DataError
 
 
@@ -79,11 +79,10 @@ def test_a_sample_that_is_none_is_refused() -> None:
 
 def test_entries_count_from_the_epoch_after_their_own_and_keep_the_first() -> None:
     entries: list[list[int]] = []
-    skips = SkipList(entries)
-    assert skips.add(0, [9, 4, 4]) == [4, 9]
-    assert skips.add(2, [9, 1]) == [1]
+    assert skip_samples(entries, 0, [9, 4, 4]) == [4, 9]
+    assert skip_samples(entries, 2, [9, 1]) == [1]
     assert entries == [[0, 4], [0, 9], [2, 1]]
-    assert [skips.in_force(epoch) for epoch in range(4)] == [[], [4, 9], [4, 9], [1, 4, 9]]
+    assert [ids_in_force(entries, epoch) for epoch in range(4)] == [[], [4, 9], [4, 9], [1, 4, 9]]
 
 
 def test_the_running_epoch_goes_on_and_later_ones_never_meet_the_sample() -> None:

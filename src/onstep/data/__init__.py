@@ -4,7 +4,7 @@ A corpus (`find_files`, `default_corpus_files`) becomes tokens (`build_tokenizer
 sequences (`build_datasets`); Megatron's files are read as they are (`IndexedFile`), and conversations become sequences
 with a loss on the answers (`build_chat_file`, `PackedDataset`). Loaders hand a step's micro-batches to the loop as
 `StepBatches`: `TrainLoader` for datasets with an index, `IterableLoader` for those without, `IteratorReader` for a raw
-iterator, `EvalLoader` for evaluation.
+iterator, `EvalLoader` for evaluation; `as_step_source` makes a `StepSource` of whatever a user gives.
 """
 
 from onstep.data.blend import BlendedDataset
@@ -28,13 +28,15 @@ from onstep.data.order import SampleOrder
 from onstep.data.rows import RowLayout
 from onstep.data.sources import DocumentSource
 from onstep.data.splits import split_documents, split_tokens
-from onstep.data.step_batches import StepBatches, StepSource
+from onstep.data.step_batches import Batch, StepBatches, StepSource
+from onstep.data.step_source import ForeignReader, as_step_source
 from onstep.data.token_build import build_token_file
 from onstep.data.token_dataset import TokenDataset
 from onstep.data.token_file import TokenFile
 from onstep.data.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer, tokenizer_in_run
 
 __all__ = [
+    "Batch",
     "BlendedDataset",
     "Boundaries",
     "ByteTokenizer",
@@ -47,6 +49,7 @@ __all__ = [
     "DocumentSource",
     "EncodedChat",
     "EvalLoader",
+    "ForeignReader",
     "IndexedFile",
     "IterableLoader",
     "IteratorReader",
@@ -62,6 +65,7 @@ __all__ = [
     "Tokenizer",
     "TokenizerTemplate",
     "TrainLoader",
+    "as_step_source",
     "build_chat_file",
     "build_datasets",
     "build_token_file",

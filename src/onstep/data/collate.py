@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,34 @@ def default_data_collator(features: Sequence[Any]) -> Any:
         DataError: where a value differs in shape between samples.
     """
     first = features[0]
-    if not isinstance(first, Mapping):
+    if type(first) is not dict and not isinstance(first, Mapping):
         return default_collate(list(features))
     batch: dict[str, Any] = {}
     for key, value in first.items():
-        if value is not None and not isinstance(value, (str, bytes)):
-            name = "labels" if key in ("label", "label_ids") else key
-            batch[name] = _stack(key, _values(features, key))
+        if value is None or isinstance(value, (str, bytes)):
+            continue
+        name = "labels" if key in ("label", "label_ids") else key
+        try:
+            values = list(map(itemgetter(key), features))
+        except KeyError as error:
+            raise _missing(key) from error
+        if type(value) is not torch.Tensor and isinstance(value, Mapping):
+            batch[name] = default_data_collator(values)
+            continue
+        try:
+            if isinstance(value, torch.Tensor):
+                batch[name] = torch.stack(values)
+            elif isinstance(value, np.ndarray):
+                batch[name] = torch.from_numpy(np.stack(values))
+            else:
+                batch[name] = torch.tensor(values)
+        except (RuntimeError, ValueError, TypeError) as error:
+            sized = [value for value in values if _is_sequence(value)]
+            shapes = ", ".join(sorted({str(tuple(np.shape(value))) for value in sized})) or "numbers"
+            raise DataError(
+                f"samples cannot be stacked: {key!r} has {shapes} within one micro-batch ({error}); "
+                "pad them, for example with collate_fn=PaddingCollator(pad_id)"
+            ) from error
     return batch
 
 
@@ -51,39 +73,20 @@ class PaddingCollator:
         features = [_with_attention_mask(feature) for feature in features]
         padded = {key for key, value in features[0].items() if key in self._pads and _is_sequence(value)}
         rest = [{key: value for key, value in feature.items() if key not in padded} for feature in features]
-        batch: dict[str, Any] = {
-            key: _pad([torch.as_tensor(value) for value in _values(features, key)], self._pads[key])
-            for key in features[0]
-            if key in padded
-        }
+        batch: dict[str, Any] = {key: self._pad(key, features) for key in features[0] if key in padded}
         batch.update(default_data_collator(rest))
         return batch
 
+    def _pad(self, key: str, features: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+        try:
+            rows = [torch.as_tensor(feature[key]) for feature in features]
+        except KeyError as error:
+            raise _missing(key) from error
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self._pads[key])
 
-def _values(features: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
-    try:
-        return [feature[key] for feature in features]
-    except KeyError as error:
-        raise DataError(f"key {key!r} is missing from some samples of a micro-batch; give it to all or none") from error
 
-
-def _stack(key: str, values: list[Any]) -> Any:
-    if isinstance(values[0], Mapping):
-        return default_data_collator(values)
-    try:
-        if isinstance(values[0], torch.Tensor):
-            return torch.stack(values)
-        if isinstance(values[0], np.ndarray):
-            return torch.from_numpy(np.stack(values))
-        return torch.tensor(values)
-    except (RuntimeError, ValueError, TypeError) as error:
-        shapes = (
-            ", ".join(sorted({str(tuple(np.shape(value))) for value in values if _is_sequence(value)})) or "numbers"
-        )
-        raise DataError(
-            f"samples cannot be stacked: {key!r} has {shapes} within one micro-batch ({error}); "
-            "pad them, for example with collate_fn=PaddingCollator(pad_id)"
-        ) from error
+def _missing(key: str) -> DataError:
+    return DataError(f"key {key!r} is missing from some samples of a micro-batch; give it to all or none")
 
 
 def _is_sequence(value: Any) -> bool:
@@ -94,7 +97,3 @@ def _with_attention_mask(feature: Mapping[str, Any]) -> Mapping[str, Any]:
     if "input_ids" not in feature or "attention_mask" in feature:
         return feature
     return {**feature, "attention_mask": [1] * len(feature["input_ids"])}
-
-
-def _pad(rows: list[torch.Tensor], pad: int) -> torch.Tensor:
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)

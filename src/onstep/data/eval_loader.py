@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from onstep.data.fetch import Collate, is_map_style, length_of
+from onstep.data.fetch import Collate, is_map_style, length_of, samples_in
 from onstep.data.order import SampleOrder
 from onstep.data.row_reader import RowReader
-from onstep.data.rows import FetchedRow, RowLayout, rows_of_epoch
+from onstep.data.rows import RowLayout, rows_of_epoch
 from onstep.data.step_batches import StepBatches, step_of
-from onstep.data.stream import RowStream, StreamReader
+from onstep.data.stream import StreamReader
 from onstep.errors import DataError
 
 
@@ -51,15 +51,16 @@ class EvalLoader:
         if is_map_style(dataset) and not already_batched:
             self._indexed = RowReader(dataset, collate_fn, num_workers=num_workers, pin_memory=pin_memory)
         else:
-            stream = RowStream(dataset, self._layout, collate_fn, already_batched)
-            self._streamed = StreamReader(stream, num_workers=num_workers, pin_memory=pin_memory)
+            self._streamed = StreamReader(
+                dataset, self._layout, collate_fn, already_batched, num_workers=num_workers, pin_memory=pin_memory
+            )
         if length_of(dataset) == 0:
             raise DataError("the evaluation dataset is empty: it has 0 samples; give data, or evaluate nothing")
 
     @property
     def num_samples(self) -> int | None:
         """Samples of the dataset over all ranks; None where it has no length."""
-        return length_of(getattr(self._dataset, "dataset", None) if self._already_batched else self._dataset)
+        return samples_in(self._dataset, self._already_batched)
 
     @property
     def num_batches(self) -> int | None:
@@ -91,7 +92,7 @@ class EvalLoader:
             num_read += 1
             yield step_of(taken)
 
-    def _open(self) -> Iterator[FetchedRow]:
+    def _open(self) -> Iterator[StepBatches]:
         if self._streamed is not None:
             return self._streamed.open()
         assert self._indexed is not None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
+from copy import copy
+from functools import partial
+from operator import getitem
 from typing import Any
 
 import torch
@@ -29,6 +32,11 @@ def length_of(dataset: Any) -> int | None:
         return None
 
 
+def samples_in(source: Any, already_batched: bool) -> int | None:
+    """Samples of a dataset, or of the one behind a loader of ready batches; None where nothing tells."""
+    return length_of(getattr(source, "dataset", None) if already_batched else source)
+
+
 def fetch_function(dataset: Any, collate_fn: Collate | None) -> Fetch:
     """The fastest way that `dataset` offers from a list of indices to a micro-batch.
 
@@ -40,7 +48,8 @@ def fetch_function(dataset: Any, collate_fn: Collate | None) -> Fetch:
     collate = collate_fn or default_data_collator
     if getattr(dataset, "__getitems__", None) is not None:
         return lambda ids: collate(dataset.__getitems__(ids))
-    return lambda ids: collate([dataset[i] for i in ids])
+    sample_at = partial(getitem, dataset)  # with `map` no Python function is called for a sample but the dataset's
+    return lambda ids: collate(list(map(sample_at, ids)))
 
 
 def should_pin(pin_memory: bool) -> bool:
@@ -53,12 +62,23 @@ def pin(batch: Any) -> Any:
     if isinstance(batch, torch.Tensor) or hasattr(batch, "pin_memory"):
         return batch.pin_memory()
     if isinstance(batch, Mapping):
-        return {key: pin(value) for key, value in batch.items()}
+        return mapping_like(batch, {key: pin(value) for key, value in batch.items()})
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(pin, batch))
     if isinstance(batch, (list, tuple)):
         return type(batch)(map(pin, batch))
     return batch
+
+
+def mapping_like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
+    """`values`, which has the keys of `batch`, in a mapping of the same type."""
+    if type(batch) is dict:
+        return values
+    if isinstance(batch, MutableMapping):
+        clone = copy(batch)
+        clone.update(values)
+        return clone
+    return type(batch)(values)  # type: ignore[call-arg]
 
 
 def as_it_is(batch: Any) -> Any:

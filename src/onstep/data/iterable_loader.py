@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from onstep.data.epoch_seeding import EpochSeeding
-from onstep.data.fetch import Collate, length_of
-from onstep.data.rows import FetchedRow, RowLayout
+from onstep.data.fetch import Collate, length_of, samples_in
+from onstep.data.rows import RowLayout
 from onstep.data.step_batches import StepBatches, step_of
-from onstep.data.stream import RowStream, StreamReader, is_stateful
+from onstep.data.stream import EpochSeeding, StreamReader, is_stateful
 from onstep.errors import DataError
 
 _LOGGER = logging.getLogger(__name__)
@@ -32,6 +31,8 @@ class IterableLoader:
     Raises:
         DataError: for sizes that do not fit together.
     """
+
+    has_epochs = True
 
     def __init__(
         self,
@@ -56,27 +57,24 @@ class IterableLoader:
         self._source: Any = source
         self._already_batched = already_batched
         self._drop_last = drop_last
-        stream = RowStream(source, self._layout, collate_fn, already_batched)
-        self._reader = StreamReader(stream, num_workers=num_workers, pin_memory=pin_memory, seed=seed)
+        self._reader = StreamReader(
+            source,
+            self._layout,
+            collate_fn,
+            already_batched,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            seed=seed,
+        )
         self._seeding = EpochSeeding(source, seed, rank)
-        self._stream: Iterator[FetchedRow] | None = None
+        self._stream: Iterator[StepBatches] | None = None
         self._stream_state: Any = None
         self.seek(epoch, samples_in_epoch)
 
     @property
-    def epoch(self) -> int:
-        """The epoch that the next read takes from; an epoch ends when `read` returns None."""
-        return self._epoch
-
-    @property
-    def samples_in_epoch(self) -> int:
-        """Samples handed out in this epoch, over all ranks."""
-        return self._samples_in_epoch
-
-    @property
     def num_samples(self) -> int | None:
         """Samples of one pass; None where the iterable has no length."""
-        return length_of(getattr(self._source, "dataset", None) if self._already_batched else self._source)
+        return samples_in(self._source, self._already_batched)
 
     def steps_per_epoch(self, num_microbatches: int) -> int | None:
         """Steps of `num_microbatches` in a whole epoch; None where the iterable has no length."""
@@ -100,23 +98,32 @@ class IterableLoader:
         if not rows or (self._drop_last and self._is_short(rows, num_microbatches)):
             self._end_epoch(rows)
             return None
-        step = step_of(rows)
+        step = rows[0] if len(rows) == 1 else step_of(rows)
         self._stream = stream
-        self._samples_in_epoch += step.num_samples or 0
+        self.samples_in_epoch += step.num_samples or 0
         return step
+
+    def has_next(self, num_microbatches: int) -> bool:
+        """True: only reading tells where an iterable ends."""
+        return True
+
+    def leave_out(self, entries: Iterable[Sequence[int]]) -> None:
+        """Nothing: samples without an index are met again."""
 
     def seek(self, epoch: int, samples_in_epoch: int) -> None:
         """Continue from this position, by reading the epoch again up to it."""
         if epoch < 0 or samples_in_epoch < 0:
             raise DataError(f"a position must be >= 0, got epoch {epoch}, sample {samples_in_epoch}")
-        self._epoch = epoch
-        self._samples_in_epoch = samples_in_epoch
+        self.epoch = epoch
+        """The epoch that the next read takes from; an epoch ends when `read` returns None."""
+        self.samples_in_epoch = samples_in_epoch
+        """Samples handed out in this epoch, over all ranks."""
         self._stream_state = None
         self._stream = None
 
     def state_dict(self) -> dict[str, Any]:
         """The position after what was handed out; the state of a stateful iterable is under "stream"."""
-        state = {"epoch": self._epoch, "samples_in_epoch": self._samples_in_epoch}
+        state = {"epoch": self.epoch, "samples_in_epoch": self.samples_in_epoch}
         stream_state = self._current_stream_state()
         return state if stream_state is None else {**state, "stream": stream_state}
 
@@ -134,30 +141,30 @@ class IterableLoader:
         is_read_here = self._stream is not None and is_stateful(self._source)
         return self._source.state_dict() if is_read_here else self._stream_state
 
-    def _open(self) -> Iterator[FetchedRow]:
-        self._seeding.start_epoch(self._epoch)
+    def _open(self) -> Iterator[StepBatches]:
+        self._seeding.start_epoch(self.epoch)
         state, self._stream_state = self._stream_state, None
         if state is not None:
             self._source.load_state_dict(state)
-            return self._reader.open(epoch=self._epoch)
-        if self._samples_in_epoch:
+            return self._reader.open(epoch=self.epoch)
+        if self.samples_in_epoch:
             _LOGGER.warning(
                 "reading the first %d samples of epoch %d again to reach the position; "
                 "an iterable with state_dict and load_state_dict continues without",
-                self._samples_in_epoch,
-                self._epoch,
+                self.samples_in_epoch,
+                self.epoch,
             )
-        return self._reader.open(self._samples_in_epoch, epoch=self._epoch)
+        return self._reader.open(self.samples_in_epoch, epoch=self.epoch)
 
-    def _is_short(self, rows: list[FetchedRow], num_microbatches: int) -> bool:
+    def _is_short(self, rows: list[StepBatches], num_microbatches: int) -> bool:
         is_partial = not self._already_batched and rows[-1].num_samples != self._layout.row_size
         return is_partial or len(rows) < num_microbatches
 
-    def _end_epoch(self, dropped: list[FetchedRow]) -> None:
-        if self._samples_in_epoch == 0:  # else the caller would pass through empty epochs for ever
+    def _end_epoch(self, dropped: list[StepBatches]) -> None:
+        if self.samples_in_epoch == 0:  # else the caller would pass through empty epochs for ever
             num_dropped = sum(row.num_samples or 0 for row in dropped)
             raise DataError(
-                f"epoch {self._epoch} of the iterable ended after {num_dropped} samples, before one step; give more "
+                f"epoch {self.epoch} of the iterable ended after {num_dropped} samples, before one step; give more "
                 "data or a smaller global batch, and let __iter__ start afresh each time it is called"
             )
-        self.seek(self._epoch + 1, 0)
+        self.seek(self.epoch + 1, 0)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from onstep.data.rows import FetchedRow
-from onstep.data.step_batches import StepBatches, step_of
+from onstep.data.step_batches import Batch, StepBatches
 from onstep.data.stream import count_samples, is_stateful
 from onstep.errors import DataError
 from onstep.pulse import PULSE
@@ -24,6 +23,10 @@ class IteratorReader:
     items taken, which are taken again from the new iterator.
     """
 
+    epoch = 0
+    num_samples = None
+    has_epochs = False
+
     def __init__(self, iterator: Iterator[Any], *, world_size: int = 1) -> None:
         if not hasattr(iterator, "__next__"):
             raise DataError(
@@ -32,36 +35,38 @@ class IteratorReader:
         self._iterator: Any = iterator
         self._world_size = world_size
         self._items_taken = 0
-        self._samples_in_epoch = 0
-
-    @property
-    def epoch(self) -> int:
-        """Always 0: an iterator cannot start again."""
-        return 0
-
-    @property
-    def samples_in_epoch(self) -> int:
+        self.samples_in_epoch = 0
         """Samples handed out, over all ranks, as far as the batches tell."""
-        return self._samples_in_epoch
 
-    @property
-    def num_samples(self) -> None:
-        """Unknown."""
-        return None
+    def read(self, num_microbatches: int) -> StepBatches | None:
+        """The next step: fewer micro-batches where the iterator ends within it, None where it is at its end."""
+        batches: list[Batch] = []
+        counts: list[int] = []
+        for batch in islice(self._iterator, num_microbatches):
+            PULSE.beats += 1
+            batches.append(batch)
+            count = count_samples(batch)
+            if count is not None:
+                counts.append(count)
+        if not batches:
+            return None
+        num_batches, num_samples = len(batches), sum(counts) * self._world_size
+        self._items_taken += num_batches
+        self.samples_in_epoch += num_samples
+        if len(counts) < num_batches:
+            return StepBatches(batches, None, None, [False] * num_batches)
+        return StepBatches(batches, None, num_samples, [False] * num_batches, counts)
+
+    def has_next(self, num_microbatches: int) -> bool:
+        """True: only reading tells where an iterator ends."""
+        return True
+
+    def leave_out(self, entries: Iterable[Sequence[int]]) -> None:
+        """Nothing: micro-batches without sample ids are met again."""
 
     def steps_per_epoch(self, num_microbatches: int) -> None:
         """Unknown."""
         return
-
-    def read(self, num_microbatches: int) -> StepBatches | None:
-        """The next step: fewer micro-batches where the iterator ends within it, None where it is at its end."""
-        rows = [self._row(batch) for batch in islice(self._iterator, num_microbatches)]
-        if not rows:
-            return None
-        step = step_of(rows)
-        self._items_taken += len(rows)
-        self._samples_in_epoch += sum(row.num_samples or 0 for row in rows)
-        return step
 
     def seek(self, epoch: int, samples_in_epoch: int) -> None:
         """Only the position where it stands: an iterator counts items, not samples; use `load_state_dict`.
@@ -69,15 +74,15 @@ class IteratorReader:
         Raises:
             DataError: for another position.
         """
-        if (epoch, samples_in_epoch) != (0, self._samples_in_epoch):
+        if (epoch, samples_in_epoch) != (0, self.samples_in_epoch):
             raise DataError(
-                f"an iterator stands at sample {self._samples_in_epoch} and cannot seek to epoch {epoch}, sample "
+                f"an iterator stands at sample {self.samples_in_epoch} and cannot seek to epoch {epoch}, sample "
                 f"{samples_in_epoch}; load_state_dict continues it, and a dataset in its place can seek"
             )
 
     def state_dict(self) -> dict[str, Any]:
         """The position after what was handed out."""
-        state = {"epoch": 0, "samples_in_epoch": self._samples_in_epoch, "items_taken": self._items_taken}
+        state = {"epoch": 0, "samples_in_epoch": self.samples_in_epoch, "items_taken": self._items_taken}
         return {**state, "stream": self._iterator.state_dict()} if is_stateful(self._iterator) else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -91,15 +96,10 @@ class IteratorReader:
         else:
             self._take_again(state["items_taken"] - self._items_taken)
         self._items_taken = state["items_taken"]
-        self._samples_in_epoch = state["samples_in_epoch"]
+        self.samples_in_epoch = state["samples_in_epoch"]
 
     def close(self) -> None:
         """Nothing to end."""
-
-    def _row(self, batch: Any) -> FetchedRow:
-        PULSE.beats += 1
-        local = count_samples(batch)
-        return FetchedRow(batch, None, False, None if local is None else local * self._world_size, local)
 
     def _take_again(self, num_items: int) -> None:
         if num_items < 0:

@@ -7,10 +7,9 @@ from itertools import islice
 from typing import Any
 
 from onstep.data.fetch import Collate
-from onstep.data.order import SampleOrder
+from onstep.data.order import SampleOrder, ids_in_force
 from onstep.data.row_reader import RowReader
-from onstep.data.rows import FetchedRow, RowLayout, rows_of_epoch
-from onstep.data.skip_list import ids_in_force
+from onstep.data.rows import RowLayout, rows_of_epoch
 from onstep.data.step_batches import StepBatches, step_of
 from onstep.errors import DataError
 
@@ -33,6 +32,8 @@ class TrainLoader:
         DataError: for sizes that do not fit together, an empty dataset, or one smaller than a global batch.
     """
 
+    has_epochs = True
+
     def __init__(
         self,
         dataset: Any,
@@ -53,7 +54,9 @@ class TrainLoader:
     ) -> None:
         self._layout = RowLayout(micro_batch_size, rank, world_size)
         self._layout.check_global_batch(global_batch_size)
-        self._num_samples = len(dataset)
+        self._row_size = self._layout.row_size
+        self.num_samples = len(dataset)
+        """Samples of the dataset."""
         self._left_out: list[tuple[int, int]] = []
         self._out_of_epoch: list[int] = []
         self._drop_last = drop_last
@@ -68,32 +71,17 @@ class TrainLoader:
             persistent_workers=persistent_workers,
             seed=seed,
         )
-        self._stream: Iterator[FetchedRow] | None = None
+        self._stream: Iterator[StepBatches] | None = None
         self.seek(epoch, samples_in_epoch)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next read takes from; an epoch ends when `read` returns None."""
-        return self._epoch
-
-    @property
-    def samples_in_epoch(self) -> int:
-        """Samples handed out in this epoch, over all ranks."""
-        return self._samples_in_epoch
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of the dataset."""
-        return self._num_samples
 
     @property
     def samples_per_epoch(self) -> int:
         """Samples of the running epoch: those of the dataset, less those left out of it."""
-        return self._num_samples - len(self._out_of_epoch)
+        return self.num_samples - len(self._out_of_epoch)
 
     def steps_per_epoch(self, num_microbatches: int) -> int:
         """Steps of `num_microbatches` rows in a whole epoch, with the samples of the running one."""
-        step_size = num_microbatches * self._layout.row_size
+        step_size = num_microbatches * self._row_size
         num_samples = self.samples_per_epoch
         return num_samples // step_size if self._drop_last else -(-num_samples // step_size)
 
@@ -107,14 +95,14 @@ class TrainLoader:
             DataError: for an id that is not a sample of this dataset.
         """
         left_out = [(int(added_in), int(sample_id)) for added_in, sample_id in entries]
-        beyond = [sample_id for _, sample_id in left_out if not 0 <= sample_id < self._num_samples]
+        beyond = [sample_id for _, sample_id in left_out if not 0 <= sample_id < self.num_samples]
         if beyond:
             raise DataError(
-                f"sample {beyond[0]} is to be left out of a dataset of {self._num_samples} samples; continue with the "
+                f"sample {beyond[0]} is to be left out of a dataset of {self.num_samples} samples; continue with the "
                 "data that the list of skipped samples was made with"
             )
         self._left_out = left_out
-        before, self._out_of_epoch = self._out_of_epoch, ids_in_force(left_out, self._epoch)
+        before, self._out_of_epoch = self._out_of_epoch, ids_in_force(left_out, self.epoch)
         if self._out_of_epoch != before:  # the list of a checkpoint: the order is another one
             self._stream = None
 
@@ -126,20 +114,25 @@ class TrainLoader:
         Raises:
             DataError: where an epoch has not one step of `num_microbatches`.
         """
-        num_rows = self._rows_of_next_step(num_microbatches)
-        if num_rows == 0:
+        samples_left = self.num_samples - len(self._out_of_epoch) - self.samples_in_epoch
+        is_whole = 0 < num_microbatches * self._row_size <= samples_left
+        if not is_whole and not self.has_next(num_microbatches):
             self._end_epoch(num_microbatches)
             return None
         # An interrupted read leaves no half-read stream behind: the next one reads again from the position.
         stream, self._stream = self._stream or self._open(), None
-        step = step_of(list(islice(stream, num_rows)))
+        rows = list(islice(stream, num_microbatches))
+        step = rows[0] if len(rows) == 1 else step_of(rows)
         self._stream = stream
-        self._samples_in_epoch += step.num_samples or 0
+        self.samples_in_epoch += step.num_samples or 0
         return step
 
     def has_next(self, num_microbatches: int) -> bool:
         """Whether this epoch has another step; False exactly where `read` would return None."""
-        return self._rows_of_next_step(num_microbatches) > 0
+        if num_microbatches < 1:
+            raise DataError(f"num_microbatches must be >= 1, got {num_microbatches}")
+        samples_left = self.num_samples - len(self._out_of_epoch) - self.samples_in_epoch
+        return samples_left >= num_microbatches * self._row_size or (samples_left > 0 and not self._drop_last)
 
     def seek(self, epoch: int, samples_in_epoch: int) -> None:
         """Continue from this position, at a cost that does not depend on it.
@@ -148,19 +141,21 @@ class TrainLoader:
             DataError: for a position that this dataset does not have.
         """
         out_of_epoch = ids_in_force(self._left_out, epoch)
-        if epoch < 0 or not 0 <= samples_in_epoch <= self._num_samples - len(out_of_epoch):
+        if epoch < 0 or not 0 <= samples_in_epoch <= self.num_samples - len(out_of_epoch):
             raise DataError(
-                f"position (epoch {epoch}, sample {samples_in_epoch}) is outside this dataset of {self._num_samples} "
+                f"position (epoch {epoch}, sample {samples_in_epoch}) is outside this dataset of {self.num_samples} "
                 "samples; continue with the data that the position was saved with"
             )
-        self._epoch = epoch
-        self._samples_in_epoch = samples_in_epoch
+        self.epoch = epoch
+        """The epoch that the next read takes from; an epoch ends when `read` returns None."""
+        self.samples_in_epoch = samples_in_epoch
+        """Samples handed out in this epoch, over all ranks."""
         self._out_of_epoch = out_of_epoch
         self._stream = None
 
     def state_dict(self) -> dict[str, Any]:
         """The position after what was handed out."""
-        return {"epoch": self._epoch, "samples_in_epoch": self._samples_in_epoch}
+        return {"epoch": self.epoch, "samples_in_epoch": self.samples_in_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position that `state_dict` gave."""
@@ -171,27 +166,20 @@ class TrainLoader:
         self._stream = None
         self._reader.close()
 
-    def _rows_of_next_step(self, num_microbatches: int) -> int:
-        if num_microbatches < 1:
-            raise DataError(f"num_microbatches must be >= 1, got {num_microbatches}")
-        samples_left = self.samples_per_epoch - self._samples_in_epoch
-        is_short = num_microbatches * self._layout.row_size > samples_left
-        return 0 if is_short and self._drop_last else min(num_microbatches, self._layout.num_rows(samples_left))
-
     def _end_epoch(self, num_microbatches: int) -> None:
-        if self._samples_in_epoch == 0:  # else the caller would pass through empty epochs for ever
-            self._check_size(num_microbatches * self._layout.row_size)
-        self.seek(self._epoch + 1, 0)
+        if self.samples_in_epoch == 0:  # else the caller would pass through empty epochs for ever
+            self._check_size(num_microbatches * self._row_size)
+        self.seek(self.epoch + 1, 0)
 
-    def _open(self) -> Iterator[FetchedRow]:
-        order = SampleOrder(self._num_samples, self._seed, self._epoch, self._shuffle, self._out_of_epoch)
-        return self._reader.open(rows_of_epoch(order, self._layout, self._samples_in_epoch), self._epoch)
+    def _open(self) -> Iterator[StepBatches]:
+        order = SampleOrder(self.num_samples, self._seed, self.epoch, self._shuffle, self._out_of_epoch)
+        return self._reader.open(rows_of_epoch(order, self._layout, self.samples_in_epoch), self.epoch)
 
     def _check_size(self, step_size: int) -> None:
-        if self._num_samples == 0:
+        if self.num_samples == 0:
             raise DataError("the training dataset is empty: it has 0 samples")
-        num_left_out = self._num_samples - self.samples_per_epoch
-        if num_left_out == self._num_samples:
+        num_left_out = self.num_samples - self.samples_per_epoch
+        if num_left_out == self.num_samples:
             raise DataError(f"all {num_left_out} samples of the training dataset were skipped as anomalies; look at it")
         if self._drop_last and self.samples_per_epoch < step_size:
             without = f" ({num_left_out} more were skipped as anomalies)" if num_left_out else ""

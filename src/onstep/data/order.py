@@ -1,9 +1,9 @@
-"""The order in which the samples of an epoch are taken."""
+"""The order in which the samples of an epoch are taken, and those that it leaves out."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -121,6 +121,21 @@ class SampleOrder:
             else:
                 high ^= _mix(low ^ key) & self._high_mask
         return (high << self._low_bits) | low
+
+
+def skip_samples(entries: list[list[int]], epoch: int, sample_ids: Iterable[int]) -> list[int]:
+    """Add what an anomaly leaves out to `entries` of `[epoch, sample id]`; gives those that were not in it yet.
+
+    An entry is in force from the epoch after its own: the positions of a running epoch never shift.
+    """
+    new = sorted(set(sample_ids) - {sample_id for _, sample_id in entries})
+    entries.extend([epoch, sample_id] for sample_id in new)
+    return new
+
+
+def ids_in_force(entries: Iterable[Sequence[int]], epoch: int) -> list[int]:
+    """The ids among `[epoch, sample id]` entries that were added before `epoch`, each once, in ascending order."""
+    return sorted({sample_id for added_in, sample_id in entries if added_in < epoch})
 
 
 def _keys_of(seed: int, epoch: int) -> _Words:

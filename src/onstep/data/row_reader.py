@@ -1,17 +1,21 @@
-"""Fetches rows of a map-style dataset, in this process or ahead of time in workers."""
+"""Fetches rows of a map-style dataset, in this process or ahead of time in workers that draw the same numbers."""
 
 from __future__ import annotations
 
+import hashlib
+import random
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from onstep.data.fetch import Collate, as_it_is, fetch_function, pin, should_pin
-from onstep.data.row_seeding import seed_globals
-from onstep.data.rows import FetchedRow, Row
+from onstep.data.rows import Row
+from onstep.data.step_batches import StepBatches
 from onstep.data.workers import batches_from_workers, end_workers, outlive_the_group
 from onstep.errors import DataError
 from onstep.pulse import PULSE
@@ -50,7 +54,7 @@ class RowReader:
         self._feed = _RowFeed()
         self._loader: DataLoader[Any] | None = None
 
-    def open(self, rows: Iterator[Row], epoch: int) -> Iterator[FetchedRow]:
+    def open(self, rows: Iterator[Row], epoch: int) -> Iterator[StepBatches]:
         """The micro-batches of `rows` of `epoch`, in order. What was open before must not be read any more."""
         return self._read_in_workers(rows, epoch) if self._num_workers else self._read_here(rows)
 
@@ -61,20 +65,24 @@ class RowReader:
         if kept is not None:
             end_workers(kept)
 
-    def _read_here(self, rows: Iterator[Row]) -> Iterator[FetchedRow]:
+    def _read_here(self, rows: Iterator[Row]) -> Iterator[StepBatches]:
         fetch, pins_memory = fetch_function(self._dataset, self._collate_fn), self._pins_memory
-        for row in rows:
-            batch = fetch(row.ids)
+        for ids, is_filler, num_samples, _ in rows:
+            batch = fetch(ids)
             PULSE.beats += 1
-            yield _fetched(pin(batch) if pins_memory else batch, row)
+            if pins_memory:
+                batch = pin(batch)
+            own = [] if is_filler else ids
+            yield StepBatches([batch], [own], num_samples, [is_filler], [len(own)])
 
-    def _read_in_workers(self, rows: Iterator[Row], epoch: int) -> Iterator[FetchedRow]:
+    def _read_in_workers(self, rows: Iterator[Row], epoch: int) -> Iterator[StepBatches]:
         handed_out = self._feed.start(rows, epoch)
         if self._loader is None:
             self._loader = self._make_loader()
         for batch in batches_from_workers(self._loader):
-            PULSE.beats += 1
-            yield _fetched(batch, handed_out.popleft())
+            ids, is_filler, num_samples, _ = handed_out.popleft()
+            own = [] if is_filler else ids
+            yield StepBatches([batch], [own], num_samples, [is_filler], [len(own)])
 
     def _make_loader(self) -> DataLoader[Any]:
         return DataLoader(
@@ -89,12 +97,8 @@ class RowReader:
         )
 
 
-class _Task(NamedTuple):
-    """What a worker is told of a row."""
-
-    epoch: int
-    position: int
-    ids: list[int]
+_Task: TypeAlias = tuple[int, int, list[int]]
+"""What a worker is told of a row: epoch, position, ids."""
 
 
 class _RowFeed:
@@ -114,7 +118,8 @@ class _RowFeed:
         epoch, handed_out = self._epoch, self._handed_out
         for row in self._rows:
             handed_out.append(row)
-            yield [_Task(epoch, row.position, row.ids)]  # for torch, a batch of one index
+            ids, _, _, position = row
+            yield [(epoch, position, ids)]  # for torch, a batch of one index
 
 
 class _FetchedBatches(Dataset[Any]):
@@ -126,11 +131,35 @@ class _FetchedBatches(Dataset[Any]):
         self._seed = seed
 
     def __getitems__(self, tasks: list[_Task]) -> Any:
-        (task,) = tasks
-        seed_globals(self._seed, task.epoch, task.position)
-        return fetch_function(self._dataset, self._collate_fn)(task.ids)
+        ((epoch, position, ids),) = tasks
+        seed_globals(self._seed, epoch, position)
+        return fetch_function(self._dataset, self._collate_fn)(ids)
 
 
-def _fetched(batch: Any, row: Row) -> FetchedRow:
-    ids: list[int] = [] if row.is_filler else row.ids
-    return FetchedRow(batch, ids, row.is_filler, row.num_samples, len(ids))
+def seed_globals(*place: int | str) -> None:
+    """Set the random state of this process from a hash of `place`: of torch (CPU), NumPy and Python.
+
+    So what a worker draws for a row is a pure function of the row's place in the epoch: any number of workers draws the
+    same, and so does a run that continues in the middle of an epoch. A generator that a dataset or a collator keeps for
+    itself is its own matter. Never called in the training process, whose state a checkpoint saves.
+    """
+    text = " ".join(map(str, place))
+    digest = hashlib.blake2b(f"onstep row {text}".encode(), digest_size=40).digest()
+    # Different words for each: NumPy and Python have the same generator, and would draw the same numbers.
+    # Not torch.manual_seed: where CUDA was not used yet, it formats a stack trace for each call.
+    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
+    random.seed(int.from_bytes(digest[8:24], "little"))
+    np.random.seed(np.frombuffer(digest[24:], dtype="<u4"))
+
+
+@contextmanager
+def seeded_aside(*place: int | str) -> Iterator[None]:
+    """`seed_globals` for a while; afterwards the numbers go on as if nothing had been drawn."""
+    states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+    seed_globals(*place)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])

@@ -6,9 +6,10 @@ rank r has its r-th share. A step takes whole rows, so its samples are the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import chain, repeat
+from typing import TypeAlias
 
 import numpy as np
 
@@ -65,28 +66,14 @@ class RowLayout:
             )
 
 
-class Row(NamedTuple):
-    """What one rank has of one row."""
+Row: TypeAlias = tuple[list[int], bool, int, int]
+"""What one rank has of one row, a plain tuple because there is one for every micro-batch:
 
-    ids: list[int]
-    """Dataset indices to fetch: of this rank, or the one sample that a filler repeats."""
-    is_filler: bool
-    num_samples: int
-    """Samples of the row over all ranks."""
-    position: int
-    """Where this rank's first sample stands in the epoch; for a filler, where it would. No two rows share one."""
-
-
-class FetchedRow(NamedTuple):
-    """A row with its micro-batch."""
-
-    batch: Any
-    ids: list[int] | None
-    """Dataset indices of this rank's samples, none for a filler; None where samples have no index."""
-    is_filler: bool
-    num_samples: int | None
-    """Samples of the row over all ranks; None where the batch does not tell."""
-    local_samples: int | None
+- the dataset indices to fetch: of this rank, or the one sample that a filler repeats;
+- whether it is a filler;
+- samples of the row over all ranks;
+- where this rank's first sample stands in the epoch; for a filler, where it would. No two rows share one.
+"""
 
 
 def rows_of_epoch(order: SampleOrder, layout: RowLayout, start: int) -> Iterator[Row]:
@@ -94,19 +81,22 @@ def rows_of_epoch(order: SampleOrder, layout: RowLayout, start: int) -> Iterator
 
     Starting anywhere costs the same. Indices are computed a block at a time, as they are asked for.
     """
-    end_of_full = start + (order.num_samples - start) // layout.row_size * layout.row_size
-    rows_per_block = max(1, _BLOCK_SAMPLES // layout.micro_batch_size)
-    block_size = rows_per_block * layout.row_size
+    return chain.from_iterable(_blocks_of_epoch(order, layout, start))
+
+
+def _blocks_of_epoch(order: SampleOrder, layout: RowLayout, start: int) -> Iterator[Iterable[Row]]:
+    row_size = layout.row_size
+    end_of_full = start + (order.num_samples - start) // row_size * row_size
+    block_size = max(1, _BLOCK_SAMPLES // layout.micro_batch_size) * row_size
+    own = np.arange(layout.own_start, layout.own_start + layout.micro_batch_size, dtype=np.int64)
     for block_start in range(start, end_of_full, block_size):
-        row_starts = np.arange(block_start, min(block_start + block_size, end_of_full), layout.row_size, dtype=np.int64)
-        own = np.arange(layout.own_start, layout.own_start + layout.micro_batch_size, dtype=np.int64)
+        row_starts = np.arange(block_start, min(block_start + block_size, end_of_full), row_size, dtype=np.int64)
         positions = row_starts[:, None] + own
-        for ids, position in zip(order.at(positions).tolist(), positions[:, 0].tolist(), strict=True):
-            yield Row(ids, False, layout.row_size, position)
+        yield zip(order.at(positions).tolist(), repeat(False), repeat(row_size), positions[:, 0].tolist())
     if end_of_full < order.num_samples:
-        yield _last_row(order.indices(end_of_full, order.num_samples).tolist(), layout, end_of_full)
+        yield [_last_row(order.indices(end_of_full, order.num_samples).tolist(), layout, end_of_full)]
 
 
 def _last_row(ids: list[int], layout: RowLayout, start: int) -> Row:
     own = ids[layout.own_start : layout.own_start + layout.micro_batch_size]
-    return Row(own or ids[:1], not own, len(ids), start + layout.own_start)
+    return own or ids[:1], not own, len(ids), start + layout.own_start

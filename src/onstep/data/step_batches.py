@@ -1,19 +1,25 @@
-"""What a loader hands to one optimizer step."""
+"""What a loader hands to one optimizer step, and what the training loop asks of a loader."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-from onstep.data.rows import FetchedRow
+from onstep.data.fetch import pin
+
+T = TypeVar("T")
+
+Batch: TypeAlias = Any
+"""A micro-batch: whatever the collator or the user's loader makes of samples."""
 
 
 @dataclass
 class StepBatches:
     """The micro-batches of one step on this rank, on the host, as collated."""
 
-    micro_batches: list[Any]
+    micro_batches: list[Batch]
     sample_ids: list[list[int]] | None
     """Dataset indices, one list a micro-batch; a filler's list is empty. None where the samples have no index."""
     num_samples: int | None
@@ -28,9 +34,36 @@ class StepBatches:
         """Micro-batches of this rank that must count as zero."""
         return sum(self.is_filler)
 
+    def pin_memory(self) -> StepBatches:
+        """The same step in pinned memory; torch's DataLoader calls it too."""
+        return replace(self, micro_batches=[pin(batch) for batch in self.micro_batches])
 
+
+def step_of(rows: Sequence[StepBatches]) -> StepBatches:
+    """The step that consists of `rows`, one after the other."""
+    if len(rows) == 1:
+        return rows[0]
+    counts = [row.num_samples for row in rows if row.num_samples is not None]
+    return StepBatches(
+        micro_batches=[batch for row in rows for batch in row.micro_batches],
+        sample_ids=_joined([row.sample_ids for row in rows]),
+        num_samples=sum(counts) if len(counts) == len(rows) else None,
+        is_filler=[is_filler for row in rows for is_filler in row.is_filler],
+        local_samples=_joined([row.local_samples for row in rows]),
+    )
+
+
+def _joined(parts: list[list[T] | None]) -> list[T] | None:
+    """All parts in one list; None where one is not known."""
+    known = [part for part in parts if part is not None]
+    return list(chain.from_iterable(known)) if len(known) == len(parts) else None
+
+
+@runtime_checkable
 class StepSource(Protocol):
-    """What the training loop reads from: `TrainLoader`, `IterableLoader` and `IteratorReader` are such."""
+    """What the training loop reads from: `TrainLoader`, `IterableLoader`, `IteratorReader`, and what
+    `as_step_source` makes of a user's object.
+    """
 
     @property
     def epoch(self) -> int:
@@ -44,8 +77,21 @@ class StepSource(Protocol):
     def num_samples(self) -> int | None:
         """Samples of the dataset; None where it has no length."""
 
+    @property
+    def has_epochs(self) -> bool:
+        """Whether another epoch follows the end of one; False where the data ends for good and cannot seek."""
+
     def read(self, num_microbatches: int) -> StepBatches | None:
         """The next step; None at the end of the epoch, after which the next read starts the next epoch."""
+
+    def has_next(self, num_microbatches: int) -> bool:
+        """False where `read` would return None; data without a length tells only when it is read."""
+
+    def leave_out(self, entries: Iterable[Sequence[int]]) -> None:
+        """Leave out the samples of `[epoch, sample id]` entries from the epoch after their own on.
+
+        A source whose samples have no ids meets them again.
+        """
 
     def steps_per_epoch(self, num_microbatches: int) -> int | None:
         """Steps of a whole epoch; None where the data has no length."""
@@ -61,16 +107,3 @@ class StepSource(Protocol):
 
     def close(self) -> None:
         """End worker processes. The loader may be read again afterwards."""
-
-
-def step_of(rows: Sequence[FetchedRow]) -> StepBatches:
-    """The step that consists of `rows`."""
-    counts = [row.num_samples for row in rows]
-    local = [row.local_samples for row in rows]
-    return StepBatches(
-        micro_batches=[row.batch for row in rows],
-        sample_ids=None if any(row.ids is None for row in rows) else [row.ids or [] for row in rows],
-        num_samples=None if None in counts else sum(count or 0 for count in counts),
-        is_filler=[row.is_filler for row in rows],
-        local_samples=None if None in local else [count or 0 for count in local],
-    )

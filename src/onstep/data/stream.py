@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -13,142 +14,147 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from onstep.data.collate import default_data_collator
-from onstep.data.fetch import Collate, as_it_is, pin, should_pin
-from onstep.data.row_seeding import seed_globals, seeded_aside
-from onstep.data.rows import FetchedRow, RowLayout
+from onstep.data.fetch import Collate, as_it_is, should_pin
+from onstep.data.row_reader import seed_globals, seeded_aside
+from onstep.data.rows import RowLayout
+from onstep.data.step_batches import StepBatches
 from onstep.data.workers import batches_from_workers, outlive_the_group
 from onstep.errors import DataError
 from onstep.pulse import PULSE
 
 
-def is_stateful(source: Any) -> bool:
-    """Whether `source` can tell and take its position (`state_dict` and `load_state_dict`)."""
-    return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+def is_stateful(owner: Any) -> bool:
+    """Whether an object has a state that can be saved and loaded; a class or a module of code has none of its own."""
+    methods = (getattr(owner, "state_dict", None), getattr(owner, "load_state_dict", None))
+    return not isinstance(owner, type) and all(callable(one) for one in methods)
 
 
 def count_samples(batch: Any) -> int | None:
     """Samples of a collated batch: the first dimension of its first tensor or array; None where it has none."""
-    if isinstance(batch, (torch.Tensor, np.ndarray)):
+    if type(batch) is dict:
+        batch = batch.values()
+    elif isinstance(batch, (torch.Tensor, np.ndarray)):
         return int(batch.shape[0]) if batch.ndim else None
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    return next((count for count in map(count_samples, parts) if count is not None), None)
+    elif isinstance(batch, Mapping):
+        batch = batch.values()
+    elif not isinstance(batch, (list, tuple)):
+        return None
+    for part in batch:
+        if isinstance(part, torch.Tensor) and part.ndim:  # in most batches, the first
+            return int(part.shape[0])
+        count = count_samples(part)
+        if count is not None:
+            return count
+    return None
 
 
-@dataclass(frozen=True)
-class RowStream:
-    """How the samples or batches of an iterable are dealt out in rows.
+class StreamReader:
+    """Deals the samples or batches of an iterable out in rows, a pass at a time.
 
     Samples: each rank reads the whole stream and keeps its own, so that the samples of a step do not depend on ranks.
     Ready batches (``already_batched``): each batch is this rank's micro-batch; sharing out is the iterable's matter.
+
+    With ``num_workers`` > 0 one worker reads ahead; more would change the order or read samples twice. A stateful
+    source and ready batches are read in this process: the state has to be that of what was handed out, and a ready
+    loader has workers of its own.
     """
 
-    source: Iterable[Any]
-    layout: RowLayout
-    collate_fn: Collate | None = None
-    already_batched: bool = False
+    def __init__(
+        self,
+        source: Iterable[Any],
+        layout: RowLayout,
+        collate_fn: Collate | None = None,
+        already_batched: bool = False,
+        *,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if num_workers < 0:
+            raise DataError(f"num_workers must be >= 0, got {num_workers}; 0 reads in this process")
+        self._source = source
+        self._layout = layout
+        self._collate = collate_fn or default_data_collator
+        self._already_batched = already_batched
+        self._has_worker = num_workers > 0 and not already_batched and not is_stateful(source)
+        self._pins_memory = should_pin(pin_memory)
+        self._seed = seed
+        self._generator = torch.Generator().manual_seed(seed % 2**63)
 
-    def rows(self, skip_samples: int = 0, seeds: tuple[int, int] | None = None) -> Iterator[FetchedRow]:
-        """The rows of one pass, after reading and dropping the first `skip_samples` of it (over all ranks).
-
-        `seeds`, for a worker process only, are the seed and the epoch that its random state is set from: once for the
-        samples, which are always read from the start, and at each row for the collator, which skipped rows do not call.
-        The samples that a source draws so are the same on every rank and for every micro-batch size.
+    def open(self, skip_samples: int = 0, *, epoch: int = 0) -> Iterator[StepBatches]:
+        """The rows of a new pass, after reading and dropping the first `skip_samples` of it (over all ranks).
 
         Raises:
             DataError: where the pass has fewer samples than that.
         """
-        if self.already_batched:
-            return self._rows_of_batches(skip_samples)
-        return self._rows_of_samples(skip_samples, seeds)
+        if self._has_worker:
+            return batches_from_workers(
+                DataLoader(
+                    _RowsInWorker(partial(self._rows_of_samples, skip_samples, (self._seed, epoch))),
+                    batch_size=None,
+                    collate_fn=as_it_is,
+                    num_workers=1,
+                    pin_memory=self._pins_memory,
+                    generator=self._generator,
+                    worker_init_fn=outlive_the_group,
+                )
+            )
+        rows = self._rows_of_batches(skip_samples) if self._already_batched else self._rows_of_samples(skip_samples)
+        return map(StepBatches.pin_memory, rows) if self._pins_memory else rows
 
-    def rows_from_worker(
-        self, skip_samples: int, seeds: tuple[int, int], pin_memory: bool, generator: torch.Generator
-    ) -> Iterator[FetchedRow]:
-        """The same rows, read ahead by one worker process; more would change the order or read samples twice."""
-        loader = DataLoader(
-            _RowsInWorker(self, skip_samples, seeds),
-            batch_size=None,
-            collate_fn=as_it_is,
-            num_workers=1,
-            pin_memory=pin_memory,
-            generator=generator,
-            worker_init_fn=outlive_the_group,
-        )
-        for row in batches_from_workers(loader):
-            PULSE.beats += 1
-            yield FetchedRow(*row)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_generator": None}  # a worker that is spawned cannot open a generator's memory
 
-    def _rows_of_samples(self, skip_samples: int, seeds: tuple[int, int] | None) -> Iterator[FetchedRow]:
+    def _rows_of_samples(self, skip_samples: int, seeds: tuple[int, int] | None = None) -> Iterator[StepBatches]:
+        """`seeds`, for a worker process only, are the seed and the epoch that its random state is set from.
+
+        That happens once for the samples, which are always read from the start, and at each row for the collator, which
+        skipped rows do not call. The samples that a source draws so are the same on every rank and for every
+        micro-batch size.
+        """
         if seeds is not None:
             seed_globals("stream", *seeds)
-        samples = iter(self.source)
+        samples = iter(self._source)
         _check_replayed(sum(1 for _ in islice(samples, skip_samples)), skip_samples)
-        collate = self.collate_fn or default_data_collator
-        start, size = self.layout.own_start, self.layout.micro_batch_size
+        collate = self._collate
+        start, size = self._layout.own_start, self._layout.micro_batch_size
         position = skip_samples + start
-        while row := list(islice(samples, self.layout.row_size)):
+        while row := list(islice(samples, self._layout.row_size)):
             own = row[start : start + size]
             with nullcontext() if seeds is None else seeded_aside(*seeds, position):
                 batch = collate(own or row[:1])
             PULSE.beats += 1
-            yield FetchedRow(batch, None, not own, len(row), len(own))
+            yield StepBatches([batch], None, len(row), [not own], [len(own)])
             position += len(row)
 
-    def _rows_of_batches(self, skip_samples: int) -> Iterator[FetchedRow]:
-        batches = iter(self.source)
+    def _rows_of_batches(self, skip_samples: int) -> Iterator[StepBatches]:
+        batches = iter(self._source)
         skipped = 0
         while skipped < skip_samples:
             batch = next(batches, _END)
             if batch is _END:
                 break
-            skipped += self._size_of(batch) * self.layout.world_size
+            skipped += self._size_of(batch) * self._layout.world_size
         _check_replayed(skipped, skip_samples)
         for batch in batches:
             PULSE.beats += 1
             local = self._size_of(batch)
-            yield FetchedRow(batch, None, False, local * self.layout.world_size, local)
+            yield StepBatches([batch], None, local * self._layout.world_size, [False], [local])
 
     def _size_of(self, batch: Any) -> int:
         count = count_samples(batch)
-        return self.layout.micro_batch_size if count is None else count
-
-
-class StreamReader:
-    """Opens passes over a `RowStream`, with a worker where that keeps the position right.
-
-    A stateful source and ready batches are read in this process: the state has to be that of what was handed out, and
-    a ready loader has workers of its own.
-    """
-
-    def __init__(self, stream: RowStream, *, num_workers: int = 0, pin_memory: bool = False, seed: int = 0) -> None:
-        if num_workers < 0:
-            raise DataError(f"num_workers must be >= 0, got {num_workers}; 0 reads in this process")
-        self._stream = stream
-        self._has_worker = num_workers > 0 and not stream.already_batched and not is_stateful(stream.source)
-        self._pins_memory = should_pin(pin_memory)
-        self._seed = seed
-        self._generator = torch.Generator().manual_seed(seed % 2**63)
-
-    def open(self, skip_samples: int = 0, *, epoch: int = 0) -> Iterator[FetchedRow]:
-        """A new pass over the source, from after the first `skip_samples`."""
-        if self._has_worker:
-            seeds = self._seed, epoch
-            return self._stream.rows_from_worker(skip_samples, seeds, self._pins_memory, self._generator)
-        rows = self._stream.rows(skip_samples)
-        return (row._replace(batch=pin(row.batch)) for row in rows) if self._pins_memory else rows
+        return self._layout.micro_batch_size if count is None else count
 
 
 _END = object()
 
 
 class _RowsInWorker(IterableDataset[Any]):
-    def __init__(self, stream: RowStream, skip_samples: int, seeds: tuple[int, int]) -> None:
-        self._stream = stream
-        self._skip_samples = skip_samples
-        self._seeds = seeds
+    def __init__(self, rows: Callable[[], Iterator[StepBatches]]) -> None:
+        self._rows = rows
 
     def __iter__(self) -> Iterator[Any]:
-        return self._stream.rows(self._skip_samples, self._seeds)
+        return self._rows()
 
 
 def _check_replayed(num_skipped: int, skip_samples: int) -> None:
@@ -157,3 +163,34 @@ def _check_replayed(num_skipped: int, skip_samples: int) -> None:
             f"the data ended after {num_skipped} samples while replaying to position {skip_samples}; "
             "continue with the data that the position was saved with"
         )
+
+
+class EpochSeeding:
+    """Calls `set_epoch` wherever `source`, its dataset or its samplers have it.
+
+    A plain `torch.utils.data.DataLoader` draws its shuffle from torch's global random state where it has no generator:
+    replaying it would give other samples. It gets generators here, seeded from (seed, epoch, rank) at each epoch; one
+    that the user gave is left alone.
+    """
+
+    def __init__(self, source: Any, seed: int, rank: int) -> None:
+        self._seed = seed
+        self._rank = rank
+        self._told = [part for part in _parts(source) if callable(getattr(part, "set_epoch", None))]
+        self._seeded = []
+        if isinstance(source, DataLoader) and not is_stateful(source):
+            self._seeded = [p for p in _parts(source) if hasattr(p, "generator") and p.generator is None]
+
+    def start_epoch(self, epoch: int) -> None:
+        """Call before iterating over the source."""
+        for part in self._told:
+            part.set_epoch(epoch)
+        digest = hashlib.blake2b(f"onstep loader {self._seed} {epoch} {self._rank}".encode(), digest_size=7).digest()
+        for part in self._seeded:
+            part.generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+
+
+def _parts(source: Any) -> list[Any]:
+    batch_sampler = getattr(source, "batch_sampler", None)
+    sampler = getattr(batch_sampler, "sampler", None) or getattr(source, "sampler", None)
+    return [p for p in (source, getattr(source, "dataset", None), batch_sampler, sampler) if p is not None]

@@ -10,12 +10,16 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from onstep.pulse import PULSE
+
 
 def batches_from_workers(loader: DataLoader[Any]) -> Iterator[Any]:
     """One pass over `loader`, whose workers end with it, also after an error, unless they are persistent."""
     iterator = iter(loader)
     try:
-        yield from iterator
+        for batch in iterator:
+            PULSE.beats += 1
+            yield batch
     finally:
         if not loader.persistent_workers:
             end_workers(iterator)

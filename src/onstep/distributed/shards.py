@@ -62,6 +62,11 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor if dtensor is None else dtensor.full_tensor()
 
 
+def rank() -> int:
+    """This process's place among the ranks; 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def world_size() -> int:
     """How many ranks there are; 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -20,7 +22,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from onstep.config.parts import DistributedInitConfig
-from onstep.errors import ConfigError
+from onstep.errors import CollectiveAfterErrorError, ConfigError
 
 _groups_made = itertools.count()
 """Numbers the groups of this process. Every rank makes the same ones, so each group has the same number on all."""
@@ -39,15 +41,46 @@ class World:
     control_group: Any = None
     """A gloo group for decisions, on the CPU; None is the default group."""
 
+    _error: str | None = field(default=None, init=False, repr=False, compare=False)
+    """The name of the error after which no collective starts."""
+
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
 
+    @contextmanager
+    def error_scope(self) -> Iterator[None]:
+        """Around everything that happens because of an error; after it collectives are allowed as they were before."""
+        before = self._error
+        try:
+            yield
+        finally:
+            self._error = before
+
+    @contextmanager
+    def no_collectives_after_an_error(self) -> Iterator[None]:
+        """After an exception other than SystemExit has left this context, collectives of this world raise.
+
+        The other ranks may not have met the error and be elsewhere: waiting for them would hang, or pair one rank's
+        question with another's. Entering the context again (the next `train()`) allows collectives again. A world of
+        one waits for nobody and is never stopped.
+        """
+        self._error = None
+        try:
+            yield
+        except SystemExit:
+            raise
+        except BaseException as error:
+            self._error = type(error).__name__
+            raise
+        self._error = None  # of a run inside this one, whose error was handled
+
     def agree(self, votes: list[int]) -> list[int]:
         """The largest vote of all ranks at each place. Collective, on the CPU."""
         if self.size == 1:
             return votes
+        self._check("agree")
         tensor = torch.tensor(votes, dtype=torch.int64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control_group)
         return [int(vote) for vote in tensor.numpy()]
@@ -56,6 +89,7 @@ class World:
         """Every rank's item, in rank order, on every rank. Collective; for small Python objects."""
         if self.size == 1:
             return [item]
+        self._check("gather")
         items: list[Any] = [None] * self.size
         dist.all_gather_object(items, item, group=self.control_group)
         return items
@@ -64,6 +98,7 @@ class World:
         """Every rank's numbers, in rank order, on every rank; all give equally many. Collective, on the CPU."""
         if self.size == 1:
             return [numbers]
+        self._check("gather_numbers")
         mine = torch.tensor(numbers, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(rows, mine, group=self.control_group)
@@ -72,12 +107,14 @@ class World:
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in place. Collective, on the tensor's device."""
         if self.size > 1:
+            self._check("sum")
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
         return tensor
 
     def max(self, tensor: Tensor) -> Tensor:
         """The largest over all ranks, in place. Collective, on the tensor's device."""
         if self.size > 1:
+            self._check("max")
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
 
@@ -85,6 +122,7 @@ class World:
         """The item of rank `source`, on every rank. Collective; for small Python objects."""
         if self.size == 1:
             return item
+        self._check("share")
         items = [item]
         dist.broadcast_object_list(items, src=source, group=self.control_group)
         return items[0]
@@ -92,14 +130,21 @@ class World:
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""
         if self.size > 1:
+            self._check("barrier")
             dist.barrier(group=self.control_group)
+
+    def _check(self, collective: str) -> None:
+        if self._error is not None:
+            raise CollectiveAfterErrorError(
+                f"World.{collective} was called on rank {self.rank} of {self.size} after {self._error}; no rank starts "
+                "a collective after an error, because the others may not have met it: ask them before, and not in what "
+                "is called because of the error (on_exception, on_train_end, on_run_end)"
+            )
 
     def close(self) -> None:
         """Destroy the process group if `open_world` made it; no collective, so also right after an exception."""
         if self.owns_group and dist.is_initialized():
-            if (
-                self.size > 1
-            ):  # a data-parallel wrapper left in a cycle would keep gloo's threads alive past their group
+            if self.size > 1:  # a data-parallel wrapper in a cycle would keep gloo's threads alive past their group
                 gc.collect()
             dist.destroy_process_group()
         self.owns_group = False

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onstep.errors import ConfigError
-from onstep.optim import DeviceFiniteGate, TrainingOptimizer
+from onstep.optim import DeviceFiniteGate, LossScaler, TrainingOptimizer
 
 CPU = torch.device("cpu")
 
@@ -333,6 +333,70 @@ def test_a_flag_is_taken_back_when_loaded_groups_are_not_fused() -> None:
     optimizer.load_state_dict(loaded_from.state_dict())
     fill_grads(model, 0)
     assert optimizer.step()[0] is True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("factor", [None, 0.3])
+def test_without_a_norm_gradients_and_weights_are_the_same(factor: float | None, dtype: torch.dtype) -> None:
+    models = [make_model(dtype), make_model(dtype)]
+    for needs_norm, model in zip((True, False), models, strict=True):
+        optimizer = TrainingOptimizer(OPTIMIZERS["sgd-fused"](model.parameters()), clip_grad=None)
+        for step in range(5):
+            fill_grads(model, step)
+            norm = optimizer.prepare(factor, needs_norm=needs_norm)
+            assert (norm is not None, optimizer.grad_norm is norm) == (needs_norm, True)
+            assert optimizer.apply() is True
+    assert_same(*([p.detach().double() for p in model.parameters()] for model in models))
+
+
+def test_without_a_norm_none_is_computed_nor_anything_read() -> None:
+    model = make_model()
+    optimizer = TrainingOptimizer(OPTIMIZERS["adamw-fused"](model.parameters()), clip_grad=None)
+    fill_grads(model, 0)
+    with OpCounter() as counter:
+        optimizer.prepare(needs_norm=False)
+        optimizer.apply()
+    assert "_foreach_norm" not in counter.names
+    assert HOST_READS.isdisjoint(counter.names)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_without_a_norm_what_is_not_finite_is_never_applied(make_optimizer: Any, make_gate: Any, value: float) -> None:
+    model = make_model()
+    optimizer = TrainingOptimizer(make_optimizer(model.parameters()), gate=make_gate(), clip_grad=None)
+    before = weights(model)
+    for step in (4, 5):
+        optimizer.gate.begin_step(step)
+        fill_grads(model, step)
+        if step == 4:
+            spoil(model, value)
+        optimizer.prepare(0.5, needs_norm=False)
+        optimizer.apply()
+        assert_same(weights(model), before)
+    assert optimizer.gate.poll(force=True) == 4
+    optimizer.gate.reset()
+    optimizer.prepare(needs_norm=False)
+    assert optimizer.apply() is True
+
+
+@pytest.mark.parametrize("setting", [{"clip_grad": 1.0}, {"grad_norm_skip_threshold": 1e9}, {"scaler": LossScaler()}])
+def test_a_norm_that_is_needed_anyway_is_returned(setting: dict[str, Any]) -> None:
+    model = make_model()
+    optimizer = TrainingOptimizer(OPTIMIZERS["adamw-fused"](model.parameters()), **{"clip_grad": None, **setting})
+    fill_grads(model, 0)
+    assert optimizer.prepare(needs_norm=False) is not None
+
+
+def test_a_group_added_to_the_wrapped_optimizer_is_clipped_and_counted() -> None:
+    model, late = make_model(), nn.Parameter(torch.ones(3))
+    inner = OPTIMIZERS["adamw-fused"](model.parameters())
+    optimizer = TrainingOptimizer(inner, log_num_zeros_in_grad=True)
+    inner.add_param_group({"params": [late]})
+    late.grad = torch.tensor([3.0, 4.0, 0.0])
+    assert float(optimizer.prepare()) == 5.0
+    assert float(late.grad.norm()) == pytest.approx(1.0)
+    assert optimizer.num_zeros is not None
+    assert int(optimizer.num_zeros) == 1
 
 
 def test_impossible_arguments_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +12,7 @@ from onstep.config.optimizer_config import OptimizerConfig
 from onstep.config.optimizer_rules import check_param_groups
 from onstep.config.part import nearest
 from onstep.errors import ConfigError
+from onstep.optim.foreign import ForeignOptimizer, MegatronOptimizer
 from onstep.optim.loss_scaler import LossScaler
 from onstep.optim.muon import MuonWithAdamW
 from onstep.optim.optimizer import TrainingOptimizer
@@ -123,6 +125,35 @@ def wrap_optimizer(
         raise ConfigError(
             f"an optimizer must have a step() method, got {type(optimizer).__name__}; pass a torch.optim.Optimizer"
         )
+    return optimizer
+
+
+def as_step_optimizer(
+    optimizer: TrainingOptimizer | ForeignOptimizer | torch.optim.Optimizer | MegatronOptimizer,
+    model: Sequence[nn.Module],
+    config: OptimizerConfig,
+    *,
+    device: torch.device,
+    scaler: LossScaler | None = None,
+) -> TrainingOptimizer | ForeignOptimizer:
+    """What the loop drives for any `optimizer`: itself, a torch optimizer wrapped, Megatron's convention adapted.
+
+    One that the loop can drive already keeps its settings, and is given `scaler` where it has none.
+
+    Raises:
+        ConfigError: it has no `step()`.
+    """
+    threshold = config.grad_norm_skip_threshold
+    if not isinstance(optimizer, TrainingOptimizer | ForeignOptimizer):
+        zeros = config.log_num_zeros_in_grad
+        optimizer = wrap_optimizer(
+            optimizer, config.clip_grad, grad_norm_skip_threshold=threshold, log_num_zeros_in_grad=zeros
+        )
+    if not isinstance(optimizer, TrainingOptimizer | ForeignOptimizer):
+        assert not isinstance(optimizer, torch.optim.Optimizer)
+        optimizer = ForeignOptimizer(optimizer, model, device=device, grad_norm_skip_threshold=threshold)
+    if optimizer.scaler is None and scaler is not None:
+        optimizer.scaler = scaler
     return optimizer
 
 

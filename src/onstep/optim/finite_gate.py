@@ -27,6 +27,13 @@ class FiniteGate(Protocol):
         """Close the gate if `norm`, a 0-d tensor >= 0, is not finite. Returns its value where the host can see it."""
         ...
 
+    def observe_gradients(self, gradients: list[Tensor]) -> None:
+        """Close the gate if an element of `gradients` is not finite; costs less than their norm.
+
+        They are of floating types and on the gate's device, and there is at least one.
+        """
+        ...
+
     def observe_loss(self, loss: Tensor) -> None:
         """Close the gate if `loss`, a tensor of one element, is not finite.
 
@@ -55,6 +62,8 @@ class HostFiniteGate:
     def __init__(self) -> None:
         self.step = 0
         self.first_bad_step: int | None = None
+        self._flag, self._one = torch.zeros(()), torch.ones(())
+        self._seen = self._flag.numpy()  # the same memory
 
     def begin_step(self, step: int) -> None:
         """Say which step the next observations belong to."""
@@ -63,13 +72,26 @@ class HostFiniteGate:
     def observe_norm(self, norm: Tensor) -> float:
         """Close the gate if `norm` is not finite. Returns its value."""
         value = _host_value(norm)
-        if not math.isfinite(value) and self.first_bad_step is None:
-            self.first_bad_step = self.step
+        if not math.isfinite(value):
+            self._close()
         return value
+
+    def observe_gradients(self, gradients: list[Tensor]) -> None:
+        """Close the gate if an element of `gradients` is not finite."""
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._flag, self._one)
+        if self._seen.item():
+            self._flag.zero_()
+            self._close()
 
     def observe_loss(self, loss: Tensor) -> None:
         """Close the gate if `loss` is not finite."""
-        if not math.isfinite(_host_value(loss.detach())) and self.first_bad_step is None:
+        if loss.requires_grad:
+            loss = loss.detach()
+        if not math.isfinite(loss.numpy().item() if loss.dtype is torch.float32 else _host_value(loss)):
+            self._close()
+
+    def _close(self) -> None:
+        if self.first_bad_step is None:
             self.first_bad_step = self.step
 
     def poll(self, force: bool = False) -> int | None:
@@ -117,16 +139,20 @@ class DeviceFiniteGate:
 
     def observe_norm(self, norm: Tensor) -> None:
         """Close the gate if `norm` is not finite, in the order of the current stream."""
-        self._raise_flag(norm)
+        self.observe_gradients([norm])
+
+    def observe_gradients(self, gradients: list[Tensor]) -> None:
+        """Close the gate if an element of `gradients` is not finite, in the order of the current stream."""
+        self._raise_flag(gradients)
         self._updates_since_copy += 1
 
     def observe_loss(self, loss: Tensor) -> None:
         """Close the gate if `loss` is not finite, in the order of the current stream."""
-        self._raise_flag(loss.detach())
+        self._raise_flag([loss.detach()])
 
-    def _raise_flag(self, value: Tensor) -> None:
-        # One kernel that sets the flag and never clears it; the scale of 1 leaves the value as it is.
-        torch._amp_foreach_non_finite_check_and_unscale_([value], self.found_inf, self._one)
+    def _raise_flag(self, values: list[Tensor]) -> None:
+        # One kernel that sets the flag and never clears it; the scale of 1 leaves the values as they are.
+        torch._amp_foreach_non_finite_check_and_unscale_(values, self.found_inf, self._one)
         self._bad_step_plus_one.masked_fill_(self.found_inf > self._bad_step_plus_one, self.step + 1)
 
     def poll(self, force: bool = False) -> int | None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from onstep.errors import ConfigError
+from onstep.optim.own_step import OwnStep
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -45,9 +46,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update the matrices of the layers, then everything else."""
         assert closure is None, "a training step has no closure"
-        self._muon.step()  # type: ignore[no-untyped-call]
-        if self._adamw is not None:
-            self._adamw.step()
+        for step in self._steps:
+            step()
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles hold: torch's three, and the two optimizers, which share them."""
@@ -66,3 +66,4 @@ class MuonWithAdamW(torch.optim.Optimizer):
         ):
             if inner is not None:
                 inner.param_groups, inner.state = groups, self.state
+        self._steps = [OwnStep(inner) for inner in (self._muon, self._adamw) if inner is not None]

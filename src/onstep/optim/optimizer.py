@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from onstep.distributed.shards import Split, as_dtensor, is_sharded, local_part, split_of
 from onstep.errors import CheckpointError, ConfigError
-from onstep.optim.finite_gate import DeviceFiniteGate, FiniteGate, finite_gate
+from onstep.optim.finite_gate import DeviceFiniteGate, FiniteGate, HostFiniteGate, finite_gate
 from onstep.optim.loss_scaler import LossScaler
-from onstep.optim.zero_count import count_zeros
+from onstep.optim.own_step import OwnStep, are_members
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -65,11 +68,12 @@ class TrainingOptimizer:
                 "LBFGS must be stepped with a closure, which a training step has none of; use AdamW or SGD"
             )
         self.optimizer = optimizer
+        self._step = OwnStep(optimizer)
         self.clip_grad = clip_grad
         self.grad_norm_skip_threshold = grad_norm_skip_threshold
         self.log_num_zeros_in_grad = log_num_zeros_in_grad
         self._order = list(order or [])
-        self.gate = finite_gate(self._params()[0].device) if gate is None else gate
+        self.gate = finite_gate(_device_of(optimizer)) if gate is None else gate
         # torch's own zero_grad spends most of its time on profiling; a subclass may mean something else by it.
         self._clears_plainly = type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad
         self._must_read = self._always_reads = False
@@ -84,13 +88,18 @@ class TrainingOptimizer:
         self._survey()
 
     @property
+    def grad_norm(self) -> Tensor | None:
+        """What `prepare` returned last; None where those gradients overflowed."""
+        return None if self.overflowed else self._norm
+
+    @property
     def scaler(self) -> LossScaler | None:
         """What the loss must be scaled by; assigning is for between two steps."""
         return self._scaler
 
     @scaler.setter
     def scaler(self, scaler: LossScaler | None) -> None:
-        _check_scalable(scaler, self._params())
+        _check_scalable(scaler, self._params)
         self._scaler, self.overflowed, self._observed_loss = scaler, False, None
 
     def get_loss_scale(self) -> Tensor:
@@ -151,12 +160,15 @@ class TrainingOptimizer:
         self._survey()
 
     def observe_loss(self, loss: Tensor) -> None:
-        """Close the gate if `loss`, a tensor of one element, is not finite; see `FiniteGate.observe_loss`."""
-        self.gate.observe_loss(loss)
-        if self._scaler is not None:
-            self._observed_loss = loss
+        """Close the gate if `loss`, a tensor of one element, is not finite; see `FiniteGate.observe_loss`.
 
-    def prepare(self, grad_scale: Tensor | float | None = None) -> Tensor:
+        Where values are in host memory, `prepare` looks at it, together with the gradients.
+        """
+        self._observed_loss = loss
+        if not self._is_on_host:
+            self.gate.observe_loss(loss)
+
+    def prepare(self, grad_scale: Tensor | float | None = None, *, needs_norm: bool = True) -> Tensor | None:
         """Scale the gradients, take their global norm, clip them and tell the gate.
 
         Without `grad_scale` the gradients afterwards are, bit for bit, those of `torch.nn.utils.clip_grad_norm_`,
@@ -164,29 +176,32 @@ class TrainingOptimizer:
 
         Args:
             grad_scale: factor > 0 on all gradients, a number or a 0-d tensor; it costs no pass of its own.
+            needs_norm: whether the caller uses the norm. Where it does not, and neither clipping, a scaler nor
+                `grad_norm_skip_threshold` does, the gate is shown the gradients instead, at a third of the cost.
+                Gradients that are finite, but whose norm would overflow, are then applied.
 
         Returns:
             The L2 norm of the scaled gradients before clipping, 0-d on their device; the host waits for it only with a
-            scaler. Of gradients that overflowed it is not finite.
+            scaler. Of gradients that overflowed it is not finite. None where it was not computed.
         """
+        if not are_members(self.optimizer.param_groups, self._members):
+            self._survey()
         grads = [grad for param in self._ordered if (grad := param.grad) is not None]
-        with torch.no_grad():
-            norm = self._global_norm(grads)
-            if self._scaler is not None:
-                grad_scale = self._unscaling(self._scaler, norm, grad_scale)
-            if grad_scale is not None:
-                grad_scale = _like(norm, grad_scale)
-                norm = norm * grad_scale
-            coefficient = grad_scale
-            if not self.overflowed:  # else the gate is not told: a lower scale will mend it
-                known_norm = self.gate.observe_norm(norm)
-                coefficient = self._coefficient(norm, known_norm, grad_scale)
-            if coefficient is not None and grads:
-                self._multiply(grads, coefficient)
+        has_autograd = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            is_norm_used = needs_norm or self.clip_grad or self._scaler or self.grad_norm_skip_threshold
+            if is_norm_used or not grads or not self._can_look_through:
+                self._norm = self._scale_and_clip(grads, grad_scale)
+            else:
+                self._norm = None
+                self._scale_unseen(grads, grad_scale)
+            self._observed_loss = None
             if self.log_num_zeros_in_grad:
                 self.num_zeros = None if self.overflowed else count_zeros(self._ordered, self._device)
-        self._norm = norm
-        return norm
+        finally:
+            torch._C._set_grad_enabled(has_autograd)
+        return self._norm
 
     def apply(self) -> bool:
         """Update the weights, unless the gate is closed or the norm is above `grad_norm_skip_threshold`.
@@ -201,7 +216,7 @@ class TrainingOptimizer:
             return False
         if self.grad_norm_skip_threshold is not None and self._is_above(self.grad_norm_skip_threshold):
             return False
-        self.optimizer.step()
+        self._step()
         self._must_read = self._always_reads
         return True
 
@@ -211,31 +226,36 @@ class TrainingOptimizer:
         The gate counts these calls as steps, until `gate.begin_step` says otherwise. Zeros that are not counted are
         None. A step that overflowed has no norm: (False, None, None).
         """
-        norm = self.prepare()
+        self.prepare()
         is_applied = self.apply()
         self.gate.begin_step(self.gate.step + 1)
-        return is_applied, None if self.overflowed else norm, self.num_zeros
+        return is_applied, self.grad_norm, self.num_zeros
 
     def _is_above(self, threshold: float) -> bool:
         """Whether the norm of the prepared gradients is above `threshold`. Waits for an accelerator."""
         return self._norm is not None and bool(self._norm > threshold)
 
-    def _params(self) -> list[Tensor]:
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
-
     def _survey(self) -> None:
         """Note what prepare and apply need to know of the parameters, so that they need not look at every step."""
-        params = self._params()
+        self._members = [list(group["params"]) for group in self.optimizer.param_groups]
+        params = self._params = [param for members in self._members for param in members]
+        self._is_on_host = isinstance(self.gate, HostFiniteGate)
         _check_scalable(self._scaler, params)
         rank: dict[Tensor, int] = {param: place for place, param in enumerate(self._order)}
         self._ordered = sorted(params, key=lambda param: rank.get(param, len(rank)))
         dtypes = {param.dtype for param in params}
         has_low_precision = not dtypes.isdisjoint(_LOW_PRECISION)
-        wide = torch.float64 if torch.float64 in dtypes else torch.float32
-        self._norm_dtype = wide if has_low_precision else None
+        self._wide = torch.float64 if torch.float64 in dtypes else torch.float32
+        self._norm_dtype = self._wide if has_low_precision else None
         self._device = params[0].device
         self._spans_devices = any(param.device != self._device for param in params)
-        self._is_sharded = any(type(param) not in (Tensor, Parameter) for param in params) and _has_dtensor(params)
+        self._is_sharded = is_sharded(params)
+        self._can_look_through = (
+            not self._spans_devices
+            and self._device.type in ("cpu", "cuda")
+            and all(type(param) in (Tensor, Parameter) and param.is_floating_point() for param in params)
+        )
+        """Whether the gate can be shown the gradients themselves."""
         self._hand_over_flag()
 
     def _hand_over_flag(self) -> None:
@@ -250,6 +270,31 @@ class TrainingOptimizer:
         # The first update makes the optimizer's state, and fused SGD would leave a skipped momentum uninitialised.
         self._must_read = True
 
+    def _scale_unseen(self, grads: list[Tensor], grad_scale: Tensor | float | None) -> None:
+        """Scale the gradients and show them to the gate, without their norm."""
+        if grad_scale is not None:
+            self._multiply(grads, _like(torch.empty((), dtype=self._wide, device=self._device), grad_scale))
+        loss = self._observed_loss
+        self.gate.observe_gradients([*grads, loss] if self._is_on_host and loss is not None else grads)
+
+    def _scale_and_clip(self, grads: list[Tensor], grad_scale: Tensor | float | None) -> Tensor:
+        """Scale and clip the gradients and show their norm to the gate. Returns the norm before clipping."""
+        if self._is_on_host and self._observed_loss is not None:
+            self.gate.observe_loss(self._observed_loss)
+        norm = self._global_norm(grads)
+        if self._scaler is not None:
+            grad_scale = self._unscaling(self._scaler, norm, grad_scale)
+        if grad_scale is not None:
+            grad_scale = _like(norm, grad_scale)
+            norm = norm * grad_scale
+        coefficient = grad_scale
+        if not self.overflowed:  # else the gate is not told: a lower scale will fix it
+            known_norm = self.gate.observe_norm(norm)
+            coefficient = self._coefficient(norm, known_norm, grad_scale)
+        if coefficient is not None and grads:
+            self._multiply(grads, coefficient)
+        return norm
+
     def _unscaling(self, scaler: LossScaler, norm: Tensor, grad_scale: Tensor | float | None) -> Tensor:
         """The factor that makes up for the loss scale too, 0-d; notes whether the scaled gradients overflowed.
 
@@ -258,7 +303,6 @@ class TrainingOptimizer:
         """
         factor = _like(norm, 1.0 if grad_scale is None else grad_scale) / scaler.scale
         self.overflowed = scaler.is_overflow(norm, self._observed_loss)
-        self._observed_loss = None
         return factor
 
     def _global_norm(self, grads: list[Tensor]) -> Tensor:
@@ -285,6 +329,11 @@ class TrainingOptimizer:
                 grad.mul_(coefficient.to(grad.device))
         else:
             torch._foreach_mul_(grads, coefficient)
+
+
+def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
+    device: torch.device = next(param.device for group in optimizer.param_groups for param in group["params"])
+    return device
 
 
 def _check_groups(own: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
@@ -319,14 +368,32 @@ def _takes_flag(optimizer: torch.optim.Optimizer) -> bool:
     return is_able and all(group.get("fused", True) for group in optimizer.param_groups)
 
 
-def _has_dtensor(tensors: list[Tensor]) -> bool:
-    from torch.distributed.tensor import DTensor  # 0.7 s that only runs with tensor subclasses pay
-
-    return any(isinstance(tensor, DTensor) for tensor in tensors)
-
-
 def _whole(norm: Tensor) -> Tensor:
     """The value of a norm over shards; every rank of the mesh must call it."""
-    from torch.distributed.tensor import DTensor
+    dtensor = as_dtensor(norm)
+    return norm if dtensor is None else dtensor.full_tensor()
 
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+def count_zeros(params: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The exact zeros among all gradients, each logical parameter once: a 0-d int64 tensor on `device`, unread.
+
+    Collective where gradients are DTensors: one reduction for each way of splitting and mesh dimension. A parameter
+    marked as `shared` is counted by the rank that shares it; NaN is no zero.
+    """
+    counts: dict[Split, list[Tensor]] = {}
+    for param in params:
+        grad = param.grad
+        if grad is not None and not getattr(param, "shared", False):
+            counts.setdefault(split_of(grad), []).append(_zeros_of(local_part(grad), device))
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for split, found in counts.items():
+        part = torch.stack(found).sum()
+        for mesh, dim in split:
+            dist.all_reduce(part, op=dist.ReduceOp.SUM, group=mesh.get_group(dim))
+        total = total + part
+    return total
+
+
+def _zeros_of(grad: Tensor, device: torch.device) -> Tensor:
+    values = grad.coalesce().values() if grad.is_sparse else grad
+    return (grad.numel() - torch.count_nonzero(values)).to(device)

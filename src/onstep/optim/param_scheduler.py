@@ -4,47 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from onstep.errors import ConfigError
 from onstep.optim.param_schedules import LrSchedule, WdSchedule, learning_rate, weight_decay
+from onstep.optim.protocol import HasParamGroups
 
 _LR_STATE = ("max_lr", "lr_warmup_steps", "lr_decay_style", "lr_decay_steps", "min_lr")
 _MORE_LR_STATE = ("init_lr",)
 """Keys beyond Megatron-Core's; older checkpoints have none of these."""
 _WSD_STATE = ("wsd_decay_steps", "lr_wsd_decay_style")
 """The same, where the style is WSD."""
-_LR_KEYS = frozenset(("max_lr", "min_lr", "lr_mult"))
-"""What a group may carry for its learning rate."""
 _ALL_LR_STATE = _LR_STATE + _MORE_LR_STATE + _WSD_STATE
 _WD_STATE = ("start_wd", "end_wd", "wd_incr_style", "wd_incr_steps")
-
-
-class HasParamGroups(Protocol):
-    """An optimizer, as far as a scheduler needs one."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups; `lr` and, where there is one, `weight_decay` are written."""
-        ...
-
-
-class ParamScheduler(Protocol):
-    """What the training loop asks of a scheduler."""
-
-    def step(self, increment: int) -> None:
-        """Move on by `increment` samples; called once after each update that was applied."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to continue."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a `state_dict`."""
-        ...
 
 
 class OptimizerParamScheduler:
@@ -169,26 +143,32 @@ class OptimizerParamScheduler:
 
     def _write(self) -> None:
         """Write the values at the present count. In the loop's hot path: the common values are computed once."""
-        num_steps = self.num_steps
-        common_lr = learning_rate(num_steps, self.lr_schedule) * self._lr_factor
-        common_wd = weight_decay(num_steps, self.wd_schedule)
+        num_steps, lr_schedule, wd_schedule = self.num_steps, self.lr_schedule, self.wd_schedule
+        common_lr, common_wd = learning_rate(num_steps, lr_schedule), weight_decay(num_steps, wd_schedule)
         for group in self.optimizer.param_groups:
-            lr = common_lr if _LR_KEYS.isdisjoint(group) else self.get_lr(group)
+            own_lr = self._lr_schedule_of(group)
+            lr = (common_lr if own_lr is lr_schedule else learning_rate(num_steps, own_lr)) * self._lr_factor
+            lr *= float(group.get("lr_mult", 1.0))
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
             if "weight_decay" in group:
-                wd = self.get_wd(group) if "start_wd" in group or "end_wd" in group else common_wd
+                own_wd = self._wd_schedule_of(group)
+                wd = common_wd if own_wd is wd_schedule else weight_decay(num_steps, own_wd)
                 group["weight_decay"] = wd * group.get("wd_mult", 1.0)
 
     def _lr_schedule_of(self, group: dict[str, Any]) -> LrSchedule:
-        max_lr, min_lr = group.get("max_lr"), group.get("min_lr")
-        return self.lr_schedule if max_lr is None and min_lr is None else _with_rates(self.lr_schedule, max_lr, min_lr)
+        schedule, max_lr, min_lr = self.lr_schedule, group.get("max_lr"), group.get("min_lr")
+        if max_lr is None and min_lr is None:
+            return schedule
+        is_same = max_lr in (None, schedule.max_lr) and min_lr in (None, schedule.min_lr)
+        return schedule if is_same and schedule.init_lr <= schedule.max_lr else _with_rates(schedule, max_lr, min_lr)
 
     def _wd_schedule_of(self, group: dict[str, Any]) -> WdSchedule:
-        start, end = group.get("start_wd"), group.get("end_wd")
-        return self.wd_schedule if start is None and end is None else _with_decays(self.wd_schedule, start, end)
+        schedule, start, end = self.wd_schedule, group.get("start_wd"), group.get("end_wd")
+        is_same = start in (None, schedule.start_wd) and end in (None, schedule.end_wd)
+        return schedule if is_same else _with_decays(schedule, start, end)
 
 
 @lru_cache(maxsize=256)

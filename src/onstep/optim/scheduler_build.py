@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from onstep.config.parts import OptimizerConfig, SchedulerConfig
 from onstep.errors import ConfigError
-from onstep.optim.param_scheduler import HasParamGroups, OptimizerParamScheduler
+from onstep.optim.param_scheduler import OptimizerParamScheduler
+from onstep.optim.protocol import HasParamGroups
 
 _ITERATION_FIELDS = ("lr_decay_iters", "lr_wsd_decay_iters", "lr_warmup_iters")
 _SAMPLE_FIELDS = ("lr_decay_samples", "lr_wsd_decay_samples", "lr_warmup_samples")

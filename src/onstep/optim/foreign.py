@@ -1,0 +1,130 @@
+"""An optimizer of Megatron-Core's convention, which clips by itself, behind what the loop asks of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from onstep.optim.finite_gate import FiniteGate, finite_gate
+from onstep.optim.loss_scaler import LossScaler
+from onstep.optim.protocol import HasParamGroups, HasState
+
+
+class MegatronOptimizer(HasParamGroups, HasState, Protocol):
+    """Megatron-Core's convention; without `state_dict` and `load_state_dict` it cannot be in a checkpoint."""
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        ...
+
+    def step(self) -> tuple[bool, Tensor | float | None, Tensor | int | None]:
+        """Clip and update: (update_successful, grad_norm, num_zeros)."""
+        ...
+
+
+class ForeignOptimizer:
+    """An optimizer whose `step()` does everything at once, with our gate, threshold and loss scale before it.
+
+    Loss and raw gradients are read once before each `step()`, which waits for the device. What is not finite is never
+    handed to it, nor what overflowed with the `scaler`, of which it knows nothing. The norm and the zeros of a step are
+    those that its `step()` returns.
+
+    Args:
+        model: the chunks whose gradients are scaled and watched, a shared parameter's once.
+        device: where losses and gradients are.
+        scaler: the loss scaler of float16; None does not scale. Its state is not in `state_dict`.
+        grad_norm_skip_threshold: a step whose raw gradient norm is above this is not handed over.
+    """
+
+    def __init__(
+        self,
+        optimizer: MegatronOptimizer,
+        model: Sequence[nn.Module],
+        *,
+        device: torch.device,
+        scaler: LossScaler | None = None,
+        grad_norm_skip_threshold: float | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.gate: FiniteGate = finite_gate(device)
+        self.scaler = scaler
+        self.grad_norm_skip_threshold = grad_norm_skip_threshold
+        self.overflowed = False
+        self.grad_norm: Tensor | float | None = None
+        """What `step()` returned, or the raw norm above the threshold; None before that."""
+        self.num_zeros: Tensor | int | None = None
+        """What `step()` returned."""
+        self._model, self._device = model, device
+        self._loss: Tensor | None = None
+        self._raw_norm: Tensor | None = None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the wrapped optimizer."""
+        return self.optimizer.param_groups
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self.optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the wrapped optimizer."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state into the wrapped optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def observe_loss(self, loss: Tensor) -> None:
+        """Keep `loss` for `prepare`, which looks at loss and gradients together."""
+        self._loss = loss
+
+    def prepare(self, grad_scale: Tensor | float | None = None, *, needs_norm: bool = True) -> Tensor | None:
+        """Scale the gradients and show them to the gate, unless they overflowed. Waits for the device.
+
+        Returns:
+            The L2 norm of the raw gradients, 0-d; None where they overflowed, or where neither the caller nor the
+            threshold needs it.
+        """
+        gradients = self._gradients()
+        if self.scaler is not None:
+            grad_scale = (1.0 if grad_scale is None else grad_scale) / self.scaler.scale
+        if grad_scale is not None and gradients:
+            torch._foreach_mul_(gradients, grad_scale)
+        norm = _norm(gradients) if gradients else torch.zeros((), device=self._device)
+        loss, self._loss = self._loss, None
+        self.grad_norm = self.num_zeros = self._raw_norm = None
+        self.overflowed = self.scaler is not None and self.scaler.is_overflow(norm, loss)
+        if self.overflowed:  # a lower scale will fix it, so the gate is not told
+            return None
+        if loss is not None:
+            self.gate.observe_loss(loss)
+        if gradients:
+            self.gate.observe_norm(norm)
+        self.gate.poll(force=True)
+        if needs_norm or self.grad_norm_skip_threshold is not None:
+            self._raw_norm = norm
+        return self._raw_norm
+
+    def apply(self) -> bool:
+        """Let it step, unless loss or gradients are not finite or their norm is above the threshold."""
+        if self.overflowed or self.gate.first_bad_step is not None:
+            return False
+        threshold, norm = self.grad_norm_skip_threshold, self._raw_norm
+        if threshold is not None and norm is not None and norm > threshold:
+            self.grad_norm = norm
+            return False
+        is_applied, self.grad_norm, self.num_zeros = self.optimizer.step()
+        return bool(is_applied)
+
+    def _gradients(self) -> list[Tensor]:
+        parameters = dict.fromkeys(param for chunk in self._model for param in chunk.parameters())
+        return [param.grad for param in parameters if param.grad is not None]
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
+    norm: Tensor = torch.stack(torch._foreach_norm(gradients)).norm()
+    return norm

@@ -1,0 +1,256 @@
+"""Torch's fused AdamW, Adam and SGD, and its Muon, without what `Optimizer.step` does around their kernels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from itertools import repeat
+from operator import attrgetter, is_, is_not, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+import torch.optim.optimizer as torch_optimizer
+from torch import Tensor
+from torch.autograd import profiler
+from torch.nn import Parameter
+from torch.optim import _muon as torch_muon
+from torch.utils import _contextlib as torch_contextlib
+
+Group = dict[str, Any]
+State = dict[str, Tensor]
+Columns = list[list[Tensor]]
+"""For each of a kernel's state keys, that state of each parameter."""
+
+grad_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+_TORCHS_FILES = (os.path.dirname(torch_optimizer.__file__), torch_contextlib.__file__)
+
+
+class OwnStep:
+    """Does what `optimizer.step()` does, by torch's own kernels on lists that are kept from step to step.
+
+    The bits and the state are torch's. What this class does not know is left to `optimizer.step()`: other optimizers
+    and subclasses, hooks, a `step` that somebody replaced, a running profiler (whose trace names the step), tensor
+    subclasses, a learning rate that is a tensor, and `amsgrad`, `capturable`, `differentiable` and `foreach`. Groups,
+    settings, state and gradients may change between two calls.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._kernel = _KERNELS.get(type(optimizer))
+        self._steps: tuple[object, object] = (None, None)
+        self._is_torchs = False
+        self._groups: list[Group] = []
+        self._members: list[list[Tensor]] = []
+        self._states: list[State] = []
+        self._idle: list[Tensor] = []
+        """Parameters that had no gradient when the lists were made."""
+        self._batches: list[_Batch] = []
+        self._is_possible = False
+
+    def __call__(self) -> None:
+        """Update the parameters that have a gradient."""
+        optimizer, kernel = self._optimizer, self._kernel
+        work = self._collect(kernel) if kernel is not None and self._is_plain() else None
+        if kernel is None or work is None:
+            optimizer.step()
+            return
+        own = vars(optimizer)
+        found_inf = own.get("found_inf")
+        has_autograd = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # torch.no_grad() costs seven times as much
+        try:
+            for batch, grads, columns in work:
+                kernel.update(batch, grads, columns, found_inf)
+        finally:
+            torch._C._set_grad_enabled(has_autograd)
+        own["_opt_called"] = True  # by which a torch scheduler knows that it comes after a step
+
+    def _is_plain(self) -> bool:
+        """Whether `optimizer.step()` would do nothing but run kernels."""
+        own = vars(self._optimizer)
+        steps = own.get("step"), type(self._optimizer).step
+        if steps != self._steps:
+            self._steps, self._is_torchs = steps, all(map(_is_torchs, steps))
+        return self._is_torchs and not (
+            own["_optimizer_step_pre_hooks"]
+            or own["_optimizer_step_post_hooks"]
+            or torch_optimizer._global_optimizer_pre_hooks
+            or torch_optimizer._global_optimizer_post_hooks
+            or "grad_scale" in own
+            or profiler._is_profiler_enabled
+        )
+
+    def _collect(self, kernel: _Kernel) -> list[tuple[_Batch, list[Tensor], Columns]] | None:
+        """What to call the kernel with; None where that is torch's business, as where it has to make state."""
+        if not self._is_current():
+            self._survey()
+        if not self._is_possible:
+            return None
+        work: list[tuple[_Batch, list[Tensor], Columns]] = []
+        for batch in self._batches:
+            try:
+                columns = kernel.columns(batch.group, batch.states)
+            except KeyError:  # before the first step of a parameter
+                return None
+            if columns is None:
+                return None
+            grads: list[Any] = list(map(grad_of, batch.params))
+            if not all(map(is_not, grads, repeat(None))):
+                self._members = []  # for new lists at the next step
+                return None
+            work.append((batch, grads, columns))
+        return work
+
+    def _is_current(self) -> bool:
+        """Whether the lists are still the optimizer's, but for gradients that are missing now. Compares identities."""
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        return (
+            are_members(groups, self._members)
+            and all(map(is_, groups, self._groups))
+            and len(state) == len(self._states)
+            and all(map(is_, state.values(), self._states))
+            and not (self._idle and any(map(is_not, map(grad_of, self._idle), repeat(None))))
+        )
+
+    def _survey(self) -> None:
+        """Make the lists anew."""
+        state, batches = self._optimizer.state, dict[tuple[int, torch.device, torch.dtype], _Batch]()
+        self._groups = list(self._optimizer.param_groups)
+        self._members = [list(group["params"]) for group in self._groups]
+        params = [param for members in self._members for param in members]
+        self._states = list(state.values())
+        self._idle = [param for param in params if param.grad is None]
+        self._is_possible = all(type(param) in (Parameter, Tensor) for param in params)
+        for place, group in enumerate(self._groups):
+            for param in group["params"]:
+                if param.grad is not None:
+                    key = place, param.device, param.dtype
+                    batch = batches.setdefault(key, _Batch(group, param.device, [], []))
+                    own = state.get(param, {})
+                    batch.params.append(param)
+                    batch.states.append({} if any(value is None for value in own.values()) else own)  # of an old SGD
+        self._batches = list(batches.values())
+
+
+def are_members(groups: list[Group], members: list[list[Tensor]]) -> bool:
+    """Whether the groups have exactly these parameters. Compares identities."""
+    if len(groups) != len(members):
+        return False
+    for place, known in enumerate(members):
+        params = groups[place]["params"]
+        if len(params) != len(known) or not all(map(is_, params, known)):
+            return False
+    return True
+
+
+class _Batch(NamedTuple):
+    """Parameters that a kernel takes at once: of one group, device and type, each with a gradient."""
+
+    group: Group
+    device: torch.device
+    params: list[Tensor]
+    states: list[State]
+
+
+class _Kernel(NamedTuple):
+    """One of torch's optimizers."""
+
+    columns: Callable[[Group, list[State]], Columns | None]
+    """The state as `update` has it; None where torch has another kernel for a group of these settings."""
+    update: Callable[[_Batch, list[Tensor], Columns, Tensor | None], None]
+
+
+_adam_switches = itemgetter("foreach", "amsgrad", "capturable", "differentiable")
+_adam_settings = itemgetter("lr", "betas", "weight_decay", "eps", "maximize", "decoupled_weight_decay")
+_sgd_switches = itemgetter("foreach", "differentiable")
+_sgd_settings = itemgetter("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
+_step, _exp_avg, _exp_avg_sq = map(itemgetter, ("step", "exp_avg", "exp_avg_sq"))
+_momentum_buffer = itemgetter("momentum_buffer")
+_ONE = torch.ones(())
+
+
+def _adam_columns(group: Group, states: list[State]) -> Columns | None:
+    if group["fused"] is not True or type(group["lr"]) is not float or any(_adam_switches(group)):
+        return None
+    return [list(map(_step, states)), list(map(_exp_avg, states)), list(map(_exp_avg_sq, states))]
+
+
+def _sgd_columns(group: Group, states: list[State]) -> Columns | None:
+    if group["fused"] is not True or type(group["lr"]) is not float or any(_sgd_switches(group)):
+        return None
+    return [list(map(_momentum_buffer, states))] if group["momentum"] else []
+
+
+def _muon_columns(group: Group, states: list[State]) -> Columns | None:
+    return [list(map(_momentum_buffer, states))]
+
+
+def _adam(batch: _Batch, grads: list[Tensor], columns: Columns, found_inf: Tensor | None) -> None:
+    steps, exp_avgs, exp_avg_sqs = columns
+    lr, (beta1, beta2), weight_decay, eps, maximize, is_decoupled = _adam_settings(batch.group)
+    if batch.device.type == "cpu":
+        torch._foreach_add_(steps, _ONE, alpha=1)  # which does not make a tensor of 1 for each
+    else:
+        torch._foreach_add_(steps, 1)
+    (torch._fused_adamw_ if is_decoupled else torch._fused_adam_)(
+        batch.params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        steps,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=maximize,
+        found_inf=found_inf,
+    )
+    if found_inf is not None:
+        torch._foreach_sub_(steps, [found_inf] * len(steps))
+
+
+def _sgd(batch: _Batch, grads: list[Tensor], columns: Columns, found_inf: Tensor | None) -> None:
+    weight_decay, momentum, lr, dampening, nesterov, maximize = _sgd_settings(batch.group)
+    torch._fused_sgd_(
+        batch.params,
+        grads,
+        columns[0] if columns else [],
+        weight_decay=weight_decay,
+        momentum=momentum,
+        lr=lr,
+        dampening=dampening,
+        nesterov=nesterov,
+        maximize=maximize,
+        is_first_step=False,
+        found_inf=found_inf,
+    )
+
+
+def _muon(batch: _Batch, grads: list[Tensor], columns: Columns, found_inf: Tensor | None) -> None:
+    settings = {name: value for name, value in batch.group.items() if name in _MUON_SETTINGS}
+    torch_muon._single_tensor_muon(batch.params, grads, columns[0], has_complex=False, **settings)
+
+
+_MUON_SETTINGS = frozenset(
+    ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn")
+)
+_ADAM = _Kernel(_adam_columns, _adam)
+_KERNELS: dict[type, _Kernel] = {
+    torch.optim.AdamW: _ADAM,
+    torch.optim.Adam: _ADAM,
+    torch.optim.SGD: _Kernel(_sgd_columns, _sgd),
+    torch.optim.Muon: _Kernel(_muon_columns, _muon),
+}
+
+
+def _is_torchs(step: object) -> bool:
+    """Whether `step`, with all that is wrapped around it, is torch's code: the scheduler's counter is, a user's not."""
+    while step is not None:
+        code = getattr(step, "__code__", None)
+        if code is None or not code.co_filename.startswith(_TORCHS_FILES):
+            return False
+        step = getattr(step, "__wrapped__", None)
+    return True

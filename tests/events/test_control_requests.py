@@ -101,11 +101,8 @@ def test_the_gates_own_decision_is_a_request_in_its_name() -> None:
     assert other_rank.requests == []
 
 
-def test_a_decided_rollback_is_handed_over_once_and_forgotten_by_a_new_run() -> None:
-    control, request = Control(), Request("rollback", "Guard", "on_step_end")
-    control.rollback_request = request
-    assert control.take_rollback() is request
-    assert control.take_rollback() is None
-    control.rollback_request = request
+def test_a_decided_rollback_is_forgotten_by_a_new_run() -> None:
+    control = Control()
+    control.rollback_request = Request("rollback", "Guard", "on_step_end")
     control.clear_stops()
-    assert control.take_rollback() is None
+    assert control.rollback_request is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+from onstep.events.context import CallbackContext
 from onstep.events.moments import HF_EVENTS, MOMENTS, moments_named
 
 
@@ -21,6 +22,13 @@ class Callback:
     ranks: Literal["all", "main"] = "all"
     on_error: Literal["raise", "warn", "disable"] = "raise"
     shows_progress: bool = False
+
+    def skips_event(self, name: str) -> bool:
+        """Whether the method `name`, as this callback is configured, has nothing to do; asked when it is registered.
+
+        An event that all its listeners skip costs nothing.
+        """
+        return False
 
 
 class TrainerCallback:
@@ -40,9 +48,13 @@ class TrainerCallback:
         """What messages call this callback; override it to tell two instances of a class apart."""
         return type(self).__name__
 
+    def skips_event(self, name: str) -> bool:
+        """As in `Callback`."""
+        return False
+
 
 def _context_method(name: str, when: str) -> Callable[..., None]:
-    def method(self: Callback, context: Any) -> None:
+    def method(self: Callback, context: CallbackContext) -> None:
         return None
 
     method.__name__, method.__doc__ = name, f"{when}."

@@ -191,11 +191,6 @@ class Control(TrainerControl):
             self.requests = [request for request in self.requests if request.flag != "skip"]
         return skips
 
-    def take_rollback(self) -> Request | None:
-        """The rollback that the ranks agreed on; it is handed over once."""
-        request, self.rollback_request = self.rollback_request, None
-        return request
-
     def _ask_once(self, flag: str, reason: str) -> None:
         if not any(request.flag == flag for request in self.requests):
             self.requests.append(Request(flag, self.author, self.event, reason, self.rank))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from inspect import ismethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
 
 from onstep.events.callback_clock import CallbackClock
 from onstep.events.context import CallbackContext
@@ -24,8 +25,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 
 class Listeners:
-    """For each event, the tuple of its listeners. The loop tests one attribute; that test is the whole cost of an
-    event that nobody listens to."""
+    """For each event, the tuple of its listeners."""
 
     __slots__ = tuple(moment.name for moment in MOMENTS)
 
@@ -36,6 +36,18 @@ class Listeners:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> tuple[Listener, ...]: ...
+
+
+class _Follower(Protocol):
+    def refresh(self) -> None:
+        """Somebody listens to an event, or nobody any longer."""
+
+
+class _Followers(WeakSet[_Follower]):
+    """Who is told of changes of a manager; a copy of the manager has none of them."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
 
 
 class CallbackManager:
@@ -53,6 +65,7 @@ class CallbackManager:
         self._disabled: dict[int, Any] = {}
         """By id; the objects are kept, so that no id is given out again."""
         self._heard: set[str] = set()
+        self._followers = _Followers()
         self.listeners = Listeners()
         self.callback_clock = CallbackClock()
         """Measures how long each callback takes, while somebody has started it."""
@@ -151,14 +164,57 @@ class CallbackManager:
             ValueError: for an unknown event.
         """
         moment = moment_of(event_name)
-        listeners = self._listeners_of(moment)
+        outer = context.event  # a callback may fire another event with the context that it was handed
         context.event = moment.name
         context.callback_clock = self.callback_clock
-        if moment.reaches_all:
-            self._tell_all(listeners, context)
-            return
+        context.keywords = None
+        call = self.call_all if moment.reaches_all else self.call
+        try:
+            call(self._listeners_of(moment), context)
+        finally:
+            context.event, context.keywords = outer or moment.name, None
+
+    def call(self, listeners: tuple[Listener, ...], context: CallbackContext) -> None:
+        """Call listeners in order, with a context that names their event."""
+        disabled, clock = self._disabled, self.callback_clock
+        voice = vars(context.control)  # past its __setattr__, which is there for the flags
+        outer = voice["author"], voice["event"], PULSE.told  # a callback may itself make somebody fire
+        voice["event"] = context.event
+        try:
+            for listener in listeners:
+                if (listener.main_only and context.rank != 0) or (disabled and id(listener.owner) in disabled):
+                    continue
+                PULSE.told = listener.told
+                voice["author"] = listener.told[1]
+                PULSE.beats += 1
+                try:
+                    if clock.is_running:
+                        _call_timed(clock, listener, context)
+                    else:
+                        listener.handle(context)
+                except BaseException as error:
+                    if not self._tolerates(listener, error):
+                        raise
+        finally:
+            voice["author"], voice["event"], PULSE.told = outer
+
+    def call_all(self, listeners: tuple[Listener, ...], context: CallbackContext) -> None:
+        """Call every listener, also after an error: the first error is raised at the end."""
+        first: BaseException | None = None
         for listener in listeners:
-            self._tell(listener, context)
+            try:
+                self.call((listener,), context)
+            except BaseException as error:  # noqa: BLE001 - every callback gets its ending; the first error is raised below
+                if first is None:
+                    first = error
+                else:
+                    first.add_note(f"then '{listener.author}' raised {type(error).__name__}: {error}")
+        if first is not None:
+            raise first
+
+    def follow(self, follower: _Follower) -> None:
+        """Call `refresh()` of an object, for as long as it lives, whenever callbacks were added or removed."""
+        self._followers.add(follower)
 
     def _listeners_of(self, moment: Moment) -> tuple[Listener, ...]:
         listeners: tuple[Listener, ...] = getattr(self.listeners, moment.name)
@@ -171,56 +227,22 @@ class CallbackManager:
         ranks = " [rank 0 only]" if listener.main_only else ""
         return entry + ranks + (" [disabled]" if id(listener.owner) in self._disabled else "")
 
-    def _tell(self, listener: Listener, context: CallbackContext) -> None:
-        if listener.main_only and context.rank != 0:
-            return
-        if self._disabled and id(listener.owner) in self._disabled:
-            return
-        control, event = context.control, context.event
-        outer = control.author, control.event  # a callback may itself make somebody fire
-        control.author, control.event = listener.author, event
-        clock = self.callback_clock if self.callback_clock.is_running else None
-        told_outside = PULSE.told
-        PULSE.told = event, listener.author
-        PULSE.beats += 1
-        try:
-            if clock is not None:
-                clock.enter(listener.author)
-            listener.handle(context)
-        except BaseException as error:
-            error.add_note(f"raised by callback '{listener.author}' during '{event}'")
-            if listener.on_error == "raise" or not isinstance(error, Exception):
-                raise
-            self._tolerate(listener, event, error)
-        finally:
-            control.author, control.event = outer
-            PULSE.told = told_outside
-            if clock is not None:
-                clock.leave()
-
-    def _tolerate(self, listener: Listener, event: str, error: Exception) -> None:
+    def _tolerates(self, listener: Listener, error: BaseException) -> bool:
+        """Whether training goes on after an error, with a warning; a note on it names callback and event."""
+        event, author = listener.told
+        error.add_note(f"raised by callback '{author}' during '{event}'")
+        if listener.on_error == "raise" or not isinstance(error, Exception):
+            return False
         consequence = "training goes on"
         if listener.on_error == "disable":
             self._disabled[id(listener.owner)] = listener.owner
             consequence = "it is told nothing more"
         warnings.warn(
-            f"callback '{listener.author}' raised {type(error).__name__}: {error} during '{event}'; {consequence}",
+            f"callback '{author}' raised {type(error).__name__}: {error} during '{event}'; {consequence}",
             RuntimeWarning,
             stacklevel=3,
         )
-
-    def _tell_all(self, listeners: Iterable[Listener], context: CallbackContext) -> None:
-        first: BaseException | None = None
-        for listener in listeners:
-            try:
-                self._tell(listener, context)
-            except BaseException as error:  # noqa: BLE001 - every callback gets its ending; the first error is raised below
-                if first is None:
-                    first = error
-                else:
-                    first.add_note(f"then '{listener.author}' raised {type(error).__name__}: {error}")
-        if first is not None:
-            raise first
+        return True
 
     def _position(self, before: Any, after: Any) -> int:
         position = len(self._registrations) if before is None else self._index_of(before)
@@ -248,6 +270,16 @@ class CallbackManager:
             told = (one for registration in self._registrations for one in registration.listeners.get(event, ()))
             setattr(self.listeners, event, tuple(told))
         self._heard = {event for event in VALID_EVENTS if getattr(self.listeners, event)}
+        for follower in self._followers:
+            follower.refresh()
+
+
+def _call_timed(clock: CallbackClock, listener: Listener, context: CallbackContext) -> None:
+    clock.enter(listener.author)
+    try:
+        listener.handle(context)
+    finally:
+        clock.leave()
 
 
 def _instances(callback: Any) -> Iterator[Any]:

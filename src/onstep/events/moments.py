@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -28,18 +29,24 @@ class Moment:
     reaches_all: bool = False
     """Told to every callback even when one of them raises."""
 
+    @cached_property
+    def own_fields(self) -> tuple[str, ...]:
+        """The fields that only this event and its like have."""
+        return tuple(name for name in self.fields if name not in (*ALWAYS, *TRAINING))
+
 
 ALWAYS = ("state", "model", "user_state", "control", "rank", "trainer", "processing_class")
 """Fields of the context that every moment has (`trainer` and `processing_class` are None where there is none)."""
 
-_TRAINING = ("optimizer", "scheduler", "train_dataloader", "eval_dataloader")
+TRAINING = ("optimizer", "scheduler", "train_dataloader", "eval_dataloader")
+"""The training objects: fields of the context while training."""
 
 MOMENTS: tuple[Moment, ...] = (
     Moment(
         "on_checkpoint_load",
         "on_checkpoint_load",
         "After a checkpoint was loaded, before data is opened",
-        (*_TRAINING, "checkpoint_step", "checkpoint_path"),
+        (*TRAINING, "checkpoint_step", "checkpoint_path"),
     ),
     Moment(
         "on_data_init_start",
@@ -47,80 +54,80 @@ MOMENTS: tuple[Moment, ...] = (
         "After model, optimizer and scheduler are built, before any data file is opened",
         ("optimizer", "scheduler"),
     ),
-    Moment("on_init_end", "on_init_end", "At the end of set-up, once for each train() and evaluate()", _TRAINING),
-    Moment("on_train_start", "on_train_begin", "After `model.train()`, before the first step", _TRAINING),
-    Moment("on_epoch_start", "on_epoch_begin", "Before each epoch", _TRAINING),
-    Moment("on_step_begin", "on_step_begin", "Before the step's micro-batches are read", _TRAINING, per_step=1),
+    Moment("on_init_end", "on_init_end", "At the end of set-up, once for each train() and evaluate()", TRAINING),
+    Moment("on_train_start", "on_train_begin", "After `model.train()`, before the first step", TRAINING),
+    Moment("on_epoch_start", "on_epoch_begin", "Before each epoch", TRAINING),
+    Moment("on_step_begin", "on_step_begin", "Before the step's micro-batches are read", TRAINING, per_step=1),
     Moment(
         "on_train_step_start",
         "on_train_step_start",
         "The micro-batches are read; before `train_step`",
-        (*_TRAINING, "micro_batches", "sample_ids"),
+        (*TRAINING, "micro_batches", "sample_ids"),
         per_step=1,
     ),
     Moment(
         "on_forward_backward_start",
         "on_forward_backward_begin",
         "Before each micro-batch's forward and backward; it is on the device",
-        (*_TRAINING, "micro_batch"),
+        (*TRAINING, "micro_batch"),
         per_step=1,
     ),
     Moment(
         "on_forward_backward_end",
         "on_forward_backward_end",
         "After each micro-batch's forward and backward",
-        (*_TRAINING, "micro_batch", "loss"),
+        (*TRAINING, "micro_batch", "loss"),
         per_step=1,
     ),
     Moment(
         "on_substep_end",
         "on_substep_end",
         "After each micro-batch but the last of a step",
-        _TRAINING,
+        TRAINING,
         per_step=1,
     ),
     Moment(
         "on_pre_optimizer_step",
         "on_pre_optimizer_step",
         "Gradients are reduced and clipped (raw for a foreign optimizer); before the update",
-        (*_TRAINING, "grad_norm"),
+        (*TRAINING, "grad_norm"),
         per_step=1,
     ),
     Moment(
         "on_optimizer_step",
         "on_optimizer_step",
         "After the update, before the scheduler moves and gradients are cleared",
-        (*_TRAINING, "grad_norm"),
+        (*TRAINING, "grad_norm"),
         per_step=1,
     ),
     Moment(
         "on_train_metrics",
         "on_train_metrics",
         "This rank's loss, gradient norm and label count of the step, as device tensors",
-        (*_TRAINING, "loss", "grad_norm", "tokens"),
+        (*TRAINING, "loss", "grad_norm", "tokens"),
         per_step=1,
     ),
     Moment(
         "on_train_step_end",
         "on_train_step_end",
         "After `train_step`, before the step counter advances",
-        (*_TRAINING, "loss_dict", "grad_norm", "skipped_iter", "sample_ids"),
+        (*TRAINING, "loss_dict", "grad_norm", "skipped_iter", "sample_ids"),
         per_step=1,
     ),
     Moment(
         "on_step_end",
         "on_step_end",
         "The step counter has advanced; `control` holds what is due at this step",
-        _TRAINING,
+        TRAINING,
         per_step=0,
     ),
     Moment(
         "on_log_step",
         "on_log_step",
         "A step is logged; `logs` may be added to before it is told",
-        (*_TRAINING, "logs"),
+        (*TRAINING, "logs"),
     ),
-    Moment("on_log", "on_log", "`logs` is complete; also told once with the final metrics", (*_TRAINING, "logs")),
+    Moment("on_log", "on_log", "`logs` is complete; also told once with the final metrics", (*TRAINING, "logs")),
     Moment("on_eval_start", "on_eval_start", "After `model.eval()`, before the validation loop"),
     Moment("on_eval_step_start", "on_eval_step_start", "Before each validation batch"),
     Moment("on_eval_step_end", "on_prediction_step", "After each validation batch"),
@@ -142,18 +149,18 @@ MOMENTS: tuple[Moment, ...] = (
         "A checkpoint is durable",
         ("optimizer", "checkpoint_step", "checkpoint_path"),
     ),
-    Moment("on_epoch_end", "on_epoch_end", "After each epoch, also one that was stopped", _TRAINING),
+    Moment("on_epoch_end", "on_epoch_end", "After each epoch, also one that was stopped", TRAINING),
     Moment(
         "on_final_metrics",
         "on_final_metrics",
         "All steps are done; `logs` holds the final metrics and may be added to before `on_log` tells them",
-        (*_TRAINING, "logs"),
+        (*TRAINING, "logs"),
     ),
     Moment(
         "on_train_end",
         "on_train_end",
         "After the training loop, before the final validation and test",
-        _TRAINING,
+        TRAINING,
         reaches_all=True,
     ),
     Moment("on_test_start", "on_test_start", "After `model.eval()`, before the test loop"),
@@ -164,14 +171,14 @@ MOMENTS: tuple[Moment, ...] = (
         "on_exception",
         "on_exception",
         "Once, when an exception ends the run; never for a decided exit",
-        (*_TRAINING, "exception"),
+        (*TRAINING, "exception"),
         reaches_all=True,
     ),
     Moment(
         "on_run_end",
         "on_run_end",
         "Exactly once, after everything; `reason` is completed, stopped, preempted or failed",
-        (*_TRAINING, "reason", "exception"),
+        (*TRAINING, "reason", "exception"),
         reaches_all=True,
     ),
 )

@@ -27,9 +27,15 @@ class Listener:
     """The callable as the user gave it."""
     owner: Any
     """The callback instance, or the function itself."""
-    author: str
+    told: tuple[str, str]
+    """The event and the author: what messages call the callback."""
     main_only: bool
     on_error: str
+
+    @property
+    def author(self) -> str:
+        """What messages call the callback."""
+        return self.told[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +93,8 @@ def author_of(owner: Any) -> str:
 def _listener(fn: Callable[..., Any], moment: Moment, style: Style | None, owner: Any) -> Listener:
     main_only = _option(owner, "ranks", ("all", "main")) == "main"
     on_error = _option(owner, "on_error", ("raise", "warn", "disable"))
-    return Listener(as_handler(fn, moment, style), fn, owner, author_of(owner), main_only, on_error)
+    told = moment.name, author_of(owner)
+    return Listener(as_handler(fn, moment, style), fn, owner, told, main_only, on_error)
 
 
 def _option(owner: Any, name: str, allowed: tuple[str, ...]) -> str:
@@ -145,6 +152,8 @@ def _style_of_name(name: str) -> Style | None:
 
 def _event_methods(callback: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
     for name in _EVENT_NAMES:
+        if isinstance(callback, (Callback, TrainerCallback)) and callback.skips_event(name):
+            continue
         method = getattr(callback, name, None)
         if callable(method) and not _left_empty(callback, name, method):
             yield name, method

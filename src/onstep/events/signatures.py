@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, Literal
 
 from onstep.events.context import CallbackContext
-from onstep.events.moments import ALWAYS, MOMENTS, Moment
+from onstep.events.moments import MOMENTS, Moment
 
 Handler = Callable[[CallbackContext], None]
 Style = Literal["context", "hf"]
@@ -17,20 +19,22 @@ ACCEPTED = (
     "keywords with **kwargs"
 )
 
-HF_KEYWORDS: frozenset[str] = frozenset(
+_BASE_KEYWORDS: frozenset[str] = frozenset(
     {
-        *("args", "state", "control", "model", "processing_class", "tokenizer"),
-        *("optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader", "trainer"),
-        *(name for moment in MOMENTS for name in moment.fields if name != "scheduler"),
+        *("args", "state", "control", "model", "processing_class", "optimizer", "lr_scheduler"),
+        *("train_dataloader", "eval_dataloader", "trainer"),
     }
 )
-"""Every keyword that some moment hands to a Hugging Face-style handler."""
+"""What every Hugging Face-style handler is called with."""
 
-_BASE_KEYWORDS = frozenset({*ALWAYS, "optimizer", "scheduler", "train_dataloader", "eval_dataloader"})
-
+HF_KEYWORDS: frozenset[str] = _BASE_KEYWORDS.union({"tokenizer"}, *(m.own_fields for m in MOMENTS))
+"""Every keyword that some event hands to a Hugging Face-style handler."""
 
 _LEADING = ("args", "state", "control")
 """What `transformers` hands over by position; a handler may call these three whatever it likes."""
+
+_SEE_ALL = frozenset({"locals", "vars", "dir", "eval", "exec", "breakpoint", "currentframe", "_getframe"})
+"""What shows a function its own variables without naming them."""
 
 _CONTEXT_NAMES = frozenset({"context", "ctx"})
 """Parameters that say the context convention by their name."""
@@ -141,40 +145,60 @@ def _shape_of(fn: Callable[..., Any]) -> _Shape | None:
 
 def _hf_handler(fn: Callable[..., Any], moment: Moment, shape: _Shape) -> Handler | None:
     by_position = shape.fits_hf_by_position()
-    keywords_of = _keywords(moment, shape)
+    selected = _selection(moment, shape)
 
     def told_by_keyword(context: CallbackContext) -> None:
-        context.control.take(fn(**keywords_of(context)))
+        keywords = context.keywords or context.event_keywords()
+        returned = fn(**(keywords if selected is None else selected(keywords)))
+        if returned is not None:
+            context.control.take(returned)
 
     def told_by_position(context: CallbackContext) -> None:
-        keywords = keywords_of(context)
-        for name in _LEADING:
-            keywords.pop(name, None)
-        context.control.take(fn(context.args, context.trainer_state, context.control, **keywords))
+        keywords = context.keywords or context.event_keywords()
+        further = keywords if selected is None else selected(keywords)
+        further = {name: value for name, value in further.items() if name not in _LEADING}
+        context.control.take(fn(context.args, context.trainer_state, context.control, **further))
 
+    def told_the_leading(context: CallbackContext) -> None:
+        keywords = context.keywords or context.event_keywords()
+        returned = fn(keywords["args"], keywords["state"], keywords["control"])
+        if returned is not None:
+            context.control.take(returned)
+
+    if tuple(p.name for p in shape.positional) == _LEADING and not shape.keyword_only and _ignores_keywords(fn):
+        return told_the_leading
     if shape.fits_hf_by_keyword() and not (shape.takes_args and by_position):
         return told_by_keyword
     return told_by_position if by_position else None
 
 
-def _keywords(moment: Moment, shape: _Shape) -> Callable[[CallbackContext], dict[str, Any]]:
-    """What a handler is called with: all that the moment has, and None for what it demands and the moment lacks."""
-    specific = tuple(name for name in moment.fields if name not in _BASE_KEYWORDS)
-    demanded = [name for name in (*shape.required, *shape.required_keywords) if name in HF_KEYWORDS]
-    wanted = None if shape.takes_kwargs else shape.names()
-    by_old_name = "tokenizer" in shape.names()
+def _ignores_keywords(fn: Callable[..., Any]) -> bool:
+    """Whether a function's code never reads its `**kwargs`, so that nobody sees whether there are any in it."""
+    code = getattr(getattr(fn, "__func__", fn), "__code__", None)
+    if not isinstance(code, CodeType) or hasattr(fn, "__wrapped__") or not code.co_flags & inspect.CO_VARKEYWORDS:
+        return False
+    if code.co_flags & inspect.CO_VARARGS or not _SEE_ALL.isdisjoint(code.co_names):
+        return False
+    keywords = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]
+    return all(step.argval != keywords for step in dis.get_instructions(code))
 
-    def keywords_of(context: CallbackContext) -> dict[str, Any]:
-        keywords = context.hf_keywords()
-        for name in specific:
-            keywords[name] = getattr(context, name)
-        if by_old_name:
-            keywords["tokenizer"] = context.processing_class
-        for name in demanded:
-            keywords.setdefault(name, None)
-        return keywords if wanted is None else {name: keywords[name] for name in keywords.keys() & wanted}
 
-    return keywords_of
+def _selection(moment: Moment, shape: _Shape) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+    """Makes what a handler is called with from the event's keywords; None where that is all of them as they are.
+
+    What a handler demands and the event lacks is None.
+    """
+    names = shape.names()
+    known = _BASE_KEYWORDS.union(moment.own_fields)
+    demanded = HF_KEYWORDS.intersection((*shape.required, *shape.required_keywords))
+    further = demanded.union(names & {"tokenizer"}) - known
+    source = {name: "processing_class" if name == "tokenizer" else name for name in further}
+    if not shape.takes_kwargs:
+        source |= {name: name for name in names & known}
+        return lambda keywords: {name: keywords.get(key) for name, key in source.items()}
+    if not source:
+        return None
+    return lambda keywords: keywords | {name: keywords.get(key) for name, key in source.items()}
 
 
 def _describe(fn: Callable[..., Any]) -> str:

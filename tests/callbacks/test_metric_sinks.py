@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
 from onstep.events import CallbackContext
 from onstep.journal import read_records, without_wall_clock
+from onstep.sinks import RecentPoints
 from sink_reading import journal_values, scalars, table
 
 
@@ -162,7 +162,7 @@ def test_a_hostile_tracker_costs_one_warning_and_nothing_of_the_run(
     state = pretrain(named_config, callbacks=[hostile_one, MetricSinks("csv"), JsonLogger()])
     if isinstance(sink, Hanging):
         sink.released.set()
-    assert state.ended == "completed"
+    assert state.ending.ended == "completed"
     folder = tmp_path / "runs" / "run"
     assert [step for step, _ in journal_values(folder / "trainer_logs.json", "loss")] == list(range(1, 9))
     assert [info.step for info in checkpoints(folder / "checkpoints")][:1] == [8]
@@ -331,14 +331,15 @@ def test_what_a_tracker_has_never_been_given_survives_any_number_of_kills(tmp_pa
             callback.load_state_dict(saved)
         start = 10 * process
         callback.on_train_start(_context(tmp_path, start))
-        callback._points.recent._points = deque(  # the time between the processes
-            replace(point, timestamp=point.timestamp - 90.0) for point in callback._points.recent.kept
-        )
+        for logger in callback._loggers.values():  # the time between the processes
+            logger.recent = RecentPoints(
+                replace(point, timestamp=point.timestamp - 90.0) for point in logger.recent.kept
+            )
         for step in range(start + 1, start + 11):
             callback.on_log(_context(tmp_path, step, logs={"loss": float(step)}))
         callback._memory["state"] = SimpleNamespace(global_step=start + 10)
         saved = callback.state_dict()
-    assert [point["step"] for point in saved["last_points"]] == list(range(1, 41))
+    assert [point["step"] for point in saved["sinks"]["remembering"]["last"]] == list(range(1, 41))
     for sink in hanging:
         sink.released.set()
     callback.on_run_end(_context(tmp_path, 40))
@@ -347,8 +348,8 @@ def test_what_a_tracker_has_never_been_given_survives_any_number_of_kills(tmp_pa
 
 def test_settled_points_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onstep.sinks.points.SETTLING_SECONDS", 0.0)
-    monkeypatch.setattr("onstep.sinks.deliveries.SETTLING_SECONDS", 0.0)
-    monkeypatch.setattr("onstep.sinks.deliveries._MARK_SECONDS", 0.0)
+    monkeypatch.setattr("onstep.sinks.sink_session.SETTLING_SECONDS", 0.0)
+    monkeypatch.setattr("onstep.sinks.sink_session._MARK_SECONDS", 0.0)
     sink = Remembering()
     callback = MetricSinks(sink)
     callback.on_train_start(_context(tmp_path))
@@ -356,7 +357,7 @@ def test_settled_points_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.Monke
         callback.on_log(_context(tmp_path, step, logs={"loss": float(step)}))
         while step not in sink.steps:
             pass
-    assert len(callback._points.recent.kept) < 10
+    assert len(callback._loggers["remembering"].recent.kept) < 10
     callback.on_run_end(_context(tmp_path, 200))
 
 
@@ -375,6 +376,7 @@ def test_data_loader_workers_and_trackers_go_together(tmp_path: Path) -> None:
         ({"sinks": SimpleNamespace()}, "has no `name`"),
         ({"sinks": "csv", "queue_capacity": 0}, "at least 1"),
         ({"sinks": "csv", "close_timeout": -1.0}, ">= 0 seconds"),
+        ({"sinks": "csv", "names": ["brdge"]}, "names=.*must be some of hf, bridge"),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(arguments: dict[str, Any], message: str) -> None:

@@ -18,8 +18,7 @@ from torch.overrides import TorchFunctionMode
 from onstep import Trainer, TrainerCallback, TrainingArguments
 from onstep.callbacks.grad_norm_logger import GradNormLogger
 from onstep.callbacks.json_logger import JsonLogger
-from onstep.callbacks.parameter_norm_logger import ParameterNormLogger
-from onstep.callbacks.weight_norm_logger import WeightNormLogger
+from onstep.callbacks.parameter_norm_logger import ParameterNormLogger, WeightNormLogger
 from onstep.errors import ConfigError
 from onstep.journal import read_records
 

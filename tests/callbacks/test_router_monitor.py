@@ -12,7 +12,7 @@ from onstep.callbacks import RouterMonitor
 from onstep.config import apply_overrides
 from onstep.errors import ConfigError
 from onstep.events import Callback
-from onstep.metrics.moe_loads import collapse, router_load
+from onstep.metrics.moe_losses import collapse, router_load
 from onstep.models.router import Router
 
 EXPERTS, TOPK = 4, 2

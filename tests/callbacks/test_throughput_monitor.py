@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from onstep.errors import ConfigError
 from onstep.journal import without_wall_clock
 from onstep.optim import TrainingOptimizer
 from onstep.training import GlobalState, train
-from onstep.training.exits import ExitWatch
+from onstep.training.exit_watch import ExitWatch
 
 ROW, FORWARD, UPDATE, EVALUATION, CALLBACK, SAVE = 1, 10, 100, 1_000, 10_000, 100_000
 """Seconds that one of each takes; the digits of a sum tell what it is made of."""
@@ -77,10 +78,12 @@ class SlowAgreement(ExitWatch):
     """An agreement after every step, log, evaluation and save takes time."""
 
     clock: Clock = field(default_factory=Clock)
+    deadline: float | None = math.inf
+    """Somebody has to ask for the votes of a single process."""
 
-    def votes(self, state: GlobalState) -> list[int]:
+    def votes(self, is_main: bool, writes: bool) -> list[int]:
         self.clock.now += AGREEMENT
-        return super().votes(state)
+        return super().votes(is_main, writes)
 
 
 class Recorder(Callback):
@@ -114,7 +117,7 @@ class Run:
 
     def go(self) -> GlobalState:
         state = GlobalState(self.config, num_microbatches=2, exits=self.exits)
-        state.flops_per_token = 50.0
+        state.sums.flops_per_token = 50.0
         torch.manual_seed(0)
         model = nn.Embedding(16, 16)
         sgd = SlowSGD(model.parameters(), lr=0.1)

@@ -10,8 +10,7 @@ import pytest
 from tracker_reading import CometArchive, comet_archives, without_keys
 
 from onstep.sinks import RunIdentity
-from onstep.sinks.comet_archive import Segment, finish_segments
-from onstep.sinks.comet_sink import CometSink
+from onstep.sinks.comet_sink import CometSink, Segment, finish_segments
 
 RUN_ID = "0123456789abcdef" * 2
 

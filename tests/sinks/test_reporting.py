@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,9 @@ from onstep.config import (
     validate,
 )
 from onstep.errors import ConfigError
+from onstep.events import CallbackManager
 from onstep.sinks import tracker_run
-from onstep.sinks.reporting import check_reported, reporting_sinks
+from onstep.sinks.reporting import asked_names, attach_trackers, reporting_sinks
 
 ALL = ["csv", "tensorboard", "wandb", "mlflow", "comet", "trackio"]
 
@@ -85,7 +87,7 @@ def test_the_keys_of_the_configuration_reach_the_sinks() -> None:
     assert (mlflow.tracking_uri, mlflow.tags, mlflow.experiment) == ("http://x", {"a": "b"}, None)
     assert mlflow.description == "why"
     comet = sink_of(config_with(report_to=["comet"], comet_workspace="w", comet_tags=["t"], comet_project="p"))
-    assert (comet.workspace, comet.tags, comet.project) == ("w", ("t",), "p")
+    assert (comet.workspace, comet.tags, comet.project) == ("w", ["t"], "p")
 
 
 def test_project_and_run_name_of_the_arguments_are_those_of_every_tracker() -> None:
@@ -110,9 +112,47 @@ def test_hugging_faces_default_project_leaves_it_to_the_tracker() -> None:
     assert sink_of(args_to_config(TrainingArguments(report_to="trackio"))).project is None
 
 
-def test_a_report_to_that_nobody_reads_is_refused_with_the_remedy() -> None:
+HF, BRIDGE, BOTH = ("hf",), ("bridge",), ("hf", "bridge")
+
+
+@pytest.mark.parametrize(
+    ("logger", "asked", "filled_by_the_callback"),
+    [
+        ({"wandb_project": "p"}, {"wandb": BRIDGE}, []),
+        ({"report_to": ["wandb"], "wandb_project": "p"}, {"wandb": HF}, ["wandb"]),
+        ({"report_to": "wandb", "report_names": BOTH, "wandb_project": "p"}, {"wandb": BOTH}, ["wandb"]),
+        ({"report_names": BOTH, "wandb_project": "p"}, {"wandb": BOTH}, ["wandb"]),
+        ({"report_to": ["csv"], "report_names": "bridge"}, {"csv": BRIDGE}, ["csv"]),
+        ({"report_to": ["csv"], "tensorboard_dir": "tb"}, {"csv": HF, "tensorboard": BRIDGE}, ["csv"]),
+    ],
+)
+def test_a_tracker_is_asked_for_once_with_its_names(
+    logger: dict[str, Any], asked: dict[str, Any], filled_by_the_callback: list[str]
+) -> None:
+    config = config_with(**logger)
+    assert asked_names(config.logger) == asked
+    assert names(config) == filled_by_the_callback
+
+
+def test_tensorboard_has_one_folder() -> None:
+    assert sink_of(config_with(report_to=["tensorboard"], tensorboard_dir="tb")).location == Path("tb")
+
+
+@pytest.mark.parametrize("chosen", [["hugging_face"], [], ["hf", "nemo"]])
+def test_unknown_names_are_refused(tiny_config: ConfigContainer, chosen: list[str]) -> None:
+    tiny_config.logger.report_names = chosen
+    with pytest.raises(ConfigError, match=r"logger.report_names=.* must be some of hf, bridge"):
+        validate(tiny_config)
+
+
+def test_trackers_are_attached_where_nobody_fills_them() -> None:
     config = config_with(report_to=["csv"])
-    with pytest.raises(ConfigError, match=r"callbacks=\[MetricSinks\(\['csv'\]\)\]"):
-        check_reported(config, [object()])
-    check_reported(config, [SimpleNamespace(sinks=[])])
-    check_reported(ConfigContainer(), [])
+    manager = attach_trackers(None, config)
+    assert manager is not None
+    assert attach_trackers(manager, config) is manager
+    assert [type(one).__name__ for one in manager.callbacks] == ["MetricSinks"]
+    own = CallbackManager()
+    own.add(SimpleNamespace(sinks=[], on_log=print))
+    attach_trackers(own, config)
+    assert len(own.callbacks) == 1
+    assert attach_trackers(None, ConfigContainer()) is None

@@ -8,7 +8,7 @@ import pytest
 
 from onstep.errors import ConfigError
 from onstep.sinks import Point, RunPoints, make_sink, points_for, tracker_names
-from onstep.sinks.sink_names import SINKS
+from onstep.sinks.sink_names import SINKS, bridge_names
 
 
 def test_metrics_are_called_as_hugging_faces_integrations_call_them() -> None:
@@ -57,19 +57,35 @@ def test_a_metric_is_shown_once_a_step_unless_it_changed() -> None:
     assert (again.metrics, later.metrics) == ({"train/total_tokens": 20}, {"train/epoch": 0.5})
 
 
-def test_a_checkpoint_gets_the_records_of_the_last_step() -> None:
+def test_a_continued_run_knows_what_its_trackers_show_already() -> None:
     points = RunPoints()
-    points.add({"loss": 1.0}, 1, 10.0)
     points.add({"loss": 2.0, "epoch": 0.5}, 2, 20.0)
-    points.add({"eval_loss": 3.0, "epoch": 0.5}, 2, 21.0)
-    expected = (Point({"loss": 2.0, "epoch": 0.5}, 2, 20.0), Point({"eval_loss": 3.0, "epoch": 0.5}, 2, 21.0))
-    assert (
-        points.recent.last
-        == RunPoints(points.recent.last).recent.last
-        == points_for(True, points.recent.last)
-        == expected
-    )
-    assert [dict(point.metrics) for point in points_for(False, points.recent.last)] == [
+    continued = RunPoints(points.state_dict())
+    assert continued.add({"eval_loss": 3.0, "epoch": 0.5}, 2, 21.0)[1].metrics == {"eval/loss": 3.0}
+
+
+def test_points_of_a_journal_are_shown_once_too() -> None:
+    points = (Point({"loss": 2.0, "epoch": 0.5}, 2, 20.0), Point({"eval_loss": 3.0, "epoch": 0.5}, 2, 21.0))
+    assert points_for(True, points) == points
+    assert [dict(point.metrics) for point in points_for(False, points)] == [
         {"train/loss": 2.0, "train/epoch": 0.5},
         {"eval/loss": 3.0},
     ]
+
+
+@pytest.mark.parametrize(
+    ("tracker", "shown"),
+    [
+        ("tensorboard", ["decoupled-learning-rate", "lm loss validation ppl", "throughput/tflops/device"]),
+        ("wandb", ["samples vs steps", "lm loss validation ppl", "throughput/tflops/device"]),
+        ("mlflow", ["samples vs steps", "val/lm loss ppl", "throughput/tflops_per_device"]),
+        ("comet", ["lm loss validation ppl", "throughput/tflops/device"]),
+        (
+            "csv",
+            ["samples vs steps", "decoupled-learning-rate", "lm loss validation ppl", "throughput/tflops/device"],
+        ),
+    ],
+)
+def test_each_tracker_has_its_names_of_megatron_bridges_tags(tracker: str, shown: list[str]) -> None:
+    tags = ["samples vs steps", "decoupled-learning-rate", "lm loss validation ppl", "throughput/tflops/device"]
+    assert list(bridge_names(tracker, dict.fromkeys(tags, 1.0))) == shown

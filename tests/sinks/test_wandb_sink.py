@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from tracker_reading import wandb_segments, without_keys
 
+from onstep import pretrain
+from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
 from onstep.sinks import RunIdentity, SinkQueue, make_sink
 from onstep.sinks.wandb_sink import WandbSink, _has_key
@@ -162,3 +164,17 @@ def test_behind_its_queue_nothing_is_lost(run: RunIdentity, tmp_path: Path) -> N
     assert queue.dropped == 0
     (segment,) = wandb_segments(tmp_path)
     assert segment.points("train/loss") == [(step, float(step)) for step in range(200)]
+
+
+def test_a_run_that_shows_both_tables_of_names_is_one_run(tiny_config: ConfigContainer, tmp_path: Path) -> None:
+    tiny_config.run.name, tiny_config.run.output_dir, tiny_config.run.save_weights = "run", str(tmp_path), False
+    tiny_config.logger.report_to, tiny_config.logger.report_names = ["wandb"], ["hf", "bridge"]
+    tiny_config.logger.wandb_project, tiny_config.logger.wandb_exp_name = "mine", "named"
+    state = pretrain(tiny_config)
+    (segment,) = wandb_segments(tmp_path / "run")
+    assert state.run_folder is not None
+    assert segment.run.run_id == state.run_folder.run_id
+    assert (segment.run.project, segment.run.display_name) == ("mine", "named")
+    assert [step for step, _ in segment.points("train/loss")] == [4, 8]
+    assert [step for step, _ in segment.points("lm loss")] == list(range(1, 9))
+    assert [step for step, _ in segment.points("lm loss validation")] == [5, 8]

@@ -12,7 +12,7 @@ from onstep.callbacks.info_callback import InfoCallback
 from onstep.callbacks.json_logger import JsonLogger
 from onstep.callbacks.learning_rate_monitor import LearningRateMonitor
 from onstep.callbacks.metric_sinks import MetricSinks
-from onstep.callbacks.parameter_norm_logger import ParameterNormLogger
+from onstep.callbacks.parameter_norm_logger import ParameterNormLogger, WeightNormLogger
 from onstep.callbacks.peak_memory import PeakMemory
 from onstep.callbacks.profiler_callback import ProfilerCallback
 from onstep.callbacks.progress_callback import ProgressCallback
@@ -22,7 +22,6 @@ from onstep.callbacks.tb_logger import TBLogger, TBScalar, default_tb_scalars
 from onstep.callbacks.textgen_callback import TextgenCallback
 from onstep.callbacks.throughput_monitor import ThroughputMonitor
 from onstep.callbacks.trace_malloc import TraceMalloc
-from onstep.callbacks.weight_norm_logger import WeightNormLogger
 from onstep.metrics.columns import ColumnSpec, MetricSpec, default_final_metrics, default_step_columns
 
 __all__ = [

@@ -19,7 +19,8 @@ class DefaultMetrics(TrainerCallback):
 
     Args:
         peak_hardware_flops: Peak FLOP/s of all GPUs of the job together (dense bfloat16, float32 accumulation: 312e12
-            for one A100, 989e12 for one H100 SXM); None leaves `mfu` out.
+            for one A100, 989e12 for one H100 SXM); None leaves `mfu` out. Set it before the callback is
+            registered.
     """
 
     ranks = "main"
@@ -32,6 +33,10 @@ class DefaultMetrics(TrainerCallback):
         self._step_start: float | None = None
         self._step_seconds = 0.0
         self._last_total_flos = 0.0
+
+    def skips_event(self, name: str) -> bool:
+        """Steps are timed only where `mfu` is wanted."""
+        return not self.peak_hardware_flops and name in ("on_step_begin", "on_step_end")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start anew, from the FLOPs of a resumed run."""

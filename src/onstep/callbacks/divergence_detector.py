@@ -6,10 +6,10 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from typing import Any, Literal
 
 from onstep.config.part import nearest
+from onstep.config.typed import is_number, is_whole
 from onstep.errors import ConfigError
 from onstep.events import Control, Request, TrainerCallback
 
@@ -176,7 +176,6 @@ class DivergenceDetector(TrainerCallback):
         self._curve, self._run.told, self._run.is_loaded = loaded, None, not self._run.is_training
 
     def _value(self, metrics: Mapping[str, Any] | None) -> float | None:
-        """The observation in what was told; None where there is none."""
         if self._run.is_over or not metrics or metrics.get(self.metric) is None or "anomaly" in metrics:
             return None
         return float(metrics[self.metric])
@@ -308,7 +307,6 @@ class _Absence:
             self.warn(metric)
 
     def warn(self, metric: str) -> None:
-        """Say it, once, where there were records at all."""
         if self.names and not self.has_warned:
             self.has_warned = True
             logger.warning(
@@ -336,7 +334,6 @@ class _Curve:
     """Step of the last observation that was not too far from the best, neither smoothed nor by itself."""
 
     def add(self, value: float, smoothing: float, mode: str) -> None:
-        """Take in a finite value."""
         self.count += 1
         if self.smoothed is None or self.best is None:
             self.smoothed = self.best = value
@@ -370,27 +367,23 @@ def _is_main(state: Any) -> bool:
 
 
 def _check_thresholds(smoothing: float, threshold: float | None, relative_threshold: float | None) -> None:
-    if not _is_number(smoothing) or not 0 < smoothing <= 1:
+    if not is_number(smoothing) or not 0 < smoothing <= 1:
         raise ConfigError(f"smoothing must be in (0, 1], got {smoothing!r}; 1 looks at each value by itself.")
     if threshold is None and relative_threshold is None:
         raise ConfigError("threshold and relative_threshold are both None, so nothing would be detected; set one.")
-    if threshold is not None and not (_is_number(threshold) and threshold > 0):
+    if threshold is not None and not (is_number(threshold) and threshold > 0):
         raise ConfigError(
             f"threshold must be a number > 0, got {threshold!r}; pass None to use relative_threshold alone."
         )
-    if relative_threshold is not None and not (_is_number(relative_threshold) and relative_threshold > 1):
+    if relative_threshold is not None and not (is_number(relative_threshold) and relative_threshold > 1):
         raise ConfigError(
             f"relative_threshold must be a number > 1, got {relative_threshold!r}; 1.5 is half as much again."
         )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
 def _check_counts(**counts: tuple[int, int]) -> None:
     for name, (value, least) in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if not is_whole(value, least):
             raise ConfigError(f"{name} must be a whole number >= {least}, got {value!r}.")
 
 

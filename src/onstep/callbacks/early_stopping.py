@@ -6,10 +6,10 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from numbers import Real
 from typing import Any, Literal
 
 from onstep.config.part import nearest
+from onstep.config.typed import is_number, is_whole
 from onstep.errors import ConfigError
 from onstep.events import TrainerCallback
 
@@ -47,11 +47,11 @@ class EarlyStopping(TrainerCallback):
     ) -> None:
         if mode not in ("min", "max"):
             raise ConfigError(f"mode must be min | max, got {mode!r}.")
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+        if not is_whole(patience, 1):
             raise ConfigError(f"patience must be a whole number >= 1, got {patience!r}; 1 ends at the first one.")
-        if not _is_number(min_delta) or not min_delta >= 0:
+        if not is_number(min_delta) or not min_delta >= 0:
             raise ConfigError(f"min_delta must be a number >= 0, got {min_delta!r}; mode says which way is better.")
-        if stop_at is not None and (not _is_number(stop_at) or math.isnan(stop_at)):
+        if stop_at is not None and (not is_number(stop_at) or math.isnan(stop_at)):
             raise ConfigError(f"stop_at must be a number, got {stop_at!r}; pass None for never.")
         if not isinstance(metric, str) or not metric:
             raise ConfigError(f"metric must be the name of a metric, got {metric!r}; the default is 'eval_loss'.")
@@ -148,10 +148,6 @@ class EarlyStopping(TrainerCallback):
         if self.stop_at is None:
             return False
         return value <= self.stop_at if self.mode == "min" else value >= self.stop_at
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from onstep.events import TrainerCallback
+from onstep.events import TrainerCallback, TrainerState
 from onstep.journal import Journal, encode, read_records
 from onstep.metrics.json_log_writer import JsonLogWriter, logging_dir_of
+from onstep.sinks.tag_record import BRIDGE_KEY
 
 FILE_NAME = "trainer_logs.json"
 _INFO_KEY = "experiment_info"
+_LEAST = len(("epoch", "step"))
+"""What a record has that reports nothing."""
 
 
 class JsonLogger(TrainerCallback):
@@ -19,6 +22,10 @@ class JsonLogger(TrainerCallback):
     A record is ``{"timestamp": <unix seconds>, "global_step": ..., "epoch": ...}`` and the reported metrics, which win
     over those three. The file is valid JSON after every record, whatever happens to the process. The first record of a
     journal has the constructor's keyword arguments under ``"experiment_info"``; it has no `loss`.
+
+    `state.log_history` of a continued run is read from its journal, since no checkpoint holds it.
+
+    Where Megatron Bridge's tags are asked for, a record has under ``"bridge"`` what they were since the record before.
 
     A run that continues (with this callback's state from a checkpoint, or at a step > 0) continues its journal; what
     was recorded after the checkpoint is kept aside in ``trainer_logs.branch-<n>.json``. A run that starts from another
@@ -44,11 +51,12 @@ class JsonLogger(TrainerCallback):
         if not state.is_world_process_zero or folder is None:
             return
         self._writer.open(folder, state.global_step)
+        self._restore_history(state)
         self._record_experiment_info(state)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any) -> None:
         """Record a logged step, or the final metrics."""
-        self._record(args, state, logs)
+        self._record(args, state, {**logs, **_tags(state)})
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **kwargs: Any) -> None:
         """Record an evaluation."""
@@ -60,6 +68,9 @@ class JsonLogger(TrainerCallback):
 
     def on_run_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the journal; a later evaluation opens it again."""
+        tags = _tags(state, reads=False)
+        if tags:
+            self._record(args, state, tags)
         self._writer.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -77,6 +88,16 @@ class JsonLogger(TrainerCallback):
     def _journal(self) -> Journal | None:
         return self._writer.journal
 
+    def _restore_history(self, state: Any) -> None:
+        """Give a continued run's `state.log_history` what the journal has of it, which no checkpoint holds."""
+        assert self._journal is not None
+        if state.global_step == 0 or not isinstance(state, TrainerState):
+            return
+        records = [_reported(record) for record in read_records(self._journal.path)]
+        history = [record for record in records if len(record) > _LEAST]
+        if len(history) > len(state.log_history):
+            state.log_history[:] = history
+
     def _record_experiment_info(self, state: Any) -> None:
         """Once a journal, and again where a continued run has other arguments."""
         assert self._journal is not None
@@ -90,3 +111,16 @@ class JsonLogger(TrainerCallback):
             return
         self._writer.reopen(folder)
         self._writer.write_record(state.global_step, state.epoch, metrics)
+
+
+def _tags(state: Any, reads: bool = True) -> dict[str, Any]:
+    """Megatron Bridge's tags since the last record; a foreign trainer's state has none."""
+    waiting = getattr(state, "bridge_tags", None)
+    columns = {} if waiting is None else waiting.take(reads)
+    return {BRIDGE_KEY: columns} if columns else {}
+
+
+def _reported(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of the journal as `log_history` has it."""
+    own = ("timestamp", "global_step", _INFO_KEY, BRIDGE_KEY)
+    return {**{key: value for key, value in record.items() if key not in own}, "step": record.get("global_step", 0)}

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from onstep.events import TrainerCallback
 from onstep.metrics.formatting import format_gib
+from onstep.metrics.memory import MAX_EVENTS, record_memory_history, write_memory_snapshot
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-_MOST_EVENTS = 200_000
-"""Allocations that a history keeps; the oldest are dropped. About 1 GB of host memory with their stacks."""
 
 
 class CudaMemory:
@@ -22,39 +22,27 @@ class CudaMemory:
 
     def is_available(self) -> bool:
         """Whether there is a CUDA device."""
-        import torch
-
         return torch.cuda.is_available()
 
     def peak_bytes(self) -> int:
         """Most bytes allocated since the statistics were reset."""
-        import torch
-
         return int(torch.cuda.max_memory_allocated())
 
     def details(self) -> str:
         """The allocator's own table of statistics."""
-        import torch
-
         return str(torch.cuda.memory_summary())
 
     def start_history(self) -> None:
         """Record allocations with their stacks from now on."""
-        import torch
-
-        torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
+        record_memory_history(2 * MAX_EVENTS)
 
     def stop_history(self) -> None:
         """Record no more, and let go of what was recorded."""
-        import torch
-
-        torch.cuda.memory._record_memory_history(enabled=None)
+        record_memory_history(None)
 
     def dump_history(self, path: str) -> None:
         """Write what was recorded, for https://pytorch.org/memory_viz."""
-        import torch
-
-        torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
+        write_memory_snapshot(Path(path))
 
 
 class PeakMemory(TrainerCallback):

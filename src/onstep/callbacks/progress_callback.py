@@ -70,6 +70,11 @@ class ProgressCallback(TrainerCallback):
         self._row_count = 0
         self._shown: list[ColumnSpec] = []
 
+    def skips_event(self, name: str) -> bool:
+        """Without bars there is nothing to advance."""
+        never_has_bars = not self.use_tqdm and (self.use_tqdm is False or _environment() == "file")
+        return never_has_bars and name in ("on_step_end", "on_prediction_step")
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the bar at the step that training continues from."""
         self._row_count = 0

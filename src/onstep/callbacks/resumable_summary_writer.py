@@ -13,10 +13,10 @@ from typing import Any
 
 from onstep.errors import ConfigError, MissingExtraError
 from onstep.events import TrainerCallback
+from onstep.sinks.tensorboard_sink import EVENT_FILES, newest_second, session_start
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-_EVENT_FILES = "events.out.tfevents.*"
 _VALUES = frozenset(
     ("all_writers", "default_bins", "file_writer", "filename_suffix", "flush_secs", "max_queue", "purge_step")
 )
@@ -231,12 +231,10 @@ class _Hidden:
         self.has_trained = False
 
     def begin(self, step: int) -> None:
-        """A training begins, or goes on, at `step`."""
         self.begun_at, self.has_trained = step, True
         self.own_files.clear()
 
     def note_files(self, made: set[str]) -> None:
-        """Event files that were made just now."""
         if not self.has_trained:
             self.own_files |= made
 
@@ -278,14 +276,12 @@ def _hide_from(file_writer: Any, step: int) -> None:
     Said twice, since TensorBoard takes the first start of a session that it reads in a folder for the first one there
     was, and hides nothing then.
     """
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
     for _ in range(2):
-        file_writer.add_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
+        file_writer.add_event(session_start(step))
 
 
 def _event_files(folder: Path) -> set[str]:
-    return {path.name for path in folder.glob(_EVENT_FILES)}
+    return {path.name for path in folder.glob(EVENT_FILES)}
 
 
 def _belongs_to_another(folder: Path, own: Path) -> bool:
@@ -302,14 +298,9 @@ def _wait_for_a_later_name(folder: Path) -> None:
     The name begins with the time in whole seconds, so this takes at most one; a clock that was set back further is
     told, since the old events then stay visible.
     """
-    newest = max((_second_of(name) for name in _event_files(folder)), default=0)
+    newest = newest_second(folder)
     if newest > time.time() + 2:
         logger.warning("%s has event files from the future; points after a resume may be shown twice", folder)
         return
     while int(time.time()) <= newest:
         time.sleep(0.02)
-
-
-def _second_of(name: str) -> int:
-    second = name.removeprefix(_EVENT_FILES[:-1]).partition(".")[0]
-    return int(second) if second.isdigit() else 0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onstep.errors import ConfigError
 from onstep.events import Callback, CallbackContext
-from onstep.metrics.moe_loads import RouterLoad, router_load
+from onstep.metrics.moe_losses import RouterLoad, router_load
 
 logger: logging.Logger = logging.getLogger(__name__)
 

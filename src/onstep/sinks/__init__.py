@@ -1,8 +1,9 @@
 """Trackers: what they offer, the queue that keeps their faults away from the training, one file a tracker."""
 
+from onstep.analysis.run_liveness import run_record
 from onstep.sinks.metric_sink import MetricSink, Point, RunIdentity
 from onstep.sinks.points import RecentPoints, RunPoints, numbers_of, plain_point, points_for
-from onstep.sinks.refill import path_id, recorded_run, replay, run_record
+from onstep.sinks.refill import path_id, recorded_run, replay
 from onstep.sinks.sink_names import SINKS, check_sink, make_sink, tracker_name, tracker_names
 from onstep.sinks.sink_queue import SinkQueue
 

@@ -2,20 +2,123 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import logging
 import os
+import shutil
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
 
-from onstep.sinks.comet_archive import Segment, finish_segments
+from onstep.forking import release_in_forked_children
 from onstep.sinks.metric_sink import RunIdentity
-from onstep.sinks.tracker_run import id_state, plain_name, require_package, tracker_id
+from onstep.sinks.tracker_run import ServiceSink, plain_name
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+MESSAGES = "messages.json"
+META = "experiment.json"
+"""Comet's own names of the two files in an archive."""
+
+
+class Segment:
+    """A folder for what this process records of the experiment `key`, as Comet will archive it.
+
+    The description is there from the start, so that what is recorded is complete at any moment. The folder is locked
+    as long as the process lives, or until `release`.
+    """
+
+    def __init__(self, folder: Path, key: str, project: str, workspace: str | None, now: float) -> None:
+        self.path = folder / f"{key}-segment-{uuid.uuid4().hex[:8]}"
+        self.path.mkdir()
+        (self.path / META).write_text(json.dumps(_meta(key, project, workspace, int(now * 1000))), encoding="utf-8")
+        self._lock: int | None = _lock(self.path)
+        release_in_forked_children(self, Segment.release)
+
+    def release(self) -> None:
+        """Let another process archive what is there."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+
+def _meta(key: str, project: str, workspace: str | None, milliseconds: int) -> dict[str, Any]:
+    return {
+        "offline_id": key,
+        "project_name": project,
+        "workspace": workspace,
+        "start_time": milliseconds,
+        "stop_time": milliseconds,
+        "tags": [],
+        "resume_strategy": "get_or_create",
+        "customer_error_reported": False,
+        "customer_error_message": None,
+        "user_provided_experiment_key": True,
+        "comet_start_sourced": False,
+    }
+
+
+def _lock(segment: Path) -> int | None:
+    """A locked descriptor of the segment's folder; None while another one holds it."""
+    descriptor = os.open(segment, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def finish_segments(folder: Path, key: str) -> list[Path]:
+    """Archive the segments of `key` that killed processes left, and remove the empty archives that go with them."""
+    archives, are_all_done = [], True
+    for segment in sorted(path for path in folder.glob(f"{key}-segment-*") if path.is_dir()):
+        lock = _lock(segment)
+        if lock is None:  # somebody records in it
+            are_all_done = False
+            continue
+        try:
+            archive = _finish(segment)
+        finally:
+            os.close(lock)
+        archives += [] if archive is None else [archive]
+    for archive in folder.glob(f"{key}-*.zip") if are_all_done else ():
+        if _is_empty(archive):
+            archive.unlink()
+    return archives
+
+
+def _finish(segment: Path) -> Path | None:
+    messages = segment / MESSAGES
+    if not messages.exists():
+        shutil.rmtree(segment)
+        return None
+    content = messages.read_bytes()
+    messages.write_bytes(content[: content.rfind(b"\n") + 1])  # the last line may be cut short
+    archive = segment.with_suffix(".zip")
+    partial = archive.with_suffix(".part")
+    with ZipFile(partial, "w", ZIP_DEFLATED) as file:
+        for each in sorted(segment.iterdir()):
+            file.write(each, each.name)
+    partial.replace(archive)
+    shutil.rmtree(segment)
+    return archive
+
+
+def _is_empty(archive: Path) -> bool:
+    try:
+        with ZipFile(archive) as file:
+            return not file.namelist()
+    except BadZipFile:
+        return False
+
 
 _NOTHING_AUTOMATIC: dict[str, Any] = {
     "log_code": False,
@@ -35,7 +138,8 @@ _CONSTRUCTION = threading.Lock()
 """Held while an experiment is made, by whichever sink of this process."""
 
 
-class CometSink:
+@dataclass(eq=False)
+class CometSink(ServiceSink):
     """An experiment in Comet; others of this process, also the user's own, go on beside it.
 
     Without an API key (`COMET_API_KEY`, or Comet's own configuration file) or with `COMET_START_ONLINE=0`, it is kept
@@ -54,29 +158,14 @@ class CometSink:
     """
 
     name = "comet"
-    keeps_names = False
-    takes_back = False
-
-    def __init__(
-        self,
-        project: str | None = None,
-        run_name: str | None = None,
-        workspace: str | None = None,
-        save_dir: str | None = None,
-        tags: Sequence[str] = (),
-        online: bool | None = None,
-    ) -> None:
-        require_package("comet")
-        self.project = project
-        self.run_name = run_name
-        self.workspace = workspace
-        self.save_dir = save_dir
-        self.tags = tuple(tags)
-        self.online = online
-        self._identity: RunIdentity | None = None
-        self._key: str | None = None
-        self._experiment: Any = None
-        self._segment: Segment | None = None
+    project: str | None = None
+    run_name: str | None = None
+    workspace: str | None = None
+    save_dir: str | None = None
+    tags: Sequence[str] = ()
+    online: bool | None = None
+    _experiment: Any = field(default=None, init=False)
+    _segment: Segment | None = field(default=None, init=False)
 
     def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
         """Begin or continue the experiment; offline, a new archive of it."""
@@ -84,8 +173,7 @@ class CometSink:
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # else it changes torch and other packages
         from comet_ml.config.config_api import get_config
 
-        self._identity = run
-        self._key = tracker_id(run, state, r"[A-Za-z0-9]{32,50}")
+        self._take_id(run, state, r"[A-Za-z0-9]{32,50}")
         asked = self.online if self.online is not None else get_config("comet.start.online")
         has_key = bool(get_config("comet.api_key"))
         with _others_untouched():
@@ -103,10 +191,6 @@ class CometSink:
     def text(self, tag: str, text: str, step: int) -> None:
         """Log the text, with its tag as metadata."""
         self._experiment.log_text(text, step=step, metadata={"tag": plain_name(tag)})
-
-    def state_dict(self) -> dict[str, Any]:
-        """The experiment's key."""
-        return id_state(self._identity, self._key)
 
     def close(self, status: str) -> None:
         """End the experiment; offline, its archive is written."""
@@ -133,24 +217,24 @@ class CometSink:
         return comet_ml.start(
             workspace=self.workspace,
             project_name=self._project(),
-            experiment_key=self._key,
+            experiment_key=self._id,
             mode="get_or_create",
             online=True,
             experiment_config=comet_ml.ExperimentConfig(**_NOTHING_AUTOMATIC),
         )
 
     def _start_offline(self, run: RunIdentity) -> Any:
-        assert self._key is not None
+        assert self._id is not None
         folder = Path(self.save_dir or os.environ.get("COMET_OFFLINE_DIRECTORY") or run.folder / "comet").resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        for archive in finish_segments(folder, self._key):
+        for archive in finish_segments(folder, self._id):
             logger.info("comet: %s holds what a process before this one recorded", archive)
         self._let_go()
-        self._segment = Segment(folder, self._key, self._project(), self.workspace, time.time())
+        self._segment = Segment(folder, self._id, self._project(), self.workspace, time.time())
         experiment = _offline_class(self._segment.path)(
             project_name=self._project(),
             workspace=self.workspace,
-            experiment_key=self._key,
+            experiment_key=self._id,
             offline_directory=str(folder),
             _resume_strategy="get_or_create",
             **_NOTHING_AUTOMATIC,

@@ -7,15 +7,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from onstep.sinks.metric_sink import RunIdentity
-from onstep.sinks.mlflow_names import METRICS_PER_BATCH, PARAMETERS_PER_BATCH, metric_name, parameters
-from onstep.sinks.tracker_run import id_state, require_package
+from onstep.sinks.sink_names import METRICS_PER_BATCH, PARAMETERS_PER_BATCH, metric_name, parameters
+from onstep.sinks.tracker_run import ServiceSink
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -32,7 +33,8 @@ _LOCAL_STORE = threading.Lock()
 Item = TypeVar("Item")
 
 
-class MlflowSink:
+@dataclass(eq=False)
+class MlflowSink(ServiceSink):
     """A run in MLflow: by default in the folder `mlruns` of the run, without a server.
 
     A run that continues has the same MLflow run; its points are added behind those that were there, and the tag
@@ -51,33 +53,18 @@ class MlflowSink:
     """
 
     name = "mlflow"
-    keeps_names = False
-    takes_back = False
-
-    def __init__(
-        self,
-        experiment: str | None = None,
-        run_name: str | None = None,
-        tracking_uri: str | None = None,
-        tags: Mapping[str, str] | None = None,
-        description: str | None = None,
-        flush_seconds: float | None = None,
-    ) -> None:
-        require_package("mlflow")
-        self.experiment = experiment
-        self.run_name = run_name
-        self.tracking_uri = tracking_uri
-        self.tags = dict(tags or {})
-        self.description = description
-        self.flush_seconds = flush_seconds
-        self.clock = time.monotonic
-        """Seconds; replace it to measure with another clock."""
-        self._identity: RunIdentity | None = None
-        self._id: str | None = None
-        self._client: Any = None
-        self._interval = 0.0
-        self._waiting: list[Any] = []
-        self._last_flush = 0.0
+    experiment: str | None = None
+    run_name: str | None = None
+    tracking_uri: str | None = None
+    tags: Mapping[str, str] | None = None
+    description: str | None = None
+    flush_seconds: float | None = None
+    clock: Callable[[], float] = field(default=time.monotonic, init=False)
+    """Seconds; replace it to measure with another clock."""
+    _client: Any = field(default=None, init=False)
+    _interval: float = field(default=0.0, init=False)
+    _waiting: list[Any] = field(default_factory=list, init=False)
+    _last_flush: float = field(default=0.0, init=False)
 
     def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
         """Begin the MLflow run, or continue the one that has this run's id."""
@@ -115,10 +102,6 @@ class MlflowSink:
     def text(self, tag: str, text: str, step: int) -> None:
         """Keep the text as the artifact `text/<tag>/step-<step>.txt`."""
         self._client.log_text(self._id, text, f"text/{metric_name(tag).replace('/', '_')}/step-{step:08d}.txt")
-
-    def state_dict(self) -> dict[str, Any]:
-        """MLflow's id of the run."""
-        return id_state(self._identity, self._id)
 
     def close(self, status: str) -> None:
         """Send what waits and set the run's status: FINISHED, KILLED (preempted) or FAILED."""
@@ -171,7 +154,7 @@ class MlflowSink:
         from mlflow.entities import Param, RunTag
 
         there = self._client.get_run(self._id).data
-        tags = {**self.tags, RUN_TAG: run.run_id}
+        tags = {**(self.tags or {}), RUN_TAG: run.run_id}
         if not run.adds_only:
             before = [there.tags[SEGMENTS_TAG]] if SEGMENTS_TAG in there.tags else []
             tags[SEGMENTS_TAG] = ", ".join([*before, str(run.start_step)])

@@ -79,13 +79,16 @@ class RecentPoints:
 
 
 class RunPoints:
-    """Turns what is reported, record by record, into points, and keeps the newest, under the journal's names."""
+    """Turns what is reported, record by record, into points.
 
-    def __init__(self, points: Iterable[Point] = ()) -> None:
-        self.recent = RecentPoints()
-        self._shown: dict[str, Any] = {}
-        for point in points:
-            self.add(point.metrics, point.step, point.timestamp)
+    Args:
+        state: `state_dict()` of the checkpoint that is continued.
+    """
+
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+        state = state or {}
+        self._step: int = state.get("step", -1)
+        self._shown: dict[str, Any] = dict(state.get("values", {}))
 
     def add(self, metrics: Mapping[str, Any], step: int, timestamp: float) -> tuple[Point, Point]:
         """The point of a record under the journal's names, and under those that trackers show.
@@ -93,19 +96,22 @@ class RunPoints:
         The latter is without what the trackers were given at this step already, which final metrics and evaluations
         repeat; it may be empty.
         """
-        if step != self.recent.last_step:
-            self._shown.clear()
+        if step != self._step:
+            self._step, self._shown = step, {}
         point = Point(numbers_of(metrics), step, timestamp)
-        self.recent.add(point)
         shown = {name: one for name, one in tracker_names(point.metrics).items() if not self._is_shown(name, one)}
         self._shown.update(shown)
         return point, Point(shown, step, timestamp)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What is shown of the last step, as far as it is on the host."""
+        return {"step": self._step, "values": {key: one for key, one in self._shown.items() if _is_plain(one)}}
+
     def _is_shown(self, name: str, value: Any) -> bool:
         before = self._shown.get(name)
-        if not isinstance(value, (int, float)) or not isinstance(before, (int, float)):
+        if not _is_plain(value) or not _is_plain(before):
             return False
-        return value == before or (value != value and before != before)
+        return bool(value == before or (value != value and before != before))
 
 
 def plain_point(point: Point) -> dict[str, Any]:
@@ -124,6 +130,10 @@ def points_for(keeps_names: bool, points: Iterable[Point]) -> tuple[Point, ...]:
 def plain_number(value: Any) -> int | float:
     """A number of Python's own types, also for their subclasses (`np.float64`) and for what is still on a device."""
     return int(value) if isinstance(value, int) else float(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (int, float))
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, Any]:

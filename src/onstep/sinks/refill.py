@@ -6,13 +6,20 @@ import hashlib
 import json
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from onstep.analysis.run_liveness import run_record
+from onstep.config.reporting import NAMES
 from onstep.journal import JournalError, Record, read_records
 from onstep.sinks.metric_sink import MetricSink, RunIdentity
 from onstep.sinks.points import RunPoints
+from onstep.sinks.sink_names import BRIDGE, HF, bridge_names
+from onstep.sinks.tag_record import BRIDGE_KEY, VS_SAMPLES, TagRow, rows_of
+from onstep.sinks.tensorboard_sink import TensorBoardSink
+from onstep.sinks.tracker_logger import SAMPLES_FOLDER
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -26,6 +33,7 @@ def replay(
     run: RunIdentity | None = None,
     *,
     output: str | Path | None = None,
+    names: Sequence[str] = NAMES,
     progress: Callable[[list[Record]], Iterable[Record]] = iter,
 ) -> int:
     """Send every record of a journal to a tracker, as one fresh run, and wait until all is handed over.
@@ -37,10 +45,11 @@ def replay(
         sink: A tracker that is not open; its errors are raised.
         run: What the tracker is told of the run; None is `recorded_run(journal_path, output)`.
         output: Where the sink puts local files; None is the journal's folder.
+        names: What the tracker is to show of what the journal has: hf, bridge, or both.
         progress: Wraps the records, as `tqdm` does.
 
     Returns:
-        How many records had numbers and were sent.
+        How many records had numbers and were sent; without Hugging Face's names, how many steps.
 
     Raises:
         FileNotFoundError: when there is no such journal.
@@ -54,13 +63,19 @@ def replay(
         logger.warning(
             "%s ends within a record, after step %s. Left out: %d characters, %.60r", journal_path, step, len(cut), cut
         )
-    sink.open(run or recorded_run(journal_path, output), {})
+    run = run or recorded_run(journal_path, output)
+    sinks, tags = [sink], [row for record in records for row in rows_of(record.get(BRIDGE_KEY, {}))]
+    if isinstance(sink, TensorBoardSink) and BRIDGE in names and tags:
+        sinks.append(sink.beside(SAMPLES_FOLDER))
     status = "failed"
     try:
-        num_sent = _send(progress(records), sink)
+        for one in sinks:
+            one.open(run, {})
+        num_sent = _send(progress(records), sinks, names, tags if BRIDGE in names else ())
         status = recorded_status(journal_path)
     finally:
-        sink.close(status)
+        for one in sinks:
+            one.close(status)
     return num_sent
 
 
@@ -88,32 +103,35 @@ def recorded_status(journal_path: str | Path) -> str:
     return status if status in _STATUSES else "completed"
 
 
-def run_record(folder: Path) -> dict[str, Any]:
-    """The content of the `run.json` in `folder`; {} where there is none that can be read."""
-    try:
-        content = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def path_id(folder: Path) -> str:
     """An id for the run of a folder that has none, the same at every start."""
     return hashlib.blake2b(str(folder.absolute()).encode(), digest_size=16).hexdigest()
 
 
-def _send(records: Iterable[Record], sink: MetricSink) -> int:
-    points, num_sent = RunPoints(), 0
+def _send(records: Iterable[Record], sinks: list[MetricSink], names: Sequence[str], tags: Sequence[TagRow]) -> int:
+    """Send the records to the first sink, and before each the tags up to its step, which a later one may hold."""
+    points, num_sent, waiting, sink = RunPoints(), 0, deque(tags), sinks[0]
     for record in records:
-        metrics = _metrics(record)
+        metrics, step = _metrics(record), int(record.get("global_step", 0))
         if not _is_report(metrics):
             continue
-        kept, shown = points.add(metrics, int(record.get("global_step", 0)), float(record.get("timestamp", 0.0)))
+        while waiting and waiting[0].step <= step:
+            _send_tags(waiting.popleft(), sinks)
+        kept, shown = points.add(metrics, step, float(record.get("timestamp", 0.0)))
         point = kept if getattr(sink, "keeps_names", False) else shown
-        if point.metrics:
+        if point.metrics and HF in names:
             sink.log(point.metrics, point.step, point.timestamp)
             num_sent += 1
-    return num_sent
+    for row in waiting:
+        _send_tags(row, sinks)
+    return num_sent if HF in names else len(tags)
+
+
+def _send_tags(row: TagRow, sinks: Sequence[MetricSink]) -> None:
+    sinks[0].log(bridge_names(sinks[0].name, row.tags), row.step, row.timestamp)
+    for over_samples in sinks[1:] if row.over_samples else ():
+        curves = {tag + VS_SAMPLES: row.tags[tag] for tag in row.over_samples}
+        over_samples.log(curves, row.samples, row.timestamp)
 
 
 def _cut_record(path: Path) -> str:

@@ -2,35 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from onstep.config import ConfigContainer, LoggerConfig
-from onstep.config.trackers import ALL, DEFAULT_PROJECT, TRACKERS, tracker_list
-from onstep.errors import ConfigError
+from onstep.config.reporting import ALL, BRIDGE_FIELDS, DEFAULT_PROJECT, TRACKERS, name_list, tracker_list
+from onstep.events import CallbackManager
 from onstep.sinks.metric_sink import MetricSink
-from onstep.sinks.sink_names import make_sink
+from onstep.sinks.metric_sinks import MetricSinks
+from onstep.sinks.sink_names import BRIDGE, HF, make_sink
 from onstep.sinks.tracker_run import is_installed
 
 _PROJECT = {"wandb": "project", "mlflow": "experiment", "comet": "project", "trackio": "project"}
 """What the sink of a tracker calls the project."""
 
 
+def asked_names(logger: LoggerConfig) -> dict[str, tuple[str, ...]]:
+    """The trackers that a configuration asks for, with the names that each is to show.
+
+    Raises:
+        ConfigError: for an unknown tracker or name.
+    """
+    trackers = tracker_list(logger.report_to, "logger.report_to")
+    if trackers == [ALL]:
+        trackers = [name for name in TRACKERS if is_installed(name)]
+    chosen = name_list(logger.report_names)
+    by_field = [name for name, field in BRIDGE_FIELDS.items() if getattr(logger, field) is not None]
+    names = dict.fromkeys(by_field, chosen or (BRIDGE,)) | dict.fromkeys(trackers, chosen or (HF,))
+    return {name: names[name] for name in dict.fromkeys((*trackers, *by_field))}
+
+
 def reporting_sinks(config: ConfigContainer) -> list[MetricSink]:
-    """A sink for each tracker of `logger.report_to`; [] where it names none. Nothing is opened.
+    """A sink for each tracker that `MetricSinks` is to fill; nothing is opened.
+
+    Those are the trackers of `logger.report_to`, and whatever shows Hugging Face's names.
 
     Raises:
         ConfigError: for an unknown tracker, and for one whose package is not installed, with the command that does.
     """
-    names = tracker_list(config.logger.report_to, "logger.report_to")
-    if names == [ALL]:
-        names = [name for name in TRACKERS if is_installed(name)]
-    return [make_sink(name, **_options(name, config)) for name in names]
+    named = tracker_list(config.logger.report_to, "logger.report_to")
+    asked = asked_names(config.logger)
+    found = [name for name, names in asked.items() if HF in names or name in named or named == [ALL]]
+    return [make_sink(name, **_options(name, config)) for name in found]
 
 
 def tracker_options(name: str, logger: LoggerConfig) -> dict[str, Any]:
     """What `logger` says about a tracker, as arguments of its sink; without what is unset, the sink's to choose."""
     options: dict[str, dict[str, Any]] = {
+        "tensorboard": {"log_dir": logger.tensorboard_dir},
         "wandb": {
             "project": logger.wandb_project,
             "run_name": logger.wandb_exp_name,
@@ -57,7 +75,7 @@ def tracker_options(name: str, logger: LoggerConfig) -> dict[str, Any]:
 def _options(name: str, config: ConfigContainer) -> dict[str, Any]:
     """`tracker_options`, and before them what holds for every tracker: `trainer.project`, `trainer.run_name`."""
     if name not in _PROJECT:
-        return {}
+        return tracker_options(name, config.logger)
     trainer = config.trainer
     project = trainer.get("project", DEFAULT_PROJECT)
     common = {_PROJECT[name]: None if project == DEFAULT_PROJECT else project, "run_name": trainer.get("run_name")}
@@ -66,20 +84,20 @@ def _options(name: str, config: ConfigContainer) -> dict[str, Any]:
     return tracker_options(name, config.logger) | {key: value for key, value in common.items() if value}
 
 
-def has_sinks(callbacks: Iterable[Any]) -> bool:
-    """Whether one of the callbacks fills trackers: it has them as `sinks`."""
-    return any(hasattr(callback, "sinks") for callback in callbacks)
+def attach_trackers(callbacks: CallbackManager | None, config: ConfigContainer) -> CallbackManager | None:
+    """Register `MetricSinks` for the trackers of a configuration; a `MetricSinks` that is there takes its place.
 
-
-def check_reported(config: ConfigContainer, callbacks: Iterable[Any]) -> None:
-    """Refuse a `logger.report_to` that no callback acts on.
+    Returns:
+        The manager, a new one where there was none and is one to register.
 
     Raises:
-        ConfigError: with what to register.
+        ConfigError: for an unknown tracker, and for one whose package is not installed.
     """
-    names = tracker_list(config.logger.report_to, "logger.report_to")
-    if names and not has_sinks(callbacks):
-        raise ConfigError(
-            f"logger.report_to={names!r} is read by `onstep train` and Trainer; for pretrain() give the trackers "
-            f"yourself: pretrain(config, callbacks=[MetricSinks({names!r})]), from onstep.callbacks."
-        )
+    registered = callbacks.callbacks if callbacks is not None else []
+    if any(hasattr(callback, "sinks") for callback in registered):
+        return callbacks
+    sinks = reporting_sinks(config)
+    if sinks:
+        callbacks = callbacks if callbacks is not None else CallbackManager()
+        callbacks.add(MetricSinks(sinks, names=asked_names(config.logger)))
+    return callbacks

@@ -12,11 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onstep.sinks.circuit import CircuitBreaker
 from onstep.sinks.metric_sink import MetricSink, RunIdentity
 from onstep.sinks.points import read_numbers
 from onstep.sinks.sink_names import how_to_fill
-from onstep.sinks.sink_session import Session, Task
+from onstep.sinks.sink_session import CircuitBreaker, Session, Task
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -187,7 +186,6 @@ class SinkQueue:
         session.tasks.put(Task(lambda: self._close_sink(status), is_point=False, number=number))
 
     def _offer(self, call: Callable[[], None]) -> None:
-        """Hand a point over, or drop it."""
         if self._process != os.getpid():
             return
         session = self._session

@@ -15,6 +15,7 @@ from typing import Any
 from onstep.errors import MissingExtraError
 from onstep.sinks.metric_sink import RunIdentity
 
+EVENT_FILES = "events.out.tfevents.*"
 _FILE_NAME = re.compile(r"events\.out\.tfevents\.(\d+)\.")
 
 
@@ -27,6 +28,7 @@ class TensorBoardSink:
 
     Args:
         log_dir: Folder of the event files; None is ``tensorboard`` in the run's folder.
+        part: A folder in that one.
 
     Raises:
         MissingExtraError: when TensorBoard is not installed.
@@ -36,28 +38,39 @@ class TensorBoardSink:
     keeps_names = False
     takes_back = True
 
-    def __init__(self, log_dir: str | Path | None = None) -> None:
+    def __init__(self, log_dir: str | Path | None = None, part: str = "") -> None:
         if find_spec("tensorboard") is None:
             raise MissingExtraError("The tracker 'tensorboard' needs TensorBoard: pip install 'onstep[tensorboard]'")
         self._log_dir = None if log_dir is None else Path(log_dir)
+        self._part = part
         self._writer: Any = None
-        self.location: Path | None = self._log_dir
+        self.location: Path | None = None if self._log_dir is None else self._log_dir / part
         """The folder; None until the run's is known."""
+
+    def beside(self, part: str) -> TensorBoardSink:
+        """Another one, in a folder of this one's."""
+        return TensorBoardSink(self._log_dir, part)
 
     def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
         """Begin an event file; what no longer counts of earlier ones is masked."""
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self.close("completed")
-        self.location = folder = self._log_dir or run.folder / "tensorboard"
+        self.location = folder = (self._log_dir or run.folder / "tensorboard") / self._part
         folder.mkdir(parents=True, exist_ok=True)
-        self._writer = RecordWriter(_next_file(folder).open("xb"))
+        # A name that comes after all that are there, whatever the clocks of their machines said. TensorBoard reads
+        # the files of a folder in the order of their names, which begin with the time in seconds
+        seconds = max(int(time.time()), newest_second(folder) + 1)
+        self._writer = RecordWriter(
+            (folder / f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.onstep").open("xb")
+        )
         self._write(file_version="brain.Event:2")
         if run.adds_only:
             return
         self._mask(run.first_open_step)
         if run.start_step == 0 and run.config:
-            self.text("config", _code_block(run.config), 0)
+            lines = json.dumps(run.config, indent=2, default=str).splitlines()
+            self.text("config", "\n".join("    " + line for line in lines), 0)
         for point in run.last_points:
             self.log(point.metrics, point.step, point.timestamp)
 
@@ -94,31 +107,28 @@ class TensorBoardSink:
 
     def _mask(self, step: int) -> None:
         """Let readers drop the points at `step` and beyond of earlier files."""
-        from tensorboard.compat.proto.event_pb2 import SessionLog
+        self._write_event(session_start(step))
 
-        self._write(step=step, session_log=SessionLog(status=SessionLog.START))
-
-    def _write(self, wall_time: float | None = None, **content: Any) -> None:
+    def _write_event(self, event: Any) -> None:
         """Append an event; it is in the file when this returns."""
-        from tensorboard.compat.proto.event_pb2 import Event
-
         if self._writer is not None:
-            event = Event(wall_time=time.time() if wall_time is None else wall_time, **content)
             self._writer.write(event.SerializeToString())
             self._writer.flush()
 
+    def _write(self, wall_time: float | None = None, **content: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
 
-def _next_file(folder: Path) -> Path:
-    """A name that comes after all that are there, whatever the clocks of their machines said.
-
-    TensorBoard reads the files of a folder in the order of their names, which begin with the time in seconds.
-    """
-    matches = [_FILE_NAME.match(path.name) for path in folder.iterdir()]
-    latest = max((int(match.group(1)) for match in matches if match is not None), default=0)
-    seconds = max(int(time.time()), latest + 1)
-    return folder / f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.onstep"
+        self._write_event(Event(wall_time=time.time() if wall_time is None else wall_time, **content))
 
 
-def _code_block(config: Mapping[str, Any]) -> str:
-    lines = json.dumps(config, indent=2, default=str).splitlines()
-    return "\n".join("    " + line for line in lines)
+def session_start(step: int) -> Any:
+    """The event that lets readers drop the points at `step` and beyond of earlier files."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+    return Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START))
+
+
+def newest_second(folder: Path) -> int:
+    """The second in the name of the newest event file; 0 where there is none."""
+    matches = [_FILE_NAME.match(path.name) for path in folder.glob(EVENT_FILES)]
+    return max((int(match.group(1)) for match in matches if match is not None), default=0)

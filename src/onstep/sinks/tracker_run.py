@@ -43,24 +43,38 @@ def require_package(name: str) -> None:
         raise ConfigError(f"The tracker {name!r} takes the package {PACKAGES[name]}: pip install 'onstep[{name}]'")
 
 
-def tracker_id(run: RunIdentity, state: Mapping[str, Any], pattern: str) -> str:
-    """The id of a run in its tracker: the one that the checkpoint holds, else the run's own.
-
-    A checkpoint of another run (a fork starts from one) gives no id. A run id that does not match `pattern` is
-    replaced by 32 hexadecimal digits that follow from it.
-    """
-    if state.get("run") == run.run_id and isinstance(state.get("id"), str):
-        return str(state["id"])
-    if re.fullmatch(pattern, run.run_id):
-        return run.run_id
-    return hashlib.sha256(run.run_id.encode()).hexdigest()[:32]
-
-
 def plain_name(name: str) -> str:
     """A metric's name without what W&B and Comet cannot show or send: control characters and line ends become "_"."""
     return _UNPRINTABLE.sub("_", name)
 
 
-def id_state(run: RunIdentity | None, identity: str | None) -> dict[str, Any]:
-    """What `tracker_id` reads back; empty before the sink was opened."""
-    return {} if run is None or identity is None else {"run": run.run_id, "id": identity}
+class ServiceSink:
+    """What the sinks of trackers with runs of their own share: their package, and the id of the run in the tracker."""
+
+    name: str
+    keeps_names = False
+    takes_back = False
+    _identity: RunIdentity | None = None
+    _id: str | None = None
+
+    def __post_init__(self) -> None:
+        require_package(self.name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The tracker's id of the run; empty before it was opened."""
+        return {} if self._identity is None or self._id is None else {"run": self._identity.run_id, "id": self._id}
+
+    def _take_id(self, run: RunIdentity, state: Mapping[str, Any], pattern: str) -> str:
+        """The id of a run in its tracker: the one that the checkpoint holds, else the run's own.
+
+        A checkpoint of another run (a fork starts from one) gives no id. A run id that does not match `pattern` is
+        replaced by 32 hexadecimal digits that follow from it.
+        """
+        self._identity = run
+        if state.get("run") == run.run_id and isinstance(state.get("id"), str):
+            self._id = str(state["id"])
+        elif re.fullmatch(pattern, run.run_id):
+            self._id = run.run_id
+        else:
+            self._id = hashlib.sha256(run.run_id.encode()).hexdigest()[:32]
+        return self._id

@@ -9,10 +9,11 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from onstep.sinks.metric_sink import RunIdentity
-from onstep.sinks.tracker_run import id_state, require_package, tracker_id
+from onstep.sinks.tracker_run import ServiceSink
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -20,7 +21,8 @@ _ASKED = ("plotly.basedatatypes", "matplotlib.figure", "matplotlib.animation")
 """Modules that Trackio looks at with each value, to tell figures from numbers."""
 
 
-class TrackioSink:
+@dataclass(eq=False)
+class TrackioSink(ServiceSink):
     """A run in Trackio's local store (`TRACKIO_DIR`, else Trackio's own folder), or in a Space of Hugging Face.
 
     A run that continues has the same Trackio run; its points are added behind those that were there. Trackio writes
@@ -36,31 +38,16 @@ class TrackioSink:
     """
 
     name = "trackio"
-    keeps_names = False
-    takes_back = False
-
-    def __init__(
-        self,
-        project: str | None = None,
-        run_name: str | None = None,
-        group: str | None = None,
-        space_id: str | None = None,
-        bucket_id: str | None = None,
-    ) -> None:
-        require_package("trackio")
-        self.project = project
-        self.run_name = run_name
-        self.group = group
-        self.space_id = space_id
-        self.bucket_id = bucket_id
-        self._identity: RunIdentity | None = None
-        self._id: str | None = None
-        self._run: Any = None
+    project: str | None = None
+    run_name: str | None = None
+    group: str | None = None
+    space_id: str | None = None
+    bucket_id: str | None = None
+    _run: Any = field(default=None, init=False)
 
     def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
         """Begin or continue the Trackio run."""
-        self._identity = run
-        self._id = tracker_id(run, state, r"[A-Za-z0-9_-]{1,64}")
+        self._take_id(run, state, r"[A-Za-z0-9_-]{1,64}")
         project, name = self.project or "onstep", self.run_name or run.name
         config = {key: value for key, value in run.config.items() if not key.startswith("_")}  # Trackio's own
         space = self.space_id or os.environ.get("TRACKIO_SPACE_ID")
@@ -87,10 +74,6 @@ class TrackioSink:
 
         _wait_for_imports()
         self._run.log({tag: trackio.Markdown(f"```\n{text}\n```")}, step=step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Trackio's id of the run."""
-        return id_state(self._identity, self._id)
 
     def close(self, status: str) -> None:
         """Write what waits."""

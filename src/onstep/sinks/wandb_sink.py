@@ -7,12 +7,13 @@ import logging
 import netrc
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from onstep.sinks.metric_sink import RunIdentity
-from onstep.sinks.tracker_run import STEP_NAME, id_state, plain_name, require_package, tracker_id
+from onstep.sinks.tracker_run import STEP_NAME, ServiceSink, plain_name
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -20,7 +21,8 @@ FLUSH_SECONDS = 0.2
 """The longest time that points wait in W&B's process before they are in its file."""
 
 
-class WandbSink:
+@dataclass(eq=False)
+class WandbSink(ServiceSink):
     """A run in Weights & Biases.
 
     Without an API key (`WANDB_API_KEY`, or what `wandb login` stored) or with `WANDB_MODE=offline`, the run is kept in
@@ -41,32 +43,15 @@ class WandbSink:
     """
 
     name = "wandb"
-    keeps_names = False
-    takes_back = False
-
-    def __init__(
-        self,
-        project: str | None = None,
-        run_name: str | None = None,
-        entity: str | None = None,
-        save_dir: str | None = None,
-        tags: Sequence[str] = (),
-        group: str | None = None,
-        mode: str | None = None,
-        settings: Mapping[str, Any] | None = None,
-    ) -> None:
-        require_package("wandb")
-        self.project = project
-        self.run_name = run_name
-        self.entity = entity
-        self.save_dir = save_dir
-        self.tags = tuple(tags)
-        self.group = group
-        self.mode = mode
-        self.settings = dict(settings or {})
-        self._identity: RunIdentity | None = None
-        self._id: str | None = None
-        self._run: Any = None
+    project: str | None = None
+    run_name: str | None = None
+    entity: str | None = None
+    save_dir: str | None = None
+    tags: Sequence[str] = ()
+    group: str | None = None
+    mode: str | None = None
+    settings: Mapping[str, Any] | None = None
+    _run: Any = field(default=None, init=False)
 
     def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
         """Begin or continue the W&B run; offline, a new segment of it."""
@@ -76,22 +61,20 @@ class WandbSink:
         import wandb
 
         settings: Any = wandb.Settings
-        self._identity = run
-        self._id = tracker_id(run, state, r"[A-Za-z0-9_-]{1,64}")
         folder = Path(self.save_dir or os.environ.get("WANDB_DIR") or run.folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=self.project or os.environ.get("WANDB_PROJECT") or "onstep",
             entity=self.entity,
             name=self.run_name or run.name,
-            id=self._id,
+            id=self._take_id(run, state, r"[A-Za-z0-9_-]{1,64}"),
             group=self.group,
-            tags=self.tags or None,
+            tags=tuple(self.tags) or None,
             dir=str(folder),
             config=dict(run.config),
             resume="allow",
             reinit="create_new",
-            settings=settings(mode=mode, **_known(settings, self.settings)),
+            settings=settings(mode=mode, **_known(settings, self.settings or {})),
         )
         self._run.define_metric(STEP_NAME)
         self._run.define_metric("*", step_metric=STEP_NAME, step_sync=True)
@@ -110,10 +93,6 @@ class WandbSink:
         import wandb
 
         self._run.log({plain_name(tag): wandb.Html(f"<pre>{html.escape(text)}</pre>"), STEP_NAME: step})
-
-    def state_dict(self) -> dict[str, Any]:
-        """The W&B id."""
-        return id_state(self._identity, self._id)
 
     def close(self, status: str) -> None:
         """Finish the run: finished, failed, or preempted (to be continued)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onstep.callbacks import RouterMonitor
-from onstep.cli.configuration import load_callback
+from onstep.cli.config import load_callback
 from onstep.errors import ConfigError
 
 

@@ -95,7 +95,7 @@ def test_train_under_torchrun_gives_the_losses_of_one_process(shell: Shell) -> N
         records = json.loads((shell.folder / "runs" / name / "trainer_logs.json").read_text())
         return [record[key] for record in records for key in ("loss", "eval_loss", "test_loss") if key in record]
 
-    assert losses("two") == pytest.approx(losses("one"), rel=1e-6)
+    assert losses("two") == pytest.approx(losses("one"), rel=1e-5)  # float32 gradients summed over ranks
     assert "What this run left" in done.stdout
     assert done.stdout.count("What this run left") == 1
 

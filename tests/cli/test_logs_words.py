@@ -12,8 +12,7 @@ import pytest
 
 from onstep.analysis.run_liveness import is_locked
 from onstep.cli.logs_reading import file_prefix, output_path, read_logs
-from onstep.cli.main import COMMANDS, main
-from onstep.cli.option_names import in_options
+from onstep.cli.main import COMMANDS, in_options, main
 from onstep.errors import ConfigError
 from onstep.journal import Journal
 

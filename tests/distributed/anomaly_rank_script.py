@@ -119,9 +119,9 @@ def scenario(
         "skip_list": progress.skip_list,
         "num_skips": progress.num_skips,
         "overrides": progress.overrides,
-        "ended_by_anomaly": state.ended_by_anomaly,
-        "was_stopped": state.was_stopped,
-        "stopped_by": None if state.stopped_by is None else state.stopped_by.author,
+        "ended_by_anomaly": state.ending.by_anomaly,
+        "was_stopped": state.ending.was_stopped,
+        "stopped_by": None if state.ending.stopped_by is None else state.ending.stopped_by.author,
     }
 
 

@@ -235,7 +235,7 @@ def job_sharded_run(settings: dict[str, Any]) -> None:
     config.model.seq_length = 6
     world = open_world(config.dist)
     state = GlobalState(config, world)
-    state.given_args = SimpleNamespace(output_dir=".", logging_dir="logs")
+    state.door.given_args = SimpleNamespace(output_dir=".", logging_dir="logs")
     state.facts.rank = RANK
     model = sharded_model()
     optimizer = TrainingOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))

@@ -16,7 +16,7 @@ from onstep import Callback, CallbackManager, Trainer, TrainerCallback, Training
 from onstep.config import ConfigContainer
 from onstep.config.parts import DistributedInitConfig
 from onstep.distributed import open_world
-from onstep.errors import NonFiniteError
+from onstep.errors import CollectiveAfterErrorError, NonFiniteError
 from onstep.recipes import tiny_gpt_pretrain_config
 from onstep.training import forward_step
 
@@ -126,7 +126,7 @@ def job_stop(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     for event in ("on_train_end", "on_run_end"):
         manager.register(event, lambda context: told.append(context.event))
     state = pretrain(config(settings), callbacks=manager)
-    return {"step": state.train_state.step, "stopped_by": str(state.stopped_by), "told": told}
+    return {"step": state.train_state.step, "stopped_by": str(state.ending.stopped_by), "told": told}
 
 
 def job_requests(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -212,6 +212,42 @@ def job_groups(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
         sums.append(total.item())
         world.close()
     return {"sums": sums}
+
+
+def job_after_an_error(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Rank 1 alone meets the error; both agree before it, and after the context is entered again."""
+    world = open_world(DistributedInitConfig(device="cpu", distributed_timeout_minutes=0.5))
+    try:
+        with world.no_collectives_after_an_error():
+            agreed = world.agree([RANK])
+            if RANK == 1:
+                raise {"error": ValueError, "exit": SystemExit}[settings["how"]]("rank 1 alone")
+    except (ValueError, SystemExit):
+        pass
+    refused = {}
+    for name, arguments in _COLLECTIVES.items():
+        if RANK == 1 and settings["how"] == "error":
+            try:
+                getattr(world, name)(*arguments)
+            except CollectiveAfterErrorError as error:
+                refused[name] = str(error)
+        elif settings["how"] == "exit":
+            getattr(world, name)(*arguments)
+    with world.no_collectives_after_an_error():
+        agreed += world.agree([RANK + 5])
+    world.close()
+    return {"refused": refused, "agreed": agreed}
+
+
+_COLLECTIVES: dict[str, tuple[Any, ...]] = {
+    "agree": ([1],),
+    "gather": ("item",),
+    "gather_numbers": ([1.0],),
+    "share": ("item",),
+    "sum": (torch.ones(1),),
+    "max": (torch.ones(1),),
+    "barrier": (),
+}
 
 
 def main() -> None:

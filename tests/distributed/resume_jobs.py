@@ -172,7 +172,7 @@ def report(settings: dict[str, Any], state: Any, counting: Counting, **more: Any
     progress = state.train_state
     result = {
         "step": progress.step,
-        "ended": state.ended,
+        "ended": state.ending.ended,
         "told": counting.told,
         "skip_list": progress.skip_list,
         "num_skips": progress.num_skips,

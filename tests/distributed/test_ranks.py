@@ -45,7 +45,8 @@ def test_ranks_give_the_losses_of_one_process(
 ) -> None:
     results = run_ranks(ranks, job, tmp_path, corpus=str(corpus), cache=str(token_cache))
     for result in results:
-        assert result["losses"] == pytest.approx(single[job], rel=1e-6)
+        # float32 gradients summed over ranks instead of rows
+        assert result["losses"] == pytest.approx(single[job], rel=1e-5)
         assert result["evaluation"] == results[0]["evaluation"]
     assert len({tuple(map(tuple, result["sample_ids"])) for result in results}) == ranks, "ranks must differ in data"
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.distributed.test_ranks import run_ranks
 
 from onstep import pretrain
 from onstep.config import ConfigContainer
 from onstep.config.parts import DistributedInitConfig
-from onstep.distributed import open_world, world_size_from_environment
-from onstep.errors import ConfigError
+from onstep.distributed import World, open_world, world_size_from_environment
+from onstep.errors import CollectiveAfterErrorError, ConfigError
 
 NAMES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -48,6 +51,43 @@ def test_one_rank_agrees_with_itself() -> None:
         world.barrier()
     finally:
         world.close()
+
+
+@pytest.mark.distributed
+def test_after_an_error_a_rank_waits_for_nobody_until_it_begins_anew(tmp_path: Path) -> None:
+    first, second = run_ranks(2, "after_an_error", tmp_path, how="error")
+    assert first == {"refused": {}, "agreed": [1, 6]}
+    assert second["agreed"] == [1, 6]
+    names = ["agree", "gather", "gather_numbers", "share", "sum", "max", "barrier"]
+    assert list(second["refused"]) == names
+    assert all(
+        re.match(f"World.{name} was called on rank 1 of 2 after ValueError; .*ask them before", text)
+        for name, text in second["refused"].items()
+    )
+
+
+@pytest.mark.distributed
+def test_ranks_go_on_together_after_a_decided_exit(tmp_path: Path) -> None:
+    assert run_ranks(2, "after_an_error", tmp_path, how="exit") == [{"refused": {}, "agreed": [1, 6]}] * 2
+
+
+def test_one_rank_agrees_with_itself_also_after_an_error() -> None:
+    world = World()
+    with pytest.raises(KeyError), world.no_collectives_after_an_error():
+        raise KeyError("x")
+    assert world.agree([3]) == [3]
+    assert world == World()
+
+
+def test_an_error_that_was_handled_inside_is_forgotten_at_the_end() -> None:
+    world = World(size=2)
+    with world.no_collectives_after_an_error():
+        with pytest.raises(KeyError), world.no_collectives_after_an_error():
+            raise KeyError("x")
+        with pytest.raises(CollectiveAfterErrorError, match="after KeyError"):
+            world.barrier()
+    with pytest.raises(ValueError, match="process group has not been init"):
+        world.barrier()
 
 
 def test_after_a_run_the_caller_can_make_a_group(tiny_config: ConfigContainer) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from onstep.cli.configuration import configuration
+from onstep.cli.config import configuration
 from onstep.cli.main import COMMANDS
 from onstep.config import ConfigContainer, merge, parse_yaml, resolve
 from onstep.recipes import get_recipe

@@ -34,8 +34,9 @@ def test_the_loss_is_the_mean_over_all_labels_and_perplexity_follows(tmp_path: P
     metrics = quiet(model, arguments(tmp_path), eval_dataset=rows).evaluate()
     batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
     loss = model(**batch)["loss"].item()
-    assert metrics["eval_loss"] == pytest.approx(loss, rel=1e-6)
-    assert metrics["eval_perplexity"] == pytest.approx(math.exp(loss), rel=1e-6)
+    # float32 sums of batches, against one of all rows
+    assert metrics["eval_loss"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["eval_perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
     assert metrics.keys() >= {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "epoch"}
 
 

@@ -30,7 +30,7 @@ from onstep.training import GlobalState, train
 
 SPLITS = [(24, 1), (12, 2), (8, 3), (1, 24), (5, 5)]
 """Samples of a micro-batch, and micro-batches of a step; the last one has four of its micro-batches full."""
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}  # float32: sums of other orders, a few units of 1e-7 each
 
 Steps = list[tuple[Tensor, list[Tensor]]]
 

@@ -13,6 +13,9 @@ from onstep.config import ConfigContainer
 from onstep.data import EvalLoader, StepBatches, TrainLoader
 from onstep.optim import TrainingOptimizer
 from onstep.training import GlobalState, train
+from onstep.training.job import Job, drive
+from onstep.training.log_step import RunStart
+from onstep.training.telling import Teller
 
 VOCABULARY, LENGTH = 16, 12
 
@@ -101,3 +104,21 @@ def run(
     optimizer = optimizer or TrainingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     train(step, [model], optimizer, scheduler, data or loader(), valid, state, callback_manager=callbacks)
     return model
+
+
+def small_job(state: GlobalState, model: nn.Module | None = None, optimizer: Any = None, step: Any = sum_step) -> Job:
+    """What `train()` makes of its arguments, for a feature or a loop by itself."""
+    model = model or TinyModel()
+    optimizer = optimizer or TrainingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    return Job(
+        run=state,
+        forward_step_func=step,
+        raw_forward_step_func=step,
+        model=[model],
+        optimizer=drive(optimizer, [model], state),
+        raw_optimizer=optimizer,
+        scheduler=None,
+        reader=loader(),
+        tell=Teller(None, state, [model], optimizer),
+        start=RunStart.now(state),
+    )

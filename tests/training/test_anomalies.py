@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import LENGTH, RaggedRows, TinyModel, run, small_state
+from small_runs import LENGTH, RaggedRows, TinyModel, run, small_job, small_state
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -21,7 +21,8 @@ from onstep.events import Request
 from onstep.optim import DeviceFiniteGate, TrainingOptimizer
 from onstep.progress import TrainState
 from onstep.training import GlobalState
-from onstep.training.anomalies import AnomalyWatch, watch_of
+from onstep.training.anomalies import AnomalyGate
+from onstep.training.decisions import write_decision
 from onstep.training.rollback import RollBack
 from onstep.training.run_folder import RunFolder
 
@@ -249,9 +250,9 @@ def test_stop_ends_the_run_without_the_update_and_says_so_everywhere(gate: str, 
     bad_step = next(number for number, ids in enumerate(recorder.steps, 1) if 5 in ids[0] + ids[1])
     assert recorder.changed == [step < bad_step for step in range(1, len(recorder.changed) + 1)]
     assert bad_step <= state.train_state.step <= bad_step + (10 if gate == "device" else 0)
-    assert (state.was_stopped, reasons, state.ended_by_anomaly) == (True, ["stopped"], True)
-    assert state.stopped_by is not None
-    assert state.stopped_by.author == "anomaly gate"
+    assert (state.ending.was_stopped, reasons, state.ending.by_anomaly) == (True, ["stopped"], True)
+    assert state.ending.stopped_by is not None
+    assert state.ending.stopped_by.author == "anomaly gate"
     [record] = recorder.anomalies
     assert record["action"] == "stop"
     assert math.isnan(record["loss"])
@@ -267,7 +268,7 @@ def test_stop_ends_the_run_without_the_update_and_says_so_everywhere(gate: str, 
 def test_a_run_that_nothing_ended_has_done_what_it_was_told() -> None:
     state = small_state(train_iters=2, on_nonfinite="stop")
     run(state)
-    assert state.ended_by_anomaly is False
+    assert state.ending.by_anomaly is False
 
 
 def spiky_rows(size: int = 240, spikes: tuple[int, ...] = (150,)) -> Rows:
@@ -289,7 +290,7 @@ def test_a_spike_is_left_out_with_all_samples_of_its_step() -> None:
     assert (record["step"], record["sample_ids"]) == (bad_step, [148, 149, 150, 151])
     assert recorder.changed == [step != bad_step for step in range(1, 61)]
     assert state.train_state.skip_list == [[0, 148], [0, 149], [0, 150], [0, 151]]
-    watch = watch_of(state)
+    watch = state.features.find(AnomalyGate)
     assert watch is not None
     measured = [step for step, _ in watch.state_dict()["spikes"]["window"]["loss"]]
     assert measured == [step for step in range(1, 61) if step != bad_step]
@@ -300,7 +301,7 @@ def test_spikes_raise_stop_or_are_ignored_as_the_policy_says() -> None:
         adam_run(spiky_state("raise"), watched()[1], spiky_rows(), data=loader(spiky_rows(), shuffle=False))
     state = spiky_state("stop")
     adam_run(state, watched()[1], spiky_rows(), data=loader(spiky_rows(), shuffle=False))
-    assert (state.train_state.step, state.ended_by_anomaly) == (38, True)
+    assert (state.train_state.step, state.ending.by_anomaly) == (38, True)
     state = spiky_state("ignore")
     adam_run(state, watched()[1], spiky_rows(), data=loader(spiky_rows(), shuffle=False))
     assert (state.train_state.step, state.train_state.num_skips) == (60, 0)
@@ -335,11 +336,11 @@ def test_rollback_without_a_checkpoint_names_the_remedy() -> None:
         adam_run(small_state(train_iters=9, on_nonfinite="rollback"), watched()[1], Rows(loss={5: math.nan}))
 
 
-def made_watch(**anomaly: Any) -> tuple[GlobalState, AnomalyWatch]:
+def made_watch(**anomaly: Any) -> tuple[GlobalState, AnomalyGate]:
     state = small_state(train_iters=9)
     for name, value in anomaly.items():
         setattr(state.cfg.anomaly, name, value)
-    return state, AnomalyWatch(state, TrainingOptimizer(torch.optim.SGD(TinyModel().parameters(), lr=0.1)))
+    return state, AnomalyGate(small_job(state))
 
 
 def test_what_a_rollback_must_not_undo_is_carried_into_the_loaded_progress() -> None:
@@ -361,23 +362,24 @@ def test_what_a_rollback_must_not_undo_is_carried_into_the_loaded_progress() -> 
 
 
 def test_rollbacks_are_counted_over_loads_of_older_states_and_bounded(tmp_path: Path) -> None:
-    state, watch = made_watch(max_rollbacks=2, rollback_lr_factor=0.5)
+    state, watch = made_watch(max_rollbacks=2)
     state.run_folder = RunFolder(tmp_path)
     old_watch, old_progress = watch.state_dict(), copy.deepcopy(state.train_state)
     for count in (1, 2):
-        state.train_state.step = 5 + count
-        state.control.rollback_request = Request("rollback", "anomaly gate", "", f"spike {count}")
-        rollback = watch.rollback()
-        assert rollback is not None
+        request, left = Request("rollback", "anomaly gate", "", f"spike {count}"), state.train_state
+        left.step, left.num_rollbacks = 5 + count, left.num_rollbacks + 1
+        watch.before_rollback(left.step, request)
+        rollback = RollBack.at(left, left.step, request, 0.5)
         state.train_state = copy.deepcopy(old_progress)
         watch.load_state_dict(old_watch)
-        watch.rolled_back(rollback)
+        rollback.carry_over(state.train_state)
+        write_decision(state, rollback.record(state.train_state.step))
+        watch.rolled_back()
         assert state.train_state.num_rollbacks == count
         assert state.train_state.overrides == {"lr_factor": 0.5**count}
-        assert watch.rollback() is None
-    state.control.rollback_request = Request("rollback", "anomaly gate", "", "spike 3")
+    state.train_state.num_rollbacks = 3
     with pytest.raises(AnomalyError) as raised:
-        watch.rollback()
+        watch.before_rollback(8, Request("rollback", "anomaly gate", "", "spike 3"))
     assert all(f"spike {count}" in str(raised.value) for count in (1, 2, 3))
     rows = [json.loads(line) for line in state.run_folder.decisions.read_text().splitlines()]
     assert [(row["flag"], row["reason"], row["details"]["to_step"]) for row in rows] == [
@@ -390,7 +392,7 @@ def test_a_resumed_watch_finds_the_spike_that_the_first_would_have_found() -> No
     class Keep(Callback):
         def on_step_end(self, context: Any) -> None:
             if context.state.train_state.step == 30:
-                watch = watch_of(context.state)
+                watch = context.state.features.find(AnomalyGate)
                 assert watch is not None
                 self.state = json.loads(json.dumps(watch.state_dict()))
 

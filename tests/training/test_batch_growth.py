@@ -257,14 +257,14 @@ def test_the_schedule_ends_with_a_run_whose_epochs_end_in_tails(make: Make) -> N
     manager = CallbackManager()
     manager.register("on_step_end", lambda context: rates.append(context.optimizer.param_groups[0]["lr"]))
     state = pretrain(make("tails", *TAILS), callbacks=manager)
-    assert state.train_dataloader.num_samples % 2, "an epoch ends in a tail"
+    assert state.door.train_dataloader.num_samples % 2, "an epoch ends in a tail"
     assert state.train_state.epoch == 1
     assert rates[3] == pytest.approx(1.0)
     assert rates[-1] == pytest.approx(0.0, abs=1e-9)
     assert rates[-2] > 0.01
     assert state.trainer_state.num_train_epochs == pytest.approx(state.trainer_state.epoch)
     assert state.trainer_state.num_train_samples == state.train_state.consumed_train_samples
-    assert state.trainer_state.num_examples == state.train_dataloader.num_samples
+    assert state.trainer_state.num_examples == state.door.train_dataloader.num_samples
 
 
 def test_such_a_run_that_dies_ends_as_the_one_that_nobody_touched(make: Make) -> None:
@@ -344,7 +344,7 @@ def test_a_run_by_epochs_has_the_steps_that_fit_at_its_place_in_the_ramp(make: M
 
     manager.register("on_step_end", note_share)
     state = pretrain(config, callbacks=manager)
-    samples = state.train_dataloader.num_samples
+    samples = state.door.train_dataloader.num_samples
     assert [share for share, _ in shares] == pytest.approx([taken / samples for _, taken in shares])
     assert len(ends) == 2
     assert [epoch for _, epoch in ends] == [1.0, 2.0]

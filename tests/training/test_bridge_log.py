@@ -6,6 +6,7 @@ import inspect
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,10 @@ from onstep import CallbackManager
 from onstep.distributed import World
 from onstep.events import Control
 from onstep.training import GlobalState, training_log
-from onstep.training.bridge_log import add_to_interval, begin_interval
+from onstep.training.bridge.feature import BridgeLog
+from onstep.training.bridge.training_log import add_to_interval, begin_interval
+from onstep.training.interval import IntervalMeter
+from onstep.training.losses import StepLoss
 
 BACKENDS = ("tensorboard", "wandb", "mlflow", "comet")
 ALL = frozenset(BACKENDS)
@@ -66,7 +70,7 @@ class Log:
 @pytest.fixture
 def log() -> Log:
     state = small_state(train_iters=100)
-    state.cfg.logger.log_interval, state.prints_console_line = 4, True
+    state.cfg.logger.log_interval, state.door.prints_console_line = 4, True
     return Log(state)
 
 
@@ -353,7 +357,7 @@ class QuietTensorBoard:
 def test_a_step_that_is_not_logged_reads_nothing_for_tensorboard_and_console() -> None:
     state = small_state(train_iters=6)
     state.cfg.logger.log_interval, state.cfg.logger.log_params_norm = 3, True
-    state.prints_console_line = True
+    state.door.prints_console_line = True
     state.tensorboard_logger = quiet = QuietTensorBoard()
     manager = CallbackManager()
     with ReadCounter() as counter:
@@ -369,7 +373,7 @@ def test_an_epoch_that_ends_within_an_interval_is_logged_with_what_there_is(
 ) -> None:
     state = small_state(train_iters=5)
     state.cfg.logger.log_interval, state.cfg.logger.log_on_each_epoch = 2, True
-    state.prints_console_line = True
+    state.door.prints_console_line = True
     run(state, data=loader())  # an epoch has 3 steps
     steps = [int(re.findall(r"iteration +(\d+)/", line)[0]) for line in lines(capsys)]
     assert steps == [2, 3, 4, 5]
@@ -379,11 +383,11 @@ def test_nothing_is_done_where_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) 
     def fail(*args: Any, **options: Any) -> bool:
         raise AssertionError
 
-    monkeypatch.setattr("onstep.training.step_reporter.training_log", fail)
+    monkeypatch.setattr("onstep.training.bridge.feature.report_step", fail)
     state = small_state(train_iters=3)
     state.cfg.logger.log_interval = 1
     run(state)
-    assert "training_log" not in state.loop_parts
+    assert "training_log" not in {feature.name for feature in state.features.built}
 
 
 def test_a_snapshot_is_written_also_without_train_metrics(
@@ -399,3 +403,37 @@ def test_a_snapshot_is_written_also_without_train_metrics(
     assert list(tmp_path.iterdir()) == []
     log.step()
     assert [path.name for path in tmp_path.iterdir()] == ["memory_0.pickle"]
+
+
+def test_the_loop_prints_the_lines_that_training_log_prints_of_its_own_sums(
+    log: Log, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps that are left out, and one that is not finite: the loop's one accumulator tells them as the dictionary."""
+
+    def losses(step: int) -> float:
+        return {2: float("nan"), 3: 1e9}.get(step, 1.0 + step)
+
+    for step in range(1, 9):
+        log.step(losses(step), skipped=int(step in (2, 3)), learning_rate=None)
+    by_hand = [line[line.index(" lm loss") :] for line in lines(capsys)]
+
+    meter = IntervalMeter()
+    state = small_state(train_iters=8)
+    state.cfg.logger.log_interval, state.door.prints_console_line = 4, True
+    state.features.of_the_loop["meter"] = meter
+    job: Any = SimpleNamespace(run=state, model=[torch.nn.Linear(1, 1)], optimizer=SimpleNamespace(param_groups=[]))
+    log_of_loop = BridgeLog(job)
+    log_of_loop.restart_interval()
+    for step in range(1, 9):
+        loss, is_skipped = StepLoss(torch.tensor(losses(step)), 1, None), step in (2, 3)
+        state.train_state.step = step
+        meter.add(None if step == 2 else loss, None, successful=not is_skipped)
+        done: Any = SimpleNamespace(
+            loss_dict={"lm loss": loss.value()}, applied=not is_skipped, grad_norm=None, num_zeros=None
+        )
+        log_of_loop.after_count(done)
+        log_of_loop._report(is_logged=step % 4 == 0)
+        if step % 4 == 0:
+            meter.flush()
+    assert [line[line.index(" lm loss") :] for line in lines(capsys)] == by_hand
+    assert "number of skipped iterations:   2 | number of nan iterations:   1 |" in by_hand[0]

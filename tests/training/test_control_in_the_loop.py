@@ -68,9 +68,9 @@ def test_a_stop_asked_before_the_first_step_runs_none(event: str) -> None:
     manager, state = CallbackManager(), small_state(train_iters=6)
     manager.register(event, lambda context: context.control.stop("too late already"))
     run(state, manager)
-    assert (state.train_state.step, state.was_stopped) == (0, True)
-    assert state.stopped_by is not None
-    assert state.stopped_by.event == event
+    assert (state.train_state.step, state.ending.was_stopped) == (0, True)
+    assert state.ending.stopped_by is not None
+    assert state.ending.stopped_by.event == event
 
 
 def test_an_abort_does_nothing_more_with_the_step() -> None:
@@ -80,7 +80,7 @@ def test_an_abort_does_nothing_more_with_the_step() -> None:
     manager.register("on_step_end", at_step(2, "abort", "diverged"))
     run(state, manager, valid=eval_loader())
     assert told == [("on_train_end", 2)]
-    assert state.was_stopped
+    assert state.ending.was_stopped
 
 
 def test_an_abort_at_the_end_of_an_epoch_does_not_evaluate_it() -> None:
@@ -122,9 +122,9 @@ def test_stop_flags_are_cleared_when_training_starts_again() -> None:
     manager.register("on_step_end", at_step(2, "stop"))
     data = loader()
     run(state, manager, data=data)
-    assert (state.train_state.step, state.was_stopped) == (2, True)
+    assert (state.train_state.step, state.ending.was_stopped) == (2, True)
     run(state, data=data)
-    assert (state.train_state.step, state.was_stopped, state.stopped_by) == (6, False, None)
+    assert (state.train_state.step, state.ending.was_stopped, state.ending.stopped_by) == (6, False, None)
 
 
 def test_the_second_training_counts_its_own_mean_loss() -> None:
@@ -134,7 +134,7 @@ def test_the_second_training_counts_its_own_mean_loss() -> None:
     state.cfg.train.train_iters = 4
     run(state, data=data, model=model)
     assert state.train_state.step == 4
-    assert state.loss_steps == 2
+    assert state.sums.loss_steps == 2
     assert state.mean_loss() != first
 
 
@@ -154,7 +154,7 @@ def withdrawn_later(state: GlobalState) -> CallbackManager:
 def test_a_stop_that_is_withdrawn_after_all_leaves_no_trace() -> None:
     state = small_state(train_iters=5)
     run(state, withdrawn_later(state))
-    assert (state.train_state.step, state.was_stopped, state.stopped_by) == (5, False, None)
+    assert (state.train_state.step, state.ending.was_stopped, state.ending.stopped_by) == (5, False, None)
 
 
 def test_a_later_stop_is_not_blamed_on_who_withdrew() -> None:
@@ -163,8 +163,8 @@ def test_a_later_stop_is_not_blamed_on_who_withdrew() -> None:
     manager.register("on_step_end", at_step(3, "stop", "for good"))
     run(state, manager)
     assert state.train_state.step == 3
-    assert state.stopped_by is not None
-    assert state.stopped_by.reason == "for good"
+    assert state.ending.stopped_by is not None
+    assert state.ending.stopped_by.reason == "for good"
 
 
 def test_a_stop_at_the_last_step_is_a_completed_run() -> None:
@@ -173,7 +173,7 @@ def test_a_stop_at_the_last_step_is_a_completed_run() -> None:
     reasons: list[str | None] = []
     manager.register("on_run_end", lambda context: reasons.append(context.reason))
     run(state, manager)
-    assert (state.was_stopped, state.stopped_by, reasons) == (False, None, ["completed"])
+    assert (state.ending.was_stopped, state.ending.stopped_by, reasons) == (False, None, ["completed"])
 
 
 def test_what_was_asked_and_by_whom_is_written_to_the_decisions(tmp_path: Path) -> None:

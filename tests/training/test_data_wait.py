@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from onstep.data import TrainLoader
-from onstep.training.data_wait import DataTimeout, wait_for_data
+from onstep.training.data_wait import DataTimeout, DataWait, wait_for_data
 from onstep.training.signals import DistributedSignalHandler
 
 
@@ -82,6 +82,24 @@ def test_a_signal_before_the_read_counts_too() -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         with pytest.raises(DataTimeout):
             wait_for_data(lambda: loader.read(1), handler, 0.05)
+
+
+def test_one_wait_serves_all_reads_of_a_run() -> None:
+    rows = SlowRows()
+    loader = loader_of(rows)
+    alarm_handler = signal.getsignal(signal.SIGALRM)
+    with DistributedSignalHandler("SIGUSR1") as handler:
+        wait = DataWait(handler, 0.05)
+        assert wait(loader.read, 2) is not None
+        os.kill(os.getpid(), signal.SIGUSR1)
+        for _ in range(2):
+            with pytest.raises(DataTimeout):
+                wait(loader.read, num_microbatches=1)
+            assert signal.getsignal(signal.SIGALRM) is alarm_handler
+        rows.stuck = False
+        step = wait(loader.read, 1)
+    assert step is not None
+    assert step.sample_ids == [[2]]
 
 
 def test_the_users_timer_and_alarm_handler_come_back() -> None:

@@ -81,7 +81,7 @@ def test_a_run_on_the_cpu_says_once_that_it_has_none_and_goes_on(
     monkeypatch.setattr(gpu_gauge, "_warned", set())
     for _ in range(2):
         state = small_state(train_iters=2)
-        state.cfg.logger.log_energy, state.cfg.logger.log_interval, state.prints_console_line = True, 1, True
+        state.cfg.logger.log_energy, state.cfg.logger.log_interval, state.door.prints_console_line = True, 1, True
         run(state)
     assert caplog.text.count("this run is on the CPU") == 1
     out = capsys.readouterr().out
@@ -92,7 +92,7 @@ def test_a_run_on_the_cpu_says_once_that_it_has_none_and_goes_on(
 def test_evaluations_take_no_energy_of_the_training(capsys: pytest.CaptureFixture[str]) -> None:
     meter = Meter()
     state = small_state(train_iters=4)
-    state.cfg.logger.log_energy, state.cfg.logger.log_interval, state.prints_console_line = True, 2, True
+    state.cfg.logger.log_energy, state.cfg.logger.log_interval, state.door.prints_console_line = True, 2, True
     state.cfg.validation.eval_interval = 1
     state.energy_monitor = EnergyMonitor(state.world, meter)
 

@@ -66,7 +66,7 @@ def test_a_raw_iterator_that_ends_is_one_epoch_and_ends_training_with_a_warning(
     assert told == ["on_epoch_start 0", "on_epoch_end 3"]
     assert (state.train_state.step, state.train_state.consumed_train_samples) == (3, 10)
     assert any("exhausted at step 3" in message for message in caplog.messages)
-    assert not state.was_stopped
+    assert not state.ending.was_stopped
 
 
 def test_training_goes_on_with_a_new_iterator() -> None:

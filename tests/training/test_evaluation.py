@@ -38,7 +38,7 @@ def of(
     means, _, hit_limit = evaluate(state, step, data, [model], None, state.cfg.model, **words)
     assert hit_limit is False
     assert means is None or all(value.ndim == 0 for value in means.values())
-    return state.last_metrics
+    return state.evaluated.last_metrics
 
 
 @pytest.mark.parametrize("step", [sum_step, mean_step])
@@ -133,7 +133,7 @@ def test_a_test_is_told_as_a_test() -> None:
 
 def printed(capsys: pytest.CaptureFixture[str], prints: bool) -> str:
     state = small_state()
-    state.prints_console_line = prints
+    state.door.prints_console_line = prints
     evaluate_and_print_results(state, "iteration 5", sum_step, eval_loader(), [TinyModel()], state.cfg.model)
     return capsys.readouterr().out
 
@@ -235,7 +235,7 @@ def test_a_logging_interval_does_not_count_the_time_of_evaluations() -> None:
 
     state.cfg.validation.eval_interval = 1
     run(state, step=slow_step, valid=eval_loader())
-    assert next(clock) - state.interval_start < 1000
+    assert next(clock) - state.sums.interval_start < 1000
 
 
 def test_verbose_says_how_much_is_evaluated_and_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,7 +256,7 @@ def test_a_time_limit_ends_an_evaluation_with_nothing_but_the_modes_put_back(
     for event in ("on_eval_start", "on_eval_step_start", "on_eval_end"):
         manager.register(event, lambda context: told.append(context.event))
     state.cfg.train.exit_duration_in_mins = 1
-    state.exits.start(state)
+    state.exits.start(state.cfg.train.exit_duration_in_mins, state.start_time)
     state.exits.deadline = 0.0
     given = (sum_step, eval_loader(6), [model], None, state.cfg.model)
     assert evaluate(state, *given, callback_manager=manager) == (None, None, True)
@@ -280,7 +280,7 @@ def test_a_run_whose_last_evaluation_runs_out_of_time_is_paused_and_makes_it_aga
     manager, told = CallbackManager(), []
 
     def hurry(context: Any) -> None:
-        if context.state.train_ended:
+        if context.state.ending.train_ended:
             context.state.exits.deadline = 0.0
 
     manager.register("on_eval_start", hurry)

@@ -9,17 +9,17 @@ from expert_runs import (
     step_gradient,
     sum_step,
 )
-from small_runs import RaggedRows, TinyModel, small_state, split
+from small_runs import RaggedRows, TinyModel, small_job, small_state, split
 from small_runs import sum_step as plain_step
 
 from onstep.metrics.moe_losses import REPORTED
 from onstep.models.router import Router
 from onstep.optim import LossScaler, TrainingOptimizer
 from onstep.training import train_step
-from onstep.training.expert_steps import experts_of
+from onstep.training.experts import Experts
+from onstep.training.loop import Loop
 from onstep.training.moe_log import expert_losses
-from onstep.training.step import forward_backward
-from onstep.training.telling import Teller
+from onstep.training.step import Step
 
 SPLITS = {"1 x 8": [8], "4 x 2": [2, 2, 2, 2], "ragged": [3, 1, 4]}
 
@@ -73,8 +73,11 @@ def test_a_step_that_runs_again_counts_once():
     batches = split(RaggedRows(8), [4, 4])
     model, state = moe_model(), small_state(batch=8, micro=4)
     optimizer = TrainingOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
-    forward_backward(sum_step, batches, [model], state, Teller(None, state))
-    train_step(sum_step, batches, [model], optimizer, None, state)
+    job, step = small_job(state, model, optimizer, sum_step), Step(1, batches)
+    state.features.build((Experts,), job, state.world)
+    loop = Loop(job)
+    loop.compute(step)
+    loop.train_step(step)
     for router, row in zip(state.experts.routers, state.experts.rows(state.experts.last), strict=True):
         assert row[:4].sum() == 8 * 12 * 2
         assert torch.equal(router.record.row, row)
@@ -88,7 +91,8 @@ def test_fillers_count_nothing_and_do_not_train():
     assert state.experts.last[:4].sum() == 4 * 12 * 2
     alone = step_gradient(other, sum_step, split(RaggedRows(4), [4]), small_state(batch=4, micro=4))
     for name, one in alone.items():
-        torch.testing.assert_close(gradient[name], one, rtol=1e-4, atol=1e-6)
+        # the filler's rows make the experts' products larger, which other kernels compute
+        torch.testing.assert_close(gradient[name], one, rtol=1e-4, atol=5e-6)
 
 
 def test_the_expert_bias_moves_once_a_step_by_the_load_of_all_micro_batches():
@@ -120,8 +124,7 @@ def test_a_step_whose_update_was_not_applied_leaves_the_bias():
 def test_a_model_without_experts_has_nothing_to_do():
     state, model = small_state(), TinyModel()
     step_gradient(model, plain_step, split(RaggedRows(4), [2, 2]), state)
-    assert experts_of(state, [model]) is None
-    assert state.experts.last is None
+    assert state.experts is None
 
 
 def test_counts_stay_on_the_device_until_somebody_asks():

@@ -14,9 +14,9 @@ import pytest
 
 from onstep import Callback, pretrain
 from onstep.config import ConfigContainer, validate
-from onstep.config.watching import FaultToleranceConfig
+from onstep.config.safety_config import FaultToleranceConfig
 from onstep.errors import ConfigError, MissingExtraError
-from onstep.training.simulated_fault import plan_fault
+from onstep.training.fault_tolerance import plan_fault
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_a_start_that_loads_a_checkpoint_learns_the_rest_and_takes_up_what_is_kn
 
     class Looks(Callback):
         def on_init_end(self, context: Any) -> None:
-            limits["at start"] = dict(context.state.section_limits)
+            limits["at start"] = dict(context.state.stage.section_limits)
 
     pretrain(config, callbacks=[Looks()])
     assert limits["at start"]["checkpointing"] == 1000.0

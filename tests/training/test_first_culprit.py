@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from onstep.training.first_culprit import Verdict, Witness, judge
-from onstep.training.first_culprit_report import worker_frame
+from onstep.training.first_culprit import Verdict, Witness, judge, worker_frame
 from onstep.training.rank_record import Failure, RankRecord
 
 LIMIT = 10.0

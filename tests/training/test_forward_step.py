@@ -180,7 +180,8 @@ def test_the_split_into_micro_batches_does_not_change_the_losses(tiny_config: Co
     for micro in (1, 2):
         tiny_config.train.micro_batch_size = micro
         tiny_config.validation.eval_micro_batch_size = 2
-        assert losses_of(tiny_config, forward_step) == pytest.approx(whole, rel=1e-6)
+        # float32 gradients summed in another order, over all the steps
+        assert losses_of(tiny_config, forward_step) == pytest.approx(whole, rel=1e-5)
 
 
 def test_two_runs_of_one_configuration_are_the_same_and_leave_it_alone(tiny_config: ConfigContainer) -> None:

@@ -15,6 +15,7 @@ from onstep import CallbackManager
 from onstep.distributed import World
 from onstep.errors import ReplicaMismatchError
 from onstep.training import (
+    GlobalState,
     evaluate,
     maybe_check_weight_hash_across_dp_replicas,
     maybe_report_stragglers,
@@ -22,7 +23,6 @@ from onstep.training import (
     post_training_step_callbacks,
     weight_hashes,
 )
-from onstep.training.housekeeping import housekeeping_for
 from onstep.training.weight_hash import check_param_hashes_across_dp_replicas
 
 
@@ -93,13 +93,19 @@ def test_no_report_leaves_the_flops(log_straggler: bool, interval: int | None) -
     assert timer.reports == []
 
 
-def test_a_run_has_no_housekeeping_where_all_of_it_is_off() -> None:
+def test_features_are_built_only_where_they_are_wanted() -> None:
     state = small_state(train_iters=1)
-    assert housekeeping_for(state, []) is None
+    assert not {"manual_gc", "weight_hashes", "stragglers", "profilers", "device_sync"} & built_by(state)
     state.cfg.train.manual_gc_interval = 3
-    assert housekeeping_for(state, []) is None, "collection is not manual"
+    assert "manual_gc" not in built_by(state), "collection is not manual"
     state.cfg.train.manual_gc = True
-    assert housekeeping_for(state, []) is not None
+    assert "manual_gc" in built_by(state)
+
+
+def built_by(state: GlobalState) -> set[str]:
+    """Names of the features that a training of `state` has."""
+    run(state)
+    return {feature.name for feature in state.features.built}
 
 
 def test_garbage_is_collected_at_its_steps_only_and_by_itself_again_afterwards(collections: list[int]) -> None:

@@ -15,8 +15,7 @@ from onstep.checkpoint import checkpoints
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
 from onstep.optim import TrainingOptimizer
-from onstep.training import _finish_train, get_num_microbatches, pretrain, train, train_step
-from onstep.training.state import GlobalState
+from onstep.training import GlobalState, _finish_train, get_num_microbatches, pretrain, train, train_step
 
 
 def evaluated(**hooks: Any) -> tuple[GlobalState, dict[str, Any]]:

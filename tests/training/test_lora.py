@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import sys
@@ -42,14 +43,16 @@ def config(tmp_path: Path, corpus: Path, token_cache: Path, monkeypatch: pytest.
 
 
 @torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    found = model.eval()(tokens())
+def logits(model: Any, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """In float64, so that the order in which a kernel sums does not matter."""
+    found = copy.deepcopy(model).to(dtype).eval()(tokens())
     result: torch.Tensor = getattr(found, "logits", found)
     return result
 
 
 def close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+    # stored weights are rounded to float32, and transformers computes norms in it; an adapter moves logits by 1e-2
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
 def test_what_was_there_stays_and_what_was_added_moves(config: ConfigContainer) -> None:
@@ -200,7 +203,10 @@ def test_of_a_mixture_of_experts_the_attention_is_adapted(config: ConfigContaine
     adapter = load_file(RUN / "adapter" / "adapter_model.safetensors")
     assert {name.split(".")[6] for name in adapter} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("moe"), RUN / "adapter")
-    assert close(logits(adapted), logits(AutoModelForCausalLM.from_pretrained(RUN / "model")))
+    merged = AutoModelForCausalLM.from_pretrained(RUN / "model")
+    # experts' grouped products have no float64 in torch, and float32 is summed in another order by each kernel
+    found, expected = logits(adapted, torch.float32), logits(merged, torch.float32)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_the_added_matrices_follow_from_the_seed_alone_and_change_nothing_at_first(tmp_path: Path) -> None:

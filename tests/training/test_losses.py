@@ -14,7 +14,7 @@ from onstep.optim import TrainingOptimizer
 from onstep.training import LossShare, MeanLoss, train_step
 
 SPLITS = [[12], [6, 6], [3, 3, 3, 3], [1] * 12, [5, 4, 3], [1, 11]]
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}  # float32: sums of other orders, a few units of 1e-7 each
 TOTAL_LABELS = sum(int(row["labels"].ne(-100).sum()) for row in map(RaggedRows().__getitem__, range(12)))
 
 

@@ -12,7 +12,6 @@ from onstep.events import Callback
 from onstep.metrics.moe_losses import reported_losses, tracked_losses
 from onstep.optim import TrainingOptimizer
 from onstep.training import train
-from onstep.training.expert_steps import experts_of
 
 from onstep.training import _build_moe_metric_writer, _MoeMetricFanoutWriter  # isort: skip
 
@@ -120,7 +119,7 @@ NAMES = ["load_balancing_loss", "seq_load_balancing_loss", "global_load_balancin
 def test_a_run_reports_the_losses_in_tags_line_and_logs(capsys):
     state, logs = small_state(train_iters=4), Logs()
     state.cfg.logger.log_interval = 2
-    state.prints_console_line = True
+    state.door.prints_console_line = True
     board, wandb, comet = Scalars(), Metrics(), Metrics()
     wandb.log = wandb.log_metrics
     state.tensorboard_logger, state.wandb_logger, state.comet_logger = board, wandb, comet
@@ -160,15 +159,16 @@ def test_a_resumed_interval_reports_the_whole(tmp_path):
     run(whole, model=moe_model())
     half = small_state(train_iters=2)
     model = run(half, model=moe_model())
-    saved = half.loop_parts["experts"].state_dict()
+    saved = half.experts.state_dict()
     rest = small_state(train_iters=2)
-    experts_of(rest, [model]).load_state_dict(saved)
+    manager = CallbackManager()
+    manager.register("on_train_start", lambda context: context.state.experts.load_state_dict(saved))
     data = loader(16)
     optimizer = TrainingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     data.seek(0, 8)
     rest.train_state.consumed_train_samples = rest.train_state.samples_in_epoch = 8
     rest.cfg.model = model.config
-    train(sum_step, [model], optimizer, None, data, None, rest)
+    train(sum_step, [model], optimizer, None, data, None, rest, callback_manager=manager)
     assert rest.experts.interval[: 4 + 1].tolist() == whole.experts.interval[: 4 + 1].tolist()
     assert rest.experts.interval.shape == whole.experts.interval.shape
 
@@ -176,7 +176,7 @@ def test_a_resumed_interval_reports_the_whole(tmp_path):
 def test_nothing_is_reported_of_a_dense_model(capsys):
     state, logs = small_state(train_iters=2), Logs()
     state.cfg.logger.log_interval = 1
-    state.prints_console_line = True
+    state.door.prints_console_line = True
     model = moe_model(
         num_moe_experts=None,
         moe_router_load_balancing_type="aux_loss",

@@ -14,7 +14,7 @@ import pytest
 from recording_loggers import record_all
 from small_runs import run, small_state
 
-from onstep.config.watching import NVRxStragglerDetectionConfig
+from onstep.config.safety_config import NVRxStragglerDetectionConfig
 from onstep.distributed import World
 from onstep.errors import MissingExtraError
 from onstep.training import (
@@ -255,7 +255,7 @@ def test_the_loop_leaves_for_a_slow_gpu(package: type[Detector], capsys: pytest.
     state = train_with_it(stop_if_detected=True)
     assert (state.train_state.step, state.exits.decided) == (2, "straggler")
     assert "[Exiting program due to straggler detection.] datetime: " in capsys.readouterr().out
-    assert "rank 1 on node" in state.stopped_by.reason
+    assert "rank 1 on node" in state.ending.stopped_by.reason
 
 
 def test_a_detector_that_does_not_start_is_left_out_of_the_run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,11 +22,11 @@ from onstep.metrics import calc_params_l2_norm
 from onstep.metrics.parameter_norms import parameter_norms, total_norm
 from onstep.optim import MuonWithAdamW, OptimizerParamScheduler, TrainingOptimizer, build_optimizer
 from onstep.training import GlobalState
+from onstep.training.bridge.feature import BridgeLog
 from onstep.training.interval import IntervalMeter
 from onstep.training.log_step import decoupled_learning_rate, learning_rate
 from onstep.training.losses import StepLoss
 from onstep.training.saved_parts import SchedulerPosition
-from onstep.training.step_reporter import StepReporter
 
 
 @pytest.fixture
@@ -224,7 +225,7 @@ def test_a_step_above_the_threshold_is_skipped_counted_and_does_not_move_the_sch
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     state, recording, model = limited(), Recording(), TinyModel()
-    state.prints_console_line = True
+    state.door.prints_console_line = True
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     run(
         state,
@@ -328,7 +329,7 @@ def test_zeros_reach_the_console_as_a_whole_number(capsys: pytest.CaptureFixture
     state, model, counts = small_state(train_iters=2), TinyModel(), []
     state.cfg.optimizer.log_num_zeros_in_grad = True
     state.cfg.logger.log_interval = 2
-    state.prints_console_line = True
+    state.door.prints_console_line = True
     manager = CallbackManager()
 
     def count(context: Any) -> None:
@@ -384,8 +385,9 @@ def test_a_rate_is_that_of_the_last_group_that_is_not_decoupled() -> None:
 def test_the_norm_of_the_log_is_that_of_the_documented_function() -> None:
     state, model = small_state(), TinyModel()
     state.cfg.logger.log_params_norm = True
-    reporter = StepReporter(state, [model], TrainingOptimizer(torch.optim.SGD(model.parameters())))
-    reported = reporter._params_norm(is_logged=True)
+    optimizer = TrainingOptimizer(torch.optim.SGD(model.parameters()))
+    job: Any = SimpleNamespace(run=state, model=[model], optimizer=optimizer)
+    reported = BridgeLog(job)._params_norm(is_logged=True)
     assert isinstance(reported, torch.Tensor)
     assert float(reported) == calc_params_l2_norm([model], state.cfg.model)
     assert float(reported) == pytest.approx(total_norm(parameter_norms(model)), rel=1e-14)

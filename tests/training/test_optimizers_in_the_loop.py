@@ -75,7 +75,8 @@ def test_a_foreign_optimizer_gets_the_gradients_of_the_big_batch(sizes: list[int
     other = TinyModel()
     other(**split(RaggedRows(), [12]).micro_batches[0], reduction="mean").backward()
     for mine, theirs in zip(optimizer.seen[0], other.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs.grad, rtol=1e-5, atol=1e-7)
+        # float32 sums of micro-batches, against one of all rows
+        torch.testing.assert_close(mine, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_the_same_run_through_ours_torchs_and_a_foreign_optimizer() -> None:

@@ -18,9 +18,9 @@ from onstep.training import (
     _handle_mxfp8_param_buffer_copy,
     disable_forward_pre_hook,
     enable_forward_pre_hook,
-    housekeeping,
     maybe_check_weight_hash_across_dp_replicas,
     should_disable_forward_pre_hook,
+    weight_hash,
 )
 
 
@@ -171,7 +171,7 @@ def test_weights_that_differ_leave_hooks_and_the_schedule_as_they_were(monkeypat
         if iteration == 2:
             raise ReplicaMismatchError("rank 1 differs")
 
-    monkeypatch.setattr(housekeeping, "check_param_hashes_across_dp_replicas", differs_after_two_steps)
+    monkeypatch.setattr(weight_hash, "check_param_hashes_across_dp_replicas", differs_after_two_steps)
     with pytest.raises(ReplicaMismatchError):
         trained(chunk, check_weight_hash_across_dp_replicas_interval=2)
     assert chunk.is_on

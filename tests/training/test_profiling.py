@@ -16,8 +16,13 @@ from onstep import CallbackManager
 from onstep.callbacks import ProfilerCallback
 from onstep.config import ProfilingConfig
 from onstep.errors import ConfigError
-from onstep.training import handle_profiling_step, handle_profiling_stop, should_profile_rank
-from onstep.training.state import GlobalState
+from onstep.training import GlobalState
+from onstep.training.profiling_features import (
+    NvtxRanges,
+    handle_profiling_step,
+    handle_profiling_stop,
+    should_profile_rank,
+)
 
 
 def profiled(folder: Path, steps: int = 6, **fields: Any) -> GlobalState:
@@ -216,7 +221,7 @@ def test_ranges_and_the_window_of_nsys_leave_a_gpu_run_as_it_is(tmp_path: Path) 
         state.world.device = torch.device("cuda")
         model = TinyModel().cuda()
         run(state, model=model)
-        assert state.nvtx.enabled is marked
+        assert (state.features.find(NvtxRanges) is not None) is marked
         weights.append(torch.cat([parameter.flatten() for parameter in model.parameters()]))
     assert weights[0].equal(weights[1])
 
@@ -225,5 +230,5 @@ def test_ranges_without_a_gpu_are_nothing(tmp_path: Path, caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING):
         state = profiled(tmp_path, use_pytorch_profiler=False, nvtx_ranges=True)
         run(state)
-    assert not state.nvtx.enabled
+    assert state.features.find(NvtxRanges) is None
     assert caplog.text == ""

@@ -24,11 +24,12 @@ from onstep.config.parts import RerunStateMachineConfig
 from onstep.data import StepBatches
 from onstep.distributed import World
 from onstep.errors import ConfigError
+from onstep.training.buffer_guard import BufferGuard
 from onstep.training.losses import MicroLoss
 from onstep.training.rerun import RerunStateMachine
 from onstep.training.rerun_data_iterator import RerunDataIterator
-from onstep.training.rerun_modes import RerunMode, RerunState
-from onstep.training.rerun_step import fresh_batches, restore_buffers, save_buffers, validate_losses
+from onstep.training.rerun_snapshot import RerunMode, RerunState
+from onstep.training.rerun_step import fresh_batches, validate_losses
 from onstep.training.rerun_validation import (
     RerunDiagnostic,
     RerunErrorInjector,
@@ -351,18 +352,32 @@ def test_data_that_cannot_rewind_is_refused() -> None:
 
 
 def test_what_the_caller_saves_is_restored_for_a_rerun() -> None:
-    model = [nn.Sequential(nn.BatchNorm1d(2))]
+    model: list[nn.Module] = [nn.Sequential(nn.BatchNorm1d(2))]
+    buffers = BufferGuard(model, saved_only=False)
     means: list[list[float]] = []
     one = machine(
         mode="report_determinism_stats",
-        state_save_func=lambda: save_buffers(model),
-        state_restore_func=lambda saved: restore_buffers(model, saved),
+        state_save_func=buffers.keep,
+        state_restore_func=lambda _: buffers.restore(),
     )
     while one.should_run_forward_backward():
         model[0](torch.arange(6.0).reshape(3, 2))
         means.append(next(model[0].buffers()).tolist())
     assert means[0] == means[1]
     assert means[0] != [0.0, 0.0]
+
+
+def test_a_buffer_that_a_forward_pass_replaced_is_put_back_too() -> None:
+    model = nn.Module()
+    model.register_buffer("seen", torch.zeros(2), persistent=False)
+    saved, every = BufferGuard([model]), BufferGuard([model], saved_only=False)
+    saved.keep()
+    every.keep()
+    model.seen = torch.ones(2)
+    saved.restore()
+    assert model.seen.tolist() == [1.0, 1.0]
+    every.restore()
+    assert model.seen.tolist() == [0.0, 0.0]
 
 
 class TestRerunDataIterator:

@@ -132,7 +132,7 @@ def test_early_stopping_stays_decided(make: Make) -> None:
         pretrain(config, callbacks=manager)
     state = pretrain(config, callbacks=[JsonLogger()])  # without the callback that stopped it
     assert state.train_state.step == 4
-    assert state.ended == "stopped"
+    assert state.ending.ended == "stopped"
 
 
 def test_a_finished_run_can_be_extended(make: Make) -> None:
@@ -322,7 +322,7 @@ def test_a_run_that_an_anomaly_stopped_is_not_finished(make: Make, tmp_path: Pat
         return pretrain(make("poisoned", *words), callbacks=manager)
 
     for _ in range(2):
-        assert run("train.on_nonfinite=stop").ended_by_anomaly, "it comes to the same step again"
+        assert run("train.on_nonfinite=stop").ending.by_anomaly, "it comes to the same step again"
     record = json.loads((tmp_path / "runs" / "poisoned" / "run.json").read_text())
     assert record["status"] == "failed"
     assert "non-finite" in record["error"]

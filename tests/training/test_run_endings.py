@@ -13,7 +13,7 @@ from onstep import CallbackManager, pretrain
 from onstep.config import ConfigContainer
 from onstep.events import CallbackContext
 from onstep.training import evaluate
-from onstep.training.scope import RunScope
+from onstep.training.scope import run_scope
 from onstep.training.telling import Teller
 
 ENDINGS = ("on_exception", "on_train_end", "on_run_end")
@@ -149,7 +149,7 @@ def test_an_error_of_the_last_callback_is_not_lost(ends: BaseException | None) -
     state = small_state(train_iters=2)
     with pytest.raises(RuntimeError, match="disk full"):
         run(state, manager)
-    assert state.ended == ("completed" if ends is None else "stopped")
+    assert state.ending.ended == ("completed" if ends is None else "stopped")
 
 
 def test_a_handled_error_of_an_evaluation_inside_a_run_ends_nothing() -> None:
@@ -160,7 +160,7 @@ def test_a_handled_error_of_an_evaluation_inside_a_run_ends_nothing() -> None:
         raise RuntimeError("no such layer")
 
     def evaluate_and_shrug(context: CallbackContext) -> None:
-        with pytest.raises(RuntimeError), RunScope(Teller(manager, context.state, context.model)):
+        with pytest.raises(RuntimeError), run_scope(context.state, Teller(manager, context.state, context.model)):
             evaluate(context.state, broken_step, eval_loader(), context.model, None, None)
         calls.append(len(told))
 

@@ -16,12 +16,12 @@ from small_runs import run, small_state
 
 from forked_processes import Processes, output_of
 from onstep import CallbackManager
-from onstep.config.watching import StragglerDetectionConfig
+from onstep.config.safety_config import StragglerDetectionConfig
 from onstep.distributed import World
 from onstep.training import StragglerDetector
-from onstep.training.straggler_port import TogglePort
+from onstep.training.bridge.straggler_timer import NoStragglerTimer
 from onstep.training.straggler_report import RankTimes, find_stragglers, ranking_lines, straggler_line
-from onstep.training.stragglers import NoStragglerTimer
+from onstep.training.stragglers import TogglePort
 
 JOBS = Path(__file__).with_name("watch_jobs.py")
 MS = 1e-3
@@ -294,8 +294,8 @@ def test_a_slow_rank_ends_the_run_where_that_is_configured(
     else:
         assert (state.train_state.step, state.exits.decided) == (2, "straggler")
         assert "[Exiting program due to straggler detection.] datetime: " in out
-        assert state.stopped_by is not None
-        assert "rank 1 is slow in data" in state.stopped_by.reason
+        assert state.ending.stopped_by is not None
+        assert "rank 1 is slow in data" in state.ending.stopped_by.reason
 
 
 @pytest.fixture(scope="module")

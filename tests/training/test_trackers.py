@@ -19,9 +19,10 @@ from onstep.config import ConfigContainer
 from onstep.distributed import World
 from onstep.errors import ConfigError
 from onstep.sinks import RunIdentity, SinkQueue, make_sink
+from onstep.sinks.tracker_logger import TensorBoardLogger, TrackerLogger
 from onstep.training import Clock, GlobalState, evaluate_and_print_results
 from onstep.training.tags import Point, write_points
-from onstep.training.trackers import TensorBoardLogger, TrackerLogger, Trackers
+from onstep.training.trackers import Trackers
 
 FIELDS = {
     "tensorboard": "tensorboard_dir",
@@ -119,7 +120,7 @@ def test_options_reach_the_trackers(sinks: list[MemorySink]) -> None:
     assert (wandb.project, wandb.entity, wandb.save_dir, wandb.run_name) == ("here", "us", "there", "w")
     assert (mlflow.experiment, mlflow.tracking_uri, mlflow.tags) == ("here", "file:x", {"a": "b"})
     assert (mlflow.run_name, mlflow.description) == ("m", "why")
-    assert (comet.project, comet.workspace, comet.tags, comet.run_name) == ("here", "space", ("t",), None)
+    assert (comet.project, comet.workspace, comet.tags, comet.run_name) == ("here", "space", ["t"], None)
     assert all(sink.opened[0][0].run_id.endswith("-bridge") for sink in sinks)
     assert sinks[0].opened[0][0].config["env_vars"] == ["SECRET"]
     assert sinks[0].opened[0][0].config["run"]["name"] == "night"
@@ -195,7 +196,7 @@ def test_device_tensors_are_handed_to_the_queue_unread(sinks: list[MemorySink]) 
     values = {"lm loss": torch.tensor(2.5)}
     with ReadCounter() as counter:
         counter.step = 1
-        logger.add_points(values, {"lm loss vs samples": torch.tensor(2.5)}, 1, 4)
+        logger.add_tags(values, {"lm loss vs samples": torch.tensor(2.5)}, 1, 4)
         logger.add_scalar("mine", torch.tensor(1.0), 1)
         logger.add_scalar("mine vs samples", torch.tensor(1.0), 4)
     trackers.close("completed")
@@ -293,7 +294,7 @@ def test_a_resumed_run_knows_what_remains_and_ends_the_interval_that_it_was_in(
     def start(interval: int, seconds: float, began: float, **fields: Any) -> RecordingLogger:
         state = small_state(train_iters=20, **fields)
         state.cfg.checkpoint.save = str(tmp_path)
-        state.cfg.logger.log_interval, state.prints_console_line = interval, True
+        state.cfg.logger.log_interval, state.door.prints_console_line = interval, True
         state.cfg.logger.log_runtime_to_tensorboard, state.cfg.logger.runtime_time_unit = True, "seconds"
         loggers = record_all(state)
         state.clock = stepped_clock(state, seconds, began)
@@ -302,7 +303,7 @@ def test_a_resumed_run_knows_what_remains_and_ends_the_interval_that_it_was_in(
 
     whole = tmp_path / "whole"
     straight = small_state(train_iters=20)
-    straight.cfg.logger.log_interval, straight.prints_console_line = 8, True
+    straight.cfg.logger.log_interval, straight.door.prints_console_line = 8, True
     straight.clock = stepped_clock(straight, 2.0)
     straight.cfg.checkpoint.save = str(whole)
     run(straight)
@@ -339,7 +340,7 @@ def test_evaluations_have_tags_of_their_own(kind: str, folder: str, ppl: bool) -
     state.cfg.logger.log_validation_ppl_to_tensorboard = ppl
     loggers = record_all(state)
     evaluated(state, is_test=kind == "test")
-    loss = state.last_metrics["eval_loss" if kind == "validation" else "test_loss"]
+    loss = state.evaluated.last_metrics["eval_loss" if kind == "validation" else "test_loss"]
     tags = [f"lm loss {kind}", f"lm loss {kind} ppl"] if ppl else [f"lm loss {kind}"]
     values = [loss, 2.718281828459045**loss]
     for name in ("tensorboard", "wandb", "comet"):
@@ -445,4 +446,4 @@ def test_a_warning_does_not_promise_what_the_journal_cannot_give(
     trackers.close("completed")
     warnings = [record.getMessage() for record in caplog.records if record.name.startswith("onstep.sinks")]
     assert len(warnings) == len(sinks) == 5
-    assert all("cannot be refilled" in warning and "journal is complete" not in warning for warning in warnings)
+    assert all("onstep logs replay" in warning and "journal is complete" not in warning for warning in warnings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from collections.abc import Iterator
@@ -111,6 +112,23 @@ def test_only_the_last_of_two_ranks_has_loggers(runs: Runs) -> None:
     curves = runs.curves()
     assert curves["lm loss"] == curves["world-size"] == list(range(1, 13))
     assert curves["lm loss validation"] == [4, 8, 12]
+
+
+def test_of_two_ranks_the_first_fills_what_shows_both_names_and_goes_on_alone(runs: Runs) -> None:
+    words = ["logger.report_to=[csv,tensorboard]", "logger.report_names=[hf,bridge]"]
+    runs.start(ranks=2, dies_at=7, words=words)
+    runs.finish(ranks=2, words=words)
+    results = [json.loads((runs.folder / f"result-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [result["loggers"] for result in results] == [["tensorboard"], []]
+    [table] = runs.folder.rglob("metrics*.csv")
+    with table.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows if row["lm loss"]] == [str(step) for step in range(1, 13)]
+    assert [row["step"] for row in rows if row["loss"]] == ["3", "6", "9", "12"]
+    assert [row["step"] for row in rows if row["lm loss validation"]] == ["4", "8", "12"]
+    assert runs.curves()["lm loss"] == list(range(1, 13))
+    assert runs.curves()["train/loss"] == [3, 6, 9, 12]
+    assert runs.curves("tb/vs_samples")["lm loss vs samples"] == list(range(8, 104, 8))
 
 
 def test_a_memory_report_is_the_largest_over_stages(processes: Processes, tmp_path: Path) -> None:

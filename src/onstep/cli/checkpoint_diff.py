@@ -9,11 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from onstep.checkpoint import CheckpointInfo
-from onstep.checkpoint.compare import Comparison, ValueDifference, compare
-from onstep.checkpoint.tensor_difference import TensorDifference
+from onstep.checkpoint.compare import Comparison, TensorDifference, ValueDifference, compare
 from onstep.cli.tables import counted, date_shown, number_shown, printable, shortened, size_shown, table, terminal_width
-from onstep.config import from_dict
-from onstep.config.change_classes import ChangeClass
+from onstep.config import ChangeClass, from_dict
 from onstep.config.derived import fill
 from onstep.config.differences import changes, describe
 from onstep.errors import ConfigError

@@ -92,7 +92,6 @@ _INSTEAD = "export its weights with --format safetensors."
 
 
 def _model(info: CheckpointInfo, config: ConfigContainer) -> Transformer:
-    """The model of the stored configuration with the stored weights."""
     tensors, tied = read_weights(info)
     state = {**tensors, **{name: tensors[kept] for name, kept in tied.items()}}
     if config.peft.peft_scheme is not None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from onstep.analysis.run_liveness import run_record
 from onstep.checkpoint import CheckpointInfo, Retention, checkpoints, resolve, verify
-from onstep.checkpoint.branches import best_verified
 from onstep.checkpoint.inventory import inventory
 from onstep.checkpoint.manifest import MANIFEST
+from onstep.checkpoint.retention import best_verified
 from onstep.config.part import nearest
 from onstep.errors import CheckpointError
 
@@ -125,14 +125,14 @@ def _root_of(folder: Path) -> Path:
         return folder
     if (folder / "checkpoints").is_dir():
         return folder / "checkpoints"
-    elsewhere = _saved_elsewhere(folder / "run.json")
+    elsewhere = _saved_elsewhere(folder)
     return folder if elsewhere is None else elsewhere
 
 
-def _saved_elsewhere(run_json: Path) -> Path | None:
+def _saved_elsewhere(folder: Path) -> Path | None:
     """The run's `checkpoint.save`, if it has one that is there."""
     try:
-        save = json.loads(run_json.read_text(encoding="utf-8"))["config"]["checkpoint"]["save"]
-    except (OSError, ValueError, KeyError, TypeError):
+        save = run_record(folder)["config"]["checkpoint"]["save"]
+    except (KeyError, TypeError):
         return None
     return Path(save) if isinstance(save, str) and Path(save).is_dir() else None

@@ -1,13 +1,113 @@
-"""`onstep config show|defaults`."""
+"""`onstep config show|defaults`, and the configuration that the words of a command line mean."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import ast
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from onstep.cli.configuration import configuration
-from onstep.config import ConfigContainer, dump_yaml, resolve
+from onstep.config import ConfigContainer, apply_overrides, dump_yaml, load_yaml, merge, resolve
+from onstep.config.part import nearest
+from onstep.errors import ConfigError
+from onstep.recipes import get_recipe
+
+
+def configuration(words: list[str], recipe: str | None) -> tuple[ConfigContainer, list[str]]:
+    """The recipe, with a YAML file and `key=value` words laid over it; and the callbacks that `callbacks=` names.
+
+    The recipe is `--recipe`, else the file's `run.recipe`, else `tiny_gpt`.
+
+    Raises:
+        ConfigError: for a word that is neither a file nor `key=value`, or an unknown or mistyped key.
+    """
+    files = [word for word in words if "=" not in word]
+    words = [f"run.{word}" if word.startswith("fresh=") else word for word in words]
+    pairs = [word for word in words if "=" in word and not word.startswith("callbacks=")]
+    if len(files) > 1:
+        raise ConfigError(f"One configuration file at the most, got {', '.join(files)}; write values as key=value.")
+    values = _read(files[0]) if files else {}
+    if "callbacks" in values or "imports" in values:
+        raise ConfigError("A configuration file never imports code; name callbacks on the command line.")
+    run = values.get("run")
+    name = recipe or (run.get("recipe") if isinstance(run, dict) else None) or "tiny_gpt"
+    config = get_recipe(name)()
+    merge(config, values)
+    apply_overrides(config, pairs)
+    callbacks = [word.partition("=")[2] for word in words if word.startswith("callbacks=")]
+    return config, [each for text in callbacks for each in _names(text)]
+
+
+def import_file(path: str) -> None:
+    """Run a Python file as the module of its name, so that `callbacks='[name:Class]'` finds what it defines.
+
+    Raises:
+        ConfigError: when there is no such file.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"--import {path}: there is no such file; give the path of a Python file.")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+
+
+def load_callback(name: str) -> Any:
+    """The callback that `module:attribute` names; a class is made without arguments.
+
+    Raises:
+        ConfigError: when the module or the attribute is not there.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not colon or not attribute:
+        raise ConfigError(f"A callback is named module:Class, got {name!r}{_built_in(name)}.")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"callbacks={name}: {error}; bring a file with --import {module_name}.py, or install the package."
+        ) from error
+    if not hasattr(module, attribute):
+        hint = nearest(attribute, [each for each in dir(module) if not each.startswith("_")])
+        raise ConfigError(f"callbacks={name}: module {module_name} has no {attribute!r}.{hint}")
+    found = getattr(module, attribute)
+    return found() if isinstance(found, type) else found
+
+
+def _built_in(name: str) -> str:
+    """The remedy where a word is the name of a built-in callback alone."""
+    from onstep import callbacks
+
+    return f"; write callbacks=[onstep.callbacks:{name}]" if name in callbacks.__all__ else ""
+
+
+def _read(path: str) -> dict[str, Any]:
+    if not Path(path).is_file():
+        raise ConfigError(
+            f"{path!r} is neither a configuration file nor key=value. Write values as optimizer.lr=3e-4; "
+            f"`onstep config defaults` lists the keys."
+        )
+    return load_yaml(path)
+
+
+def _names(text: str) -> list[str]:
+    """`[a:B, 'c:D']`, or a single name."""
+    text = text.strip()
+    if not text.startswith("["):
+        return [text]
+    try:
+        listed = ast.literal_eval(text)
+        return [str(each) for each in listed]
+    except (ValueError, SyntaxError):
+        return [each.strip() for each in text.strip("[]").split(",") if each.strip()]
+
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
 

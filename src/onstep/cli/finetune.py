@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from onstep.cli.configuration import configuration
+from onstep.cli.config import configuration
 from onstep.cli.train import Imports, OnConfigChange, run_to_its_end
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError

@@ -9,12 +9,12 @@ import typer
 from typer.core import TyperGroup
 
 _COMMANDS: dict[str, tuple[str, str]] = {
-    "list": ("onstep.cli.logs_list", "list_"),
+    "list": ("onstep.cli.logs_summary", "list_"),
     "summary": ("onstep.cli.logs_summary", "summary"),
     "tail": ("onstep.cli.logs_tail", "tail"),
     "plot": ("onstep.cli.logs_plot", "plot"),
-    "compare": ("onstep.cli.logs_compare", "compare"),
-    "report": ("onstep.cli.logs_report", "report"),
+    "compare": ("onstep.cli.logs_summary", "compare"),
+    "report": ("onstep.cli.logs_plot", "report"),
     "replay": ("onstep.cli.logs_replay", "replay"),
 }
 """Command name: module and function."""

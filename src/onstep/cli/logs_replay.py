@@ -13,11 +13,11 @@ from typing import Annotated
 import typer
 from tqdm import tqdm
 
-from onstep.analysis.log_files import FOREIGN_FILE_NAME
+from onstep.analysis.log_files import FOREIGN_FILE_NAME, name_of_place
 from onstep.analysis.run_liveness import is_locked
-from onstep.analysis.run_names import name_of_place
 from onstep.analysis.training_log import TrainingLog
-from onstep.cli.log_paths import find_log
+from onstep.cli.logs_reading import find_log
+from onstep.config.reporting import name_list
 from onstep.errors import ConfigError, OnstepError
 from onstep.journal import Journal, Record
 from onstep.sinks import make_sink, recorded_run
@@ -34,6 +34,9 @@ def replay(
     output: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where local files go; without it, the run's folder.")
     ] = None,
+    names: Annotated[
+        str, typer.Option(metavar="NAMES", help="What it shows: hf (train/loss), bridge (lm loss), or hf,bridge.")
+    ] = "hf,bridge",
 ) -> None:
     """Fill a tracker from the journal of a run, completely, as a run of its own.
 
@@ -42,6 +45,7 @@ def replay(
     """
     journal = find_log(run)
     sink = make_sink(to)
+    shown = name_list([name.strip() for name in names.split(",")], "--names") or ()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("onstep.sinks").setLevel(logging.INFO)  # trackers say there where they record
     target = journal.parent if output is None else output
@@ -52,7 +56,7 @@ def replay(
         run_sent = dataclasses.replace(run_sent, name=name_of_place(journal).replace("/", "-"))
     try:
         with _as_journal(journal) as readable:
-            num_sent = send(readable, sink, run_sent, progress=_with_bar)
+            num_sent = send(readable, sink, run_sent, names=shown, progress=_with_bar)
     except OnstepError:
         raise
     except Exception as error:  # any tracker's own

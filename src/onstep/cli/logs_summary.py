@@ -1,16 +1,19 @@
-"""`onstep logs summary`: what a run came to."""
+"""`onstep logs summary|compare|list`: what runs came to, and which there are."""
 
 from __future__ import annotations
 
+import json
 import sys
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from onstep.analysis.export import export
-from onstep.analysis.log_files import find_log_files
+from onstep.analysis.log_files import find_log_files, names_in_path
+from onstep.analysis.run_liveness import status_of
 from onstep.analysis.summary import Summary, compute_summary_statistics
 from onstep.analysis.summary_formats import (
     ONE_LINE_HEADER,
@@ -20,7 +23,8 @@ from onstep.analysis.summary_formats import (
     format_summary_text,
 )
 from onstep.analysis.training_log import TrainingLog
-from onstep.cli.log_paths import find_log
+from onstep.cli.logs_reading import find_log
+from onstep.cli.tables import date_shown, size_shown, table
 from onstep.errors import ConfigError, DataError
 
 
@@ -67,8 +71,8 @@ def summary(
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(f"{text}\n", encoding="utf-8")
         print(f"summary of {len(logs)} log(s): {output}", file=sys.stderr)
-    for table in tables or []:
-        print(f"all {logs[0].num_records} records of {logs[0].log_path}: {export(logs[0], table)}", file=sys.stderr)
+    for target in tables or []:
+        print(f"all {logs[0].num_records} records of {logs[0].log_path}: {export(logs[0], target)}", file=sys.stderr)
 
 
 def _all_logs() -> list[TrainingLog]:
@@ -92,3 +96,70 @@ def _shown(summaries: list[Summary], form: Format, *, with_header: bool) -> str:
         return "\n".join([*header, *map(format_summary_one_line, summaries)])
     as_text = format_summary_markdown if form is Format.MARKDOWN else format_summary_text
     return "\n\n".join(map(as_text, summaries))
+
+
+def compare(
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PATH PATH ...", help="Logs, run folders, names below runs/, or a folder of runs for all of them."
+        ),
+    ],
+    form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="text, md or json.")] = "text",
+    labels: Annotated[
+        list[str] | None, typer.Option(metavar="A,B", help="A name for each run; may be given once for each.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file.")] = None,
+) -> None:
+    """Compare runs: last and best values side by side, and the keys of the configuration that differ."""
+    from onstep.analysis.comparison import compare_runs
+    from onstep.analysis.comparison_formats import format_comparison
+    from onstep.cli.logs_reading import read_logs
+
+    logs = read_logs(paths, labels or [], expand=True)
+    if len(logs) < 2:
+        raise ConfigError(f"a comparison needs two runs or more, got {logs[0].log_path}.")
+    text = format_comparison(compare_runs(logs), form)
+    if output is None:
+        print(text)
+        return
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(text + "\n", encoding="utf-8")
+    print(output)
+
+
+def list_(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="A project, or a folder of runs.")] = Path(),
+    model: Annotated[str | None, typer.Option(help="Only the runs of this model.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: a list of objects.")] = False,
+) -> None:
+    """List the logs of a project, newest first.
+
+    Those in runs/, in a Trainer's output folder and in output_models/; the first is the one that the other commands
+    take when none is named.
+    """
+    logs = [_described(path) for path in find_log_files(folder, model)]
+    if as_json:
+        print(json.dumps(logs, indent=2))
+    elif not logs:
+        raise ConfigError(f"no logs found in {folder.absolute()}; give a project's folder or a folder of runs.")
+    else:
+        rows = [["#", "model/run", "status", "modified", "size", "log"]]
+        for number, log in enumerate(logs, 1):
+            name = log["run"] if log["model"] is None else f"{log['model']}/{log['run']}"
+            modified = date_shown(log["modified"])
+            rows.append([str(number), name, log["status"] or "-", modified, size_shown(log["bytes"]), log["path"]])
+        print("\n".join(table(rows, "><<<><", indent="", shrink=5)))
+
+
+def _described(path: Path) -> dict[str, Any]:
+    run_name, model_name = names_in_path(path)
+    status = path.stat()
+    return {
+        "run": run_name or path.absolute().parent.name,
+        "model": model_name,
+        "status": status_of(path),
+        "modified": datetime.fromtimestamp(status.st_mtime).astimezone().isoformat(timespec="seconds"),
+        "bytes": status.st_size,
+        "path": str(path),
+    }

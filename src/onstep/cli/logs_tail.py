@@ -16,7 +16,7 @@ import typer
 from onstep.analysis.log_tail import LogTail
 from onstep.analysis.run_liveness import ending_of, is_locked
 from onstep.analysis.training_log import TrainingLog
-from onstep.cli.log_paths import find_log
+from onstep.cli.logs_reading import find_log
 from onstep.cli.tables import printable, shortened
 from onstep.errors import ConfigError
 from onstep.journal import Record
@@ -29,7 +29,7 @@ _POLLS_TO_END = 2
 _QUIET_POLLS = 10
 """The same for a log without run.json, after its final record."""
 _LONGEST_VALUE = 60
-_HEAD_KEYS = ("timestamp", "global_step")
+_HEAD_KEYS = ("timestamp", "global_step", "bridge")
 
 
 def tail(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from importlib.metadata import version
 
@@ -17,7 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("onstep.cli.config", "Show a configuration: onstep config show|defaults"),
     "recipes": ("onstep.cli.recipes", "Named configurations: onstep recipes list|show NAME"),
     "memory": ("onstep.cli.memory", "Tell what memory a training takes: onstep memory RECIPE [key=value ...]"),
-    "why": ("onstep.cli.why", "Explain why a run stopped, saved, skipped or went back: onstep why RUN [--step N]"),
+    "why": ("onstep.cli.why", "Explain why a run stopped, saved or went back: onstep why RUN [--step N]; --features"),
     "checkpoint": ("onstep.cli.checkpoint", "Look into checkpoints: onstep checkpoint list|verify|diff|export PATH"),
     "logs": ("onstep.cli.logs", "Read logs of runs: onstep logs list|summary|tail|plot|compare|report|replay [RUN]"),
     "plot": ("onstep.cli.plot", "Plot what diagnostics recorded: onstep plot heatmap [FILE]"),
@@ -40,7 +41,9 @@ def main(argv: list[str] | None = None) -> int:
         return OK
     name, rest = arguments[0], arguments[1:]
     if name not in COMMANDS:
-        print(f"error: there is no command {name!r}.{_nearest(name)}\n\n{overview()}", file=sys.stderr)
+        from onstep.config.part import nearest
+
+        print(f"error: there is no command {name!r}.{nearest(name, list(COMMANDS))}\n\n{overview()}", file=sys.stderr)
         return ERROR
     return _run(name, rest)
 
@@ -70,7 +73,7 @@ def _run(name: str, arguments: list[str]) -> int:
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
         text = str(error)
         if name in _DRAWING:
-            from onstep.cli.option_names import in_options
+            from onstep.cli.main import in_options
 
             text = in_options(text)
         print(f"error: {text}{notes}", file=sys.stderr)
@@ -95,11 +98,26 @@ def _told(error: OSError) -> str:
     return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
 
 
-def _nearest(name: str) -> str:
-    from onstep.config.part import nearest
-
-    return nearest(name, list(COMMANDS))
-
-
 if __name__ == "__main__":
     sys.exit(main())
+
+
+_OPTIONS = {
+    "smooth_window": "--smooth", "x_axis": "--x-axis", "x_min": "--x-min", "x_max": "--x-max", "y_min": "--y-min",
+    "y_max": "--y-max", "vmin": "--vmin", "vmax": "--vmax", "v_min": "--vmin", "v_max": "--vmax",
+    "step_stride": "--step-stride", "figsize": "--figsize", "log_scale": "--log-scale", "filter_pattern": "--filter",
+}  # fmt: skip
+"""Parameters of the functions that draw, and the options that set them."""
+_FIRST_WORDS = {"metric": "--metric", "metrics": "--metrics", "filter": "--filter", "format": "--format"}
+"""Words that are parameters only where an error begins with them."""
+_NAME = re.compile(rf"(?<![\w'\"./-])({'|'.join(_OPTIONS)})(?![\w'\"./-])")
+_BEGIN = re.compile(rf"\A({'|'.join(_FIRST_WORDS)}) must\b")
+
+
+def in_options(message: str) -> str:
+    """The text of an error with options in place of parameters: ``y_min must be below y_max`` names --y-min, --y-max.
+
+    Names in quotes and in paths stay as they are.
+    """
+    message = _BEGIN.sub(lambda match: f"{_FIRST_WORDS[match[1]]} must", message)
+    return _NAME.sub(lambda match: _OPTIONS[match[1]], message)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from onstep.cli.configuration import configuration
+from onstep.cli.config import configuration
 from onstep.cli.recipes import sized
 from onstep.config import ConfigContainer, resolve
 from onstep.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onstep.cli.configuration import configuration, import_file, load_callback
+from onstep.cli.config import configuration, import_file, load_callback
 from onstep.cli.exit_codes import ERROR, PREEMPTED
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError, DataError
@@ -72,11 +72,9 @@ def run_to_its_end(
         config.checkpoint.on_config_change = on_config_change
     for path in imports:
         import_file(path)
-    from onstep.trainer.default_callbacks import attach_trackers
     from onstep.training.signals import Preempted
 
     manager = _callbacks(config.run.default_callbacks, names)
-    attach_trackers(manager, config)
     try:
         state = start(config, callbacks=manager)
     except Preempted as preempted:
@@ -85,7 +83,7 @@ def run_to_its_end(
         raise typer.Exit(PREEMPTED) from None
     if _is_main() and state.train_state.step > 0:
         _say_where(state)
-    if state.ended_by_anomaly:
+    if state.ending.by_anomaly:
         raise typer.Exit(ERROR)
 
 
@@ -108,6 +106,7 @@ def _callbacks(with_defaults: bool, names: list[str]) -> CallbackManager:
 def _say_where(state: GlobalState) -> None:
     """Draw the loss and list what the run left."""
     folder = state.run_folder
+    assert folder is not None
     files = {"run": folder.run_json, "journal": folder.journal, "weights": folder.model, "adapter": folder.adapter}
     if _is_drawn(folder):
         files["loss plot"] = folder.plot
@@ -121,7 +120,7 @@ def _say_where(state: GlobalState) -> None:
 
 def _is_drawn(folder: RunFolder) -> bool:
     """Whether the loss could be drawn; a run without logged losses has none."""
-    from onstep.analysis.loss_plot import plot_loss
+    from onstep.analysis.plots import plot_loss
 
     if not folder.journal.exists():
         return False

@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 from tqdm import tqdm
 
-from onstep.cli.configuration import configuration
+from onstep.cli.config import configuration
 from onstep.cli.exit_codes import ERROR
 from onstep.cli.user_job import JobError, UserJob
 from onstep.config import ConfigContainer, resolve
@@ -196,7 +196,6 @@ def _show(bar: tqdm[NoReturn], step: int) -> None:
 
 
 def _judge(whole: UserJob, killed: UserJob, landed: list[Kill]) -> bool:
-    """Compare both runs and say what was found."""
     from onstep.training.resume_proof import certificates, first_difference
 
     steps, ranks = whole.step(), len(certificates(whole.run))

@@ -1,4 +1,4 @@
-"""`onstep why`: the decisions of a run, in plain words."""
+"""`onstep why`: the decisions of a run in plain words, and the features of the loop."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from onstep.analysis.run_liveness import run_record
 from onstep.config.part import nearest
 from onstep.errors import ConfigError
 
@@ -49,13 +50,53 @@ _STATUS = {
 
 @app.command()
 def why(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Folder of a run, or its name below runs/.")],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RUN",
+            help="Folder of a run, or its name below runs/. With --features it may be left out, or be the words of "
+            "`onstep train`: [CONFIG.yaml] [KEY=VALUE ...].",
+        ),
+    ] = None,
     step: Annotated[int | None, typer.Option(help="Tell of this step only, with its logs and evaluations.")] = None,
+    features: Annotated[
+        bool, typer.Option("--features", help="List the loop's features in their order, and which of them are on.")
+    ] = False,
 ) -> None:
-    """Explain why a run stopped, saved, skipped or went back: every decision, the newest last."""
-    folder = find_run(run)
+    """Explain why a run stopped, saved, skipped or went back: every decision, the newest last.
+
+    onstep why --features lists what the loop can do beside training; with a run or a configuration, what is on.
+    """
+    words = words or []
+    if features:
+        if step is not None:
+            raise typer.BadParameter("--step tells of a run's decisions; drop it, or drop --features.")
+        print_features(words)
+        return
+    if len(words) != 1:
+        raise typer.BadParameter(f"name one run, got {' '.join(words) or 'none'}.", param_hint="RUN")
+    folder = find_run(words[0])
     decisions = read_decisions(folder / "decisions.jsonl")
     for line in [headline(folder, decisions), *explain(decisions, step)]:
+        print(line)
+
+
+def print_features(words: list[str]) -> None:
+    """Print the loop's features; with a run or with words of `onstep train`, also which of them are on."""
+    from onstep.cli.config import configuration
+    from onstep.cli.why_features import feature_lines
+    from onstep.config import from_dict, resolve
+
+    config = None
+    if len(words) == 1 and "=" not in words[0] and not Path(words[0]).is_file():
+        folder = find_run(words[0])
+        stored = run_record(folder).get("config")
+        if not isinstance(stored, dict):
+            raise ConfigError(f"{folder} has no run.json with a configuration; write it as KEY=VALUE words.")
+        config = from_dict(stored)
+    elif words:
+        config = resolve(configuration(words, None)[0])
+    for line in feature_lines(config):
         print(line)
 
 
@@ -85,7 +126,7 @@ def read_decisions(path: Path) -> list[Decision]:
 
 def headline(folder: Path, decisions: Iterable[Decision]) -> str:
     """How the run stands, and which decision ended it."""
-    content = _run_json(folder / "run.json")
+    content = run_record(folder)
     status = str(content.get("status", "unknown"))
     at = f" at step {content['step']}" if content.get("step") else ""
     line = f"{folder} {_STATUS.get(status, f'has the status {status}')}{at}."
@@ -179,12 +220,3 @@ def _decoded(line: str) -> Decision | None:
     except ValueError:
         return None
     return decision if isinstance(decision, dict) else None
-
-
-def _run_json(path: Path) -> dict[str, Any]:
-    """The record of the run; empty where it cannot be read, which leaves the decisions to tell."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

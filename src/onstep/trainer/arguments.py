@@ -55,9 +55,8 @@ def config_of(
     nothing and never goes back, so what training does about checkpoints and anomalies is left out.
     """
     if for_training:
-        return _without_pretrained(
-            resolve(args_to_config(args, num_samples_per_epoch=num_samples, world_size=world_size), world_size)
-        )
+        config = args_to_config(args, num_samples_per_epoch=num_samples, world_size=world_size)
+        return _only_trained(resolve(config, world_size))
     args = copy.copy(args)
     args.logging_strategy = args.eval_strategy = args.save_strategy = "no"
     config = args_to_config(args, num_samples_per_epoch=num_samples, world_size=world_size)
@@ -66,8 +65,10 @@ def config_of(
     return resolve(config, world_size)
 
 
-def _without_pretrained(config: ConfigContainer) -> ConfigContainer:
-    """Refuse what changes the model before training: a Trainer is given its model as it is to be trained."""
+def _only_trained(config: ConfigContainer) -> ConfigContainer:
+    """Refuse what changes the model before training, as it is given one to train, and a training without steps."""
+    if config.validation.skip_train:
+        raise ConfigError("validation.skip_train=True is for onstep.pretrain; call Trainer.evaluate() instead.")
     asked = {
         "checkpoint.pretrained_checkpoint": config.checkpoint.pretrained_checkpoint,
         "checkpoint.finetune": config.checkpoint.finetune or None,

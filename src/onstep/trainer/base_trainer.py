@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 from torch import nn
 
+from onstep.config import ConfigContainer, merge
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager
 from onstep.trainer.arguments import own_arguments
 from onstep.trainer.default_callbacks import with_defaults
 from onstep.trainer.forward import function_loss, model_loss
+from onstep.trainer.loss_convention import NUM_ITEMS, accepts_num_items, of_model
 from onstep.trainer.outputs import EvalPrediction
+from onstep.training.bridge.global_state import GlobalState
 from onstep.training.run_folder import RunFolder
-from onstep.training.state import GlobalState
 
 Collate = Callable[[Sequence[Any]], Any]
 
@@ -54,13 +57,20 @@ class BaseTrainer:
         self.eval_dataset = eval_dataset
         self.processing_class = processing_class
         self.compute_loss_func = compute_loss_func
+        self._known_function: tuple[Any, bool] = (None, False)
+        """What `accepts_num_items` said of the function that was asked about last, not asked at every micro-batch."""
+        self._known_model: tuple[ref[nn.Module], bool] | None = None
+        """The same of a model that gives a share."""
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = optimizers
         self.made_optimizers: tuple[Any, Any] = (None, None)
         """What the last training made where `optimizers` had None; `optimizer` and `lr_scheduler` show it."""
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
-        self.callback_manager = with_defaults(callbacks, default_callbacks, disable_tqdm=bool(self.args.disable_tqdm))
+        configured = ConfigContainer()
+        merge(configured, self.args.config_overrides or {})
+        has_defaults = default_callbacks and configured.run.default_callbacks
+        self.callback_manager = with_defaults(callbacks, has_defaults, disable_tqdm=bool(self.args.disable_tqdm))
         self.global_state: GlobalState | None = None
         """State of the run that ran last, or runs now."""
         self.session: Any = None
@@ -77,11 +87,24 @@ class BaseTrainer:
         of the step's loss; one that does not returns a mean, weighted by the micro-batch's labels or samples.
         `loss_is_scaled_for_ga` says which it is where its code does not tell.
         """
-        if self.compute_loss_func is not None:
-            loss, outputs = function_loss(self.compute_loss_func, model, inputs, num_items_in_batch)
+        function, further = self.compute_loss_func, {NUM_ITEMS: num_items_in_batch}
+        if function is not None:
+            loss, outputs = function_loss(function, model, inputs, further if self._takes_items(function) else {})
         else:
-            loss, outputs = model_loss(model, inputs, num_items_in_batch)
+            is_wanted = num_items_in_batch is not None and self._gives_share(model)
+            loss, outputs = model_loss(model, inputs, further if is_wanted else {})
         return (loss, outputs) if return_outputs else loss
+
+    def _takes_items(self, function: Callable[..., Any]) -> bool:
+        if self._known_function[0] is not function:
+            self._known_function = function, accepts_num_items(function)
+        return self._known_function[1]
+
+    def _gives_share(self, model: nn.Module) -> bool:
+        known = self._known_model
+        if known is None or known[0]() is not model:
+            known = self._known_model = ref(model), of_model(model) == "share"
+        return known[1]
 
 
 def _check_model(model: Any, model_init: Any) -> None:

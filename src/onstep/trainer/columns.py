@@ -27,6 +27,7 @@ class ColumnFilter:
         self._collate = collate
         self._labels = LABEL_COLUMNS.union(label_names)
         self._parameters = _named_parameters(model)
+        self._wanted = self._parameters | self._labels
         self._model_name = type(model).__name__
 
     def __call__(self, samples: Sequence[Any]) -> Any:
@@ -35,9 +36,12 @@ class ColumnFilter:
         Raises:
             DataError: when no column is left.
         """
-        if self._parameters and samples and isinstance(samples[0], Mapping):
-            wanted = self._parameters | self._labels
-            samples = [{key: value for key, value in sample.items() if key in wanted} for sample in samples]
+        if self._parameters and samples and isinstance(samples[0], (dict, Mapping)):
+            wanted = self._wanted
+            if all(map(wanted.issuperset, samples)):
+                samples = list(map(dict, samples))  # copies, since a collator may change what it is given
+            else:
+                samples = [{key: value for key, value in sample.items() if key in wanted} for sample in samples]
             if not samples[0]:
                 raise DataError(f"The samples have no column that {self._model_name}.forward takes.")
         return self._collate(samples)

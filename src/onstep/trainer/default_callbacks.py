@@ -1,14 +1,11 @@
-"""The callbacks that a Trainer has unless told otherwise, and the one that fills trackers where some are asked for."""
+"""The callbacks that a Trainer has unless told otherwise."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from onstep.callbacks import DefaultMetrics, InfoCallback, ProgressCallback
-from onstep.callbacks.metric_sinks import MetricSinks
-from onstep.config import ConfigContainer
 from onstep.events import CallbackManager, normalize_callbacks
-from onstep.sinks.reporting import has_sinks, reporting_sinks
 
 
 def with_defaults(callbacks: Any, wanted: bool, *, disable_tqdm: bool) -> CallbackManager:
@@ -25,16 +22,3 @@ def with_defaults(callbacks: Any, wanted: bool, *, disable_tqdm: bool) -> Callba
         if not any(isinstance(callback, type(default)) for callback in manager.callbacks):
             manager.add(default, before=first)
     return manager
-
-
-def attach_trackers(manager: CallbackManager, config: ConfigContainer) -> None:
-    """Register `MetricSinks` for the trackers of `logger.report_to`; a `MetricSinks` that is there takes its place.
-
-    Raises:
-        ConfigError: for an unknown tracker, and for one whose package is not installed.
-    """
-    if has_sinks(manager.callbacks):
-        return
-    sinks = reporting_sinks(config)
-    if sinks:
-        manager.add(MetricSinks(sinks))

@@ -10,7 +10,7 @@ from onstep.trainer.outputs import EvalPrediction, PredictionOutput
 from onstep.trainer.predictions import Collected, PredictionCollector
 from onstep.trainer.session import Session
 from onstep.trainer.wrappers import inner_module
-from onstep.training.evaluation import evaluate
+from onstep.training.evaluation import evaluate, write_evaluation
 
 
 class EvaluationJob:
@@ -42,11 +42,11 @@ class EvaluationJob:
         """Evaluate. Collective."""
         session = self._session
         state, step = session.state, session.forward_step
-        before = state.eval_dataloader, step.collector
+        before = state.door.eval_dataloader, step.collector
         loader = eval_loader(dataset, session.collate, state.cfg, state.world, is_test=self._is_test)
-        state.eval_dataloader, step.collector = loader, self._collector()
+        state.door.eval_dataloader, step.collector = loader, self._collector()
         try:
-            evaluate(
+            means, _, _ = evaluate(
                 state,
                 step,
                 loader,
@@ -59,8 +59,17 @@ class EvaluationJob:
                 extra_metrics=self._computed_metrics,
             )
         finally:
-            state.eval_dataloader, step.collector = before
-        return PredictionOutput(self._collected.predictions, self._collected.label_ids, state.last_metrics)
+            state.door.eval_dataloader, step.collector = before
+        if means and state.trackers.takers:
+            with state.trackers.held(lambda: state.ending.ended):
+                write_evaluation(state, means, self._kind)
+        return PredictionOutput(self._collected.predictions, self._collected.label_ids, state.evaluated.last_metrics)
+
+    @property
+    def _kind(self) -> str:
+        """What trackers with Megatron Bridge's tags call the set: `validation`, or `validation <name>` of several."""
+        kind, prefix = ("test", "test") if self._is_test else ("validation", "eval")
+        return f"{kind} {self._prefix.removeprefix(prefix).removeprefix('_')}".rstrip()
 
     def _collector(self) -> PredictionCollector | None:
         trainer = self._trainer

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from onstep.trainer.wrappers import inner_module
 from onstep.training.losses import IGNORE_INDEX
 
+MAPPING = (dict, Mapping)
+"""For `isinstance`, which knows a dictionary at once and asks Python code about everything else."""
+
 
 class Labels:
     """Finds and counts the labels of micro-batches.
@@ -25,26 +28,28 @@ class Labels:
 
     def of(self, batch: Any) -> Any:
         """The labels: a tensor, a tuple of them where there are several names, None unless all are there."""
-        if isinstance(batch, Mapping):
+        if isinstance(batch, MAPPING):
+            if len(self._names) == 1:
+                return batch.get(self._names[0])
             found = tuple(batch.get(name) for name in self._names)
-            if any(labels is None for labels in found):
-                return None
-            return found[0] if len(found) == 1 else found
+            return None if any(labels is None for labels in found) else found
         return batch[-1] if isinstance(batch, (list, tuple)) and len(batch) > 1 else None
 
     def count(self, batch: Any) -> Tensor | None:
         """Labels that are trained on, as a 0-d tensor; None where they are not whole numbers."""
-        if isinstance(batch, Mapping) and _is_class_ids(batch.get("shift_labels")):  # shifted by the collator
-            return _count(batch["shift_labels"])
-        labels = self.of(batch)
-        if not _is_class_ids(labels):
-            return None
-        return _count(labels[:, 1:] if self._shifted and labels.ndim > 1 else labels)
+        return self.measure(batch)[0]
 
-    def are_tokens(self, batch: Any) -> bool:
-        """Whether there is a label for each position of a sequence, rather than one for each sample."""
+    def measure(self, batch: Any) -> tuple[Tensor | None, bool]:
+        """`count`, and whether there is a label for each position of a sequence, rather than one for each sample."""
         labels = self.of(batch)
-        return _is_class_ids(labels) and labels.ndim > 1
+        known = labels if isinstance(labels, Tensor) and _is_class_ids(labels) else None
+        are_tokens = known is not None and known.ndim > 1
+        if are_tokens and self._shifted:
+            known = labels[:, 1:]
+        shifted = batch.get("shift_labels") if isinstance(batch, MAPPING) else None
+        if shifted is not None and _is_class_ids(shifted):  # shifted by the collator
+            known = shifted
+        return None if known is None else known.ne(IGNORE_INDEX).sum(), are_tokens
 
 
 def shifts_labels(module: nn.Module) -> bool:
@@ -58,7 +63,3 @@ def shifts_labels(module: nn.Module) -> bool:
 
 def _is_class_ids(labels: Any) -> bool:
     return isinstance(labels, Tensor) and labels.ndim > 0 and not labels.is_floating_point()
-
-
-def _count(labels: Tensor) -> Tensor:
-    return labels.ne(IGNORE_INDEX).sum()

@@ -66,11 +66,17 @@ def eval_loader(
     dataset: Any, collate: Collate, config: ConfigContainer, world: World, *, is_test: bool = False
 ) -> EvalLoader:
     """The loader of an evaluation set: every sample once, in order; of a test set always all of it."""
-    micro = config.validation.eval_micro_batch_size
+    micro, batch = config.validation.eval_micro_batch_size, config.validation.eval_global_batch_size
     assert micro is not None
+    assert batch is not None
     kind = WholeLoader if is_test else EvalLoader
-    is_batched = isinstance(dataset, DataLoader)
-    return kind(dataset, micro_batch_size=micro, already_batched=is_batched, **_reading(collate, config, world))
+    return kind(
+        dataset,
+        micro_batch_size=micro,
+        num_microbatches=batch // (micro * world.size),
+        already_batched=isinstance(dataset, DataLoader),
+        **_reading(collate, config, world),
+    )
 
 
 def collator(trainer: BaseTrainer, module: nn.Module) -> Collate:

@@ -15,9 +15,8 @@ from onstep.trainer.forward import call_model, find_loss
 from onstep.trainer.labels import Labels
 from onstep.trainer.loss_convention import NUM_ITEMS, Convention, accepts_num_items
 from onstep.trainer.predictions import PredictionCollector
-from onstep.training.devices import to_device
 from onstep.training.losses import LossShare, MeanLoss, mean_weight
-from onstep.training.step import MicroBatches
+from onstep.training.micro_batches import MicroBatches, to_device
 
 
 class ModelStep:
@@ -46,7 +45,7 @@ class ModelStep:
     def __call__(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
         """Run one micro-batch; returns `(loss, loss function)`. The loss is None for a test without labels."""
         inputs = next(data_iterator)
-        num_labels = self._labels.count(inputs)
+        num_labels, are_tokens = self._labels.measure(inputs)
         shared_labels = num_labels if self._gives_shares else None
         num_items = None if shared_labels is None else self._num_items(data_iterator, model, shared_labels)
         loss = self._loss(data_iterator, model, inputs, num_items)
@@ -55,12 +54,13 @@ class ModelStep:
         if shared_labels is not None and model.training:
             return loss, lambda loss: LossShare(loss, shared_labels, {})
         weight = mean_weight(inputs, num_labels, self._weighting)
-        tokens = num_labels if self._labels.are_tokens(inputs) else None
+        tokens = num_labels if are_tokens else None
         return loss, lambda loss: MeanLoss(loss, weight, tokens, {})
 
     def _loss(self, data_iterator: Iterator[Any], model: nn.Module, inputs: Any, num_items: Any) -> Any:
         keywords = {NUM_ITEMS: num_items} if self._accepts_num_items else {}
-        given = copy.copy(inputs) if isinstance(inputs, Mapping) else inputs  # a compute_loss may pop the labels
+        # a copy, since a compute_loss may pop the labels
+        given = inputs.copy() if type(inputs) is dict else copy.copy(inputs) if isinstance(inputs, Mapping) else inputs
         collector = self.collector
         if collector is None:
             return self._compute_loss(model, given, **keywords)
@@ -78,7 +78,8 @@ class ModelStep:
             return num_labels
         items = data_iterator.items
         if NUM_ITEMS not in items:
-            items[NUM_ITEMS] = self._count_step(data_iterator)
+            is_whole_step = len(data_iterator) == 1 and self._world.size == 1 and not data_iterator.is_filler()
+            items[NUM_ITEMS] = num_labels.clamp(min=1) if is_whole_step else self._count_step(data_iterator)
         counted: Tensor = items[NUM_ITEMS]
         return counted
 

@@ -9,7 +9,7 @@ from onstep.config import ConfigContainer
 from onstep.distributed import World
 from onstep.errors import RunExistsError
 from onstep.trainer.base_trainer import BaseTrainer
-from onstep.training.pretrain import already_finished, claim_for_all
+from onstep.training.opening import already_finished, claim_for_all
 from onstep.training.run_folder import FINISHED, Claim, RunFolder
 from onstep.training.run_lock import RunLock
 

@@ -13,33 +13,35 @@ from typing import Any
 
 from torch import nn
 
-from onstep.config import ConfigContainer, resolve
+from onstep.config import ConfigContainer
 from onstep.config.lengths import train_iters
 from onstep.distributed import World, data_parallel, open_world, world_size_from_environment
 from onstep.errors import ConfigError
 from onstep.events import Control
+from onstep.models import Transformer
+from onstep.sinks.reporting import attach_trackers
 from onstep.trainer import loss_convention
 from onstep.trainer.arguments import config_of, shown_arguments
 from onstep.trainer.base_trainer import BaseTrainer, Collate
 from onstep.trainer.checks import num_samples_of
 from onstep.trainer.columns import ColumnFilter
-from onstep.trainer.default_callbacks import attach_trackers
 from onstep.trainer.labels import Labels, shifts_labels
 from onstep.trainer.loading import collator, train_loader
 from onstep.trainer.loss_convention import Convention
 from onstep.trainer.model_step import ModelStep
 from onstep.trainer.optimizers import make_optimizer, make_scheduler, show_made
 from onstep.trainer.run_claim import claim_folder
-from onstep.training.checkpointing import open_checkpoints
-from onstep.training.exits import handled_signals
-from onstep.training.fault_tolerance import monitored
-from onstep.training.pretrain import record_end, say_changes
-from onstep.training.run_folder import RunFolder
-from onstep.training.scope import RunScope
-from onstep.training.setup import count_steps, seed_everything
-from onstep.training.state import GlobalState
+from onstep.training.bridge.global_state import GlobalState
+from onstep.training.features import SETUP
+from onstep.training.model_setup import idle_parameters
+from onstep.training.opening import open_run
+from onstep.training.run import Door
+from onstep.training.run_folder import Claim
+from onstep.training.run_lock import RunLock
+from onstep.training.scope import Endings
+from onstep.training.setup import DATA_TIMER, MODEL_TIMER, count_steps, end_set_up, load_checkpoint, seed_everything
 from onstep.training.telling import Teller
-from onstep.training.watchdog import watched
+from onstep.training.watchdog import Watching
 
 logger = logging.getLogger(__name__)
 
@@ -61,13 +63,6 @@ class Session:
     scheduler: Any = None
     train_data: Any = None
 
-    @property
-    def saves_weights(self) -> bool:
-        """Whether this rank writes the final weights to the run's folder."""
-        state = self.state
-        wanted = state.run_folder is not None and state.cfg.run.save_weights and state.world.is_main
-        return wanted and not state.control.should_abort_without_save and state.exits.decided is None
-
     def release(self) -> None:
         """End worker processes and let go of the data-parallel wrapper."""
         if self.train_data is not None:
@@ -85,30 +80,19 @@ def training_session(trainer: BaseTrainer, resume_from_checkpoint: Any = None) -
         config.checkpoint.resume = False
     elif isinstance(resume_from_checkpoint, (str, os.PathLike)):
         config.checkpoint.load, config.checkpoint.exit_on_missing_checkpoint = os.fspath(resume_from_checkpoint), True
-    attach_trackers(trainer.callback_manager, config)
-    with _world(config) as world:
+    door = Door(trainer=trainer, processing_class=trainer.processing_class)
+
+    def claim_run(config: ConfigContainer, world: World) -> tuple[Claim | None, RunLock | None]:
         claim, lock = claim_folder(trainer, config, world)
-        if claim is not None:
-            config = resolve(claim.config, size)
-            say_changes(claim, world)
-        state = _state(trainer, config, world, None if claim is None else claim.folder)
-        try:
-            with handled_signals(state), watched(state), _session(trainer, state, seeds=True) as session:
-                state.checkpoints = open_checkpoints(state, session.tell)
-                try:
-                    with monitored(state):
-                        if state.checkpoints is not None:
-                            state.checkpoints.find()
-                        _build_training(trainer, session, num_samples)
-                        session.tell("on_init_end")
-                        yield session
-                finally:
-                    if state.checkpoints is not None:
-                        state.checkpoints.close()
-        finally:
-            record_end(state)
-            if lock is not None:
-                lock.release()
+        door.given_args = shown_arguments(trainer.args, None if claim is None else str(claim.folder.path))
+        return claim, lock
+
+    with open_run(config, trainer.callback_manager, _world, claim_run, door, takes_finished=True) as opened:
+        run = opened.run
+        with _session(trainer, run, opened.tell, seeds=True) as session:
+            _build_training(trainer, session, num_samples)
+            end_set_up(run, session.tell)
+            yield session
 
 
 @contextmanager
@@ -121,13 +105,20 @@ def evaluation_session(trainer: BaseTrainer) -> Iterator[Session]:
     config = config_of(trainer.args, num_samples=None, world_size=size, for_training=False)
     attach_trackers(trainer.callback_manager, config)
     before = trainer.global_state
-    with _world(config) as world:
-        state = _state(trainer, config, world, None if before is None else before.run_folder)
+    folder = None if before is None else before.run_folder
+    door = Door(trainer=trainer, processing_class=trainer.processing_class)
+    door.given_args = shown_arguments(trainer.args, None if folder is None else str(folder.path))
+    state = GlobalState(cfg=config, run_folder=folder, door=door)
+    with state.features.open(SETUP, state, state.world), _world(config) as world:
+        state.world, state.control = world, Control(rank=world.rank)
+        door.tell = tell = Teller(trainer.callback_manager, state, [])
         if before is None:
             count_steps(state, None)
-        else:  # an evaluation shows the progress of the training before it
-            state.train_state, state.facts = before.train_state, before.facts
-        with watched(state), _session(trainer, state, seeds=trainer.model is None) as session:
+            state.trackers.join(trainer.callback_manager)
+        else:  # an evaluation shows the progress of the training before it, and adds to its trackers
+            state.train_state, state.facts, state.trackers = before.train_state, before.facts, before.trackers
+        rows = (Watching, Endings)
+        with state.features.open(rows, state, world), _session(trainer, state, tell, trainer.model is None) as session:
             session.tell("on_init_end")
             yield session
 
@@ -146,35 +137,26 @@ def _world(config: ConfigContainer) -> Iterator[World]:
 
 
 @contextmanager
-def _session(trainer: BaseTrainer, state: GlobalState, *, seeds: bool) -> Iterator[Session]:
-    tell = Teller(trainer.callback_manager, state, [])
+def _session(trainer: BaseTrainer, state: GlobalState, tell: Teller, seeds: bool) -> Iterator[Session]:
     trainer.global_state = state
-    with RunScope(tell):
-        if seeds:
-            seed_everything(state.cfg.rng.seed)
-        session = _build(trainer, state, tell)
-        trainer.session = session
-        try:
-            yield session
-        finally:
-            trainer.session = None
-            session.release()
-
-
-def _state(trainer: BaseTrainer, config: ConfigContainer, world: World, folder: RunFolder | None) -> GlobalState:
-    state = GlobalState(cfg=config, world=world, control=Control(rank=world.rank))
-    state.trainer, state.processing_class = trainer, trainer.processing_class
-    state.run_folder = folder
-    state.given_args = shown_arguments(trainer.args, None if folder is None else str(folder.path))
-    return state
+    if seeds:
+        seed_everything(state.cfg.rng.seed)
+    session = _build(trainer, state, tell)
+    trainer.session = session
+    try:
+        yield session
+    finally:
+        trainer.session = None
+        session.release()
 
 
 def _build(trainer: BaseTrainer, state: GlobalState, tell: Teller) -> Session:
-    if trainer.model is None:
-        trainer.model = _made_by(trainer.model_init)
-    module = trainer.model.to(state.world.device)
+    with state.timers(MODEL_TIMER).measure():
+        if trainer.model is None:
+            trainer.model = _made_by(trainer.model_init)
+        module = trainer.model.to(state.world.device)
     tell.model = [module]
-    state.flops_per_token = 6.0 * _non_embedding_parameters(module)
+    state.sums.flops_per_token = 6.0 * _active_parameters(module)
     labels = Labels(trainer.args.label_names, shifted=shifts_labels(module))
     return Session(
         state=state,
@@ -233,24 +215,28 @@ def _build_training(trainer: BaseTrainer, session: Session, num_samples: int | N
     state, config, tell = session.state, session.state.cfg, session.tell
     if isinstance(session.collate, ColumnFilter):
         session.collate.check(trainer.train_dataset)
-    session.model = tell.model = data_parallel([session.module], state.world, config.ddp)
-    session.optimizer = tell.optimizer = make_optimizer(trainer, session.module, config)
-    iters = train_iters(config, num_samples, world_size=state.world.size)
-    session.scheduler = tell.scheduler = make_scheduler(
-        trainer, session.optimizer, config, iters, state.world.size, num_samples
-    )
+    with state.timers(MODEL_TIMER).measure(barrier=True):
+        session.model = tell.model = data_parallel([session.module], state.world, config.ddp)
+        session.optimizer = tell.optimizer = make_optimizer(trainer, session.module, config)
+        iters = train_iters(config, num_samples, world_size=state.world.size)
+        session.scheduler = tell.scheduler = make_scheduler(
+            trainer, session.optimizer, config, iters, state.world.size, num_samples
+        )
     show_made(trainer, session.optimizer, session.scheduler)
-    if state.checkpoints is not None:
-        state.checkpoints.load_progress(session.model, session.optimizer, session.scheduler)
+    load_checkpoint(state, tell)
     tell("on_data_init_start")
-    session.train_data = train_loader(trainer.train_dataset, session.collate, config, state.world)
-    state.train_dataloader = session.train_data
+    with state.timers(DATA_TIMER).measure(barrier=True):
+        session.train_data = train_loader(trainer.train_dataset, session.collate, config, state.world)
+    state.door.train_dataloader = session.train_data
     state.train_state.do_train = True
-    state.evaluates_last_step = config.validation.eval_after_training and not config.validation.eval_each_epoch
+    state.train_state.do_valid = trainer.eval_dataset is not None and config.validation.eval_iters != 0
+    state.door.evaluates_last_step = config.validation.eval_after_training and not config.validation.eval_each_epoch
     count_steps(state, session.train_data)
     seed_everything(config.rng.seed + state.world.rank)
 
 
-def _non_embedding_parameters(module: nn.Module) -> int:
+def _active_parameters(module: nn.Module) -> int:
+    """Parameters that a token meets, outside of embeddings."""
     embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
-    return sum(p.numel() for p in module.parameters() if id(p) not in embeddings)
+    total = sum(p.numel() for p in module.parameters() if id(p) not in embeddings)
+    return total - idle_parameters(module.config) if isinstance(module, Transformer) else total

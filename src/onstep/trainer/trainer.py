@@ -14,9 +14,10 @@ from onstep.trainer.outputs import PredictionOutput, TrainOutput
 from onstep.trainer.saving import save_model
 from onstep.trainer.session import Session, evaluation_session, training_session
 from onstep.training.best_metric import note_best_metric
+from onstep.training.bridge.global_state import GlobalState
+from onstep.training.final_weights import write_final_weights
 from onstep.training.log_step import publish
 from onstep.training.pretrain import load_best_model
-from onstep.training.state import GlobalState
 from onstep.training.train import train
 
 
@@ -82,7 +83,7 @@ class Trainer(BaseTrainer):
         with training_session(self, resume_from_checkpoint) as session:
 
             def evaluation() -> None:
-                if self.eval_dataset is not None:
+                if self.eval_dataset is not None and session.state.cfg.validation.eval_iters != 0:
                     metrics = self._evaluate_all(session, self.eval_dataset, ignore_keys_for_eval, "eval")
                     note_best_metric(session.state, metrics)
 
@@ -98,8 +99,9 @@ class Trainer(BaseTrainer):
                 evaluation=evaluation,
             )
             load_best_model(session.state, session.model)
-            if session.saves_weights:
-                save_model(session.module, session.state.run_folder.model, self.processing_class)
+            write_final_weights(
+                session.state, lambda folder: save_model(session.module, folder.model, self.processing_class)
+            )
             return _train_output(session.state)
 
     def evaluate(

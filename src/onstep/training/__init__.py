@@ -2,14 +2,13 @@
 
 from onstep.events import CallbackContext, CallbackManager
 from onstep.metrics.flops import MFU_DEFINITION, model_flops_utilization, num_floating_point_operations
-from onstep.metrics.memory import MEMORY_KEYS, report_memory
+from onstep.metrics.memory import MEMORY_KEYS, report_memory, start_memory_history_recording
 from onstep.metrics.memory_estimate import (
     MemoryEstimate,
     estimate_training_memory,
     format_training_memory_estimate,
     report_theoretical_memory,
 )
-from onstep.metrics.memory_history import start_memory_history_recording
 from onstep.metrics.parameter_norms import report_l2_norm_grad
 from onstep.metrics.params_l2_norm import calc_dtensor_params_l2_norm, calc_params_l2_norm
 from onstep.metrics.reductions import (
@@ -17,22 +16,30 @@ from onstep.metrics.reductions import (
     reduce_max_memory_across_pp_group,
     reduce_max_stat_across_model_parallel_group,
 )
-from onstep.metrics.runtime import report_runtime
 from onstep.metrics.shared_parameters import param_is_not_shared
-from onstep.metrics.throughput import report_throughput
+from onstep.metrics.throughput import report_runtime, report_throughput
 from onstep.models.chunks import ModelHook, ModelList
 from onstep.models.chunks import _ensure_model_list as _ensure_model_list
 from onstep.models.heads import LinearForLastLayer, create_value_head_hook, make_value_model
 from onstep.models.heads import _register_linear_for_last_layer_mapping as _register_linear_for_last_layer_mapping
 from onstep.progress import TrainState
-from onstep.training.bridge_log import training_log
+from onstep.training.bridge.evaluation import evaluate, evaluate_and_print_results
+from onstep.training.bridge.finishing import _finish_train as _finish_train
+from onstep.training.bridge.global_state import GlobalState
+from onstep.training.bridge.housekeeping import (
+    maybe_check_weight_hash_across_dp_replicas,
+    maybe_report_stragglers,
+    maybe_run_manual_gc,
+    maybe_synchronize_training_step,
+    post_training_step_callbacks,
+)
+from onstep.training.bridge.step_result import TrainStepResult
+from onstep.training.bridge.training_log import training_log
 from onstep.training.clock import Clock
 from onstep.training.energy import EnergyMonitor
-from onstep.training.evaluation import evaluate, evaluate_and_print_results
 from onstep.training.exits import checkpoint_and_decide_exit, save_checkpoint_and_time
 from onstep.training.fault_tolerance_state import FaultToleranceState
 from onstep.training.finetuning import finetune
-from onstep.training.finishing import _finish_train as _finish_train
 from onstep.training.forward_step import (
     forward_step,
     maybe_inject_state,
@@ -41,13 +48,6 @@ from onstep.training.forward_step import (
 )
 from onstep.training.freezing import _freeze_parameter_if_present as _freeze_parameter_if_present
 from onstep.training.freezing import freeze_moe_router
-from onstep.training.housekeeping import (
-    maybe_check_weight_hash_across_dp_replicas,
-    maybe_report_stragglers,
-    maybe_run_manual_gc,
-    maybe_synchronize_training_step,
-    post_training_step_callbacks,
-)
 from onstep.training.losses import LossShare, MeanLoss
 from onstep.training.microbatches_calculator import (
     NumMicroBatchesCalculator,
@@ -83,12 +83,10 @@ from onstep.training.progress_log import (
 from onstep.training.rerun import RerunStateMachine
 from onstep.training.rerun_data_iterator import RerunDataIterator
 from onstep.training.signals import DistributedSignalHandler, Preempted
-from onstep.training.state import GlobalState
-from onstep.training.step import TrainStepResult, train_step
 from onstep.training.stragglers import StragglerDetector
 from onstep.training.timer import Timer
 from onstep.training.timers import Timers
-from onstep.training.train import train
+from onstep.training.train import train, train_step
 from onstep.training.weight_hash import check_param_hashes_across_dp_replicas, weight_hashes
 
 __all__ = [

@@ -1,10 +1,10 @@
-"""What is due or asked for at the end of a step or an epoch, and doing it: log, evaluate, go back, save, leave."""
+"""What is due or asked for at the end of a step or an epoch, and doing it: go back, log, evaluate, save, leave."""
 
 from __future__ import annotations
 
-from onstep.schedules import is_due
+from onstep.events import Request
 from onstep.training.best_metric import note_best_metric
-from onstep.training.decisions import agree, setting
+from onstep.training.decisions import agree, write_decision
 from onstep.training.evaluation import evaluate_and_print_results
 from onstep.training.exits import (
     EvaluationInterrupted,
@@ -12,166 +12,179 @@ from onstep.training.exits import (
     random_state_before,
     restore_random_state,
 )
-from onstep.training.garbage import garbage_collected
-from onstep.training.interval_time import outside_interval
+from onstep.training.job import Job
 from onstep.training.log_step import log_step, publish
-from onstep.training.loop import Loop, begin_reports, has_all_steps, is_finished
-from onstep.training.param_sync import hooks_off
-from onstep.training.positions import apply_overrides, leave_out_skipped
+from onstep.training.position import apply_overrides, leave_out_skipped
 from onstep.training.rollback import RollBack
-from onstep.training.state import GlobalState
+from onstep.training.run import Run
+from onstep.training.timers import INTERVAL_TIME
 
 
-def fill_what_is_due(state: GlobalState) -> None:
+def mark_due(run: Run) -> None:
     """Put into the control what is due at this step, where callbacks may veto it."""
-    validation, step = state.cfg.validation, state.train_state.step
+    validation, step, set_now = run.cfg.validation, run.train_state.step, run.train_state.overrides
+    log_every = set_now.get("log_interval", run.cfg.logger.log_interval)
+    eval_every = set_now.get("eval_interval", validation.eval_interval)
+    logs = bool(log_every) and step % (log_every or 1) == 0
     first_evaluated = validation.start_eval_at_iter or 0
-    is_last_evaluated = state.evaluates_last_step and has_all_steps(state) and step >= first_evaluated
-    is_evaluated = is_due(step, setting(state, "eval_interval"), start=first_evaluated) or is_last_evaluated
-    is_saved = state.checkpoints is not None and is_due(step, setting(state, "save_interval"))
-    state.control.fill(
-        log=is_due(step, setting(state, "log_interval")) or (step == 1 and state.cfg.logger.log_first_step),
-        evaluate=is_evaluated or (is_saved and validation.eval_on_save),
-        save=is_saved,
-    )
+    evaluates = bool(eval_every) and step >= first_evaluated and step % (eval_every or 1) == 0
+    if run.door.evaluates_last_step and step >= first_evaluated and run.has_all_steps:
+        evaluates = True
+    save_every = set_now.get("save_interval", run.cfg.checkpoint.save_interval)
+    saves = run.checkpoints is not None and bool(save_every) and step % (save_every or 1) == 0
+    logs = logs or (step == 1 and run.cfg.logger.log_first_step)
+    if logs or evaluates or saves:
+        run.control.fill(log=logs, evaluate=evaluates or (saves and validation.eval_on_save), save=saves)
 
 
-def fill_what_is_due_after_an_epoch(state: GlobalState) -> None:
+def mark_due_after_an_epoch(run: Run) -> None:
     """Put into the control what is due when an epoch has ended, where callbacks may veto it."""
-    validation = state.cfg.validation
-    first_epoch = validation.start_eval_at_epoch or 0
-    is_saved = state.checkpoints is not None and state.cfg.checkpoint.save_each_epoch
-    is_evaluated = validation.eval_each_epoch and state.trainer_state.epoch >= first_epoch
-    state.control.fill(
-        log=state.cfg.logger.log_on_each_epoch,
-        evaluate=is_evaluated or (is_saved and validation.eval_on_save),
-        save=is_saved,
+    validation = run.cfg.validation
+    run.saving.is_unsaved = True
+    saves = run.checkpoints is not None and run.cfg.checkpoint.save_each_epoch
+    evaluates = validation.eval_each_epoch and run.trainer_state.epoch >= (validation.start_eval_at_epoch or 0)
+    run.control.fill(
+        log=run.cfg.logger.log_on_each_epoch,
+        evaluate=evaluates or (saves and validation.eval_on_save),
+        save=saves,
     )
 
 
-def act_on_decisions(loop: Loop) -> None:
-    """Agree on what is due or asked for, and do it: log, evaluate, save, leave, in this order. Collective.
+def act(job: Job) -> None:
+    """Agree on what is due or asked for, and do it: go back, log, evaluate, save, leave, in this order. Collective.
 
     An aborted run does none of it. A process that leaves does not begin an evaluation: that is still pending in its
     checkpoint.
     """
-    state, control = loop.state, loop.state.control
-    agree(state)
-    if state.checkpoints is not None:
-        state.checkpoints.finalize_if_written()
+    run, on, control = job.run, job.run.features, job.run.control
+    agree(run)
+    if run.checkpoints is not None and run.checkpoints.manager.is_saving:
+        run.checkpoints.finalize_if_written()
     if control.should_abort_without_save:
         return
-    apply_overrides(loop)
-    rollback = loop.watch.rollback()
-    if rollback is not None:
-        roll_back(loop, rollback)
+    apply_overrides(job)
+    request = control.rollback_request
+    if request is not None:
+        control.rollback_request = None
+        roll_back(job, request)
         return
-    if loop.reporter is not None and not control.should_log:
-        loop.reporter.report(is_logged=False)
+    on.after_agreement()
     if control.should_log:
         control.honoured("should_log")
-        loop.watch.check(wait=True)
-        if loop.reporter is not None:
-            loop.reporter.report(is_logged=True)
-        log_step(state, loop.meter, loop.optimizer, loop.tell)
-        state.is_unsaved = True
-        agree(state)
-    if control.should_evaluate and state.exits.decided is None:
+        on.settle()
+        on.before_log()
+        log_step(run, job.meter, job.optimizer, job.tell)
+        run.saving.is_unsaved = True
+        agree(run)
+    if control.should_evaluate and not run.leaves:
         control.honoured("should_evaluate")
-        loop.watch.check(wait=True)
-        evaluate_unless_interrupted(loop)
-        state.is_unsaved = True
-        agree(state)
-    save_and_decide_exit(loop)
+        on.settle()
+        evaluate_unless_interrupted(job)
+        run.saving.is_unsaved = True
+        agree(run)
+    if control.should_save or run.exits.decided is not None or job.decides_at_every_step:
+        save_and_decide_exit(job)
 
 
-def save_and_decide_exit(loop: Loop) -> None:
-    """Save what is due, and let `state.exits` say whether the process leaves. Collective.
+def save_and_decide_exit(job: Job) -> None:
+    """Save what is due, and let `run.exits` say whether the process leaves. Collective.
 
     What came while a save ran is agreed on right after it, so that a signal then makes no second checkpoint.
     """
-    state = loop.state
-    was_unsaved, is_due_now = state.is_unsaved, state.control.should_save
-    if is_due_now or state.exits.decided is not None:
-        loop.watch.check(wait=True)
-    if state.ended_by_anomaly:  # the counters may be ahead of the weights
-        state.control.honoured("should_save")
+    run, saving = job.run, job.run.saving
+    was_unsaved, is_due_now = saving.is_unsaved, run.control.should_save
+    if is_due_now or run.leaves:
+        run.features.settle()
+    if run.ending.by_anomaly:  # the counters may be ahead of the weights
+        run.control.honoured("should_save")
         return
-    state.saves_at_end = state.cfg.checkpoint.save_at_end and is_finished(state) and state.exits.decided is None
-    _save_and_decide_exit(loop)
-    has_saved = (is_due_now and not state.saves_at_end) or (was_unsaved and not state.is_unsaved)
-    if has_saved and state.exits.decided is None:
-        agree(state)
-        if state.exits.decided is not None:
-            _save_and_decide_exit(loop)
+    saving.saves_at_end = run.cfg.checkpoint.save_at_end and run.is_over and not run.leaves
+    _save_and_decide_exit(job)
+    has_saved = (is_due_now and not saving.saves_at_end) or (was_unsaved and not saving.is_unsaved)
+    if has_saved and not run.leaves:
+        agree(run)
+        if run.leaves:
+            _save_and_decide_exit(job)
 
 
-def _save_and_decide_exit(loop: Loop) -> None:
-    state = loop.state
-    flops = state.train_state.floating_point_operations_so_far
-    checkpoint_and_decide_exit(state, loop.model, loop.optimizer, loop.scheduler, flops, None, loop.reader)
+def _save_and_decide_exit(job: Job) -> None:
+    run = job.run
+    flops = run.train_state.floating_point_operations_so_far
+    checkpoint_and_decide_exit(run, job.model, job.raw_optimizer, job.scheduler, flops, None, job.reader)
 
 
-def evaluate_unless_interrupted(loop: Loop) -> None:
+def evaluate_unless_interrupted(job: Job) -> None:
     """Evaluate; where a signal ends it, put everything back to before it, so that the resumed run evaluates again."""
-    state = loop.state
-    random_state = random_state_before(state)
+    run = job.run
+    random_state = random_state_before(run)
     try:
-        run_evaluation(loop)
+        run_evaluation(job)
     except EvaluationInterrupted:
-        state.control.fill(log=False, evaluate=True, save=False)
-        restore_random_state(state, random_state)
+        run.control.fill(log=False, evaluate=True, save=False)
+        restore_random_state(run, random_state)
 
 
-def run_evaluation(loop: Loop) -> None:
+def run_evaluation(job: Job) -> None:
     """Evaluate inside the loop, on the validation set or as the caller said; no time of the logging interval."""
-    state = loop.state
-    state.evaluation_is_whole = True
-    timer = state.timers("eval-time")
-    with outside_interval(state), hooks_off(state), garbage_collected(state), timer.measure(barrier=True):
-        evaluate_in_loop(loop)
-    state.evaluated_at = state.train_state.step
+    run = job.run
+    run.evaluated.is_restartable = True
+    with run.features.paused("evaluate"), run.timers("eval-time").measure(barrier=True):
+        evaluate_in_loop(job)
+    run.evaluated.at_step = run.train_state.step
 
 
-def evaluate_in_loop(loop: Loop) -> None:
+def evaluate_in_loop(job: Job) -> None:
     """Evaluate as the caller of `train()` said, or on the validation set."""
-    state = loop.state
-    if loop.evaluation is not None:
-        loop.evaluation()
-    elif loop.valid_data_iterator is not None:
+    run = job.run
+    if job.evaluation is not None:
+        job.evaluation()
+    elif job.valid_data_iterator is not None:
         evaluate_and_print_results(
-            state,
-            f"iteration {state.train_state.step}",
-            loop.raw_forward_step_func,
-            loop.valid_data_iterator,
-            loop.model,
-            state.cfg.model,
-            process_non_loss_data_func=loop.process_non_loss_data_func,
-            non_loss_data_func=loop.non_loss_data_func,
-            tell=loop.tell,
+            run,
+            f"iteration {run.train_state.step}",
+            job.raw_forward_step_func,
+            job.valid_data_iterator,
+            job.model,
+            run.cfg.model,
+            process_non_loss_data_func=job.process_non_loss_data_func,
+            non_loss_data_func=job.non_loss_data_func,
+            tell=job.tell,
         )
-        note_best_metric(state, state.last_metrics)
+        note_best_metric(run, run.evaluated.last_metrics)
 
 
-def roll_back(loop: Loop, rollback: RollBack) -> None:
+def roll_back(job: Job, request: Request) -> None:
     """Undo a bad step: load the newest verified checkpoint before it; the data goes on after the bad step. Collective.
 
     Raises:
-        AnomalyError: where there is no such checkpoint.
+        AnomalyError: where there is no such checkpoint, or after more than `anomaly.max_rollbacks`.
     """
-    state, checkpoints = loop.state, loop.state.checkpoints
+    run, checkpoints, progress = job.run, job.run.checkpoints, job.run.train_state
+    bad_step = request.details.get("bad_step", progress.step)
+    progress.num_rollbacks += 1
+    run.features.before_rollback(bad_step, request)
+    rollback = RollBack.at(progress, bad_step, request, run.cfg.anomaly.rollback_lr_factor)
     info = None
     if checkpoints is not None:
         checkpoints.finish()
         info = checkpoints.manager.newest(rollback.last_good_step)
     if checkpoints is None or info is None:
         raise rollback.without_checkpoint()
-    checkpoints.restore(info, loop.model, loop.optimizer, loop.scheduler)
-    loop.watch.rolled_back(rollback)
-    leave_out_skipped(loop)
-    apply_overrides(loop)
-    state.is_unsaved = True
-    record = {"rolled_back_from": rollback.bad_step, "anomaly": rollback.request.reason or str(rollback.request)}
-    publish(state, {"epoch": state.trainer_state.epoch, **record}, loop.tell)
-    begin_reports(loop)
-    state.trackers.reopen(state.train_state.step, state.train_state.consumed_train_samples)
+    checkpoints.restore(info, job.model, job.raw_optimizer, job.scheduler)
+    rollback.carry_over(progress)
+    write_decision(run, rollback.record(progress.step))
+    run.features.rolled_back()
+    leave_out_skipped(job)
+    apply_overrides(job)
+    run.saving.is_unsaved = True
+    record = {"rolled_back_from": bad_step, "anomaly": request.reason or str(request)}
+    publish(run, {"epoch": run.trainer_state.epoch, **record}, job.tell)
+    restart_interval(job)
+
+
+def restart_interval(job: Job) -> None:
+    """Start the time of the logging interval, and of everything that is measured over it."""
+    timer = job.run.timers(INTERVAL_TIME)
+    job.run.sums.interval_start = job.run.clock.elapsed()
+    job.run.features.restart_interval()
+    timer.restart()

@@ -5,35 +5,32 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from onstep.data.skip_list import SkipList
+from onstep.data.order import skip_samples
 from onstep.events import Request
 from onstep.events.control import BEFORE_UPDATE
-from onstep.optim import HostFiniteGate, TrainingOptimizer, finite_gate
+from onstep.optim import HostFiniteGate
 from onstep.training.anomaly import Anomaly, too_many
 from onstep.training.buffer_guard import BufferGuard
-from onstep.training.culprits import StepInputs, innocent, investigate
+from onstep.training.culprits import innocent, investigate
 from onstep.training.decisions import write_decision
+from onstep.training.feature import Feature
+from onstep.training.job import Job
 from onstep.training.log_step import publish
 from onstep.training.losses import MicroLoss, StepLoss, Weight
-from onstep.training.rollback import RollBack
 from onstep.training.spikes import SpikeDetector
-from onstep.training.state import GlobalState
+from onstep.training.step import Step
 
 logger = logging.getLogger(__name__)
-
-PART = "anomalies"
-"""Name of the watch among `GlobalState.loop_parts`, which checkpoints save."""
 
 _REMEMBERED_STEPS = 16
 """A device tells of a bad step at most 10 steps late."""
 
 
-@dataclass(frozen=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     """What is kept of a step until it is known to be finite."""
 
     step: int
@@ -42,103 +39,120 @@ class StepRecord:
     loss: StepLoss | None
 
 
-class AnomalyWatch:
-    """The gate before each update. All ranks find the same, since they are shown the same loss and gradient norm.
+class AnomalyGate(Feature[Job]):
+    """The gate before each update. All ranks find the same, since they see the same loss and gradient norm.
 
     Under `train.on_nonfinite` raise and stop the finite gate is sticky, and an accelerator is not waited for: the host
     learns of a bad step late, and until then every update is a no-op. Under skip and rollback, and where spikes are
     looked for, the host reads loss and norm at each step before the update, so that only that one is left out.
 
-    A `TrainingOptimizer` has its own finite gate; for any other optimizer `train_step` keeps one in `state.gate`. Both
-    start open: what an earlier `train()` met is over.
+    The finite gate is the optimizer's own, and starts open: what an earlier `train()` met is over.
     """
 
-    def __init__(self, state: GlobalState, optimizer: Any) -> None:
-        self._state = state
-        if isinstance(optimizer, TrainingOptimizer):
-            self._gate = optimizer.gate
-            self._gate.reset()
-        else:
-            self._gate = state.gate = finite_gate(state.world.device)
+    name = "anomalies"
+    when = "always; train.on_nonfinite and anomaly.on_spike say what it does"
+    collective = True
+    has_state = True
+
+    @classmethod
+    def wanted(cls, host: Job) -> bool:
+        """Always: what is not finite is never applied."""
+        return True
+
+    def __init__(self, host: Job) -> None:
+        super().__init__(host)
+        self._job, self._state, self._gate = host, host.run, host.optimizer.gate
+        state = self._state
+        self._gate.reset()
+        self._knows_at_once = isinstance(self._gate, HostFiniteGate)
         self._on_nonfinite, self._on_spike = state.cfg.train.on_nonfinite, state.cfg.anomaly.on_spike
-        stops_at_once = self._on_nonfinite == "stop" and isinstance(self._gate, HostFiniteGate)
+        stops_at_once = self._on_nonfinite == "stop" and self._knows_at_once
         self._reads = stops_at_once or self._on_nonfinite in ("skip", "rollback") or self.looks_for_spikes
+        self.needs_grad_norm = self._reads
         self._spikes = SpikeDetector(state.cfg.anomaly)
         self._records: deque[StepRecord] = deque(maxlen=_REMEMBERED_STEPS)
         self._buffers: BufferGuard | None = None
-        self._inputs: StepInputs | None = None
         self._found: Anomaly | None = None
         self._has_agreed_on_listeners = False
         self._has_warned_of_ids = False
         self._history: dict[str, list[str]] = {"skip": [], "rollback": []}
-        state.ended_by_anomaly = False
-        state.loop_parts[PART] = self
+        state.ending.by_anomaly = False
 
     @property
     def looks_for_spikes(self) -> bool:
         """Whether loss and gradient norm of each step are compared with those before."""
         return self._on_spike != "ignore"
 
-    @property
-    def left_out(self) -> bool:
-        """Whether the step that just ran was not applied, and gets a record of its own."""
-        return self._found is not None
-
-    def begin_step(self) -> None:
-        """Number the step that starts."""
-        self._gate.begin_step(self._state.train_state.step + 1)
-
-    def begin_forward(self, inputs: StepInputs) -> None:
+    def wrap_compute(self, compute: Callable[[Step], None]) -> Callable[[Step], None]:
         """Keep what the step starts from. Collective at the first step."""
-        self._inputs = inputs
-        if self._reads:
-            self._buffers = self._buffers or BufferGuard(inputs.model)
-            self._buffers.keep()
-        control, on = self._state.control, inputs.tell.on
+
+        def watched(step: Step) -> None:
+            self._gate.step = step.number
+            if self._reads:
+                self._buffers = self._buffers or BufferGuard(self._job.model)
+                self._buffers.keep()
+            if self._state.world.size > 1:
+                self._note_listeners()
+            compute(step)
+
+        return watched
+
+    def _note_listeners(self) -> None:
+        control, on = self._state.control, self._job.tell.on
         control.hears_before_update = any(getattr(on, event) for event in BEFORE_UPDATE)
         if not self._has_agreed_on_listeners:  # from the next step on it is part of the agreement at each step's end
             self._has_agreed_on_listeners = True
             [heard] = self._state.world.agree([int(control.hears_before_update)])
             control.is_heard_before_update = bool(heard)
 
-    def admits(self, loss: StepLoss, grad_norm: Weight | None) -> bool:
+    def admits(self, step: Step) -> bool:
         """Whether this step's update is to be applied; the same on all ranks.
 
-        Waits for the device where the policy says so. Collective where a callback listens to a moment before the
+        Waits for the device where the policy says so. Collective where a callback listens to an event before the
         update, which may ask for it to be left out.
-
-        Args:
-            loss: the step's loss, reduced over the ranks.
-            grad_norm: global L2 norm before clipping; None where float16 gradients overflowed, which is no anomaly.
         """
-        step = self._state.train_state.step + 1
+        requests = self._state.control.requests
+        if not self._reads and not requests and self._state.world.size == 1:
+            return True
+        loss, grad_norm = step.total, step.grad_norm
         values: dict[str, float] = {}
         if self._reads:
             is_bad = self._gate.poll(force=True) is not None
             if is_bad or (self.looks_for_spikes and grad_norm is not None):
                 values = _read(loss, grad_norm)
-            self._found = self._judge(step, is_bad, values)
+            self._found = self._judge(step.number, is_bad, values)
         asked = self._asked_to_skip()
         if asked is not None and self._found is None:
             values = values or _read(loss, grad_norm)
-            self._found = Anomaly(step, str(asked), "skip", values["loss"], values.get("grad_norm"), asked)
+            self._found = Anomaly(step.number, str(asked), "skip", values["loss"], values.get("grad_norm"), asked)
         if self._found is None and values:
-            self._spikes.accept(step, values)
+            self._spikes.accept(step.number, values)
         return self._found is None
 
-    def end_step(self, sample_ids: list[list[int]] | None, micros: list[MicroLoss]) -> None:
+    def after_train_step(self, step: Step) -> None:
         """Remember the step; find out who is to blame if it was bad, before the counters move on.
 
         Raises:
             NonFiniteError: under the policy `raise`, on all ranks at the same step.
             AnomalyError: for a spike under the policy `raise`.
         """
-        step = self._state.train_state.step + 1
-        self._records.append(StepRecord(step, sample_ids, micros, self._state.last_step_loss))
-        if self._found is None:
-            self.check()
-        else:
+        if self._knows_at_once and self._found is None and self._gate.first_bad_step is None:
+            return
+        self._records.append(StepRecord(step.number, step.batches.sample_ids, step.micros, step.total))
+        if self._found is not None:
             self._explain(self._found)
+        elif self._gate.poll() is not None:
+            self.check()
+        step.left_out = self._found is not None
+
+    def after_count(self, step: Step) -> None:
+        """Publish what was found, now that the counters have moved on."""
+        if self._found is not None:
+            self.conclude_step()
+
+    def settle(self) -> None:
+        """Ask the device for certain whether a step was bad."""
+        self.check(wait=True)
 
     def conclude_step(self) -> None:
         """Publish what was found, remember its samples, and ask for what follows, when the counters have moved on.
@@ -163,7 +177,7 @@ class AnomalyWatch:
         Raises:
             NonFiniteError: under the policy `raise`, naming the first bad step, its rank and its samples.
         """
-        step = None if self._state.ended_by_anomaly or self._found is not None else self._gate.poll(force=wait)
+        step = None if self._state.ending.by_anomaly or self._found is not None else self._gate.poll(force=wait)
         if step is None:
             return
         record = next((one for one in self._records if one.step == step), None)
@@ -173,33 +187,22 @@ class AnomalyWatch:
         if wait:  # the counters have moved on already
             self.conclude_step()
 
-    def rollback(self) -> RollBack | None:
-        """The rollback that the ranks have agreed on, to be done now; None where there is none. Call it after `agree`.
+    def before_rollback(self, bad_step: int, request: Request) -> None:
+        """Remember the rollback that the ranks have agreed on.
 
         Raises:
             AnomalyError: when there were more than `anomaly.max_rollbacks`.
         """
-        request = self._state.control.take_rollback()
-        if request is None:
-            return None
         progress, most = self._state.train_state, self._state.cfg.anomaly.max_rollbacks
-        bad_step = request.details.get("bad_step", progress.step)
-        progress.num_rollbacks += 1
         self._history["rollback"].append(f"step {bad_step} ({request.reason or request.author})")
         if progress.num_rollbacks > most:
             raise too_many("rollback", progress.num_rollbacks, most, self._history["rollback"])
-        return RollBack.at(progress, bad_step, request, self._state.cfg.anomaly.rollback_lr_factor)
 
-    def rolled_back(self, rollback: RollBack) -> None:
-        """Carry over, into the state that a checkpoint brought, what a rollback must not undo."""
-        progress = self._state.train_state
-        rollback.carry_over(progress)
-        self._spikes.forget_after(progress.step)
+    def rolled_back(self) -> None:
+        """Forget what came after the checkpoint, and open the gate."""
+        self._spikes.forget_after(self._state.train_state.step)
         self._gate.reset()
         self._records.clear()
-        details = {"bad_step": rollback.bad_step, "to_step": progress.step, "lr_factor": rollback.lr_factor}
-        done = replace(rollback.request, flag="rolled_back", details={**rollback.request.details, **details})
-        write_decision(self._state, done)
 
     def state_dict(self) -> dict[str, Any]:
         """The last accepted losses and norms, and what was skipped or rolled back, in words."""
@@ -245,8 +248,7 @@ class AnomalyWatch:
         ids = None if record is None else record.sample_ids
         is_this_step = found.step == self._state.train_state.step + 1
         if found.is_non_finite and record is not None:
-            inputs = self._inputs if is_this_step else None
-            findings = investigate(self._state, record.micros, ids, inputs)
+            findings = investigate(self._job, record.micros, ids, self._job.last if is_this_step else None)
         else:
             findings = innocent(self._state, ids)
         if self._buffers is not None and is_this_step:
@@ -262,7 +264,7 @@ class AnomalyWatch:
         """Put the samples to blame into the skip list."""
         state, ids = self._state, found.findings.sample_ids
         if ids is not None:
-            SkipList(state.train_state.skip_list).add(state.train_state.epoch, ids)
+            skip_samples(state.train_state.skip_list, state.train_state.epoch, ids)
         elif not self._has_warned_of_ids:
             self._has_warned_of_ids = True
             logger.warning("the data has no sample ids, so what is skipped now will be met again in the next epoch")
@@ -271,14 +273,13 @@ class AnomalyWatch:
         """Show it in every sink, at its own step, and on the console."""
         if self._state.world.is_main:
             logger.warning("%s; action: %s", found, found.action)
-        assert self._inputs is not None
-        publish(self._state, {"epoch": self._state.trainer_state.epoch, **found.logs()}, self._inputs.tell)
+        publish(self._state, {"epoch": self._state.trainer_state.epoch, **found.logs()}, self._job.tell)
 
     def _note_skip(self, found: Anomaly) -> None:
         """Count the samples as skipped and record the decision; only the gate's own skips are limited."""
         state, progress = self._state, self._state.train_state
-        assert self._inputs is not None
-        num_samples = self._inputs.batches.num_samples
+        assert self._job.last is not None
+        num_samples = self._job.last.batches.num_samples
         progress.skipped_train_samples += num_samples or state.current_running_global_batch_size
         write_decision(state, found.request("skip", state.world.rank))
         if found.asked is not None:
@@ -297,13 +298,7 @@ class AnomalyWatch:
             control.ask(found.request(flag, self._state.world.rank))
         elif found.action == "stop":
             control.decide(flag)
-        self._state.ended_by_anomaly = self._state.ended_by_anomaly or found.action == "stop"
-
-
-def watch_of(state: GlobalState) -> AnomalyWatch | None:
-    """The watch of the running `train()`; None where `train_step` is called by itself."""
-    watch = state.loop_parts.get(PART)
-    return watch if isinstance(watch, AnomalyWatch) else None
+        self._state.ending.by_anomaly = self._state.ending.by_anomaly or found.action == "stop"
 
 
 def _read(loss: StepLoss, grad_norm: Weight | None) -> dict[str, float]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 from onstep.events import Request
-from onstep.training.state import GlobalState
+from onstep.training.run import Run
+from onstep.training.seams import Metrics
 
 logger = logging.getLogger(__name__)
 
 
-def note_best_metric(state: GlobalState, metrics: dict[str, Any]) -> None:
+def note_best_metric(state: Run, metrics: Metrics) -> None:
     """Remember the value of `validation.metric_for_best_model` if it is the best so far.
 
     Called after `on_evaluate`, so that early stopping compares with the best of the evaluations before. A metric whose
@@ -38,7 +38,7 @@ def note_best_metric(state: GlobalState, metrics: dict[str, Any]) -> None:
             _ask_to_save(state, f"best {key} so far: {value:.6g}")
 
 
-def note_best_checkpoint(state: GlobalState, step: int, path: str | Path) -> None:
+def note_best_checkpoint(state: Run, step: int, path: str | Path) -> None:
     """Remember where the weights of the best step are, if `path` is the checkpoint of that step; nothing else changes.
 
     Called on every rank when a checkpoint is durable, and again when one was loaded: it was written before its own
@@ -53,7 +53,7 @@ def note_best_checkpoint(state: GlobalState, step: int, path: str | Path) -> Non
         state.train_state.best_model_checkpoint = str(path)
 
 
-def _ask_to_save(state: GlobalState, reason: str) -> None:
+def _ask_to_save(state: Run, reason: str) -> None:
     """Every rank comes to it by itself; that of rank 0 goes on record."""
     if state.world.is_main:
         state.control.ask(Request("should_save", "save_on_best", "", reason, state.world.rank))

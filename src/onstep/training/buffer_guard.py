@@ -9,32 +9,34 @@ from torch import Tensor, nn
 class BufferGuard:
     """Puts buffers such as the running statistics of a batch norm back to where a step began.
 
-    Only buffers that are saved with the model count. A model without any costs nothing.
+    Only buffers that are saved with the model count, unless `saved_only` is False. A model without any costs nothing.
     """
 
-    def __init__(self, model: list[nn.Module]) -> None:
-        self._buffers = list(dict.fromkeys(buffer for chunk in model for buffer in _saved_buffers(chunk)))
+    def __init__(self, model: list[nn.Module], *, saved_only: bool = True) -> None:
+        self._places = {
+            id(buffer): (module, name)
+            for chunk in model
+            for module in chunk.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not (saved_only and name in module._non_persistent_buffers_set)
+        }
         self._copies: list[Tensor] = []
 
+    @torch.no_grad()
     def keep(self) -> None:
         """Copy the buffers as they are now."""
         if not self._copies:
-            self._copies = [buffer.detach().clone() for buffer in self._buffers]
+            self._copies = [buffer.clone() for buffer in self._buffers()]
             return
-        for copy, buffer in zip(self._copies, self._buffers, strict=True):
+        for copy, buffer in zip(self._copies, self._buffers(), strict=True):
             copy.copy_(buffer)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put the buffers back to what `keep` saw."""
-        for copy, buffer in zip(self._copies, self._buffers, strict=False):
+        for copy, buffer in zip(self._copies, self._buffers(), strict=False):
             buffer.copy_(copy)
 
-
-def _saved_buffers(model: nn.Module) -> list[Tensor]:
-    return [
-        buffer
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    ]
+    def _buffers(self) -> list[Tensor]:
+        """The buffers of today: a forward pass may put another tensor in the place of one."""
+        return [getattr(module, name) for module, name in self._places.values()]

@@ -11,6 +11,7 @@ from typing import Any
 from onstep.errors import CheckpointError
 from onstep.events import CallbackManager
 from onstep.training.saved_parts import is_stateful
+from onstep.training.seams import StateDict
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +37,11 @@ class CallbackStates:
         self._owners: dict[int, Any] = {}
         self._name(stateful)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The states by id."""
         return {key: _state_of(callback) for key, callback in self._current().items()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Hand every callback its state, and report by name what has no counterpart.
 
         Raises:
@@ -98,12 +99,12 @@ def _is_exportable(callback: Any) -> bool:
     return kind is not callback and all(callable(getattr(kind, name, None)) for name in ("state", "from_state"))
 
 
-def _state_of(callback: Any) -> dict[str, Any]:
-    state: dict[str, Any] = callback.state_dict() if is_stateful(callback) else dict(callback.state()["attributes"])
+def _state_of(callback: Any) -> StateDict:
+    state: StateDict = callback.state_dict() if is_stateful(callback) else dict(callback.state()["attributes"])
     return state
 
 
-def _give_state(callback: Any, state: dict[str, Any]) -> None:
+def _give_state(callback: Any, state: StateDict) -> None:
     if is_stateful(callback):
         callback.load_state_dict(state)
         return
@@ -122,7 +123,7 @@ def _digest(callback: Any) -> str:
     return hashlib.blake2b(repr(plain).encode(), digest_size=4).hexdigest()
 
 
-def _matched(callbacks: dict[str, Any], saved: dict[str, Any]) -> dict[str, str]:
+def _matched(callbacks: dict[str, Any], saved: StateDict) -> dict[str, str]:
     """Each callback's id with the saved id whose state it takes: the same one, else the only one left of its class.
 
     The latter is told where it was made with other values. Two that their user has named differently never match.

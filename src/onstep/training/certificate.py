@@ -6,21 +6,23 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
 from onstep.checkpoint import RngState
+from onstep.checkpoint.tensor_file import bytes_of
 from onstep.journal import Journal, align
+from onstep.training.feature import Feature
+from onstep.training.job import Job
 from onstep.training.log_step import learning_rate
+from onstep.training.seams import StateDict
+from onstep.training.step import Step
 
 ITEMS = ("samples", "rng", "learning_rate", "loss", "weights")
 """What a step's record holds beside its number and the chain, in the order in which differences are looked for."""
-
-if TYPE_CHECKING:
-    from onstep.training.state import GlobalState
 
 _AS_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MODULUS = 2**31 - 1
@@ -64,11 +66,11 @@ class Certificate:
             self._opened(self._path).append(record)
         return record
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The chain and its length."""
         return {"chain": self._chain, "num_records": self._num_records}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue the chain; later records of an interrupted process are kept aside."""
         self.close()
         self._chain, self._num_records = state_dict["chain"], state_dict["num_records"]
@@ -91,24 +93,48 @@ class Certificate:
     def _rng_digest(self) -> str:
         hasher = blake3()
         for value in _leaves(self._rng.state_dict()):
-            hasher.update(_bytes_of(value) if isinstance(value, Tensor) else repr(value).encode())
+            hasher.update(bytes_of(value) if isinstance(value, Tensor) else repr(value).encode())
         return hasher.hexdigest(length=8)
 
 
-@contextmanager
-def certified(state: GlobalState) -> Iterator[None]:
-    """With `checkpoint.certify`, keep this rank's certificate, in the run's folder if it has one."""
-    if not state.cfg.checkpoint.certify:
-        yield
-        return
-    folder = state.run_folder
-    path = None if folder is None else folder.path / "certificate" / f"rank_{state.world.rank}.json"
-    certificate = Certificate(path, state.world.device)
-    state.certificate = state.rank_parts["certificate"] = certificate
-    try:
-        yield
-    finally:
-        certificate.close()
+class TrajectoryHash(Feature[Job]):
+    """Keeps this rank's certificate, in the run's folder if it has one."""
+
+    name = "certificate"
+    when = "checkpoint.certify"
+    per_rank = True
+    has_state = True
+
+    @classmethod
+    def wanted(cls, host: Job) -> bool:
+        return host.run.cfg.checkpoint.certify
+
+    def __init__(self, host: Job) -> None:
+        super().__init__(host)
+        run = host.run
+        path = None
+        if run.run_folder is not None:
+            path = run.run_folder.path / "certificate" / f"rank_{run.world.rank}.json"
+        self.certificate = Certificate(path, run.world.device)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.certificate.close()
+
+    def after_count(self, step: Step) -> None:
+        job = self.host
+        self.certificate.extend(step.number, step.sample_ids, job.optimizer, step.total.value(), job.model)
+
+    def state_dict(self) -> StateDict:
+        """The chain and its length."""
+        return self.certificate.state_dict()
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Continue the chain."""
+        self.certificate.load_state_dict(state_dict)
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:
@@ -116,11 +142,11 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
     hasher, sums = blake3(), []
     for tensor in tensors:
         if tensor.device.type == "cpu":
-            hasher.update(_bytes_of(tensor))
+            hasher.update(bytes_of(tensor))
         else:
             sums.append(_sums(tensor))
     if sums:
-        hasher.update(_bytes_of(torch.stack(sums).cpu()))
+        hasher.update(bytes_of(torch.stack(sums).cpu()))
     return hasher.hexdigest(length=8)
 
 
@@ -129,11 +155,6 @@ def _sums(tensor: Tensor) -> Tensor:
     flat = tensor.detach().contiguous().view(_AS_INTEGER[tensor.element_size()]).flatten().to(torch.int64)
     weights = torch.arange(1, flat.numel() + 1, device=flat.device) % _MODULUS
     return torch.stack([flat.sum(), (flat * weights).sum()])
-
-
-def _bytes_of(tensor: Tensor) -> Any:
-    flat = tensor.detach().cpu().contiguous().flatten()
-    return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
 def _leaves(value: Any) -> Iterable[Any]:

@@ -6,7 +6,9 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from onstep.checkpoint import (
     CheckpointInfo,
@@ -24,20 +26,18 @@ from onstep.config.derived import fill
 from onstep.config.differences import changes, configured_schedule_holds, decide, describe
 from onstep.config.lengths import schedule_samples
 from onstep.config.optimizer_rules import GROUP_SETTINGS
+from onstep.data import StepSource
 from onstep.errors import CheckpointError, ConfigError
 from onstep.events import Request
 from onstep.optim import OptimizerParamScheduler
-from onstep.pulse import PULSE
 from onstep.training.best_metric import note_best_checkpoint
 from onstep.training.decisions import write_decision
-from onstep.training.fault_tolerance import checkpointing_section
 from onstep.training.progress_log import log_async_checkpoint_saved
+from onstep.training.run import Run
 from onstep.training.run_components import RunComponents
 from onstep.training.saved_parts import DataPosition, finite_numbers
-
-if TYPE_CHECKING:
-    from onstep.training.state import GlobalState
-    from onstep.training.telling import Teller
+from onstep.training.seams import UserOptimizer, UserScheduler
+from onstep.training.telling import Teller
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class RunCheckpoints:
     so that nothing between them can move the random generators.
     """
 
-    def __init__(self, state: GlobalState, tell: Teller, root: Path) -> None:
+    def __init__(self, state: Run, tell: Teller, root: Path) -> None:
         config = state.cfg.checkpoint
         self.state = state
         self.tell = tell
@@ -66,7 +66,7 @@ class RunCheckpoints:
             async_save=config.async_save,
             on_durable=self._tell_durable,
             on_save_error="continue" if config.on_save_error == "continue" else "stop",
-            groups=state.process_groups,
+            groups=state.door.process_groups,
         )
 
     @property
@@ -96,7 +96,9 @@ class RunCheckpoints:
             folder.note_start(asked)  # after the branch was left: until then a crash must ask for the same start
         return self.start
 
-    def load_progress(self, model: list[Any], optimizer: Any, scheduler: Any) -> None:
+    def load_progress(
+        self, model: list[nn.Module], optimizer: UserOptimizer | None, scheduler: UserScheduler | None
+    ) -> None:
         """Load weights, optimizer, scheduler, progress and callbacks, and tell `on_checkpoint_load`. Collective.
 
         Raises:
@@ -111,13 +113,13 @@ class RunCheckpoints:
             scheduler.step(0)  # by the values that the groups have now
         if isinstance(scheduler, OptimizerParamScheduler) and "scheduler" not in self._loaded:
             place_scheduler(scheduler, self.state)
-        self.state.is_resumed, self.state.is_unsaved = True, False
+        self.state.stage.is_resumed, self.state.saving.is_unsaved = True, False
         if self.state.world.is_main:
             logger.info("continuing from %s", info.path)
         note_best_checkpoint(self.state, info.step, info.path)
         self.tell("on_checkpoint_load", checkpoint_step=info.step, checkpoint_path=str(info.path))
 
-    def load_position(self, reader: Any, scheduler: Any = None) -> None:
+    def load_position(self, reader: StepSource, scheduler: UserScheduler | None = None) -> None:
         """Load the data position, the log interval and the random generators. Collective."""
         if self.start is None:
             return
@@ -128,7 +130,13 @@ class RunCheckpoints:
             place_scheduler(scheduler, self.state)  # again: by now the data has told how long an epoch is
         self._load_position(self.start, reader)
 
-    def restore(self, info: CheckpointInfo, model: list[Any], optimizer: Any, scheduler: Any) -> None:
+    def restore(
+        self,
+        info: CheckpointInfo,
+        model: list[nn.Module],
+        optimizer: UserOptimizer | None,
+        scheduler: UserScheduler | None,
+    ) -> None:
         """Go back to a checkpoint while the run goes on, and tell `on_checkpoint_load`. Collective.
 
         The data stays where it is: what led to this is not read again.
@@ -139,17 +147,23 @@ class RunCheckpoints:
         note_best_checkpoint(self.state, info.step, info.path)
         self.tell("on_checkpoint_load", checkpoint_step=info.step, checkpoint_path=str(info.path))
 
-    def save(self, model: list[Any], optimizer: Any, scheduler: Any, reader: Any, persistent: bool = True) -> None:
+    def save(
+        self,
+        model: list[nn.Module],
+        optimizer: UserOptimizer | None,
+        scheduler: UserScheduler | None,
+        reader: StepSource,
+        persistent: bool = True,
+    ) -> None:
         """Write a checkpoint of this moment. Collective; asynchronous where `checkpoint.async_save` says so.
 
         Raises:
             CheckpointError: see `CheckpointManager.save`.
         """
         state = self.state
-        PULSE.doing = "saving a checkpoint"
         self.tell("on_checkpoint_save_start", checkpoint_step=state.train_state.step)
-        state.is_unsaved = False
-        with checkpointing_section(state):
+        state.saving.is_unsaved = False
+        with state.features.paused("write"):
             self.manager.save(
                 SaveRequest(
                     step=state.train_state.step,
@@ -160,7 +174,9 @@ class RunCheckpoints:
                         ]
                     ),
                     config=state.cfg.to_dict(),
-                    metrics=finite_numbers(state.last_metrics) if state.evaluated_at == state.train_state.step else {},
+                    metrics=finite_numbers(state.evaluated.last_metrics)
+                    if state.evaluated.at_step == state.train_state.step
+                    else {},
                     layout={"world_size": state.world.size, "num_microbatches": state.num_microbatches},
                     persistent=persistent,
                 )
@@ -169,20 +185,20 @@ class RunCheckpoints:
     def finalize_if_written(self) -> None:
         """Make a pending save durable, if all ranks have written their files. Collective, right after an agreement."""
         if self.manager.is_saving and not self.state.exits.some_rank_writes:
-            with checkpointing_section(self.state, is_async_finalization=True):
+            with self.state.features.paused("finalize"):
                 self.manager.finalize()
 
     def finish(self) -> None:
         """Wait for a pending save and make it durable. Collective."""
         if self.manager.is_saving:
-            with checkpointing_section(self.state, is_async_finalization=True):
+            with self.state.features.paused("finalize"):
                 self.manager.finalize()
 
     def close(self) -> None:
         """Let go of threads and buffers. One rank alone makes a pending save durable; of several it is abandoned."""
         self.manager.close()
 
-    def load_best_model(self, model: list[Any]) -> None:
+    def load_best_model(self, model: list[nn.Module]) -> None:
         """Load the weights of the best checkpoint into `model`; progress and optimizer stay. Collective."""
         best = self.manager.best()
         if best is None:
@@ -215,7 +231,7 @@ class RunCheckpoints:
         return info
 
     @contextmanager
-    def _todays_values(self, info: CheckpointInfo, optimizer: Any) -> Iterator[None]:
+    def _todays_values(self, info: CheckpointInfo, optimizer: UserOptimizer | None) -> Iterator[None]:
         """With `checkpoint.on_config_change=apply`, let today's optimizer settings win over those that are loaded.
 
         So does what groups have of the schedule, by whatever says that today's schedule holds. A best metric of another
@@ -294,7 +310,7 @@ class RunCheckpoints:
         self.manager.load(info, there, skip=known - {one.key for one in there})
         self._loaded |= {one.key for one in there}
 
-    def _load_position(self, info: CheckpointInfo, reader: Any) -> None:
+    def _load_position(self, info: CheckpointInfo, reader: StepSource) -> None:
         position = DataPosition(reader, self.state)
         self._load(info, self.components.position(position, loads=True))
         if not position.is_loaded or info.manifest.world_size != self.state.world.size:
@@ -305,11 +321,11 @@ class RunCheckpoints:
             log_async_checkpoint_saved(self.state, saved.step)
         details = {"checkpoint_step": saved.step, "path": str(saved.path)}
         note_best_checkpoint(self.state, saved.step, saved.path)
-        write_decision(self.state, Request("saved", "the loop", "", self.state.save_reason, 0, details))
+        write_decision(self.state, Request("saved", "the loop", "", self.state.saving.save_reason, 0, details))
         self.tell("on_checkpoint_save", checkpoint_step=saved.step, checkpoint_path=str(saved.path))
 
 
-def open_checkpoints(state: GlobalState, tell: Teller) -> RunCheckpoints | None:
+def open_checkpoints(state: Run, tell: Teller) -> RunCheckpoints | None:
     """The checkpoints of a run, in `checkpoint.save` or its folder; None for a run that has neither."""
     if state.cfg.checkpoint.save is not None:
         return RunCheckpoints(state, tell, Path(state.cfg.checkpoint.save))
@@ -320,7 +336,7 @@ def open_checkpoints(state: GlobalState, tell: Teller) -> RunCheckpoints | None:
 
 @contextmanager
 def own_checkpoints(
-    state: GlobalState, tell: Teller, model: list[Any], optimizer: Any, scheduler: Any
+    state: Run, tell: Teller, model: list[nn.Module], optimizer: UserOptimizer | None, scheduler: UserScheduler | None
 ) -> Iterator[None]:
     """Checkpoints of a `train()` that is called by itself, where `checkpoint.save` names a folder. Collective."""
     if state.checkpoints is not None or state.cfg.checkpoint.save is None:
@@ -334,7 +350,7 @@ def own_checkpoints(
         yield
     finally:
         state.checkpoints.close()
-        state.checkpoints, state.is_resumed = None, False
+        state.checkpoints, state.stage.is_resumed = None, False
 
 
 def holds_todays(key: str, config: ConfigContainer) -> bool:
@@ -345,7 +361,7 @@ def holds_todays(key: str, config: ConfigContainer) -> bool:
     return config.checkpoint.on_config_change == "apply" and key not in of_the_scheduler
 
 
-def place_scheduler(scheduler: OptimizerParamScheduler, state: GlobalState) -> None:
+def place_scheduler(scheduler: OptimizerParamScheduler, state: Run) -> None:
     """Put a schedule whose own position was not loaded to where the progress is."""
     progress, sizes = state.train_state, state.batch_sizes
     passed_over = [step for step in set(state.cfg.train.iterations_to_skip) if step <= progress.step]

@@ -5,36 +5,23 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from onstep.data import StepBatches
 from onstep.distributed import no_sync
-from onstep.training.expert_steps import replayed
-from onstep.training.losses import MicroLoss, backward_start, read_loss
+from onstep.training.compute import backward_start_of, forward_of
+from onstep.training.job import Job
+from onstep.training.losses import MicroLoss
 from onstep.training.micro_batches import MicroBatches
-from onstep.training.state import GlobalState
-from onstep.training.telling import Teller
+from onstep.training.run import Run
+from onstep.training.step import Step
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """What a step was computed from, so that its gradients can be computed again."""
-
-    forward_step_func: Callable[..., Any]
-    batches: StepBatches
-    model: list[nn.Module]
-    tell: Teller
-    loss_scale: float | None = None
-    """What the loss was multiplied by for the backward pass; None is 1."""
 
 
 @dataclass(frozen=True)
@@ -83,26 +70,24 @@ class Findings:
         )
 
 
-def investigate(
-    state: GlobalState, micros: list[MicroLoss], sample_ids: list[list[int]] | None, inputs: StepInputs | None
-) -> Findings:
+def investigate(job: Job, micros: list[MicroLoss], sample_ids: list[list[int]] | None, step: Step | None) -> Findings:
     """Find out which micro-batches of which ranks are to blame. Collective.
 
-    Where every local loss is finite and the weights are still those of the step (`inputs` is given), each rank computes
+    Where every local loss is finite and the weights are still those of the step (which is given), each rank computes
     the gradient of each of its micro-batches again, without reducing it.
     """
-    world = state.world
+    world = job.run.world
     by_rank = world.gather((_bad_losses(world.rank, micros, sample_ids), sample_ids))
     culprits = [culprit for found, _ in by_rank for culprit in found]
-    if not culprits and inputs is not None:
-        found_again = world.gather(_bad_gradients(inputs, sample_ids, state))
+    if not culprits and step is not None:
+        found_again = world.gather(_bad_gradients(job, step, sample_ids))
         culprits = [culprit for found in found_again for culprit in found]
     return Findings(culprits, [ids for _, ids in by_rank])
 
 
-def innocent(state: GlobalState, sample_ids: list[list[int]] | None) -> Findings:
+def innocent(run: Run, sample_ids: list[list[int]] | None) -> Findings:
     """The samples of a step in which everything is finite. Collective."""
-    return Findings([], state.world.gather(sample_ids))
+    return Findings([], run.world.gather(sample_ids))
 
 
 def _bad_losses(rank: int, micros: list[MicroLoss], sample_ids: list[list[int]] | None) -> list[Culprit]:
@@ -121,36 +106,33 @@ def _bad_losses(rank: int, micros: list[MicroLoss], sample_ids: list[list[int]] 
     ]
 
 
-def _bad_gradients(inputs: StepInputs, sample_ids: list[list[int]] | None, state: GlobalState) -> list[Culprit]:
+def _bad_gradients(job: Job, step: Step, sample_ids: list[list[int]] | None) -> list[Culprit]:
+    world = job.run.world
     try:
-        with _random_state_kept(state.world.device), replayed(state.experts):
-            norms = list(_gradient_norms(inputs, state))
+        with _random_state_kept(world.device), job.run.features.paused("replay"):
+            norms = list(_gradient_norms(job, step))
     except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; without one less is named
         logger.warning("the gradients of the bad step could not be computed again: %s: %s", type(error).__name__, error)
         return []
     finally:
-        _drop_gradients(inputs.model)
+        _drop_gradients(job.model)
     return [
-        Culprit(state.world.rank, number, f"gradient norm {norm}", None if sample_ids is None else sample_ids[number])
+        Culprit(world.rank, number, f"gradient norm {norm}", None if sample_ids is None else sample_ids[number])
         for number, norm in enumerate(norms)
         if not math.isfinite(norm)
     ]
 
 
-def _gradient_norms(inputs: StepInputs, state: GlobalState) -> Iterator[float]:
+def _gradient_norms(job: Job, step: Step) -> Iterator[float]:
     """The gradient norm of each micro-batch on this rank."""
-    batches, model = inputs.batches, inputs.model
-    iterator = MicroBatches(batches, state.world.device)
-    alone = len(iterator) == 1 and state.world.size == 1
+    model, forward = job.model, forward_of(job)
+    iterator = MicroBatches(step.batches, job.run.world.device)
     for index in range(len(iterator)):
         _drop_gradients(model)
         batch = iterator.stage(index)
         with no_sync(model):
-            with state.autocast():
-                output, loss_function = inputs.forward_step_func(iterator, model[0])
-                weighting = state.cfg.train.loss_weighting
-                micro = read_loss(loss_function(output), batch, weighting, batches.is_filler[index])
-            micro.backward(backward_start(micro, alone, state.nominal_step_size, state.world.size, inputs.loss_scale))
+            micro = forward(iterator, batch, step.batches.is_filler[index])
+            micro.backward(backward_start_of(job, micro, len(iterator)))
         grads = [p.grad for chunk in model for p in chunk.parameters() if p.grad is not None]
         yield float(torch.stack(torch._foreach_norm(grads)).norm()) if grads else 0.0
 

@@ -10,10 +10,10 @@ from onstep.config.lengths import sizes_of
 from onstep.data import EvalLoader, Tokenizer, TrainLoader, build_datasets, build_tokenizer, learn_bpe, tokenizer_source
 from onstep.data.tokenizers import TokenizersTokenizer
 from onstep.distributed import World
-from onstep.training.state import GlobalState
+from onstep.training.run import Run
 
 
-def open_tokenizer(state: GlobalState) -> Tokenizer:
+def open_tokenizer(state: Run) -> Tokenizer:
     """The configured tokenizer. Collective where it is `bpe`.
 
     A tokenizer that is learned is kept in the run's folder, and a run that continues takes its own, whatever has become

@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from onstep.errors import OnstepError
 from onstep.training.signals import DistributedSignalHandler
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _RETRY_SECONDS = 0.05
@@ -23,72 +24,64 @@ class DataTimeout(OnstepError):  # noqa: N818 - ends a wait, and the run then sa
 
 
 def wait_for_data(read: Callable[[], T], handler: DistributedSignalHandler | None, data_timeout: float | None) -> T:
-    """`read()`, given up `data_timeout` seconds after a signal has come (before or during it); None waits on.
+    """`read()` by a `DataWait` of its own."""
+    return DataWait(handler, data_timeout)(read)
+
+
+class DataWait:
+    """Reads of a run, each given up `data_timeout` seconds after a signal has come (before or during it).
 
     A read is interrupted in the main thread, by an exception between two of its bytecodes, while SIGALRM and the
     real-time timer are borrowed and given back. It must be a Python function whose loader leaves no half-read stream
     behind, as those of `onstep.data`. Workers that are stuck take up to five seconds more to end.
 
-    Raises:
-        DataTimeout: when the time is over, or when the signal has ended the data workers too. What was read so far is
-            dropped.
+    Args:
+        handler: entered already; without one, or outside the main thread, reads are waited for.
+        data_timeout: None waits on.
     """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if handler is None or not handler.is_installed or not in_main_thread:
-        return read()
-    try:
-        return _watched_read(read, handler.innermost, data_timeout)
-    except (RuntimeError, OSError, EOFError) as error:
-        if handler.received and ("DataLoader worker" in str(error) or _are_workers_lost(handler)):
-            raise DataTimeout(f"the data workers ended with {handler.signal_name}: {error}") from error
-        raise
 
-
-def _are_workers_lost(handler: DistributedSignalHandler) -> bool:
-    """Whether the signal has ended data workers; their sockets close a moment before the system tells of their end."""
-    deadline = time.monotonic() + _DEATH_SECONDS
-    while not handler.lost_workers and time.monotonic() < deadline:
-        time.sleep(_RETRY_SECONDS)
-    return handler.lost_workers
-
-
-def _watched_read(read: Callable[[], T], handler: DistributedSignalHandler, seconds: float | None) -> T:
-    wait = _Wait(seconds)
-    before = handler.on_first_signal, handler.on_lost_worker
-    handler.on_first_signal, handler.on_lost_worker = wait.arm, wait.give_up
-    try:
-        if handler.received:
-            wait.arm()
-        return _run(read)
-    except _GiveUp:
-        why = f"no training batch within train.data_timeout={seconds} seconds after {handler.signal_name}"
-        raise DataTimeout(f"the data workers ended with {handler.signal_name}" if wait.lost_worker else why) from None
-    finally:
-        handler.on_first_signal, handler.on_lost_worker = before
-        wait.disarm()
-
-
-def _run(read: Callable[[], T]) -> T:
-    """The frame of this function on the stack, below another one, shows that the read has not returned yet."""
-    return read()
-
-
-class _GiveUp(BaseException):
-    """Not an Exception: a dataset that retries on errors must not swallow it."""
-
-
-class _Wait:
-    """Interrupts a read: by a borrowed real-time timer, or when its workers have died."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self._seconds = seconds
-        self._has_given_up = False
-        self.lost_worker = False
+    def __init__(self, handler: DistributedSignalHandler | None, data_timeout: float | None) -> None:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        is_watched = handler is not None and handler.is_installed and in_main_thread
+        self._handler = handler.innermost if handler is not None and is_watched else None
+        self._seconds = data_timeout
+        self._has_given_up = self._has_lost_worker = False
         self._armed_at: float | None = None
         self._previous_handler: Any = None
         self._previous_timer = (0.0, 0.0)
 
-    def arm(self) -> None:
+    def __call__(self, read: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `read(...)` gives.
+
+        Raises:
+            DataTimeout: when the time is over, or when the signal has ended the data workers too. What was read so far
+                is dropped.
+        """
+        handler = self._handler
+        if handler is None:
+            return read(*args, **kwargs)
+        before = handler.on_first_signal, handler.on_lost_worker
+        handler.on_first_signal, handler.on_lost_worker = self._arm, self._give_up
+        try:
+            if handler.received:
+                self._arm()
+            return _run(read, *args, **kwargs)
+        except _GiveUp:
+            why = f"no training batch within train.data_timeout={self._seconds} seconds after {handler.signal_name}"
+            if self._has_lost_worker:
+                why = f"the data workers ended with {handler.signal_name}"
+            raise DataTimeout(why) from None
+        except (RuntimeError, OSError, EOFError) as error:
+            if handler.received and ("DataLoader worker" in str(error) or _are_workers_lost(handler)):
+                raise DataTimeout(f"the data workers ended with {handler.signal_name}: {error}") from error
+            raise
+        finally:
+            handler.on_first_signal, handler.on_lost_worker = before
+            if self._armed_at is not None:
+                self._disarm()
+            self._has_given_up = self._has_lost_worker = False
+
+    def _arm(self) -> None:
         """Start the timer, where there is a limit; once."""
         if self._seconds is None or self._armed_at is not None:
             return
@@ -96,7 +89,7 @@ class _Wait:
         self._previous_handler = signal.signal(signal.SIGALRM, self._expire)
         self._previous_timer = signal.setitimer(signal.ITIMER_REAL, self._seconds, _RETRY_SECONDS)
 
-    def disarm(self) -> None:
+    def _disarm(self) -> None:
         """Give the timer back, with what is left of a user's own."""
         if self._armed_at is None:
             return
@@ -107,11 +100,12 @@ class _Wait:
         if delay > 0:
             left = delay - (time.monotonic() - self._armed_at)
             signal.setitimer(signal.ITIMER_REAL, max(left, 1e-6), interval)
+        self._armed_at = None
 
-    def give_up(self, frame: FrameType | None) -> None:
+    def _give_up(self, frame: FrameType | None) -> None:
         """Interrupt the read because its workers are gone; once, so that what unwinds is left in peace."""
         if not self._has_given_up and _is_reading(frame):
-            self._has_given_up = self.lost_worker = True
+            self._has_given_up = self._has_lost_worker = True
             raise _GiveUp
 
     def _expire(self, number: int, frame: FrameType | None) -> None:
@@ -123,6 +117,23 @@ class _Wait:
         if not self._has_given_up:
             self._has_given_up = True
             raise _GiveUp
+
+
+def _run(read: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """The frame of this function on the stack, below another one, shows that the read has not returned yet."""
+    return read(*args, **kwargs)
+
+
+def _are_workers_lost(handler: DistributedSignalHandler) -> bool:
+    """Whether the signal has ended data workers; their sockets close a moment before the system tells of their end."""
+    deadline = time.monotonic() + _DEATH_SECONDS
+    while not handler.lost_workers and time.monotonic() < deadline:
+        time.sleep(_RETRY_SECONDS)
+    return handler.lost_workers
+
+
+class _GiveUp(BaseException):
+    """Not an Exception: a dataset that retries on errors must not swallow it."""
 
 
 def _is_reading(frame: FrameType | None) -> bool:

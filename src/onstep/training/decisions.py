@@ -6,14 +6,12 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from onstep.events import Request
 from onstep.events.control import STICKY
 from onstep.journal import encode
-
-if TYPE_CHECKING:
-    from onstep.training.state import GlobalState
+from onstep.training.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +23,7 @@ _CONFIGURED: dict[str, tuple[str, str]] = {
 }
 
 
-def setting(state: GlobalState, key: str) -> Any:
+def setting(state: Run, key: str) -> Any:
     """The value in force of something that may change while the run goes on (`control.set`), else the configured one.
 
     `lr_factor`, which no configuration has, is 1 until it is set.
@@ -38,21 +36,25 @@ def setting(state: GlobalState, key: str) -> Any:
     return getattr(getattr(state.cfg, part), name)
 
 
-def agree(state: GlobalState) -> None:
+def agree(state: Run) -> None:
     """Make the control's flags the same on all ranks; over ranks, set wins. Collective.
 
     Who asked, and why, travels in a second collective, and only when something was asked. What was decided goes to the
     run's `decisions.jsonl`; values that were set are in force when this returns.
     """
     control, world = state.control, state.world
-    votes = [*state.exits.votes(state), int(control.hears_before_update)]
+    watch, checkpoints = state.exits, state.checkpoints
+    writes = checkpoints is not None and checkpoints.is_writing
     if world.size == 1:
-        *exits, _ = votes
-        state.exits.adopt(exits)
-        _forget_withdrawn_stop(state)
+        signalled = watch.handler is not None and watch.handler.received
+        if signalled or writes or watch.some_rank_writes or watch.deadline is not None or watch.straggler:
+            watch.adopt(watch.votes(world.is_main, writes))
+        if state.ending.stopped_by is not None:
+            _forget_withdrawn_stop(state)
         if control.requests:
             record(state, control.drain())
         return
+    votes = [*watch.votes(world.is_main, writes), int(control.hears_before_update)]
     agreed = world.agree([*votes, *control.vector()])
     *exits, heard = agreed[: len(votes)]
     state.exits.adopt(exits)
@@ -64,15 +66,15 @@ def agree(state: GlobalState) -> None:
         record(state, [Request(**fields) for fields_of_rank in everyone for fields in fields_of_rank])
 
 
-def record(state: GlobalState, requests: list[Request]) -> None:
+def record(state: Run, requests: list[Request]) -> None:
     """Act on the requests of all ranks, in rank order, and append them to the run's `decisions.jsonl`.
 
     Remembered are who asked for the end of training and for a rollback; of two values for one key the later one holds.
     """
-    is_training = state.train_started and not state.train_ended
+    is_training = state.ending.train_started and not state.ending.train_ended
     for request in requests:
-        if request.flag in STICKY and state.stopped_by is None and is_training:
-            state.stopped_by = request
+        if request.flag in STICKY and state.ending.stopped_by is None and is_training:
+            state.ending.stopped_by = request
         if request.flag == "rollback" and state.control.rollback_request is None:
             state.control.rollback_request = request
         if request.flag == "set":
@@ -80,7 +82,7 @@ def record(state: GlobalState, requests: list[Request]) -> None:
         write_decision(state, request)
 
 
-def write_decision(state: GlobalState, request: Request, step: int | None = None) -> None:
+def write_decision(state: Run, request: Request, step: int | None = None) -> None:
     """Append a decision to the run's `decisions.jsonl`, on rank 0; a crash costs at most its line.
 
     It is about `step`; None is the last one that is done.
@@ -94,7 +96,7 @@ def write_decision(state: GlobalState, request: Request, step: int | None = None
         logger.warning("a decision (%s) could not be recorded: %s", request, error)
 
 
-def _set(state: GlobalState, key: str, value: Any) -> None:
+def _set(state: Run, key: str, value: Any) -> None:
     if value is None:
         state.train_state.overrides.pop(key, None)
     else:
@@ -110,6 +112,6 @@ def _append_line(path: Path, line: str) -> None:
         file.write(b"\n" * is_torn + line.encode() + b"\n")
 
 
-def _forget_withdrawn_stop(state: GlobalState) -> None:
-    if state.stopped_by is not None and not any(getattr(state.control, flag) for flag in STICKY):
-        state.stopped_by = None
+def _forget_withdrawn_stop(state: Run) -> None:
+    if state.ending.stopped_by is not None and not any(getattr(state.control, flag) for flag in STICKY):
+        state.ending.stopped_by = None

@@ -12,37 +12,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onstep.data import EvalLoader, StepBatches
+from onstep.data import EvalLoader, IteratorReader, StepBatches
 from onstep.distributed import World
 from onstep.events import CallbackManager
-from onstep.pulse import PULSE
 from onstep.training.decisions import agree
 from onstep.training.exits import EvaluationInterrupted, leave_if_decided
-from onstep.training.fault_tolerance import on_eval_step_end, on_eval_step_start
 from onstep.training.forward_step import prepare_forward_step_func
 from onstep.training.interval_time import print_timers
 from onstep.training.losses import MicroLoss, evaluation_sums, read_loss
-from onstep.training.state import GlobalState
-from onstep.training.step import MicroBatches, empty_unused_memory, step_batches
+from onstep.training.micro_batches import MicroBatches
+from onstep.training.run import Run
+from onstep.training.seams import DataSource, ForwardStep, Metrics, NonLossFunction
 from onstep.training.tags import TENSORBOARD, evaluation_points, write_points
 from onstep.training.telling import Teller
-from onstep.training.trackers import closing_trackers
 
 
 def evaluate(
-    state: GlobalState,
-    forward_step_func: Callable[..., Any],
-    data_iterator: Any,
+    state: Run,
+    forward_step_func: ForwardStep,
+    data_iterator: DataSource,
     model: list[nn.Module],
-    process_non_loss_data_func: Callable[..., Any] | None,
-    config: Any,
+    process_non_loss_data_func: NonLossFunction | None,
+    config: object,
     verbose: bool = False,
-    non_loss_data_func: Callable[..., Any] | None = None,
+    non_loss_data_func: NonLossFunction | None = None,
     callback_manager: CallbackManager | None = None,
     is_test: bool = False,
     tell: Teller | None = None,
     metric_key_prefix: str | None = None,
-    extra_metrics: Callable[[], dict[str, Any]] | None = None,
+    extra_metrics: Callable[[], Metrics] | None = None,
 ) -> tuple[dict[str, Tensor] | None, Any, bool]:
     """Average the losses over an evaluation set. Collective.
 
@@ -71,19 +69,17 @@ def evaluate(
     forward_step_func = prepare_forward_step_func(forward_step_func, state)
     modes = {module: module.training for chunk in model for module in chunk.modules()}
     collected: Any = None
-    doing_before, PULSE.doing = PULSE.doing, "evaluating"
     for chunk in model:
         chunk.eval()
     try:
-        with state.timers("evaluate").measure(barrier=True):
+        with state.features.paused("score"), state.timers("evaluate").measure(barrier=True):
             tell(f"on_{kind}_start")
             started = time.perf_counter()
-            with state.rerun_state_machine.disabled():
-                totals = _sum_batches(state, forward_step_func, data_iterator, model, tell, kind, verbose)
-                if non_loss_data_func is not None:
-                    collected = non_loss_data_func(model)
-                elif process_non_loss_data_func is not None:
-                    collected = _collect_non_loss_data(state, forward_step_func, data_iterator, model)
+            totals = _sum_batches(state, forward_step_func, data_iterator, model, tell, kind, verbose)
+            if non_loss_data_func is not None:
+                collected = non_loss_data_func(model)
+            elif process_non_loss_data_func is not None:
+                collected = _collect_non_loss_data(state, forward_step_func, data_iterator, model)
         print_timers(state, ["evaluate"])
         losses = {key: top / bottom.clamp(min=1) for key, (top, bottom) in totals.sums.items()}
         means = total_losses(losses)
@@ -91,8 +87,8 @@ def evaluate(
         metrics = _metrics(prefix, losses, totals, time.perf_counter() - started)
         metrics |= extra_metrics() if extra_metrics is not None else {}
         metrics["epoch"] = state.trainer_state.epoch
-        state.last_metrics = metrics
-        state.evaluation_is_whole = False
+        state.evaluated.last_metrics = metrics
+        state.evaluated.is_restartable = False
         state.facts.log_history.append({**metrics, "step": state.train_state.step})
         tell(f"on_{kind}_end", total_loss_dict=means, metrics=metrics)
     except EvaluationInterrupted:
@@ -102,7 +98,6 @@ def evaluate(
     finally:
         for module, was_training in modes.items():
             module.training = was_training
-        PULSE.doing = doing_before
     return means, collected, False
 
 
@@ -124,9 +119,9 @@ class _Totals:
 
 
 def _sum_batches(
-    state: GlobalState,
-    forward_step_func: Callable[..., Any],
-    data_iterator: Any,
+    state: Run,
+    forward_step_func: ForwardStep,
+    data_iterator: DataSource,
     model: list[nn.Module],
     tell: Teller,
     kind: str,
@@ -136,19 +131,20 @@ def _sum_batches(
     if verbose and state.world.is_main:
         print(f"Evaluating on {_num_samples(state)} samples", flush=True)  # noqa: T201 - asked for
     start_event, end_event = f"on_{kind}_step_start", f"on_{kind}_step_end"
+
+    def score_batch(step: StepBatches) -> None:
+        with torch.no_grad():
+            micros = _micro_losses(state, forward_step_func, step, model)
+        if micros:
+            totals.add(micros, state.world)
+
+    score = state.features.wrap("score", score_batch)
     for number, step in enumerate(eval_batches(state, data_iterator), start=1):
         if verbose and state.world.is_main:
             total = state.cfg.validation.eval_iters or "?"
             print(f"Evaluating iter {number}/{total}", flush=True)  # noqa: T201 - asked for
-        on_eval_step_start(state)
         tell(start_event)
-        with torch.no_grad():
-            micros = _micro_losses(state, forward_step_func, step, model)
-        if state.cfg.train.empty_unused_memory_level >= 1:
-            empty_unused_memory()
-        if micros:
-            totals.add(micros, state.world)
-        on_eval_step_end(state)
+        score(step)
         tell(end_event)
         agree(state)
         leave_if_decided(state)
@@ -158,26 +154,26 @@ def _sum_batches(
     return totals
 
 
-def _num_samples(state: GlobalState) -> int | str:
+def _num_samples(state: Run) -> int | str:
     validation = state.cfg.validation
     batch_size = validation.eval_global_batch_size or state.cfg.train.global_batch_size or 1
     return "all" if validation.eval_iters is None else validation.eval_iters * batch_size
 
 
-def _is_over_in_time(state: GlobalState) -> bool:
+def _is_over_in_time(state: Run) -> bool:
     """Whether a time limit ended an evaluation that no training loop waits for; then the run has not all it should."""
     if state.exits.decided == "signal":
         return False
     if state.world.is_main:
         print("Exiting during evaluation, timelimit reached", flush=True)  # noqa: T201 - Bridge's line
-    if state.train_started and not state.train_ended:
+    if state.ending.train_started and not state.ending.train_ended:
         return False
-    state.was_stopped = True
+    state.ending.was_stopped = True
     return True
 
 
 def _collect_non_loss_data(
-    state: GlobalState, forward_step_func: Callable[..., Any], data_iterator: Any, model: list[nn.Module]
+    state: Run, forward_step_func: ForwardStep, data_iterator: DataSource, model: list[nn.Module]
 ) -> list[Any]:
     """What the loss functions of one batch's micro-batches give for `non_loss_data=True`. All ranks do it."""
     step = next(eval_batches(state, data_iterator), None)
@@ -194,22 +190,22 @@ def _collect_non_loss_data(
     return collected
 
 
-def eval_batches(state: GlobalState, data_iterator: Any) -> Iterator[StepBatches]:
+def eval_batches(state: Run, data_iterator: DataSource) -> Iterator[StepBatches]:
     """The global batches of one evaluation, `validation.eval_iters` at the most."""
     limit = state.cfg.validation.eval_iters
     if isinstance(data_iterator, EvalLoader):
         yield from data_iterator.batches(limit)
         return
+    source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
     for _ in itertools.count() if limit is None else range(limit):
-        try:
-            step = step_batches(data_iterator, state.num_eval_microbatches, state.world.size)
-        except StopIteration:
+        step = IteratorReader(source, world_size=state.world.size).read(state.num_eval_microbatches)
+        if step is None:
             return
         yield step
 
 
 def _micro_losses(
-    state: GlobalState, forward_step_func: Callable[..., Any], step: StepBatches, model: list[nn.Module]
+    state: Run, forward_step_func: ForwardStep, step: StepBatches, model: list[nn.Module]
 ) -> list[MicroLoss]:
     """The losses of a batch's micro-batches; none of data without labels, whose loss function returns None."""
     iterator = MicroBatches(step, state.world.device)
@@ -231,9 +227,9 @@ def total_losses(losses: dict[str, Tensor]) -> dict[str, Tensor]:
     return reported or ({"lm loss": losses["loss"]} if losses else {})
 
 
-def _metrics(prefix: str, losses: dict[str, Tensor], totals: _Totals, seconds: float) -> dict[str, Any]:
+def _metrics(prefix: str, losses: dict[str, Tensor], totals: _Totals, seconds: float) -> Metrics:
     """Plain numbers under Hugging Face's names: `eval_loss`, `eval_perplexity`, rates."""
-    metrics: dict[str, Any] = {}
+    metrics: Metrics = {}
     for key, mean in losses.items():
         if key == "lm loss":
             continue
@@ -253,16 +249,16 @@ def perplexity(loss: float) -> float:
 
 
 def evaluate_and_print_results(
-    state: GlobalState,
+    state: Run,
     prefix: str,
-    forward_step_func: Callable[..., Any],
-    data_iterator: Any,
+    forward_step_func: ForwardStep,
+    data_iterator: DataSource,
     model: list[nn.Module],
-    config: Any,
+    config: object,
     verbose: bool = False,
     write_to_tensorboard: bool = True,
-    process_non_loss_data_func: Callable[..., Any] | None = None,
-    non_loss_data_func: Callable[..., Any] | None = None,
+    process_non_loss_data_func: NonLossFunction | None = None,
+    non_loss_data_func: NonLossFunction | None = None,
     callback_manager: CallbackManager | None = None,
     is_test: bool = False,
     tell: Teller | None = None,
@@ -293,24 +289,22 @@ def evaluate_and_print_results(
         is_test,
         tell,
     )
-    if means and state.prints_console_line and state.is_last_rank:
+    if means and state.door.prints_console_line and state.is_last_rank:
         print(result_block(prefix, means), flush=True)  # noqa: T201 - this block is what was asked for
-    if state.is_last_rank and state.trackers.is_wanted and not is_over:
-        with closing_trackers(state):
+    state.trackers.join(callback_manager)
+    if state.trackers.takers and not is_over:
+        with state.trackers.held(lambda: state.ending.ended):
             if means:
-                write_evaluation(state, means, is_test, write_to_tensorboard)
-            writer = state.tensorboard_logger if write_to_tensorboard else None
+                write_evaluation(state, means, "test" if is_test else "validation", write_to_tensorboard)
+            writer = state.trackers.get(TENSORBOARD) if write_to_tensorboard else None
             if process_non_loss_data_func is not None and writer is not None:
                 process_non_loss_data_func(collected, state.train_state.step, writer)
     return means
 
 
-def write_evaluation(
-    state: GlobalState, means: dict[str, Tensor], is_test: bool = False, write_to_tensorboard: bool = True
-) -> None:
-    """Hand an evaluation's losses to the trackers; a second evaluation at the same step adds no second point."""
+def write_evaluation(state: Run, means: dict[str, Tensor], kind: str, write_to_tensorboard: bool = True) -> None:
+    """Hand an evaluation's losses to the trackers; a second one of its kind at the same step adds no second point."""
     trackers, progress = state.trackers, state.train_state
-    kind = "test" if is_test else "validation"
     if trackers.evaluated.get(kind) == progress.step:
         return
     trackers.evaluated[kind] = progress.step
@@ -318,7 +312,7 @@ def write_evaluation(
     losses = {name: mean.item() for name, mean in means.items()}
     shows_perplexity = state.cfg.logger.log_validation_ppl_to_tensorboard
     perplexities = {name: perplexity(loss) for name, loss in losses.items()} if shows_perplexity else {}
-    loggers = {name: one for name, one in trackers.loggers.items() if write_to_tensorboard or name != TENSORBOARD}
+    loggers = {name: one for name, one in trackers.takers.items() if write_to_tensorboard or name != TENSORBOARD}
     points = evaluation_points(kind, losses, perplexities)
     write_points(loggers, points, progress.step, progress.consumed_train_samples)
 

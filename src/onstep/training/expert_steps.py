@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +13,6 @@ from onstep.models.multi_token_prediction import MultiTokenPrediction
 from onstep.models.router import Router
 from onstep.models.routing_record import FIGURES, RoutingStep, count_dtype
 from onstep.training.losses import MicroLoss, Weight
-
-if TYPE_CHECKING:
-    from onstep.training.state import GlobalState
-
-EXPERTS = "experts"
-"""Name of the counts among `GlobalState.loop_parts`, which checkpoints save."""
 
 
 class ExpertSteps:
@@ -151,28 +144,3 @@ def auxiliary_start(micro: MicroLoss, start: Weight | None, num_starts: int) -> 
     if micro.kind == "share":
         return start / num_starts
     return start * micro.weight if micro.kind == "sum" else start
-
-
-def experts_of(state: GlobalState, model: Sequence[nn.Module]) -> ExpertSteps | None:
-    """What a step does for the experts of a model; None for one without. The model is searched once."""
-    known: ExpertSteps | None = state.experts
-    if known is None or len(known.chunks) != len(model) or any(map(_differ, known.chunks, model)):
-        known = state.experts = ExpertSteps(model)
-    return known if known.is_active else None
-
-
-@contextmanager
-def replayed(experts: ExpertSteps | None) -> Iterator[None]:
-    """Micro-batches that run in this block are looked into again: they count nothing, and wait for no rank."""
-    if experts is None:
-        yield
-        return
-    experts.step.is_replay = True
-    try:
-        yield
-    finally:
-        experts.step.is_replay = False
-
-
-def _differ(one: nn.Module, other: nn.Module) -> bool:
-    return one is not other

@@ -8,17 +8,49 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
+from onstep.config.safety_config import FaultToleranceConfig
+from onstep.distributed import World
 from onstep.errors import ConfigError, MissingExtraError
 from onstep.training.fault_tolerance_state import FaultToleranceState
+from onstep.training.feature import Feature, Interruption
+from onstep.training.run import Run
 from onstep.training.section_clock import SectionClock
-from onstep.training.simulated_fault import simulate_fault
+from onstep.training.step import Step
 
-if TYPE_CHECKING:
-    from onstep.training.state import GlobalState
+_SIGNALS = {"rank_killed": signal.SIGKILL, "rank_hung": signal.SIGSTOP}
+
+
+def plan_fault(config: FaultToleranceConfig, world_size: int, draw: random.Random) -> tuple[int, str, float]:
+    """Which rank fails, how, and after how many seconds: what the configuration leaves open is drawn."""
+    kind = config.simulated_fault_type
+    kind = draw.choice(sorted(_SIGNALS)) if kind == "random" else kind
+    rank = config.simulated_fault_rank
+    rank = draw.randrange(world_size) if rank is None else rank
+    return rank, kind, config.simulated_fault_base_delay * (1.0 + 0.2 * draw.random())
+
+
+def simulate_fault(config: FaultToleranceConfig, world: World) -> None:
+    """Let one rank be killed or stopped after a while, by a thread of its own. Collective.
+
+    Drawn from the system's generator: the run's own are not touched.
+    """
+    rank, kind, delay = world.share(plan_fault(config, world.size, random.SystemRandom()))
+    if world.is_main:
+        logger.warning("ft.simulate_fault: rank %d will fail (%s) in %.1f seconds", rank, kind, delay)
+    if world.rank != rank:
+        return
+    fails = threading.Timer(delay, os.kill, (os.getpid(), _SIGNALS[kind]))
+    fails.name, fails.daemon = "onstep-simulated-fault", True
+    fails.start()
+
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +63,21 @@ FT_STATE_FILE = "ft_state.json"
 _SOCKET = "FT_RANK_MONITOR_IPC_SOCKET"
 
 
-def setup(state: GlobalState) -> None:
+@dataclass
+class Sections:
+    """What times the sections of a run, and what it remembers."""
+
+    client: Any = None
+    """That of `nvidia-resiliency-ext`, our own, or None."""
+    state: FaultToleranceState = field(default_factory=FaultToleranceState)
+
+
+def sections_of(run: Run) -> Sections:
+    """The sections of a run, open or not."""
+    return run.features.room(Sections)
+
+
+def setup(state: Run) -> None:
     """Connect to the monitor, take up what earlier starts have learned, and open the section `setup`. Collective.
 
     Raises:
@@ -46,89 +92,89 @@ def setup(state: GlobalState) -> None:
             f"ft.calc_ft_timeouts and ft.enable_ft_package keep {FT_STATE_FILE} beside the checkpoints; set run.name "
             "or checkpoint.save."
         )
-    state.fault_tolerance_state = FaultToleranceState(
+    sections_of(state).state = FaultToleranceState(
         ft_state_path=state.checkpoints.root / FT_STATE_FILE,
         is_async_chkpt_enabled=state.cfg.checkpoint.async_save,
         is_calculating_timeouts=config.calc_ft_timeouts,
         is_setup_section_open=True,
     )
-    client = _their_client() if config.enable_ft_package else SectionClock(state.world, state.section_limits)
+    client = _their_client() if config.enable_ft_package else SectionClock(state.world, state.stage.section_limits)
     _load(state, client)
     client.init_workload_monitoring()
-    state.rank_monitor_client = client
+    sections_of(state).client = client
     client.start_section("setup")
 
 
-def on_training_step_start(state: GlobalState) -> None:
+def on_training_step_start(state: Run) -> None:
     """A training step begins; the first one ends the set-up, and the one after it is the first to be timed."""
-    client = state.rank_monitor_client
+    client = sections_of(state).client
     if client is None:
         return
-    ft = state.fault_tolerance_state
+    ft = sections_of(state).state
     _end_setup(state)
     ft.curr_eval_iter_idx = 0
     if ft.seen_tr_iters_cnt >= NUM_WARMUP_ITERS:
         _start_step(state)
 
 
-def on_training_step_end(state: GlobalState) -> None:
+def on_training_step_end(state: Run) -> None:
     """It ends."""
-    if state.rank_monitor_client is None:
+    if sections_of(state).client is None:
         return
     _end_step(state)
-    state.fault_tolerance_state.seen_tr_iters_cnt += 1
+    sections_of(state).state.seen_tr_iters_cnt += 1
 
 
-def on_eval_step_start(state: GlobalState) -> None:
+def on_eval_step_start(state: Run) -> None:
     """An evaluation batch begins; the first one of an evaluation is not timed."""
-    if state.rank_monitor_client is None:
+    if sections_of(state).client is None:
         return
     _end_setup(state)
-    if state.fault_tolerance_state.curr_eval_iter_idx >= NUM_WARMUP_ITERS:
+    if sections_of(state).state.curr_eval_iter_idx >= NUM_WARMUP_ITERS:
         _start_step(state)
 
 
-def on_eval_step_end(state: GlobalState) -> None:
+def on_eval_step_end(state: Run) -> None:
     """It ends."""
-    if state.rank_monitor_client is None:
+    if sections_of(state).client is None:
         return
-    ft = state.fault_tolerance_state
+    ft = sections_of(state).state
     if ft.curr_eval_iter_idx >= NUM_WARMUP_ITERS:
         _end_step(state)
     ft.curr_eval_iter_idx += 1
 
 
-def on_checkpointing_start(state: GlobalState) -> None:
+def on_checkpointing_start(state: Run) -> None:
     """A save begins, or the end of one that goes on in the background."""
-    if state.rank_monitor_client is not None:
-        state.rank_monitor_client.start_section("checkpointing")
+    if sections_of(state).client is not None:
+        sections_of(state).client.start_section("checkpointing")
 
 
-def on_checkpointing_end(state: GlobalState, is_async_finalization: bool = False) -> None:
+def on_checkpointing_end(state: Run, is_async_finalization: bool = False) -> None:
     """It ends. Collective where limits are learned: they are learned anew after each save.
 
     Args:
         is_async_finalization: it was the end of a save in the background, which does not count as one.
     """
-    if state.rank_monitor_client is None:
+    if sections_of(state).client is None:
         return
-    state.rank_monitor_client.end_section("checkpointing")
+    sections_of(state).client.end_section("checkpointing")
     if not is_async_finalization:
-        state.fault_tolerance_state.seen_checkpoints_cnt += 1
+        sections_of(state).state.seen_checkpoints_cnt += 1
         _maybe_update_timeouts(state)
 
 
 @contextmanager
-def checkpointing_section(state: GlobalState, *, is_async_finalization: bool = False) -> Iterator[None]:
+def checkpointing_section(state: Run, *, is_async_finalization: bool = False) -> Iterator[None]:
     """The section `checkpointing` around a block."""
     on_checkpointing_start(state)
     yield
     on_checkpointing_end(state, is_async_finalization)
 
 
-def shutdown(state: GlobalState) -> None:
+def shutdown(state: Run) -> None:
     """Learn a last time, now also how long the run may be between sections, and disconnect. Collective."""
-    client = state.rank_monitor_client
+    client = sections_of(state).client
     if client is None:
         return
     if state.world.is_main:
@@ -139,55 +185,103 @@ def shutdown(state: GlobalState) -> None:
         print("FT: closed.", flush=True)  # noqa: T201 - Megatron Bridge's line
 
 
-def abort(state: GlobalState) -> None:
+def abort(state: Run) -> None:
     """Disconnect without a collective, as after an error."""
-    client, state.rank_monitor_client = state.rank_monitor_client, None
+    sections = sections_of(state)
+    client, sections.client = sections.client, None
     if client is not None:
         client.shutdown_workload_monitoring()
 
 
-@contextmanager
-def monitored(state: GlobalState) -> Iterator[None]:
-    """The sections of a run around a block, and the simulated fault where one is wanted. Collective."""
-    setup(state)
-    if state.cfg.ft.simulate_fault:
-        simulate_fault(state.cfg.ft, state.world)
-    try:
-        yield
-    except BaseException:
-        abort(state)
-        raise
-    shutdown(state)
+class FaultToleranceSections(Feature[Run]):
+    """Times the sections of a run, and learns their limits."""
+
+    name = "fault_tolerance"
+    when = "ft.calc_ft_timeouts, ft.enable_ft_package, ft.simulate_fault"
+    collective = True
+
+    @classmethod
+    def wanted(cls, host: Run) -> bool:
+        ft = host.cfg.ft
+        given = sections_of(host).client is not None
+        return bool(ft.calc_ft_timeouts or ft.enable_ft_package or ft.simulate_fault or given)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """The section `setup`, and the simulated fault where one is wanted. Collective."""
+        run = self.host
+        if sections_of(run).client is not None:  # a caller's own, which the caller has set up
+            yield
+            return
+        setup(run)
+        if run.cfg.ft.simulate_fault:
+            simulate_fault(run.cfg.ft, run.world)
+        try:
+            yield
+        except BaseException:
+            abort(run)
+            raise
+        shutdown(run)
+
+    def wrap_step(self, train_step: Callable[[Step], None]) -> Callable[[Step], None]:
+        """The section `step`."""
+
+        def timed(step: Step) -> None:
+            on_training_step_start(self.host)
+            try:
+                train_step(step)
+            except SystemExit:
+                on_training_step_end(self.host)
+                raise
+            on_training_step_end(self.host)
+
+        return timed
+
+    def wrap_score(self, score: Callable[..., Any]) -> Callable[..., Any]:
+        """The section `step`, for a batch of an evaluation."""
+
+        def timed(*given: Any) -> Any:
+            on_eval_step_start(self.host)
+            result = score(*given)
+            on_eval_step_end(self.host)
+            return result
+
+        return timed
+
+    def pause(self, work: Interruption) -> AbstractContextManager[Any]:
+        if work not in ("write", "finalize"):
+            return nullcontext()
+        return checkpointing_section(self.host, is_async_finalization=work == "finalize")
 
 
-def _end_setup(state: GlobalState) -> None:
-    ft = state.fault_tolerance_state
+def _end_setup(state: Run) -> None:
+    ft = sections_of(state).state
     if ft.is_setup_section_open:
-        state.rank_monitor_client.end_section("setup")
+        sections_of(state).client.end_section("setup")
         ft.is_setup_section_open = False
-        ft.is_persistent_chkpt_loaded = state.is_resumed
+        ft.is_persistent_chkpt_loaded = state.stage.is_resumed
 
 
-def _start_step(state: GlobalState) -> None:
+def _start_step(state: Run) -> None:
     """Open the section `step`; an evaluation that a callback makes inside a step is part of that step."""
-    ft = state.fault_tolerance_state
+    ft = sections_of(state).state
     if ft.open_steps == 0:
-        state.rank_monitor_client.start_section("step")
+        sections_of(state).client.start_section("step")
     ft.open_steps += 1
 
 
-def _end_step(state: GlobalState) -> None:
-    ft = state.fault_tolerance_state
+def _end_step(state: Run) -> None:
+    ft = sections_of(state).state
     if ft.open_steps == 0:
         return
     ft.open_steps -= 1
     if ft.open_steps == 0:
-        state.rank_monitor_client.end_section("step")
+        sections_of(state).client.end_section("step")
 
 
-def _maybe_update_timeouts(state: GlobalState, *, is_closing: bool = False) -> None:
+def _maybe_update_timeouts(state: Run, *, is_closing: bool = False) -> None:
     """Learn the limits of the sections of which enough was seen, and keep them. Collective."""
-    ft = state.fault_tolerance_state
+    ft = sections_of(state).state
     if not ft.is_calculating_timeouts:
         return
     sections = []
@@ -200,16 +294,16 @@ def _maybe_update_timeouts(state: GlobalState, *, is_closing: bool = False) -> N
     with_rest = is_closing and {"setup", "step"} <= set(sections)
     if not sections:
         return
-    client = state.rank_monitor_client
+    client = sections_of(state).client
     if client.calculate_and_set_section_timeouts(
         selected_sections=sections, calc_out_of_section=with_rest, skip_if_not_ready=True
     ):
         _store(state, client)
 
 
-def _store(state: GlobalState, client: Any) -> None:
+def _store(state: Run, client: Any) -> None:
     """Replace the file in one step, on rank 0; what cannot be written fails no training."""
-    path = state.fault_tolerance_state.ft_state_path
+    path = sections_of(state).state.ft_state_path
     if not state.world.is_main or path is None:
         return
     temporary = path.with_suffix(".json.tmp")
@@ -224,9 +318,9 @@ def _store(state: GlobalState, client: Any) -> None:
         logger.warning("the learned time limits could not be written to %s: %s", path, error)
 
 
-def _load(state: GlobalState, client: Any) -> None:
+def _load(state: Run, client: Any) -> None:
     """Take up the file of an earlier start, read on rank 0; a broken one is left out. Collective."""
-    path, content = state.fault_tolerance_state.ft_state_path, None
+    path, content = sections_of(state).state.ft_state_path, None
     if state.world.is_main and path is not None and path.exists():
         try:
             content = json.loads(path.read_text(encoding="utf-8"))

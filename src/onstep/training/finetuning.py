@@ -10,9 +10,9 @@ from onstep.config.keys import typed_copy
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager
 from onstep.models import ModelHook
+from onstep.training.bridge.global_state import GlobalState
 from onstep.training.forward_step import forward_step
 from onstep.training.pretrain import pretrain
-from onstep.training.state import GlobalState
 
 
 def finetune(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -11,11 +11,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from torch import Tensor, nn
 
 from onstep.training.losses import IGNORE_INDEX, Weight
-from onstep.training.state import GlobalState
-
-ForwardStep = Callable[..., tuple[Any, Callable[..., Any]]]
-"""`forward_step(data_iterator, model)`, optionally with the state first and `return_schedule_plan=False` last; returns
-`(output, loss_function)`."""
+from onstep.training.run import Run
+from onstep.training.seams import ForwardStep
 
 
 def forward_step(data_iterator: Iterator[Any], model: nn.Module, return_schedule_plan: bool = False) -> Any:
@@ -36,7 +33,7 @@ def next_token_loss(batch: dict[str, Any], loss_sum: Tensor) -> tuple[Tensor, We
     return loss_sum, known if known is not None else batch["labels"].ne(IGNORE_INDEX).sum(), {}
 
 
-def needs_global_state_injection(forward_step_func: Callable[..., Any]) -> bool:
+def needs_global_state_injection(forward_step_func: ForwardStep) -> bool:
     """Whether a forward step wants the run's state as its first argument.
 
     True when a parameter is annotated with `GlobalState` (or `GlobalState | None`), or the first one is called `state`
@@ -54,9 +51,7 @@ def needs_global_state_injection(forward_step_func: Callable[..., Any]) -> bool:
     return bool(parameters) and parameters[0].name in ("state", "global_state")
 
 
-def maybe_inject_state(
-    forward_step_func: Callable[..., Any], state: GlobalState, needs_injection: bool | None = None
-) -> Callable[..., Any]:
+def maybe_inject_state(forward_step_func: ForwardStep, state: Run, needs_injection: bool | None = None) -> ForwardStep:
     """The forward step with `state` bound as its first argument if it wants it, else as it is.
 
     Args:
@@ -69,7 +64,7 @@ def maybe_inject_state(
     return partial(forward_step_func, state) if needs_injection else forward_step_func
 
 
-def prepare_forward_step_func(forward_step_func: Callable[..., Any], state: GlobalState) -> Callable[..., Any]:
+def prepare_forward_step_func(forward_step_func: ForwardStep, state: Run) -> ForwardStep:
     """`maybe_inject_state`, decided once for each `train()` or `evaluate()`.
 
     Args:
@@ -79,9 +74,9 @@ def prepare_forward_step_func(forward_step_func: Callable[..., Any], state: Glob
     return maybe_inject_state(forward_step_func, state)
 
 
-def _means_global_state(annotation: Any) -> bool:
+def _means_global_state(annotation: object) -> bool:
     if isinstance(annotation, str):
         return "GlobalState" in annotation
     if get_origin(annotation) in (Union, UnionType, Annotated):
         return any(_means_global_state(one) for one in get_args(annotation))
-    return annotation is GlobalState or getattr(annotation, "__name__", "") == "GlobalState"
+    return getattr(annotation, "__name__", "") == "GlobalState"

@@ -2,47 +2,63 @@
 
 from __future__ import annotations
 
-from onstep.training.exits import save_checkpoint_and_time
-from onstep.training.loop import Loop, is_finished
-from onstep.training.state import GlobalState
+from onstep.training.ending import save_now
+from onstep.training.feature import Feature
+from onstep.training.job import Job
+from onstep.training.position import update_batch_size
+from onstep.training.run import Run
+from onstep.training.step import Step
 
 
-def take_up_size(loop: Loop) -> None:
-    """Take up the size of the next step, and save where it has grown. Collective then.
+class BatchGrowth(Feature[Job]):
+    """Sets the size of the next step as soon as a step is done with, since the end of an epoch depends on it.
 
-    Called as soon as a step is done with, since the end of an epoch depends on the size.
+    Where it has grown, a run that saves of its own accord saves.
     """
-    state = loop.state
-    if not has_grown(state) or is_finished(state) or not saves_growth(state) or not state.is_unsaved:
-        return
-    state.save_reason = f"the batch grows to {state.current_global_batch_size} samples"
-    loop.watch.check(wait=True)
-    if is_finished(state) or state.ended_by_anomaly:
-        return
-    flops = state.train_state.floating_point_operations_so_far
-    save_checkpoint_and_time(
-        state, loop.model, loop.optimizer, loop.scheduler, flops, None, train_data_iterator=loop.reader
-    )
+
+    name = "batch_growth"
+    when = "train.rampup_batch_size, train.step_batch_size_schedule, train.decrease_batch_size_if_needed"
+    collective = True
+
+    @classmethod
+    def wanted(cls, host: Job) -> bool:
+        """Whether the sizes vary, or may be smaller than configured."""
+        sizes = host.run.batch_sizes
+        return sizes is not None and (sizes.varies or host.run.cfg.train.decrease_batch_size_if_needed)
+
+    def after_count(self, step: Step) -> None:
+        """Count the samples by which the step was smaller than configured, as skipped."""
+        run = self.host.run
+        sizes = run.batch_sizes
+        if sizes is not None and run.cfg.train.decrease_batch_size_if_needed:
+            decrease = sizes.current_global_batch_size - sizes.current_running_global_batch_size
+            run.train_state.skipped_train_samples += decrease
+
+    def after_iteration(self, step: Step) -> None:
+        """Set the size of the next step, and save where it has grown. Collective then."""
+        self.after_skip()
+
+    def after_skip(self) -> None:
+        """The same after a skipped step. Collective where the size has grown."""
+        run = self.host.run
+        if not _has_grown(run) or run.is_over or not _saves_growth(run) or not run.saving.is_unsaved:
+            return
+        run.saving.save_reason = f"the batch grows to {run.current_global_batch_size} samples"
+        run.features.settle()
+        if not (run.is_over or run.ending.by_anomaly):
+            save_now(self.host)
 
 
-def has_grown(state: GlobalState) -> bool:
+def _has_grown(run: Run) -> bool:
     """Set the number of micro-batches of the next step from the consumed samples; whether it became larger."""
-    before = state.num_microbatches
-    set_size(state)
-    assert state.num_microbatches >= before, f"micro-batches of a step went from {before} to {state.num_microbatches}"
-    return state.num_microbatches > before
+    before = run.num_microbatches
+    update_batch_size(run)
+    assert run.num_microbatches >= before, f"micro-batches of a step went from {before} to {run.num_microbatches}"
+    return run.num_microbatches > before
 
 
-def saves_growth(state: GlobalState) -> bool:
+def _saves_growth(run: Run) -> bool:
     """Whether the run saves of its own accord, and so where its batch grows."""
-    options = state.cfg.checkpoint
+    options = run.cfg.checkpoint
     is_saving = options.save_interval is not None or options.save_each_epoch or options.save_at_end
-    return state.checkpoints is not None and is_saving
-
-
-def set_size(state: GlobalState) -> None:
-    """Set the number of micro-batches of the next step from the consumed samples, where batches grow."""
-    sizes = state.batch_sizes
-    if sizes is not None and sizes.varies:
-        sizes.update(state.train_state.consumed_train_samples, verbose=state.world.is_main)
-        state.num_microbatches = sizes.num_micro_batches
+    return run.checkpoints is not None and is_saving

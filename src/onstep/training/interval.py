@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from onstep.training.losses import StepLoss, Weight, as_scalar, at_least_one
 
 _FOLD_EVERY = 64
+_MAX_NORM, _ZEROS = "max_norm", "num_zeros"
 
 
 @dataclass
@@ -34,13 +35,17 @@ class IntervalReport:
     """Zeros among the gradients of the last step that counted them."""
     others: dict[str, float] = field(default_factory=dict)
     """Mean of every further loss that the forward step reported, over the steps that reported it."""
+    applied: dict[str, float] = field(default_factory=dict)
+    """Mean of every loss over the steps whose update was applied: what the forward step reported, else `lm loss`."""
+    extras: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What `read` was given, as plain numbers."""
 
 
 class IntervalMeter:
     """Takes up each step's loss and gradient norm without reading the device.
 
     A step costs two list appends; every 64 steps the lists are folded into running sums on the device. The one read
-    happens in `flush`.
+    happens in `read`, or else in `flush`.
     """
 
     def __init__(self) -> None:
@@ -52,12 +57,15 @@ class IntervalMeter:
         self.num_skipped = 0
         self._num_losses = 0
         self._losses: list[StepLoss] = []
+        self._unapplied: set[int] = set()
+        """Which of these losses are of steps whose update was not applied."""
         self._norms: list[Weight] = []
         self._num_norms = 0
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
         self._max_norm: Tensor | None = None
         self._num_zeros: Weight | None = None
+        self._report: IntervalReport | None = None
 
     def add(
         self, step_loss: StepLoss | None, grad_norm: Weight | None, successful: bool, num_zeros: Weight | None = None
@@ -71,6 +79,8 @@ class IntervalMeter:
         if step_loss is None:
             return
         self._num_losses += 1
+        if not successful:
+            self._unapplied.add(len(self._losses))
         self._losses.append(step_loss)
         if num_zeros is not None:
             self._num_zeros = num_zeros
@@ -79,24 +89,30 @@ class IntervalMeter:
         if len(self._losses) >= _FOLD_EVERY:
             self._fold()
 
-    def flush(self) -> IntervalReport | None:
-        """Everything since the last flush, read from the device at once; None when there was no step."""
+    def read(self, **extras: Mapping[str, Any]) -> IntervalReport | None:
+        """Everything since the last flush, read from the device at once; None when there was no step.
+
+        A second call without a step in between reads nothing and has the first one's report.
+
+        Args:
+            **extras: further numbers and tensors of one element, read along with the others.
+        """
         if self.num_steps == 0:
             return None
-        self._fold()
-        names = list(self._sums)
-        values = [self._sums[name].double() for name in names]
-        if self._max_norm is not None:
-            values.append(self._max_norm.double())
-        zeros = self._num_zeros
-        if isinstance(zeros, Tensor):
-            values.append(zeros.double().to(values[0].device if values else zeros.device))
-        numbers = torch.stack(values).tolist() if values else []
-        if isinstance(zeros, Tensor):
-            zeros = numbers.pop()
-        sums = dict(zip(names, numbers, strict=False))
-        report = self._report(sums, numbers[-1] if self._max_norm is not None else None)
-        report.num_zeros = None if zeros is None else int(zeros)
+        if self._report is None or self._report.num_steps != self.num_steps:
+            self._fold()
+            waiting: dict[Any, Any] = {**self._sums, _MAX_NORM: self._max_norm, _ZEROS: self._num_zeros}
+            waiting |= {(group, name): one for group, values in extras.items() for name, one in values.items()}
+            read = read_together(waiting)
+            self._report = self._make_report({name: read[name] for name in self._sums}, read[_MAX_NORM])
+            self._report.num_zeros = None if read[_ZEROS] is None else int(read[_ZEROS])
+            groups = {group: {name: read[group, name] for name in values} for group, values in extras.items()}
+            self._report.extras = groups
+        return self._report
+
+    def flush(self) -> IntervalReport | None:
+        """The same, forgotten here: the next interval begins."""
+        report = self.read()
         self.reset()
         return report
 
@@ -118,6 +134,7 @@ class IntervalMeter:
             "numerators": _packed([loss.numerator for loss in self._losses]),
             "weights": _packed([loss.weight for loss in self._losses]),
             "tokens": _packed([loss.tokens for loss in self._losses]),
+            "unapplied": sorted(self._unapplied),
             "reports": [list(loss.reports) for loss in self._losses],
             "report_values": _packed([value for loss in self._losses for value in loss.reports.values()]),
             "norms": _packed(self._norms),
@@ -138,6 +155,7 @@ class IntervalMeter:
         self._num_losses = state_dict["num_losses"]
         for (numerator, weight, tokens), names in zip(zip(*columns, strict=True), state_dict["reports"], strict=True):
             self._losses.append(StepLoss(numerator, weight, tokens, {name: next(values) for name in names}))
+        self._unapplied = set(state_dict.get("unapplied", ()))  # older checkpoints do not say
         self._norms = _unpacked(state_dict["norms"], device)
         self._num_norms = state_dict["num_norms"]
         self._sums = {name: value.to(device) for name, value in state_dict["sums"].items()}
@@ -147,11 +165,13 @@ class IntervalMeter:
         zeros = state_dict.get("num_zeros")  # older checkpoints have none
         self._num_zeros = zeros.to(device) if isinstance(zeros, Tensor) else zeros
 
-    def _report(self, sums: dict[str, float], max_norm: float | None) -> IntervalReport:
-        steps = self.num_steps
+    def _make_report(self, sums: dict[str, float], max_norm: float | None) -> IntervalReport:
         others = {name: sums[f"report/{name}"] / count for name, count in self._counts.items()}
+        num_applied = self.num_steps - self.num_skipped
+        losses = {name: f"report/{name}" for name in self._counts} or {"lm loss": "loss"}
+        sums_of_applied = {name: sums.get(f"applied/{key}", sums.get(key, 0.0)) for name, key in losses.items()}
         return IntervalReport(
-            num_steps=steps,
+            num_steps=self.num_steps,
             num_skipped=self.num_skipped,
             num_losses=self._num_losses,
             loss=sums["loss"] / self._num_losses if self._num_losses else math.nan,
@@ -159,6 +179,7 @@ class IntervalMeter:
             max_grad_norm=max_norm,
             tokens=round(sums["tokens"]) if "tokens" in sums else None,
             others=others,
+            applied={name: one / num_applied for name, one in sums_of_applied.items()} if num_applied else {},
         )
 
     def _fold(self) -> None:
@@ -167,24 +188,44 @@ class IntervalMeter:
         device = self._losses[0].numerator.device
         top = torch.stack([loss.numerator for loss in self._losses])
         weights = _stack([at_least_one(loss.weight) for loss in self._losses], device)
-        self._grow("loss", (top / weights.to(top.dtype)).double().sum())
+        self._grow_losses("loss", (top / weights.to(top.dtype)).double(), range(len(self._losses)))
         tokens = [loss.tokens for loss in self._losses if loss.tokens is not None]
         if tokens:
             self._grow("tokens", _stack(tokens, device).sum())
         for key in dict.fromkeys(key for loss in self._losses for key in loss.reports):
-            values = [loss.reports[key] for loss in self._losses if key in loss.reports]
-            self._grow(f"report/{key}", _stack(values, device).sum())
-            self._counts[key] = self._counts.get(key, 0) + len(values)
+            steps = [step for step, loss in enumerate(self._losses) if key in loss.reports]
+            values = _stack([self._losses[step].reports[key] for step in steps], device)
+            self._grow_losses(f"report/{key}", values, steps)
+            self._counts[key] = self._counts.get(key, 0) + len(steps)
         if self._norms:
             norms = _stack(self._norms, device)
             self._grow("squared_norm", norms.square().sum())
             self._num_norms += len(self._norms)
             largest = norms.max()
             self._max_norm = largest if self._max_norm is None else torch.maximum(self._max_norm, largest)
-        self._losses, self._norms = [], []
+        self._losses, self._norms, self._unapplied = [], [], set()
+
+    def _grow_losses(self, name: str, values: Tensor, steps: Sequence[int]) -> None:
+        """Add the losses of some of the waiting steps; of those that were applied too, once one was not."""
+        applied = f"applied/{name}"
+        if self._unapplied or applied in self._sums:
+            rows = [row for row, step in enumerate(steps) if step not in self._unapplied]
+            before = self._sums.get(applied, self._sums.get(name, 0.0))
+            self._sums[applied] = before + values[rows].sum()
+        self._grow(name, values.sum())
 
     def _grow(self, name: str, amount: Tensor) -> None:
         self._sums[name] = self._sums[name] + amount if name in self._sums else amount
+
+
+def read_together(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """`values` with tensors of one element as plain numbers, read from the device at once."""
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    if not tensors:
+        return dict(values)
+    device = next((one.device for one in tensors.values() if one.device.type != "cpu"), torch.device("cpu"))
+    numbers = torch.stack([one.detach().to(device).double().reshape(()) for one in tensors.values()]).tolist()
+    return {**values, **dict(zip(tensors, numbers, strict=True))}
 
 
 def _packed(values: Sequence[Any]) -> Any:

@@ -12,27 +12,32 @@ import torch
 
 from onstep.training.interval import IntervalMeter, IntervalReport
 from onstep.training.losses import Weight
-from onstep.training.moe_log import interval_losses
-from onstep.training.state import GlobalState
+from onstep.training.run import Run
+from onstep.training.seams import Metrics, UserOptimizer
+from onstep.training.step import Step
 from onstep.training.telling import Teller
 
 logger = logging.getLogger(__name__)
 
 
-def log_step(state: GlobalState, meter: IntervalMeter, optimizer: Any, tell: Teller) -> None:
+def log_step(state: Run, meter: IntervalMeter, optimizer: UserOptimizer, tell: Teller) -> None:
     """Report the steps since the last logged one: read the device, tell `on_log_step`, then `on_log`. Collective."""
-    report = meter.flush()
+    unread: dict[str, dict[str, torch.Tensor]] = {}
+    state.features.add_to_read(unread)
+    report = meter.read(**unread)
     if report is None:
         return
+    meter.reset()
+    state.features.after_read()
     advance_tokens(state, report)
-    logs = build_logs(state, report, optimizer)
+    logs = build_logs(state, report, optimizer, extras=tuple(unread))
     warn_of_nothing_learned(state, report)
     tell("on_log_step", logs=logs)
     publish(state, logs, tell)
-    state.interval_start = state.clock.elapsed()
+    state.sums.interval_start = state.clock.elapsed()
 
 
-def warn_of_nothing_learned(state: GlobalState, report: IntervalReport) -> None:
+def warn_of_nothing_learned(state: Run, report: IntervalReport) -> None:
     """Warn, on rank 0, where every step was left out and a norm above `grad_norm_skip_threshold` says why."""
     most, norm = state.cfg.optimizer.grad_norm_skip_threshold, report.max_grad_norm
     if most is None or norm is None or norm <= most or report.num_skipped < report.num_steps:
@@ -48,28 +53,32 @@ def warn_of_nothing_learned(state: GlobalState, report: IntervalReport) -> None:
         )
 
 
-def publish(state: GlobalState, logs: dict[str, Any], tell: Teller) -> None:
-    """Add a record to `log_history`, with its step, and tell `on_log`."""
+def publish(state: Run, logs: Metrics, tell: Teller) -> None:
+    """Add a record to `log_history`, with its step, and tell `on_log`; Megatron Bridge's tags go with it."""
     state.facts.log_history.append({**logs, "step": state.train_state.step})
     tell("on_log", logs=logs)
+    state.trackers.record.clear()
 
 
-def advance_tokens(state: GlobalState, report: IntervalReport) -> None:
+def advance_tokens(state: Run, report: IntervalReport) -> None:
     """Bring the counters of tokens, FLOPs and the mean loss up to date."""
     tokens = report.tokens or 0
     state.train_state.consumed_tokens += tokens
     if report.num_losses:
-        state.loss_sum += report.loss * report.num_losses
-        state.loss_steps += report.num_losses
-    state.train_state.floating_point_operations_so_far += tokens * state.flops_per_token
+        state.sums.loss_sum += report.loss * report.num_losses
+        state.sums.loss_steps += report.num_losses
+    state.train_state.floating_point_operations_so_far += tokens * state.sums.flops_per_token
 
 
-def build_logs(state: GlobalState, report: IntervalReport, optimizer: Any) -> dict[str, Any]:
-    """The record of a logged step, under Hugging Face's names."""
+def build_logs(
+    state: Run, report: IntervalReport, optimizer: UserOptimizer, extras: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The record of a logged step, under Hugging Face's names; `extras` are the groups that features read with it."""
     progress = state.train_state
-    logs: dict[str, Any] = {"epoch": state.trainer_state.epoch, "loss": report.loss}
+    logs: Metrics = {"epoch": state.trainer_state.epoch, "loss": report.loss}
     logs |= {key: value for key, value in report.others.items() if key not in ("loss", "lm loss")}
-    logs |= interval_losses(state)
+    for group in extras:
+        logs |= report.extras.get(group, {})
     if report.grad_norm is not None:
         logs |= {"grad_norm": report.grad_norm, "max_grad_norm": report.max_grad_norm}
     if report.num_zeros is not None:
@@ -95,7 +104,7 @@ def build_logs(state: GlobalState, report: IntervalReport, optimizer: Any) -> di
     return logs
 
 
-def learning_rate(optimizer: Any) -> float | None:
+def learning_rate(optimizer: UserOptimizer) -> float | None:
     """The rate that the optimizer will use next, read from its last non-empty parameter group.
 
     Groups of embedding and output with a rate of their own do not count, where there are others.
@@ -104,12 +113,12 @@ def learning_rate(optimizer: Any) -> float | None:
     return _rate_of_last(optimizer, is_decoupled=True) if rate is None else rate
 
 
-def decoupled_learning_rate(optimizer: Any) -> float | None:
+def decoupled_learning_rate(optimizer: UserOptimizer) -> float | None:
     """The next rate of embedding and output matrices that have one of their own; None where they have not."""
     return _rate_of_last(optimizer, is_decoupled=True)
 
 
-def _rate_of_last(optimizer: Any, is_decoupled: bool) -> float | None:
+def _rate_of_last(optimizer: UserOptimizer, is_decoupled: bool) -> float | None:
     for group in reversed(optimizer.param_groups):
         if group.get("params") and bool(group.get("is_decoupled_lr", False)) is is_decoupled:
             return float(group["lr"])
@@ -131,7 +140,7 @@ class RunStart:
     samples: int = 0
 
     @classmethod
-    def now(cls, state: GlobalState) -> RunStart:
+    def now(cls, state: Run) -> RunStart:
         """This instant."""
         progress = state.train_state
         return cls(
@@ -147,6 +156,12 @@ class RunStart:
         self.step += 1
         self.samples += samples
 
+    def note_first_step(self, run: Run, step: Step) -> None:
+        """Say how losses are weighted, and start the clock of the rates after this step."""
+        say_weighting(run, step)
+        if not run.is_over:
+            self.after_first_step(step.total.tokens)
+
     def after_first_step(self, tokens: Weight | None) -> None:
         """Leave the step that just ended, and its tokens, out of the rates."""
         self.seconds = time.perf_counter()
@@ -155,7 +170,18 @@ class RunStart:
         self.first_tokens = tokens if tokens is not None else 0
 
 
-def final_metrics(state: GlobalState, start: RunStart) -> dict[str, Any]:
+def say_weighting(run: Run, step: Step) -> None:
+    """Say once how mean losses are weighted, which only the first micro-batch tells; `Trainer` says it itself."""
+    micro = step.micros[0]
+    if micro.kind != "mean" or run.door.trainer is not None or not run.world.is_main:
+        return
+    unit = run.cfg.train.loss_weighting
+    if unit == "auto":
+        unit = "samples" if micro.tokens is None else "tokens"
+    logger.info("loss: means of micro-batches, weighted by their %s (train.loss_weighting)", unit)
+
+
+def final_metrics(state: Run, start: RunStart) -> dict[str, Any]:
     """What this `train()` did; the rates count its own steps and tokens only, also after a resume."""
     progress = state.train_state
     steps = progress.step - start.step
@@ -167,7 +193,7 @@ def final_metrics(state: GlobalState, start: RunStart) -> dict[str, Any]:
         samples = progress.consumed_train_samples - start.samples
     left_out = float(start.first_tokens)
     tokens = progress.consumed_tokens - start.tokens - left_out
-    flops = progress.floating_point_operations_so_far - start.flops - left_out * state.flops_per_token
+    flops = progress.floating_point_operations_so_far - start.flops - left_out * state.sums.flops_per_token
     per_second = 1 / runtime if steps > 0 and runtime > 0 else math.nan
     return {
         "train_runtime": runtime,

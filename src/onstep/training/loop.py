@@ -1,75 +1,148 @@
-"""What every part of the training loop works with, and how far it is."""
+"""The training loop, on one page. Whatever is optional is a feature: `features.py` lists them all, in their order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
-from torch import nn
-
-from onstep.training.anomalies import AnomalyWatch
-from onstep.training.housekeeping import Housekeeping
-from onstep.training.interval import IntervalMeter
-from onstep.training.interval_time import start_interval
-from onstep.training.log_step import RunStart
-from onstep.training.state import GlobalState
-from onstep.training.step import train_step
-from onstep.training.step_reporter import StepReporter
-from onstep.training.telling import Teller
-
-Evaluation = Callable[[], None]
+from onstep.data import StepBatches
+from onstep.training import actions, compute, position
+from onstep.training.decisions import agree
+from onstep.training.ending import Leave, conclude, leave_early
+from onstep.training.job import Job
+from onstep.training.losses import MicroLoss, reduce_step
+from onstep.training.micro_batches import MicroBatches
+from onstep.training.step import LastStep, Step, mean_loss
 
 
-@dataclass
 class Loop:
-    """What every part of the loop works with."""
+    """Trains until the run is over. Collective. `on` is what features do at a point, `tell` fires the user's events."""
 
-    forward_step_func: Callable[..., Any]
-    raw_forward_step_func: Callable[..., Any]
-    model: list[nn.Module]
-    optimizer: Any
-    scheduler: Any
-    reader: Any
-    valid_data_iterator: Any
-    state: GlobalState
-    tell: Teller
-    meter: IntervalMeter
-    watch: AnomalyWatch
-    start: RunStart
-    evaluation: Evaluation | None = None
-    reporter: StepReporter | None = None
-    """What prints console lines and fills trackers; None where nobody wants them."""
-    housekeeping: Housekeeping | None = None
-    """What is done after each step beside training; None where all of it is off."""
-    process_non_loss_data_func: Callable[..., Any] | None = None
-    non_loss_data_func: Callable[..., Any] | None = None
-    train_step: Callable[..., Any] = train_step
-    """The step, perhaps in a wrapper that measures it."""
-    position_before: dict[str, Any] | None = None
-    """Where the reader stood before the step's micro-batches were read; kept only where a step may be rerun."""
+    def __init__(self, job: Job) -> None:
+        self.job, self.run, self.tell, self.on = job, job.run, job.tell, job.run.features
+        self.last, wrap = self.on.room(LastStep), self.on.wrap
+        self.iterate: Callable[[], bool] = wrap("iterate", self.read_and_train)
+        self.read: Callable[[], StepBatches | None] = wrap("read", lambda: job.reader.read(job.run.num_microbatches))
+        self.train_step: Callable[[Step], None] = wrap("step", self.compute_and_update)
+        self.compute: Callable[[Step], None] = wrap("compute", self.forward_backward)
+        self.forward: Callable[..., MicroLoss] = wrap("forward", compute.forward_of(job))
+        self.backward: Callable[..., None] = wrap("backward", MicroLoss.backward)
+        self.update: Callable[[Step], None] = wrap("update", self.prepare_and_apply)
 
+    def train(self) -> None:
+        """The whole training, from where the run stands; the features' sessions are open."""
+        run, on, job = self.run, self.on, self.job
+        position.prepare(job)
+        self.tell.on_train_start()
+        position.go_to(job)
+        on.begin()
+        on.ready()
+        try:
+            if not run.is_over:
+                self.start_or_pick_up()
+            actions.restart_interval(job)
+            while not run.is_over:
+                self.train_epoch()
+        except Leave as leave:  # decided on all ranks alike, so it may still save
+            leave_early(job, leave)
+        conclude(job)
+        on.end()
+        run.ending.train_ended = True
+        self.tell.on_train_end()
 
-def begin_reports(loop: Loop) -> None:
-    """Start the time of the logging interval, of one that goes on less what it had taken."""
-    if loop.reporter is not None:
-        loop.reporter.begin()
-    else:
-        loop.state.interval_start = loop.state.clock.elapsed()
-    start_interval(loop.state)
+    def start_or_pick_up(self) -> None:
+        """Evaluate before the first step where that is wanted, or do what was still pending at the checkpoint."""
+        run = self.run
+        run.stage.was_concluded = False
+        if run.stage.is_resumed:
+            actions.act(self.job)
+            if run.is_over and run.stage.epoch_is_open and not run.leaves:
+                self.end_epoch(has_data=True)
+        elif run.cfg.validation.eval_on_start:
+            actions.run_evaluation(self.job)
+            agree(run)
 
+    def train_epoch(self) -> None:
+        """One pass over the data, or what is left of it; ends early when a stop is decided."""
+        run, control, reader, has_data = self.run, self.run.control, self.job.reader, True
+        position.begin_epoch(run)
+        self.tell.on_epoch_start()
+        agree(run)
+        while has_data and not run.is_over and not control.should_epoch_stop:
+            has_data = reader.has_next(run.num_microbatches) and self.iterate()
+        if not run.leaves:
+            self.end_epoch(has_data)
 
-def is_finished(state: GlobalState) -> bool:
-    """Whether the run has its steps, or somebody asked for its end."""
-    control = state.control
-    if control.should_training_stop or control.should_abort_without_save or state.data_exhausted:
+    def end_epoch(self, has_data: bool) -> None:
+        """Move to the next epoch if this one is over, and do what is due there."""
+        position.end_epoch(self.job, has_data)
+        actions.mark_due_after_an_epoch(self.run)
+        self.tell.on_epoch_end()
+        actions.act(self.job)
+
+    def read_and_train(self) -> bool:
+        """Read the next step's micro-batches and train on them, or skip them; False at the end of the data."""
+        run, on = self.run, self.on
+        on.before_iteration()
+        if position.is_skipped(run):
+            return position.skip_step(self.job, self.read())
+        self.tell.on_step_begin()
+        if (batches := self.read()) is None:
+            return False
+        step = self.last.begin(run.train_state.step + 1, batches)
+        self.tell.on_train_step_start(step)
+        self.train_step(step)
+        self.tell.on_train_step_end(step)
+        on.after_train_step(step)
+        position.count(self.job, step)
+        on.after_count(step)
+        actions.mark_due(run)
+        self.tell.on_step_end()
+        actions.act(self.job)
+        on.after_iteration(step)
         return True
-    return state.exits.decided is not None or has_all_steps(state)
 
+    def compute_and_update(self, step: Step) -> None:
+        """Forward and backward passes, one update, and the schedule."""
+        job, tell = self.job, self.tell
+        self.compute(step)
+        step.total = reduce_step(step.micros, self.run.world)
+        step.factor = compute.gradient_factor_of(job, step)
+        self.update(step)
+        tell.on_optimizer_step(step)
+        self.on.after_update(step)
+        if step.applied and job.scheduler is not None:
+            job.scheduler.step(job.schedule_increment(step.batches))
+        tell.on_train_metrics(step)
 
-def has_all_steps(state: GlobalState) -> bool:
-    """Whether the configured number of steps is done, or of epochs: one that was ended early counts as one."""
-    limit, num_epochs, progress = state.train_iters, state.cfg.train.num_epochs, state.train_state
-    if num_epochs is not None and progress.epoch >= num_epochs:
-        return True
-    return limit is not None and progress.step >= limit
+    def forward_backward(self, step: Step) -> None:
+        """Forward and backward of each micro-batch; ranks exchange gradients with the last one."""
+        job, on, tell = self.job, self.on, self.tell
+        compute.clear_gradients(job)
+        on.after_zero_grad()
+        micro_batches, step.micros = MicroBatches(step.batches, self.run.world.device), []
+        last = len(step.batches.micro_batches) - 1
+        for index in range(last + 1):
+            batch, is_filler = micro_batches.stage(index), step.batches.is_filler[index]
+            on.before_micro_batch(is_filler)
+            tell.on_forward_backward_start(micro_batch=batch)
+            with compute.exchanging(job.model, index == last):
+                micro = self.forward(micro_batches, batch, is_filler)
+                start = compute.backward_start_of(job, micro, last + 1)
+                on.before_backward(step, micro, start)
+                self.backward(micro, start)
+            micro.loss = micro.loss.detach()
+            step.micros.append(micro)
+            if tell.on.on_forward_backward_end:
+                tell.on_forward_backward_end(micro_batch=batch, loss=mean_loss([micro]))
+            if index < last:
+                tell.on_substep_end()
+
+    def prepare_and_apply(self, step: Step) -> None:
+        """Unscale, measure and clip the gradients; then apply them, unless a gate keeps them out."""
+        optimizer = self.job.optimizer
+        optimizer.observe_loss(step.total.numerator)
+        norm = optimizer.prepare(step.factor, needs_norm=compute.needs_norm(self.job))
+        step.grad_norm = None if optimizer.overflowed else norm
+        self.tell.on_pre_optimizer_step(step)
+        step.applied = self.on.admits(step) and optimizer.apply()
+        step.grad_norm, step.num_zeros = optimizer.grad_norm, optimizer.num_zeros

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from onstep.distributed import World
 from onstep.errors import ConfigError
+from onstep.training.backward import run_backward
 
 Weight = Tensor | float
 Kind = Literal["sum", "mean", "share"]
@@ -67,10 +68,14 @@ class MicroLoss:
     def backward(self, start: Weight | None) -> None:
         """Backward from `loss * start`; None is 1."""
         if start is None:
-            self.loss.backward()  # type: ignore[no-untyped-call]
+            run_backward(self.loss)
+            return
+        loss = self.loss
+        if isinstance(start, Tensor):
+            gradient = start.to(device=loss.device, dtype=loss.dtype)
         else:
-            gradient = as_scalar(start, self.loss.dtype, self.loss.device)
-            self.loss.backward(gradient.reshape(self.loss.shape))  # type: ignore[no-untyped-call]
+            gradient = as_scalar(start, loss.dtype, loss.device)
+        loss.backward(gradient.reshape(loss.shape))  # type: ignore[no-untyped-call]
 
 
 @dataclass(slots=True)
@@ -107,8 +112,10 @@ def read_loss(result: Any, batch: Any, weighting: str, is_filler: bool) -> Micro
         result = (result, {})
     if isinstance(result, tuple) and len(result) == 2:
         loss, report = result
-        tokens = 0 if is_filler else count_labels(batch)
-        weight = 0 if is_filler else mean_weight(batch, tokens, weighting)
+        if is_filler:
+            return MicroLoss(loss, 0, "mean", report, 0)
+        tokens = count_labels(batch)
+        weight = mean_weight(batch, tokens, weighting) if tokens is None or weighting != "auto" else tokens
         return MicroLoss(loss, weight, "mean", report, tokens)
     raise TypeError(
         f"The loss function returned {type(result).__name__}; it must return (loss_sum, num_tokens, report), "
@@ -122,10 +129,10 @@ def mean_weight(batch: Any, labels: Weight | None, weighting: str) -> Weight:
     Raises:
         ConfigError: where tokens are asked for and the micro-batch has no labels to count.
     """
-    if weighting == "microbatches":
-        return 1.0
     if weighting == "samples" or (weighting == "auto" and labels is None):
         return float(count_samples(batch))
+    if weighting == "microbatches":
+        return 1.0
     if labels is None:
         raise ConfigError(
             "train.loss_weighting=tokens counts the `labels` (batch, seq) of a micro-batch and this one has none; use "
@@ -139,7 +146,7 @@ def count_labels(batch: Any, *, causal: bool = False) -> Weight | None:
 
     `causal` leaves out the first position of each row, which a model that shifts its labels never predicts.
     """
-    if not isinstance(batch, Mapping):
+    if type(batch) is not dict and not isinstance(batch, Mapping):
         return None
     known = batch.get("num_tokens")
     if isinstance(known, int):
@@ -152,8 +159,11 @@ def count_labels(batch: Any, *, causal: bool = False) -> Weight | None:
 
 def count_samples(batch: Any) -> int:
     """Rows of the first tensor in a micro-batch; 1 where there is none."""
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
-    for value in values:
+    if type(batch) is dict or isinstance(batch, Mapping):
+        batch = batch.values()
+    elif not isinstance(batch, (list, tuple)):
+        batch = (batch,)
+    for value in batch:
         if isinstance(value, Tensor) and value.ndim > 0:
             return int(value.shape[0])
         if isinstance(value, (list, tuple, Mapping)):
@@ -169,22 +179,21 @@ def backward_start(
     `alone` is a step of one micro-batch on one rank, whose weight is known at once. Data parallelism divides the summed
     gradients by the number of ranks; a share must not be divided.
     """
-    start = _unscaled_start(micro, alone, nominal, world_size)
+    kind, weight = micro.kind, micro.weight
+    start: Weight | None = None
+    if kind == "share" and _is_nothing(weight):
+        start = 0.0
+    elif kind == "share":
+        start = None if world_size == 1 else float(world_size)
+    elif kind == "mean":
+        start = None if alone else weight / nominal
+    elif alone:
+        start = 1.0 / _divisor(weight, micro.loss)
+    else:
+        start = 0.0 if _is_nothing(weight) else 1.0 / nominal
     if loss_scale is None:
         return start
     return loss_scale if start is None else start * loss_scale
-
-
-def _unscaled_start(micro: MicroLoss, alone: bool, nominal: float, world_size: int) -> Weight | None:
-    if micro.kind == "share":
-        if _is_nothing(micro.weight):
-            return 0.0
-        return None if world_size == 1 else float(world_size)
-    if alone:
-        return None if micro.kind == "mean" else 1.0 / _divisor(micro.weight, micro.loss)
-    if micro.kind == "mean":
-        return micro.weight / nominal
-    return 0.0 if _is_nothing(micro.weight) else 1.0 / nominal
 
 
 def reduce_step(micros: list[MicroLoss], world: World) -> StepLoss:
@@ -195,9 +204,8 @@ def reduce_step(micros: list[MicroLoss], world: World) -> StepLoss:
         ValueError: for a report that is neither a mean nor sum and count, or that some micro-batches lack.
     """
     first = micros[0]
-    share = first.kind == "share"
     if len(micros) == 1 and world.size == 1 and not first.report:
-        return StepLoss(_counted(first), 1.0 if first.kind != "sum" else first.weight, first.tokens)
+        return StepLoss(_counted(first), first.weight if first.kind == "sum" else 1.0, first.tokens)
     _check_kinds(micros)
     numerator, weight, tokens = local_sums(micros)
     keys = sorted({key for micro in micros for key in micro.report})
@@ -207,7 +215,7 @@ def reduce_step(micros: list[MicroLoss], world: World) -> StepLoss:
         numerator, weight, tokens, reports = _over_ranks(world, numerator, weight, tokens, reports)
         numerator = numerator.to(dtype)
     values = {key: _mean(top, bottom, numerator) for key, (top, bottom) in zip(keys, reports, strict=True)}
-    return StepLoss(numerator, 1.0 if share else weight, tokens, values)
+    return StepLoss(numerator, 1.0 if first.kind == "share" else weight, tokens, values)
 
 
 def evaluation_sums(micros: list[MicroLoss], world: World) -> dict[str, tuple[Tensor, Tensor]]:
@@ -249,8 +257,9 @@ def at_least_one(weight: Weight) -> Weight:
 
 def _divisor(weight: Weight, loss: Tensor) -> Weight:
     """`at_least_one(weight)`, as precise as the loss: dividing by a count as it is gives float32 in any model."""
-    weight = at_least_one(weight)
-    return weight.to(torch.promote_types(loss.dtype, torch.float32)) if isinstance(weight, Tensor) else weight
+    if not isinstance(weight, Tensor):
+        return max(weight, 1)
+    return weight.clamp(min=1).to(torch.promote_types(loss.dtype, torch.float32))
 
 
 def _mean(top: Any, bottom: Weight, like: Tensor) -> Tensor:
@@ -277,12 +286,12 @@ def local_sums(micros: list[MicroLoss]) -> tuple[Tensor, Weight, Weight | None]:
 
 def _counted(micro: MicroLoss) -> Tensor:
     """The loss of a micro-batch, 0 for a filler and for the mean over no labels at all, which is NaN."""
-    loss = micro.loss.detach()
-    if _is_nothing(micro.weight):
-        return torch.zeros_like(loss)
-    if micro.kind == "mean" and isinstance(micro.weight, Tensor):
-        return loss.masked_fill(micro.weight == 0, 0.0)
-    return loss
+    loss, weight = micro.loss, micro.weight
+    if loss.requires_grad:
+        loss = loss.detach()
+    if not isinstance(weight, Tensor):
+        return torch.zeros_like(loss) if weight == 0 else loss
+    return loss.masked_fill(weight == 0, 0.0) if micro.kind == "mean" else loss
 
 
 def _is_nothing(weight: Weight) -> bool:

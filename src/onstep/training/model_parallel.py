@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +14,10 @@ from onstep.metrics.reductions import (
     logical_and_across_model_parallel_group,
     reduce_max_stat_across_model_parallel_group,
 )
+from onstep.training.feature import Feature
+from onstep.training.job import Job
 from onstep.training.losses import Weight
+from onstep.training.step import Step
 
 Update = tuple[bool, Weight | None, Tensor | int | None]
 """(successful, gradient norm before clipping, number of zero gradients)"""
@@ -41,3 +45,30 @@ def agreed_update(update: Update, group: Any, options: TrainingConfig) -> Update
         norm = reduce_max_stat_across_model_parallel_group(norm, group)  # type: ignore[arg-type]  # a tensor is read
     most = reduce_max_stat_across_model_parallel_group(zeros, group)  # type: ignore[arg-type]
     return successful, norm, None if most is None else int(most)
+
+
+class ModelParallelAgreement(Feature[Job]):
+    """One update for all ranks that hold parts of one model."""
+
+    name = "model_parallel"
+    needs_grad_norm = True
+    when = "the model's `pg_collection.mp` has other ranks"
+
+    @classmethod
+    def wanted(cls, host: Job) -> bool:
+        """Whether other ranks hold parts of this model."""
+        return model_parallel_group(host.model) is not None
+
+    def __init__(self, host: Job) -> None:
+        super().__init__(host)
+        self._group, self._options = model_parallel_group(host.model), host.run.cfg.train
+
+    def wrap_update(self, update: Callable[[Step], None]) -> Callable[[Step], None]:
+        """Agree on what came of it. Collective over the group; reads norm and zeros."""
+
+        def agreed(step: Step) -> None:
+            update(step)
+            result = step.applied, step.grad_norm, step.num_zeros
+            step.applied, step.grad_norm, step.num_zeros = agreed_update(result, self._group, self._options)
+
+        return agreed

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from onstep.config import ConfigContainer
+from onstep.config import ConfigContainer, ModelConfig
 from onstep.distributed import World, data_parallel
 from onstep.errors import ConfigError, MissingWeightsError
 from onstep.metrics.model_shape import ModelShape
@@ -15,10 +15,10 @@ from onstep.metrics.parameter_counts import num_active_parameters, num_parameter
 from onstep.models import ModelHook, Transformer, build_transformer
 from onstep.training.lora import add_lora, statistics
 from onstep.training.pretrained import find_pretrained, load_pretrained
-from onstep.training.state import GlobalState
+from onstep.training.run import Run
 
 
-def build_model(config: ConfigContainer, world: World, state: GlobalState) -> list[nn.Module]:
+def build_model(config: ConfigContainer, world: World, state: Run) -> list[nn.Module]:
     """The model's chunks, on the device, wrapped for data parallelism; every rank has the same weights. Collective.
 
     Trained weights are read unless the run continues from a checkpoint of its own, which has them all. LoRA comes
@@ -29,14 +29,16 @@ def build_model(config: ConfigContainer, world: World, state: GlobalState) -> li
         ConfigError: when a hook gives no list of modules.
     """
     transformer = _transformer(config, world, state)
-    state.flops_per_token = 6.0 * (transformer.num_parameters(exclude_embeddings=True) - _idle_parameters(config))
+    state.sums.flops_per_token = 6.0 * (
+        transformer.num_parameters(exclude_embeddings=True) - idle_parameters(config.model)
+    )
     if config.peft.peft_scheme is not None:
         add_lora(transformer, config.peft, config.rng.seed)
         if world.is_main:
             print(statistics(transformer), flush=True)  # noqa: T201 - Megatron Bridge's block
     with torch.random.fork_rng(devices=[]):  # what hooks draw follows from the seed too, such as a new head's weights
         torch.manual_seed(config.rng.seed)
-        chunks = run_hooks([transformer], state.pre_wrap_hooks)
+        chunks = run_hooks([transformer], state.door.pre_wrap_hooks)
     return data_parallel([chunk.to(world.device) for chunk in chunks], world, config.ddp)
 
 
@@ -64,7 +66,7 @@ def run_hooks(chunks: list[nn.Module], hooks: Sequence[ModelHook]) -> list[nn.Mo
     return chunks
 
 
-def _transformer(config: ConfigContainer, world: World, state: GlobalState) -> Transformer:
+def _transformer(config: ConfigContainer, world: World, state: Run) -> Transformer:
     if state.checkpoints is not None and state.checkpoints.start is not None:
         return build_transformer(config.model, seed=config.rng.seed)
     source = find_pretrained(config)
@@ -79,7 +81,7 @@ def _transformer(config: ConfigContainer, world: World, state: GlobalState) -> T
     return build_transformer(config.model, seed=config.rng.seed)
 
 
-def _idle_parameters(config: ConfigContainer) -> int:
+def idle_parameters(config: ModelConfig) -> int:
     """Weights of experts that a token does not meet."""
-    shape = ModelShape.of(config.model)
+    shape = ModelShape.of(config)
     return 0 if shape is None else num_parameters(shape) - num_active_parameters(shape)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from onstep.config import ConfigContainer
 from onstep.metrics.moe_losses import prediction_losses, reported_losses, tracked_losses
 from onstep.models.routing_record import FIGURES
+from onstep.sinks.tracker_logger import TrackerLogger
 from onstep.training.expert_steps import ExpertSteps
-from onstep.training.state import GlobalState
 from onstep.training.step_size import model_options
-from onstep.training.tags import COMET, MLFLOW, TENSORBOARD, WANDB
-from onstep.training.trackers import TrackerLogger
 
 
 class _MoeMetricFanoutWriter:
@@ -88,40 +86,23 @@ def expert_losses(experts: ExpertSteps, counts: Tensor, model: Any) -> dict[str,
     return losses | (prediction_losses(experts.prediction_sums(counts)) if experts.predictions else {})
 
 
-def track_experts(
-    state: GlobalState, model: Any, total_loss_dict: dict[str, Any], loggers: Mapping[str, Any], skipped_iter: int
-) -> None:
-    """Take up the step's losses of experts and multi-token prediction, without reading the device.
-
-    Those whose name ends in `loss` join the sums of the interval, and so the console line, unless the update was
-    skipped. The trackers get all of them at each step.
-
-    Args:
-        total_loss_dict: sums of the interval, changed in place.
-        loggers: the trackers of this rank by name; empty where nothing is written.
-    """
-    experts: ExpertSteps | None = state.experts
+def step_losses(experts: ExpertSteps | None, cfg: ConfigContainer, model: list[nn.Module]) -> dict[str, Tensor]:
+    """The step's losses of experts and multi-token prediction, unread."""
     if experts is None or experts.last is None:
-        return
-    losses, step = expert_losses(experts, experts.last, model), state.train_state.step
-    if not skipped_iter:
-        for name, loss in losses.items():
-            if name.endswith("loss"):
-                before = total_loss_dict.get(name)
-                total_loss_dict[name] = loss.double().reshape(1).clone() if before is None else before + loss.double()
-    writer = _build_moe_metric_writer(loggers.get(TENSORBOARD), loggers.get(COMET), loggers.get(MLFLOW))
-    if writer is not None:
-        for name, loss in losses.items():
-            writer.add_scalar(name, loss, step)
-    if WANDB in loggers:
-        loggers[WANDB].log(losses, step)
-
-
-def interval_losses(state: GlobalState) -> dict[str, float]:
-    """The same of the steps since the last logged one, as plain numbers: one read of the device."""
-    experts: ExpertSteps | None = state.experts
-    counts = None if experts is None else experts.flush()
-    if experts is None or counts is None:
         return {}
-    losses = expert_losses(experts, counts.cpu(), model_options(state.cfg, experts.chunks))
-    return {name: float(loss) for name, loss in losses.items()}
+    return expert_losses(experts, experts.last, model_options(cfg, model))
+
+
+def add_experts(losses: dict[str, Tensor], total_loss_dict: dict[str, Any]) -> None:
+    """Add the step's losses of experts to the sums of an interval: those that the console line shows."""
+    for name, loss in losses.items():
+        if name.endswith("loss"):
+            before = total_loss_dict.get(name)
+            total_loss_dict[name] = loss.double().reshape(1).clone() if before is None else before + loss.double()
+
+
+def interval_losses(experts: ExpertSteps | None, cfg: ConfigContainer) -> dict[str, Tensor]:
+    """The same of the steps since the last logged one, unread."""
+    if experts is None or experts.interval is None:
+        return {}
+    return expert_losses(experts, experts.interval, model_options(cfg, experts.chunks))

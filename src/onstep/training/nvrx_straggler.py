@@ -6,17 +6,17 @@ import importlib
 import logging
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from onstep.config.watching import NVRxStragglerDetectionConfig
+from onstep.config.safety_config import NVRxStragglerDetectionConfig
 from onstep.distributed import World
 from onstep.errors import MissingExtraError
+from onstep.training.feature import Feature
+from onstep.training.job import Job
 from onstep.training.tags import report_points, write_points
-
-if TYPE_CHECKING:
-    from onstep.training.state import GlobalState
 
 logger = logging.getLogger(__name__)
 
@@ -140,17 +140,6 @@ class NVRxStragglerDetectionManager:
         return tags
 
 
-def nvrx_manager_of(state: GlobalState) -> NVRxStragglerDetectionManager | None:
-    """The manager of a run, whose scores go to its trackers; None unless `nvrx_straggler.enabled`."""
-
-    def write(scores: Mapping[str, float]) -> None:
-        progress = state.train_state
-        write_points(state.trackers.loggers, report_points(scores), progress.step, progress.consumed_train_samples)
-
-    options = state.cfg.nvrx_straggler
-    return NVRxStragglerDetectionManager(options, state.world, write) if options.enabled else None
-
-
 def check_nvrx_straggler_detection(nvrx_straggler_manager: NVRxStragglerDetectionManager | None) -> bool:
     """Whether the run is to end because a GPU is slow; False without a manager. Collective where there is one."""
     if nvrx_straggler_manager is None:
@@ -226,3 +215,51 @@ def _straggler_module() -> Any:
             "nvrx_straggler.enabled=True needs nvidia-resiliency-ext: pip install 'onstep[resiliency]', or use "
             "straggler.log_straggler, which needs nothing."
         ) from error
+
+
+class NvrxStragglers(Feature[Job]):
+    """The straggler detection of `nvidia-resiliency-ext` around every step; its scores go to the trackers."""
+
+    name = "nvrx_stragglers"
+    when = "nvrx_straggler.enabled"
+    collective = True
+
+    @classmethod
+    def wanted(cls, host: Job) -> bool:
+        return host.run.cfg.nvrx_straggler.enabled
+
+    def __init__(self, host: Job) -> None:
+        super().__init__(host)
+        self._checked_at: int | None = None
+        self.manager: NVRxStragglerDetectionManager | None = NVRxStragglerDetectionManager(
+            host.run.cfg.nvrx_straggler, host.run.world, self._write
+        )
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Start the detection; without it the run goes on. Collective."""
+        self.manager = start_nvrx_straggler_manager(self.manager, self.host.run.world)
+        try:
+            yield
+        finally:
+            safe_shutdown_nvrx_straggler_manager(self.manager)
+
+    def wrap_step(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Let the detection measure the step."""
+        if self.manager is None:
+            return train_step
+        wrapped: Callable[..., Any] = self.manager.wrap_train_step_function(train_step)
+        return wrapped
+
+    def before_exit_decision(self) -> None:
+        """Ask, once a step, whether a GPU is so slow that the run is to end. Collective."""
+        run, manager = self.host.run, self.manager
+        if manager is None or self._checked_at == run.train_state.step:
+            return
+        self._checked_at = run.train_state.step
+        if check_nvrx_straggler_detection(manager):
+            run.exits.decided, run.exits.straggler = "straggler", manager.found
+
+    def _write(self, scores: Mapping[str, float]) -> None:
+        run, progress = self.host.run, self.host.run.train_state
+        write_points(run.trackers.loggers, report_points(scores), progress.step, progress.consumed_train_samples)

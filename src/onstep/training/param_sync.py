@@ -7,13 +7,14 @@ none of it, and nothing here is called for it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from onstep.training.state import GlobalState
+from onstep.training.feature import Feature, Interruption
+from onstep.training.job import Job
+from onstep.training.step import Step
 
 
 def should_disable_forward_pre_hook(
@@ -88,27 +89,51 @@ def _handle_mxfp8_param_buffer_copy(
             copy()
 
 
-class ForwardPreHooks:
+class ForwardPreHooks(Feature[Job]):
     """The forward pre-hooks of a training's chunks over time.
 
     Off until the first update that succeeded, so that a bad load is not spread; then on; off, with the parameters
     gathered, around evaluations, saves and comparisons, and at the end.
     """
 
-    def __init__(self, model: Sequence[Any], optimizer: Any) -> None:
-        self._model, self._optimizer = model, optimizer
-        config = model[0].ddp_config
+    name = "forward_pre_hooks"
+    when = "a chunk's `ddp_config` overlaps the gathering of parameters with the forward pass"
+    collective = True
+
+    @classmethod
+    def wanted(cls, host: Job) -> bool:
+        """Whether chunks gather parameters during the forward pass."""
+        config = getattr(host.model[0], "ddp_config", None) if host.model else None
+        return config is not None and should_disable_forward_pre_hook(
+            bool(getattr(config, "use_megatron_fsdp", False)),
+            bool(getattr(config, "use_distributed_optimizer", False)),
+            bool(getattr(config, "overlap_param_gather", False)),
+        )
+
+    def __init__(self, host: Job) -> None:
+        super().__init__(host)
+        self._model, self._optimizer = host.model, host.raw_optimizer
+        self._progress = host.run.train_state
+        config = host.model[0].ddp_config
         self._reuses_buffer = bool(getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False))
-        self._model_config = getattr(model[0], "config", None)
+        self._model_config = getattr(host.model[0], "config", None)
         self._param_sync_func: Any = None
         self.is_on = False
 
-    def begin(self, start_step: int = 0) -> None:
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Give the schedule's own gathering back, however the training ends."""
+        try:
+            yield
+        finally:
+            self.give_back_param_sync_func()
+
+    def begin(self) -> None:
         """Switch them off without gathering, and take the schedule's own gathering (`param_sync_func`) away.
 
         A run that continues in the MXFP8 format keeps them on, as its buffers are shared.
         """
-        if start_step > 0 and str(getattr(self._model_config, "fp8_recipe", "")).lower().endswith("mxfp8"):
+        if self._progress.step > 0 and str(getattr(self._model_config, "fp8_recipe", "")).lower().endswith("mxfp8"):
             self.is_on = True
             return
         if _has_hooks(self._model[0]):
@@ -117,17 +142,21 @@ class ForwardPreHooks:
         if self._param_sync_func is not None:
             self._model_config.param_sync_func = None  # type: ignore[union-attr]
 
-    def after_update(self, successful: bool) -> None:
+    def after_train_step(self, step: Step) -> None:
         """Switch them on after the first update that succeeded."""
-        if self.is_on or not successful:
+        if self.is_on or not step.applied:
             return
         enable_forward_pre_hook(self._model)
         self.give_back_param_sync_func()
         self.is_on = True
 
-    def copy_main_params(self) -> None:
-        """Fill the parameter buffer that was zeroed as the gradients' one. Called after gradients are cleared."""
+    def after_zero_grad(self) -> None:
+        """Fill the parameter buffer that was zeroed as the gradients' one."""
         _handle_mxfp8_param_buffer_copy(self._optimizer, self._reuses_buffer, True, self._model)
+
+    def pause(self, work: Interruption) -> AbstractContextManager[Any]:
+        """Off while weights are read."""
+        return self.off() if work in ("evaluate", "save", "compare") else nullcontext()
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -155,35 +184,6 @@ class ForwardPreHooks:
         if self._param_sync_func is not None:
             self._model_config.param_sync_func = self._param_sync_func  # type: ignore[union-attr]
             self._param_sync_func = None
-
-
-def hooks_of(model: Sequence[Any], optimizer: Any) -> ForwardPreHooks | None:
-    """What switches the hooks of `model`; None for chunks that gather nothing during the forward pass."""
-    config = getattr(model[0], "ddp_config", None) if model else None
-    if config is None or not should_disable_forward_pre_hook(
-        bool(getattr(config, "use_megatron_fsdp", False)),
-        bool(getattr(config, "use_distributed_optimizer", False)),
-        bool(getattr(config, "overlap_param_gather", False)),
-    ):
-        return None
-    return ForwardPreHooks(model, optimizer)
-
-
-@contextmanager
-def hooks_off(state: GlobalState) -> Iterator[None]:
-    """The run's forward pre-hooks off, with the parameters gathered, within the block; nothing where there are none."""
-    if state.forward_pre_hooks is None:
-        yield
-        return
-    with state.forward_pre_hooks.off():
-        yield
-
-
-def zero_grad_buffers(model: Sequence[Any]) -> None:
-    """Clear the gradient buffers of chunks that have some of their own."""
-    for chunk in model:
-        if hasattr(type(chunk), "zero_grad_buffer"):
-            chunk.zero_grad_buffer()
 
 
 def _has_hooks(chunk: Any) -> bool:

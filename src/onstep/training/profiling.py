@@ -5,16 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from onstep.config import ProfilingConfig
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager
-
-if TYPE_CHECKING:
-    from onstep.training.state import GlobalState
+from onstep.training.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +215,7 @@ class TorchTrace:
             self._observer = None
 
 
-def initialize_pytorch_profiler(state: GlobalState) -> TorchTrace | None:
+def initialize_pytorch_profiler(state: Run) -> TorchTrace | None:
     """Torch's profiler of this rank, where the configuration asks for it and the profiled steps are still to come.
 
     Its files are `torch_profile/rank-<r>.json.gz` and `chakra/rank-<r>.json.gz`, beside `logger.tensorboard_dir`, else
@@ -233,7 +231,7 @@ def initialize_pytorch_profiler(state: GlobalState) -> TorchTrace | None:
     return TorchTrace(config, folder / "torch_profile" / name, lambda: state.train_state.step, chakra)
 
 
-def profile_folder(state: GlobalState) -> Path:
+def profile_folder(state: Run) -> Path:
     """Where the folders of profiles are."""
     tensorboard = state.cfg.logger.tensorboard_dir
     if tensorboard is not None:

@@ -11,16 +11,14 @@ import time
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 import torch.distributed as dist
 
+from onstep.config import ConfigContainer
 from onstep.distributed import World, world_size_from_environment
 from onstep.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from onstep.config import ConfigContainer
-    from onstep.training.state import GlobalState
+from onstep.training.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +51,14 @@ def append_to_progress_log(save_dir: str | Path, text: str, world: World | None 
         file.write((line if _ends_with_line(file) else "\n" + line).encode())
 
 
-def log_job_start(state: GlobalState) -> None:
+def log_job_start(state: Run) -> None:
     """Write that a job starts: `Starting job`. Collective."""
     folder = _folder_of(state)
     if folder is not None:
         append_to_progress_log(folder, "Starting job", state.world)
 
 
-def log_async_checkpoint_saved(state: GlobalState, step: int) -> None:
+def log_async_checkpoint_saved(state: Run, step: int) -> None:
     """Write that the asynchronous save of `step` is durable: `Saved async checkpoint`. No collective."""
     folder = _folder_of(state)
     if folder is not None:
@@ -105,9 +103,7 @@ def get_start_time_from_progress_log(
     return scan.start
 
 
-def compute_throughputs_and_append_to_progress_log(
-    state: GlobalState, num_floating_point_operations_so_far: float
-) -> None:
+def compute_throughputs_and_append_to_progress_log(state: Run, num_floating_point_operations_so_far: float) -> None:
     """Write that a checkpoint is saved (or that its asynchronous save begins), with the model's TFLOP/s per GPU.
 
     Of this job: since `state.start_time`. Cumulative: since the first job with as many ranks. Collective; does nothing
@@ -127,19 +123,19 @@ def compute_throughputs_and_append_to_progress_log(
     append_to_progress_log(folder, text, state.world)
 
 
-def pending_flops(state: GlobalState) -> float:
+def pending_flops(state: Run) -> float:
     """Floating-point operations since the last logged step, which the run's own count does not have yet.
 
     It reads the device, and leaves the log interval as it is.
     """
-    meter = state.loop_parts.get("meter")
-    return 0.0 if meter is None else meter.tokens_so_far() * state.flops_per_token
+    meter = state.features.of_the_loop.get("meter")
+    return 0.0 if meter is None else meter.tokens_so_far() * state.sums.flops_per_token
 
 
-def _save_text(state: GlobalState, folder: Path, flops: float) -> str:
+def _save_text(state: Run, folder: Path, flops: float) -> str:
     ranks, progress = state.world.size, state.train_state
     job_seconds = time.time() - state.start_time
-    job = _tflops_per_gpu(flops - state.flops_at_start, job_seconds, ranks)
+    job = _tflops_per_gpu(flops - state.sums.flops_at_start, job_seconds, ranks)
     cumulative = job
     try:
         start, flops_at_first_start = get_start_time_from_progress_log(state.cfg, folder=folder, world_size=ranks)
@@ -218,7 +214,7 @@ def _ends_with_line(file: IO[bytes]) -> bool:
     return bool(file.read(1) == b"\n")
 
 
-def _folder_of(state: GlobalState) -> Path | None:
+def _folder_of(state: Run) -> Path | None:
     """Where the run's checkpoints are: `checkpoint.save`, else the folder that the run chose itself."""
     if state.cfg.checkpoint.save is not None:
         return Path(state.cfg.checkpoint.save)

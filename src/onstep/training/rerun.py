@@ -15,13 +15,14 @@ from typing import Any
 
 from onstep.config.parts import RerunStateMachineConfig
 from onstep.distributed import World
-from onstep.training.rerun_modes import (
+from onstep.training.rerun_snapshot import (
     EXIT_CODE_FAILED_ON_RESULT_VALIDATION,
     EXIT_CODE_RESUME_TO_DISAMBIGUATE,
     RerunMode,
     RerunState,
+    StepSnapshot,
+    rewindable,
 )
-from onstep.training.rerun_snapshot import StepSnapshot, rewindable
 from onstep.training.rerun_validation import (
     Comparison,
     Diagnosis,

@@ -1,18 +1,132 @@
-"""What the loop's own step gives the rerun state machine: its losses, and the buffers that a forward pass changes."""
+"""What the loop's own step gives the rerun state machine: its batches and its losses."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from onstep.config.parts import RerunStateMachineConfig
 from onstep.data import StepBatches
+from onstep.events import Request
+from onstep.training.buffer_guard import BufferGuard
+from onstep.training.ending import Leave
+from onstep.training.feature import Feature, Interruption
+from onstep.training.job import Job
 from onstep.training.losses import MicroLoss, as_scalar
 from onstep.training.rerun import RerunStateMachine
 from onstep.training.rerun_data_iterator import shallow_copy
 from onstep.training.rerun_validation import is_infinite, is_nan
+from onstep.training.step import Step
+
+
+@dataclass
+class GivenMachine:
+    """The machine of steps that are trained without `train()`, as a caller set it."""
+
+    machine: RerunStateMachine = field(default_factory=RerunStateMachine)
+
+
+class RerunMachine(Feature[Job]):
+    """Computes a suspicious step again, and leaves where the fault cannot be told here."""
+
+    name = "rerun"
+    when = "rerun_state_machine.rerun_mode"
+    collective = True
+    per_rank = True
+    has_state = True
+
+    @classmethod
+    def wanted(cls, host: Job) -> bool:
+        """Where results are validated, and where a resumed run must say what its checkpoint has in question."""
+        return host.run.cfg.rerun_state_machine.rerun_mode != "disabled" or _has_questions(host)
+
+    def __init__(self, host: Job) -> None:
+        super().__init__(host)
+        self._run, self._reader, self._config = host.run, host.reader, host.run.cfg.rerun_state_machine
+        self._position: dict[str, Any] = {}
+        buffers = BufferGuard(host.model, saved_only=False)
+        self.machine = RerunStateMachine.from_config(
+            self._config,
+            self._run.world,
+            state_save_func=buffers.keep,
+            state_restore_func=lambda _: buffers.restore(),
+        )
+        self.machine.current_iteration = self._run.train_state.step
+        self.has_state = self.machine.is_enabled or self._run.stage.is_resumed
+
+    def begin(self) -> None:
+        """Number the steps from where the run stands; a disabled machine has nothing to save."""
+        self.machine.current_iteration = self._run.train_state.step
+        self.has_state = self.machine.is_enabled
+
+    def wrap_read(self, read: Callable[[], StepBatches | None]) -> Callable[[], StepBatches | None]:
+        """Remember where the data stood before the step."""
+        if not self.machine.is_enabled:
+            return read
+
+        def noted() -> StepBatches | None:
+            self._position = self._reader.state_dict()
+            return read()
+
+        return noted
+
+    def wrap_compute(self, compute: Callable[[Step], None]) -> Callable[[Step], None]:
+        """Compute the step as often as the machine wants it."""
+        machine = self.machine
+        if not machine.is_enabled:
+            return compute
+
+        def computed(step: Step) -> None:
+            batches = step.batches
+            while machine.should_run_forward_backward():
+                step.batches = fresh_batches(batches)
+                compute(step)
+                validate_losses(machine, step.micros, self._config)
+            step.batches = batches
+            saves, leaves, exit_code = machine.should_checkpoint_and_exit()
+            if leaves:
+                self._leave(saves, exit_code)
+
+        return computed
+
+    def after_skip(self) -> None:
+        self.machine.current_iteration = self._run.train_state.step
+
+    def pause(self, work: Interruption) -> AbstractContextManager[Any]:
+        """Rerun nothing in evaluations: their results are validated at once."""
+        return self.machine.disabled() if work == "score" and self.machine.is_enabled else nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is in question, and the history that spikes are told by."""
+        return self.machine.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.machine.load_state_dict(state_dict)
+
+    def _leave(self, saves: bool, exit_code: int) -> None:
+        if saves:
+            self.machine.go_back()
+        decision = Request(
+            "rerun_exit",
+            "rerun state machine",
+            "",
+            self.machine.verdict or "",
+            self._run.world.rank,
+            {"exit_code": exit_code},
+        )
+        why = "before leaving, for a result to be computed again"
+        raise Leave(exit_code, decision, self._position if saves else None, why)
+
+
+def _has_questions(job: Job) -> bool:
+    checkpoints = job.run.checkpoints
+    found = checkpoints.start if checkpoints is not None and job.run.stage.is_resumed else None
+    return found is not None and "rank" in found.manifest.components
 
 
 def fresh_batches(batches: StepBatches) -> StepBatches:
@@ -39,17 +153,6 @@ def validate_losses(machine: RerunStateMachine, micros: list[MicroLoss], config:
                 "Spiky loss",
                 fatal=False,
             )
-
-
-def save_buffers(model: list[nn.Module]) -> list[Tensor]:
-    """Copies of all buffers (running statistics and the like), for `state_save_func`."""
-    return [buffer.detach().clone() for chunk in model for buffer in chunk.buffers()]
-
-
-def restore_buffers(model: list[nn.Module], saved: list[Tensor]) -> None:
-    """Put the values of `save_buffers` back, in place, for `state_restore_func`."""
-    for buffer, value in zip((one for chunk in model for one in chunk.buffers()), saved, strict=True):
-        buffer.detach().copy_(value)
 
 
 def _mean_losses(micros: list[MicroLoss]) -> list[float]:

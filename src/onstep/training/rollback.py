@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from onstep.errors import AnomalyError
@@ -60,6 +60,11 @@ class RollBack:
         progress.skip_list[:] = left.skip_list
         progress.overrides.clear()
         progress.overrides.update(_set_factor(left.overrides, self.lr_factor))
+
+    def record(self, to_step: int) -> Request:
+        """The decision as it is recorded, done: the progress is at `to_step` now."""
+        details = {"bad_step": self.bad_step, "to_step": to_step, "lr_factor": self.lr_factor}
+        return replace(self.request, flag="rolled_back", details={**self.request.details, **details})
 
     def without_checkpoint(self) -> AnomalyError:
         """The error of a run that has nothing to go back to."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from torch import nn
 
 from onstep.checkpoint import ModelState, RngState, SharingPattern, StateComponent, check_encodable
 from onstep.training.callback_states import CallbackStates
+from onstep.training.run import Run
 from onstep.training.saved_parts import (
     DataPosition,
     LoopParts,
@@ -14,10 +15,8 @@ from onstep.training.saved_parts import (
     check_has_state,
     is_stateful,
 )
-
-if TYPE_CHECKING:
-    from onstep.training.state import GlobalState
-    from onstep.training.telling import Teller
+from onstep.training.seams import UserOptimizer, UserScheduler
+from onstep.training.telling import Teller
 
 COMPONENTS = ("model", "optimizer", "scheduler", "trainer", "dataset", "rng", "callbacks")
 """What `checkpoint.components` selects from."""
@@ -29,7 +28,7 @@ _OF_TRAINER = ("loop", "rank")
 class RunComponents:
     """Makes the components of a run, for saving and for loading."""
 
-    def __init__(self, state: GlobalState, tell: Teller) -> None:
+    def __init__(self, state: Run, tell: Teller) -> None:
         self.state = state
         self.tell = tell
         self.callbacks = CallbackStates(tell.manager)
@@ -37,7 +36,13 @@ class RunComponents:
         self.is_chosen_start = False
         """The start was asked for, so `load_optim` and `load_rng` say how much of it is taken."""
 
-    def progress(self, model: list[Any], optimizer: Any, scheduler: Any, loads: bool = False) -> list[StateComponent]:
+    def progress(
+        self,
+        model: list[nn.Module],
+        optimizer: UserOptimizer | None,
+        scheduler: UserScheduler | None,
+        loads: bool = False,
+    ) -> list[StateComponent]:
         """What is loaded before data is opened."""
         config, replicated = self.state.cfg.checkpoint, SharingPattern.REPLICATED
         compared, selected = config.validate_replication, config.components is None
@@ -57,11 +62,16 @@ class RunComponents:
     def position(self, data: DataPosition | None, loads: bool = False) -> list[StateComponent]:
         """What is loaded right before the first step; `data` is None where the data stays where it is."""
         state, config, per_rank = self.state, self.state.cfg.checkpoint, SharingPattern.PER_RANK
-        parts = [StateComponent("loop", LoopParts(state.loop_parts), SharingPattern.REPLICATED, required=False)]
+        parts = [
+            StateComponent(
+                "loop", LoopParts(state.features.states(per_rank=False)), SharingPattern.REPLICATED, required=False
+            )
+        ]
         if data is not None:
             parts.append(StateComponent("dataset", data, per_rank, required=False))
-        if state.rank_parts:
-            parts.append(StateComponent("rank", LoopParts(state.rank_parts), per_rank, required=False))
+        own = state.features.states(per_rank=True)
+        if own:
+            parts.append(StateComponent("rank", LoopParts(own), per_rank, required=False))
         if (config.load_rng or not self.is_chosen_start) if loads else config.save_rng:
             parts.append(StateComponent("rng", self.rng, per_rank, required=False))
         return parts
@@ -74,11 +84,11 @@ class RunComponents:
         keep = {*wanted, *(_OF_TRAINER if "trainer" in wanted else ())}
         return [one for one in components if one.key in keep or one.key not in (*COMPONENTS, *_OF_TRAINER)]
 
-    def scheduler(self, scheduler: Any) -> StateComponent:
+    def scheduler(self, scheduler: UserScheduler) -> StateComponent:
         """Where the schedule stands."""
         return StateComponent("scheduler", SchedulerPosition(scheduler), SharingPattern.REPLICATED, required=False)
 
-    def check_states(self, optimizer: Any, scheduler: Any) -> None:
+    def check_states(self, optimizer: UserOptimizer | None, scheduler: UserScheduler) -> None:
         """Refuse states that no checkpoint can hold, before anything is trained.
 
         Raises:
@@ -94,7 +104,7 @@ class RunComponents:
 
     def _of_the_user(self) -> list[StateComponent]:
         """What the user's objects bring: a forward step with a state, and the `state_components()` of callbacks."""
-        forward_step = self.state.forward_step_func
+        forward_step = self.state.door.forward_step_func
         parts = []
         if is_stateful(forward_step):
             parts.append(StateComponent("forward_step", forward_step, SharingPattern.PER_RANK, required=False))

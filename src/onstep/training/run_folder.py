@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 
 from onstep.config import ConfigContainer
-from onstep.config.change_classes import ChangeClass
 from onstep.config.differences import Change, changes, decide, of_kind
+from onstep.config.part import ChangeClass
 from onstep.errors import ConfigError, RunExistsError
 from onstep.training.run_lock import RunLock
 

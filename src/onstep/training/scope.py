@@ -1,101 +1,124 @@
-"""The end of a run: who is told, in which order, whatever happened."""
+"""The end of a run: which callbacks hear of it, in which order, whatever happened."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
+from onstep.training.feature import Feature
+from onstep.training.job import Job
 from onstep.training.microbatches_calculator import current_calculator
+from onstep.training.run import Reason, Run
 from onstep.training.signals import Preempted
-from onstep.training.state import GlobalState, Reason
-from onstep.training.telling import Teller
 
 
-class RunScope:
-    """Wraps everything of a run, so that its end is told exactly once.
+class TrainingEnd(Feature[Job]):
+    """Fires `on_exception` and `on_train_end` where an exception ends the training, before anything is closed."""
 
-    `on_exception` once when an exception ends the run, `on_train_end` once if `on_train_start` was told, `on_run_end`
-    after everything. Scopes nest: `train()` inside `pretrain()` shares the outer one's ending, and an evaluation that a
-    callback makes and whose error it handles ends nothing.
-    """
+    name = "training_end"
 
-    def __init__(self, tell: Teller) -> None:
-        self.tell = tell
-        self.state: GlobalState = tell.state
-        self._outermost = False
-        self._trains = False
-        self._resources = ExitStack()
+    @classmethod
+    def wanted(cls, host: Job) -> bool:
+        """Always."""
+        return True
 
-    def __enter__(self) -> RunScope:
-        self._outermost = not self.state.in_run
-        self.state.in_run = True
-        if self._outermost:
-            self.state.train_started = self.state.train_ended = False
-            self.state.exception_told, self.state.ended = False, None
-            self._resources.enter_context(current_calculator(self.state.batch_sizes))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        state = self.state
-        if not (self._outermost or self._trains):
-            return
-        decided = error is None or isinstance(error, SystemExit)
-        if not decided and error is not None and self._outermost and state.watchdog is not None:
-            state.watchdog.publish(error)
-        endings: list[tuple[str, dict[str, object]]] = []
-        if not decided and not state.exception_told:
-            state.exception_told = True
-            endings.append(("on_exception", {"exception": error}))
-        if state.train_started and not state.train_ended:
-            state.train_ended = True
-            endings.append(("on_train_end", {}))
-        if self._outermost:
-            state.ended = self.reason(error)
-            state.error = None if decided else f"{type(error).__name__}: {error}"
-            endings.append(("on_run_end", {"reason": state.ended, "exception": None if decided else error}))
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """See the error."""
         try:
-            self._tell_all(endings, error)
-        finally:
-            if self._outermost:
-                state.in_run = False
-                self._resources.close()
+            yield
+        except BaseException as error:
+            if self.host.run.ending.train_started:
+                fire_endings(self.host.run, self.host.tell, error, is_outermost=False)
+            raise
 
-    def reason(self, error: BaseException | None) -> Reason:
-        """How the run ended; a callback that exits the process has stopped it."""
-        if isinstance(error, Preempted) or (error is None and self.state.exits.decided == "signal"):
-            return "preempted"
-        if error is not None:
-            return "stopped" if isinstance(error, SystemExit) else "failed"
-        return "stopped" if self.state.was_stopped else "completed"
 
-    def begin_training(self) -> None:
-        """Tell `on_train_start`; from here on `on_train_end` will be told."""
-        self._trains = True
-        self.state.train_started, self.state.train_ended = True, False
-        self.tell("on_train_start")
+@contextmanager
+def run_scope(run: Run, tell: Callable[..., None]) -> Iterator[None]:
+    """Wraps everything of a run, so that its end is fired exactly once.
 
-    def end_training(self) -> None:
-        """Tell `on_train_end` at the regular end of the loop."""
-        self.state.train_ended = True
-        self.tell("on_train_end")
-
-    def _tell_all(self, endings: list[tuple[str, dict[str, object]]], error: BaseException | None) -> None:
-        raised: list[BaseException] = []
-        for event, fields in endings:
+    `on_exception` once when an exception ends the run, `on_train_end` once if `on_train_start` was fired, `on_run_end`
+    after everything. Scopes nest: what runs inside another scope shares its ending, and an evaluation that a callback
+    makes and whose error it handles ends nothing.
+    """
+    ending = run.ending
+    if ending.in_run:
+        yield
+        return
+    ending.in_run, ending.train_started, ending.train_ended = True, False, False
+    ending.exception_told, ending.ended = False, None
+    with current_calculator(run.batch_sizes):
+        try:
             try:
-                self.tell(event, **fields)
-            except BaseException as one:  # noqa: BLE001 - every ending is told; the first error is raised below
-                raised.append(one)
-        if not raised:
-            return
-        # nobody would see a note on an exit
-        main = raised.pop(0) if error is None or isinstance(error, SystemExit) else error
-        for other in raised:
-            main.add_note(_as_note(other))
-        if main is not error:
-            raise main
+                yield
+            except BaseException as error:
+                if not isinstance(error, SystemExit):
+                    run.features.failing(error)
+                fire_endings(run, tell, error, is_outermost=True)
+                raise
+            fire_endings(run, tell, None, is_outermost=True)
+        finally:
+            ending.in_run = False
+
+
+class Endings(Feature[Run]):
+    """Fires `on_run_end` after everything else, and `on_exception` where one ended the run."""
+
+    name = "endings"
+
+    @classmethod
+    def wanted(cls, host: Run) -> bool:
+        """Always."""
+        return True
+
+    def session(self) -> AbstractContextManager[Any]:
+        """See how the run ends."""
+        return run_scope(self.host, self.host.door.tell)
+
+
+def fire_endings(run: Run, tell: Callable[..., None], error: BaseException | None, *, is_outermost: bool) -> None:
+    """Fire what is due at the end of a training, or of the run. All of it is fired; the first error is raised.
+
+    Raises:
+        BaseException: what a callback raised, where nothing else ended the run; else it is a note on that.
+    """
+    ending = run.ending
+    decided = error is None or isinstance(error, SystemExit)
+    endings: list[tuple[str, dict[str, object]]] = []
+    if not decided and not ending.exception_told:
+        ending.exception_told = True
+        endings.append(("on_exception", {"exception": error}))
+    if ending.train_started and not ending.train_ended:
+        ending.train_ended = True
+        endings.append(("on_train_end", {}))
+    if is_outermost:
+        ending.ended = reason_of(run, error)
+        ending.error = None if decided else f"{type(error).__name__}: {error}"
+        endings.append(("on_run_end", {"reason": ending.ended, "exception": None if decided else error}))
+    raised: list[BaseException] = []
+    for event, fields in endings:
+        try:
+            tell(event, **fields)
+        except BaseException as one:  # noqa: BLE001 - every ending is fired; the first error is raised below
+            raised.append(one)
+    if not raised:
+        return
+    # nobody would see a note on an exit
+    main = raised.pop(0) if error is None or isinstance(error, SystemExit) else error
+    for other in raised:
+        main.add_note(_as_note(other))
+    if main is not error:
+        raise main
+
+
+def reason_of(run: Run, error: BaseException | None) -> Reason:
+    """How the run ended; a callback that exits the process has stopped it."""
+    if isinstance(error, Preempted) or (error is None and run.exits.decided == "signal"):
+        return "preempted"
+    if error is not None:
+        return "stopped" if isinstance(error, SystemExit) else "failed"
+    return "stopped" if run.ending.was_stopped else "completed"
 
 
 def _as_note(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -13,18 +12,18 @@ from torch import nn
 
 from onstep.config import ConfigContainer
 from onstep.config.differences import configured_schedule_holds
-from onstep.config.epochs import standing_after
-from onstep.config.lengths import has_growing_tails, schedule_samples, sizes_of, train_iters
+from onstep.config.lengths import has_growing_tails, schedule_samples, sizes_of, standing_after, train_iters
 from onstep.data import EvalLoader
 from onstep.errors import ConfigError
 from onstep.optim import build_loss_scaler, build_optimizer, build_scheduler
 from onstep.training.data_setup import build_data, open_tokenizer
 from onstep.training.interval_time import print_timers
 from onstep.training.model_setup import build_model
-from onstep.training.state import GlobalState
+from onstep.training.run import Run
+from onstep.training.seams import UserOptimizer, UserScheduler
 from onstep.training.telling import Teller
 
-_MODEL_TIMER, _DATA_TIMER = "model-and-optimizer-setup", "train/valid/test-data-iterators-setup"
+MODEL_TIMER, DATA_TIMER = "model-and-optimizer-setup", "train/valid/test-data-iterators-setup"
 
 
 @dataclass
@@ -32,9 +31,9 @@ class Parts:
     """What `train()` is handed."""
 
     model: list[nn.Module]
-    optimizer: Any
+    optimizer: UserOptimizer | None
     """None, as are scheduler and training data, in a run that only evaluates."""
-    scheduler: Any
+    scheduler: UserScheduler | None
     train_data: Any
     valid_data: EvalLoader | None
     test_data: EvalLoader | None
@@ -45,7 +44,7 @@ class Parts:
             self.train_data.close()
 
 
-def set_up(state: GlobalState, tell: Teller) -> Parts:
+def set_up(state: Run, tell: Teller) -> Parts:
     """Build everything of a language-model run. Collective.
 
     Tells `on_data_init_start` before any data file is opened (but those that a `bpe` tokenizer is learned from) and
@@ -54,38 +53,48 @@ def set_up(state: GlobalState, tell: Teller) -> Parts:
     """
     config, world, timers = state.cfg, state.world, state.timers
     with timers("tokenizer-setup").measure():
-        state.tokenizer = state.processing_class = open_tokenizer(state)
+        state.tokenizer = state.door.processing_class = open_tokenizer(state)
     resolve_vocabulary(config, state.tokenizer.vocab_size)
-    with timers(_MODEL_TIMER).measure(barrier=True):
+    with timers(MODEL_TIMER).measure(barrier=True):
         model = build_model(config, world, state)
         seed_everything(config.rng.seed + world.rank)
         trains, iters = not config.validation.skip_train, train_iters(config, world_size=world.size)
         scaler = build_loss_scaler(config.optimizer, config.mixed_precision)
         optimizer = build_optimizer(model, config.optimizer, scaler=scaler) if trains else None
         waits = iters is None or has_growing_tails(config, world.size)
-        scheduler = scheduler_for(config, optimizer, iters, world.size) if trains and not waits else None
+        scheduler = None if optimizer is None or waits else scheduler_for(config, optimizer, iters, world.size)
     tell.model, tell.optimizer, tell.scheduler = model, optimizer, scheduler
-    if state.checkpoints is not None:
-        with timers("load-checkpoint").measure(barrier=True):
-            state.checkpoints.load_progress(model, optimizer, scheduler)
-    if state.is_resumed:
-        print_timers(state, ["load-checkpoint"])
+    load_checkpoint(state, tell)
     tell("on_data_init_start")
-    with timers(_DATA_TIMER).measure(barrier=True):
+    with timers(DATA_TIMER).measure(barrier=True):
         train_data, valid_data, test_data = build_data(config, world, state.tokenizer)
-    if scheduler is None and train_data is not None:
+    if scheduler is None and train_data is not None and optimizer is not None:
         iters = train_iters(config, train_data.num_samples, world_size=world.size)
         scheduler = scheduler_for(config, optimizer, iters, world.size, train_data.num_samples)
         tell.scheduler = scheduler
-    state.train_dataloader, state.eval_dataloader = train_data, valid_data
+    state.door.train_dataloader, state.door.eval_dataloader = train_data, valid_data
     count_steps(state, train_data)
     validation = config.validation
     state.train_state.do_train = trains and bool(iters)
     state.train_state.do_valid = valid_data is not None and validation.eval_iters != 0
     state.train_state.do_test = test_data is not None and validation.eval_iters != 0
-    print_timers(state, [_MODEL_TIMER, "load-pretrained-checkpoint", _DATA_TIMER])
-    tell("on_init_end")
+    end_set_up(state, tell)
     return Parts(model, optimizer, scheduler, train_data, valid_data, test_data)
+
+
+def load_checkpoint(state: Run, tell: Teller) -> None:
+    """Put the checkpoint that the run continues from, if there is one, into what `tell` shows callbacks. Collective."""
+    if state.checkpoints is not None:
+        with state.timers("load-checkpoint").measure(barrier=True):
+            state.checkpoints.load_progress(tell.model, tell.optimizer, tell.scheduler)
+    if state.stage.is_resumed:
+        print_timers(state, ["load-checkpoint"])
+
+
+def end_set_up(state: Run, tell: Teller) -> None:
+    """Print how long the set-up took, and tell `on_init_end`. Collective."""
+    print_timers(state, [MODEL_TIMER, "load-pretrained-checkpoint", DATA_TIMER])
+    tell("on_init_end")
 
 
 def resolve_vocabulary(config: ConfigContainer, tokenizer_size: int) -> None:
@@ -106,7 +115,11 @@ def resolve_vocabulary(config: ConfigContainer, tokenizer_size: int) -> None:
 
 
 def scheduler_for(
-    config: ConfigContainer, optimizer: Any, iters: int | None, world_size: int = 1, num_samples: int | None = None
+    config: ConfigContainer,
+    optimizer: UserOptimizer,
+    iters: int | None,
+    world_size: int = 1,
+    num_samples: int | None = None,
 ) -> Any:
     """The learning-rate schedule of a run of `iters` steps.
 
@@ -128,7 +141,7 @@ def scheduler_for(
     )
 
 
-def count_steps(state: GlobalState, train_data: Any) -> None:
+def count_steps(state: Run, train_data: Any) -> None:
     """Fill in the facts that Hugging Face's view of the progress shows."""
     config, world, facts = state.cfg, state.world, state.facts
     train, validation = config.train, config.validation
@@ -167,9 +180,3 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-def set_environment(config: ConfigContainer) -> None:
-    """Set the configured environment variables, unless they are set already."""
-    for name, value in config.env_vars.items():
-        os.environ.setdefault(name, value)

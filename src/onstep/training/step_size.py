@@ -10,10 +10,10 @@ from torch import nn
 from onstep.config import ConfigContainer
 from onstep.events.context import unwrap
 from onstep.metrics.flops import num_floating_point_operations
-from onstep.training.state import GlobalState
+from onstep.training.run import Run
 
 
-def step_batch_size(config: ConfigContainer, state: GlobalState) -> int:
+def step_batch_size(config: ConfigContainer, state: Run) -> int:
     """Samples of a step over all ranks, from the number of micro-batches that it has."""
     return (config.train.micro_batch_size or 1) * state.world.size * state.num_microbatches
 

@@ -4,61 +4,93 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from onstep.config.watching import StragglerDetectionConfig
+from onstep.config.safety_config import StragglerDetectionConfig
 from onstep.distributed import World
 from onstep.events import Request
 from onstep.training.decisions import write_decision
+from onstep.training.feature import Feature, Interruption
 from onstep.training.gpu_gauge import open_gauge
-from onstep.training.straggler_port import TogglePort
+from onstep.training.job import Job
+from onstep.training.run import Run
+from onstep.training.step import Step
+from onstep.training.step_size import flops_of_samples
 from onstep.training.straggler_report import RankTimes, Straggler, find_stragglers, ranking_lines, straggler_line
 
-if TYPE_CHECKING:
-    from onstep.training.state import GlobalState
 
-logger = logging.getLogger(__name__)
+class TogglePort:
+    """Listens on 127.0.0.1; `curl -X POST http://127.0.0.1:<port>/` turns the detection over, GET only asks.
 
+    What it says holds from the next report on.
 
-class NoStragglerTimer:
-    """Stands in for the detector where it is off: a context manager that does nothing."""
+    Args:
+        port: 0 takes a free one. One that is taken costs a warning, and nothing can be switched.
+        is_wanted: whether the detection is on now.
+    """
 
-    enabled = False
-    is_configured = False
-    stragglers: tuple[Straggler, ...] = ()
+    def __init__(self, port: int, is_wanted: bool) -> None:
+        self.is_wanted = is_wanted
+        self._server: ThreadingHTTPServer | None = None
+        try:
+            self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler_of(self))
+        except OSError as error:
+            logger.warning("the straggler detection cannot be switched: port %d of 127.0.0.1: %s", port, error)
+            return
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, name="straggler port", daemon=True)
+        self._thread.start()
 
-    def __call__(self, bdata: bool = False) -> NoStragglerTimer:
-        return self
-
-    def __enter__(self) -> NoStragglerTimer:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        return None
-
-    def start(self) -> None:
-        """Nothing."""
-
-    def stop(self) -> None:
-        """Nothing."""
-
-    def leave_out(self, seconds: float) -> None:
-        """Nothing."""
-
-    def restart(self) -> None:
-        """Nothing."""
-
-    def report(self, total_flops: float = 0.0, log_interval: int = 0) -> bool:
-        """False."""
-        return False
+    @property
+    def port(self) -> int | None:
+        """Where it listens; None where it does not."""
+        return None if self._server is None else int(self._server.server_address[1])
 
     def close(self) -> None:
-        """Nothing."""
+        """Stop listening."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+            self._server = None
+
+
+def _handler_of(port: TogglePort) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer()
+
+        def do_POST(self) -> None:
+            if self.headers.get("Origin") is not None:  # a web page in somebody's browser
+                self.send_error(403)
+                return
+            port.is_wanted = not port.is_wanted
+            self._answer()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """A request is no news."""
+
+        def _answer(self) -> None:
+            body = f"straggler detection is {'on' if port.is_wanted else 'off'} from the next report on\n".encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    return Handler
+
+
+logger = logging.getLogger(__name__)
 
 
 class StragglerDetector:
@@ -198,11 +230,9 @@ class _Section:
         self.count += 1
 
     def seconds(self) -> float:
-        """Of all that was left."""
         return self._seconds
 
     def clear(self) -> None:
-        """Start from 0."""
         self._seconds, self.count = 0.0, 0
 
 
@@ -234,22 +264,86 @@ class _DeviceSection(_Section):
         return math.fsum(begun.elapsed_time(ended) for begun, ended in self._pairs) / 1000
 
     def clear(self) -> None:
-        """Start from 0."""
         super().clear()
         self._pairs.clear()
 
 
-def straggler_timer_of(state: GlobalState) -> StragglerDetector | NoStragglerTimer:
-    """The detector of a run, or what stands in for it where `straggler.log_straggler` is off."""
-    options = state.cfg.straggler
-    if not options.log_straggler:
-        return NoStragglerTimer()
-    return StragglerDetector(
-        options, state.world, lambda: state.clock.elapsed(), lambda found: act_on_stragglers(state, found)
+@dataclass
+class _Room:
+    detector: StragglerDetector | None = None
+
+
+def detector_of(run: Run) -> StragglerDetector:
+    """The detector of a run, made when it is first asked for."""
+    room = run.features.room(_Room)
+    room.detector = room.detector or StragglerDetector(
+        run.cfg.straggler, run.world, lambda: run.clock.elapsed(), lambda found: act_on_stragglers(run, found)
     )
+    return room.detector
 
 
-def act_on_stragglers(state: GlobalState, found: list[Straggler]) -> None:
+class Stragglers(Feature[Job]):
+    """Measures reading and forward passes of every step, and compares the ranks at logged steps."""
+
+    name = "stragglers"
+    when = "straggler.log_straggler"
+    collective = True
+
+    @classmethod
+    def wanted(cls, host: Job) -> bool:
+        return host.run.cfg.straggler.log_straggler
+
+    def __init__(self, host: Job) -> None:
+        super().__init__(host)
+        self._run = host.run
+        self.detector = detector_of(host.run)
+        self._flops = 0.0
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.detector.close()
+
+    def restart_interval(self) -> None:
+        self.detector.restart()
+
+    def wrap_read(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        """Measure the reading of a batch."""
+        return self._measured(read, is_data=True)
+
+    def wrap_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Measure a forward pass."""
+        return self._measured(forward, is_data=False)
+
+    def after_iteration(self, step: Step) -> None:
+        """Compare the ranks where the step is a logged one. Collective then."""
+        job, run = self.host, self._run
+        self._flops += flops_of_samples(run.cfg, job.model, job.samples_of(step.batches))
+        log_interval = run.cfg.logger.log_interval
+        if log_interval and run.train_state.step % log_interval == 0:
+            self.detector.report(self._flops, log_interval)
+            self._flops = 0.0
+
+    @contextmanager
+    def pause(self, work: Interruption) -> Iterator[None]:
+        started = self._run.clock.elapsed()
+        try:
+            yield
+        finally:
+            if work in ("evaluate", "save"):
+                self.detector.leave_out(self._run.clock.elapsed() - started)
+
+    def _measured(self, function: Callable[..., Any], is_data: bool) -> Callable[..., Any]:
+        def measured(*given: Any) -> Any:
+            with self.detector(bdata=is_data):
+                return function(*given)
+
+        return measured
+
+
+def act_on_stragglers(state: Run, found: list[Straggler]) -> None:
     """Warn on rank 0, record it among the run's decisions, and ask for the end where that is configured."""
     text = "; ".join(map(str, found))
     if state.world.is_main:

@@ -10,14 +10,12 @@ from torch import Tensor
 
 from onstep.config.reporting import LoggerConfig
 from onstep.progress import TrainState
-from onstep.sinks.mlflow_names import metric_name
-from onstep.training.trackers import TensorBoardLogger, TrackerLogger
+from onstep.sinks.sink_names import bridge_names
+from onstep.sinks.tag_record import VS_SAMPLES, TagRecord
+from onstep.sinks.tracker_logger import TrackerLogger
+from onstep.training.seams import Loggers, Values
 
-TENSORBOARD, WANDB, MLFLOW, COMET = BACKENDS = ("tensorboard", "wandb", "mlflow", "comet")
-"""The trackers that Megatron Bridge's tags go to."""
-
-VS_SAMPLES = " vs samples"
-"""Ends the name of a curve over consumed samples."""
+TENSORBOARD, WANDB, MLFLOW, COMET = "tensorboard", "wandb", "mlflow", "comet"
 
 
 @dataclass(frozen=True)
@@ -29,20 +27,13 @@ class Point:
     """A number or a tensor of one element; it need not be read yet."""
     vs_samples: bool = False
     """TensorBoard shows it over consumed samples too."""
-    backends: tuple[str, ...] = BACKENDS
-    mlflow_tag: str | None = None
-    """What MLflow's name for it is made of, where that is not the tag."""
-
-    def name_for(self, backend: str) -> str:
-        """What the tracker calls it."""
-        return metric_name(self.mlflow_tag or self.tag) if backend == MLFLOW else self.tag
 
 
 @dataclass(frozen=True)
 class StepValues:
     """What a step is reported by, as numbers or unread tensors; what is None has no point and no field in the line."""
 
-    losses: Mapping[str, Any]
+    losses: Values
     learning_rate: float | None = None
     decoupled_learning_rate: float | None = None
     loss_scale: Any = 1.0
@@ -50,6 +41,12 @@ class StepValues:
     num_zeros: Any = None
     params_norm: Any = None
     max_attention_logit: Any = None
+
+    @property
+    def shown(self) -> Values:
+        """Those of the last step that the console line shows."""
+        names = ("loss_scale", "grad_norm", "num_zeros", "params_norm", "max_attention_logit")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -65,10 +62,10 @@ def step_points(
     values: StepValues, progress: TrainState, batch_size: int, world_size: int, options: LoggerConfig
 ) -> list[Point]:
     """The points of a step, in Megatron Bridge's order."""
-    points = [Point("samples vs steps", progress.consumed_train_samples, backends=(WANDB, MLFLOW))]
+    points = [Point("samples vs steps", progress.consumed_train_samples)]
     points += _given("learning-rate", values.learning_rate)
     if values.decoupled_learning_rate is not None:
-        points.append(Point("decoupled-learning-rate", values.decoupled_learning_rate, backends=(TENSORBOARD,)))
+        points.append(Point("decoupled-learning-rate", values.decoupled_learning_rate))
     if progress.skipped_train_samples > 0:
         points.append(Point("skipped-train-samples", progress.skipped_train_samples))
     points += _given("batch-size", batch_size)
@@ -83,7 +80,7 @@ def step_points(
     return points
 
 
-def report_points(*reports: Mapping[str, Any]) -> list[Point]:
+def report_points(*reports: Values) -> list[Point]:
     """The points of reports by tag: throughput, memory, time, gradient norms."""
     return [Point(tag, value) for report in reports for tag, value in report.items()]
 
@@ -106,47 +103,37 @@ def interval_points(
 
 def evaluation_points(kind: str, losses: Mapping[str, float], perplexities: Mapping[str, float]) -> list[Point]:
     """The points of an evaluation: `kind` is validation or test; `perplexities` may be empty."""
-    folder = "val" if kind == "validation" else kind
     points = []
     for name, loss in losses.items():
-        points.append(Point(f"{name} {kind}", loss, True, mlflow_tag=f"{folder}/{name}"))
+        points.append(Point(f"{name} {kind}", loss, vs_samples=True))
         if name in perplexities:
-            tag, mlflow_tag = f"{name} {kind} ppl", f"{folder}/{name} ppl"
-            points.append(Point(tag, perplexities[name], True, mlflow_tag=mlflow_tag))
+            points.append(Point(f"{name} {kind} ppl", perplexities[name], vs_samples=True))
     return points
 
 
-def write_points(loggers: Mapping[str, Any], points: Iterable[Point], step: int, samples: int) -> None:
+def write_points(loggers: Loggers, points: Iterable[Point], step: int, samples: int) -> None:
     """Hand the points to the trackers that there are, by name; device tensors go to ours unread.
 
     A logger that the user put in the place of ours is called as its own client is: `add_scalar` of a `SummaryWriter`,
     `log` of W&B, `log_metrics` of MLflow and Comet, with plain numbers for the last two.
     """
     points = list(points)
-    for backend, logger in loggers.items():
-        values = {one.name_for(backend): one.value for one in points if backend in one.backends}
+    tags = {one.tag: one.value for one in points}
+    over_samples = {one.tag + VS_SAMPLES: one.value for one in points if one.vs_samples}
+    for tracker, logger in loggers.items():
+        values = bridge_names(tracker, tags)
         if not values:
             continue
-        if backend == TENSORBOARD:
-            over_samples = {one.tag + VS_SAMPLES: one.value for one in points if one.vs_samples}
-            _write_curves(logger, values, over_samples, step, samples)
-        elif backend == WANDB:
+        if isinstance(logger, (TrackerLogger, TagRecord)):
+            logger.add_tags(values, over_samples, step, samples)
+        elif tracker == TENSORBOARD:
+            for x, curves in ((step, values), (samples, over_samples)):
+                for tag, value in curves.items():
+                    logger.add_scalar(tag, value, x)
+        elif tracker == WANDB:
             logger.log(values, step)
-        elif isinstance(logger, TrackerLogger):
-            logger.log_metrics(values, step)
         else:
             logger.log_metrics({name: _plain(value) for name, value in values.items()}, step=step)
-
-
-def _write_curves(
-    writer: Any, over_steps: Mapping[str, Any], over_samples: Mapping[str, Any], step: int, samples: int
-) -> None:
-    if isinstance(writer, TensorBoardLogger):
-        writer.add_points(over_steps, over_samples, step, samples)
-        return
-    for x, values in ((step, over_steps), (samples, over_samples)):
-        for tag, value in values.items():
-            writer.add_scalar(tag, value, x)
 
 
 def _given(tag: str, value: Any) -> Iterator[Point]:

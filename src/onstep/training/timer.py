@@ -168,17 +168,10 @@ class OffTimer(Timer):
         """Nothing."""
 
     def measure(self, barrier: bool = False) -> AbstractContextManager[None]:
-        """Nothing."""
         return _NOTHING
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Raises:
-        TimerError: always: nothing was measured.
-        """
         raise TimerError("this timer is off and has measured nothing; raise logger.timing_log_level to its level.")
 
     def since_written(self, reset: bool = True, barrier: bool = False) -> float:
-        """Raises:
-        TimerError: always: nothing was measured.
-        """
         return self.elapsed(reset, barrier)

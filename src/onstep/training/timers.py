@@ -12,8 +12,9 @@ from onstep.distributed import World
 from onstep.training.tags import TENSORBOARD, Point, write_points
 from onstep.training.timer import OffTimer, Timer, TimerError
 
+INTERVAL_TIME = "interval-time"
 TIMER_LEVELS: dict[str, int] = {
-    "interval-time": 0,
+    INTERVAL_TIME: 0,
     "eval-time": 0,
     "evaluate": 0,
     "save-checkpoint": 0,

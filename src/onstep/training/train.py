@@ -1,67 +1,36 @@
-"""The training loop. Both doors hand everything to `train()`; there is no other loop."""
+"""Megatron Bridge's `train()` and `train_step()`: what they are handed becomes a job, and the loop trains it."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from onstep.data import IteratorReader, StepBatches
+from onstep.data import IteratorReader, StepBatches, as_step_source
 from onstep.events import CallbackManager
-from onstep.optim import TorchSchedulerAdapter, TrainingOptimizer, wrap_optimizer
-from onstep.pulse import PULSE
-from onstep.training.actions import (
-    act_on_decisions,
-    fill_what_is_due,
-    fill_what_is_due_after_an_epoch,
-    run_evaluation,
-)
-from onstep.training.anomalies import AnomalyWatch
-from onstep.training.certificate import certified
+from onstep.optim import ForeignOptimizer, TorchSchedulerAdapter
+from onstep.training.bridge.global_state import GlobalState
+from onstep.training.bridge.step_result import TrainStepResult
 from onstep.training.checkpointing import own_checkpoints
-from onstep.training.conclusion import conclude, leave_for_rerun, leave_if_preempted
-from onstep.training.decisions import agree
-from onstep.training.exits import handled_signals
-from onstep.training.expert_steps import EXPERTS, experts_of
-from onstep.training.fault_tolerance import on_training_step_end, on_training_step_start
+from onstep.training.ending import Leave, leave_if_preempted
+from onstep.training.features import RUN, SECTIONS, STEP, TRAINING
 from onstep.training.forward_step import prepare_forward_step_func
-from onstep.training.garbage import manual_gc
-from onstep.training.growth import take_up_size
-from onstep.training.housekeeping import housekeeping_for
-from onstep.training.interval import IntervalMeter
-from onstep.training.interval_time import measured_steps
+from onstep.training.job import Evaluation, Job, drive
 from onstep.training.log_step import RunStart
-from onstep.training.loop import Evaluation, Loop, begin_reports, is_finished
-from onstep.training.param_sync import hooks_of
-from onstep.training.positions import (
-    check_that_there_was_data,
-    go_to_position,
-    has_next_step,
-    prepare_state,
-    start_next_epoch,
-)
+from onstep.training.loop import Loop
 from onstep.training.profiling import check_profilers
-from onstep.training.reading import advance, is_passed_over, note_decrease, pass_over, read_or_leave
-from onstep.training.scope import RunScope
-from onstep.training.state import GlobalState
-from onstep.training.step import samples_of, train_step
-from onstep.training.step_reporter import REPORTER, reporter_for
+from onstep.training.seams import ForwardStep, UserOptimizer, UserScheduler
 from onstep.training.telling import Teller
-from onstep.training.trackers import TRACKERS, closing_trackers
-from onstep.training.watchdog import watched
-
-logger = logging.getLogger(__name__)
 
 
 def train(
-    forward_step_func: Callable[..., Any],
+    forward_step_func: ForwardStep,
     model: list[nn.Module],
-    optimizer: Any,
-    scheduler: Any,
+    optimizer: UserOptimizer,
+    scheduler: UserScheduler | None,
     train_data_iterator: Any,
     valid_data_iterator: Any,
     global_state: GlobalState,
@@ -89,7 +58,7 @@ def train(
         process_non_loss_data_func: handed to the evaluations inside the loop, as is
         non_loss_data_func: see `evaluate_and_print_results`.
         pg_collection: kept for Megatron Bridge.
-        callback_manager: who is told.
+        callback_manager: whose callbacks are called.
         evaluation: what an evaluation does, where one validation set is not all of it.
 
     Raises:
@@ -97,241 +66,123 @@ def train(
         ReplicaMismatchError: when replicas differ (`train.check_weight_hash_across_dp_replicas_interval`).
         ConfigError: where `profiling.use_pytorch_profiler` and a callback both profile.
     """
-    check_profilers(global_state.cfg.profiling, callback_manager)
-    options = global_state.cfg.optimizer
-    optimizer = wrap_optimizer(
-        optimizer,
-        options.clip_grad,
-        grad_norm_skip_threshold=options.grad_norm_skip_threshold,
-        log_num_zeros_in_grad=options.log_num_zeros_in_grad,
-    )
-    scaler = global_state.loss_scaler(optimizer)
-    if scaler is not None and not isinstance(optimizer, TrainingOptimizer):
-        global_state.loop_parts["scaler"] = scaler
+    run = global_state
+    check_profilers(run.cfg.profiling, callback_manager)
+    driven = drive(optimizer, model, run)
+    optimizer = optimizer if isinstance(driven, ForeignOptimizer) else driven
     if isinstance(scheduler, LRScheduler):
         scheduler = TorchSchedulerAdapter(scheduler)
-    tell = Teller(callback_manager, global_state, model, optimizer, scheduler)
-    with own_checkpoints(global_state, tell, model, optimizer, scheduler):
-        loop = Loop(
-            forward_step_func=prepare_forward_step_func(forward_step_func, global_state),
+    tell = Teller(callback_manager, run, model, optimizer, scheduler)
+    run.trackers.join(callback_manager)
+    if not run.ending.in_run:
+        run.door.tell = tell
+    with own_checkpoints(run, tell, model, optimizer, scheduler):
+        job = Job(
+            run=run,
+            forward_step_func=prepare_forward_step_func(forward_step_func, run),
             raw_forward_step_func=forward_step_func,
             model=model,
-            optimizer=optimizer,
+            optimizer=driven,
+            raw_optimizer=optimizer,
             scheduler=scheduler,
-            reader=as_reader(train_data_iterator, global_state),
-            valid_data_iterator=valid_data_iterator,
-            state=global_state,
+            reader=as_step_source(train_data_iterator, run.world.size),
             tell=tell,
-            meter=IntervalMeter(),
-            watch=AnomalyWatch(global_state, optimizer),
-            start=RunStart.now(global_state),
+            start=RunStart.now(run),
+            valid_data_iterator=valid_data_iterator,
             evaluation=evaluation,
-            reporter=reporter_for(global_state, model, optimizer),
-            housekeeping=housekeeping_for(global_state, model),
             process_non_loss_data_func=process_non_loss_data_func,
             non_loss_data_func=non_loss_data_func,
         )
         with (
-            handled_signals(global_state),
-            watched(global_state),
-            closing_trackers(global_state),
-            RunScope(tell) as scope,
-            manual_gc(global_state),
-            certified(global_state),
-            measured_steps(global_state),
-            kept_house(loop),
+            run.world.error_scope(),
+            run.features.open((*RUN, *SECTIONS) if run.rank_monitor_client is not None else RUN, run, run.world),
+            run.features.open(TRAINING, job, run.world),
+            run.world.no_collectives_after_an_error(),
         ):
-            for chunk in model:
-                chunk.train()
-            prepare_state(loop)
-            save_with_checkpoints(loop)
-            scope.begin_training()
-            go_to_position(loop)
-            begin_housekeeping(loop)
-            progress = global_state.train_state
-            global_state.trackers.agree_on_run()
-            global_state.trackers.open(progress.step, progress.consumed_train_samples)
-            PULSE.beats += 1  # before the limit begins: what the set-up took does not count
-            PULSE.doing, PULSE.phase = "beginning to train", "training"
-            if global_state.watchdog is not None:
-                global_state.watchdog.look_now()
-            if not is_finished(global_state):
-                global_state.was_concluded = False
-                start_or_pick_up(loop)
-            begin_reports(loop)
-            while not is_finished(global_state):
-                train_epoch(loop)
-            conclude(loop)
-            if global_state.forward_pre_hooks is not None:
-                global_state.forward_pre_hooks.end()
-            scope.end_training()
-    leave_if_preempted(global_state)
+            Loop(job).train()
+    leave_if_preempted(run)
 
 
-@contextmanager
-def kept_house(loop: Loop) -> Iterator[None]:
-    """End the profiles, and leave the chunks' hooks and their schedule, when the block ends, however that happens."""
+def train_step(
+    forward_step_func: ForwardStep,
+    data_iterator: Any,
+    model: list[nn.Module],
+    optimizer: UserOptimizer,
+    scheduler: UserScheduler | None,
+    global_state: GlobalState,
+    tell: Teller | None = None,
+) -> TrainStepResult:
+    """Run forward and backward over the step's micro-batches and apply one update. Collective.
+
+    Args:
+        forward_step_func: called as `(iterator, model chunk)`, its state already injected.
+        data_iterator: the step's `StepBatches`, or any iterator of micro-batches to take `num_microbatches` from.
+        model: list of model chunks; without pipelining there is one.
+        optimizer: a `TrainingOptimizer`, or any object whose `step()` returns `(successful, grad_norm, num_zeros)`.
+        scheduler: stepped when the update succeeded, by the samples of a whole step also where the tail of an epoch
+            is shorter: the schedule is as long as the run. None keeps the learning rate.
+        global_state: state of the run.
+        tell: fires the events inside the step; None fires none.
+    """
+    batches = step_batches(data_iterator, global_state.num_microbatches, global_state.world.size)
+    loop = _loop_of(forward_step_func, model, optimizer, scheduler, global_state, tell)
+    step = loop.last.begin(global_state.train_state.step + 1, batches)
     try:
-        yield
-    finally:
-        hooks, loop.state.forward_pre_hooks = loop.state.forward_pre_hooks, None
-        if hooks is not None:
-            hooks.give_back_param_sync_func()
-        if loop.housekeeping is not None:
-            loop.housekeeping.close()
+        loop.train_step(step)
+    except Leave as leave:
+        return TrainStepResult({}, 1, leave.position is not None, True, int(leave.code or 0), None, None)
+    return TrainStepResult.of(step)
 
 
-def begin_housekeeping(loop: Loop) -> None:
-    """Compare weights, start profiles and switch hooks off before the first step. Collective."""
-    state = loop.state
-    state.forward_pre_hooks = hooks_of(loop.model, loop.optimizer)
-    if state.forward_pre_hooks is not None:
-        state.forward_pre_hooks.begin(state.train_state.step)
-    if loop.housekeeping is not None:
-        loop.housekeeping.begin()
-    if state.nvrx_straggler_manager is not None:
-        loop.train_step = state.nvrx_straggler_manager.wrap_train_step_function(train_step)
+@dataclass
+class _OwnLoop:
+    """The loop of steps that are trained without `train()`: what its features know goes on from step to step."""
+
+    given: tuple[object, ...] = ()
+    loop: Loop | None = None
 
 
-def save_with_checkpoints(loop: Loop) -> None:
-    """Name what the reports remember among the parts that checkpoints hold."""
-    state = loop.state
-    state.loop_parts.pop(REPORTER, None)
-    if loop.reporter is not None:
-        state.loop_parts[REPORTER] = loop.reporter
-    if state.trackers.configured:
-        state.rank_parts[TRACKERS] = state.trackers
-    experts = experts_of(state, loop.model)
-    if experts is not None:
-        state.loop_parts[EXPERTS] = experts
-
-
-def as_reader(data: Any, state: GlobalState) -> Any:
-    """What the loop reads steps from: a loader as it is, or a raw iterator of micro-batches in a reader."""
-    if hasattr(data, "read"):
-        return data
-    return IteratorReader(data[0] if isinstance(data, list) else data, world_size=state.world.size)
-
-
-def start_or_pick_up(loop: Loop) -> None:
-    """Evaluate before the first step where that is wanted, or do what was still pending at the checkpoint."""
-    state = loop.state
-    if state.is_resumed:
-        act_on_decisions(loop)
-        if is_finished(state) and state.epoch_is_open and state.exits.decided is None:
-            end_epoch(loop)
-    elif state.cfg.validation.eval_on_start:
-        run_evaluation(loop)
-        agree(state)
-
-
-def train_epoch(loop: Loop) -> None:
-    """One pass over the data, or what is left of it; ends early when a stop is decided."""
-    state, control, tell = loop.state, loop.state.control, loop.tell
-    if not state.epoch_is_open:
-        control.honoured("should_epoch_stop")
-    state.epoch_is_open = True
-    tell("on_epoch_start")
-    agree(state)
-    has_data = True
-    while has_data and not is_finished(state) and not control.should_epoch_stop:
-        has_data = has_next_step(loop) and read_and_run(loop)
-    if state.exits.decided is None:
-        end_epoch(loop, has_data)
-
-
-def read_and_run(loop: Loop) -> bool:
-    """Read the next step's micro-batches and run it, or pass over it; False at the end of the data."""
-    state, tell = loop.state, loop.tell
-    if loop.housekeeping is not None:
-        loop.housekeeping.before_step()
-    if is_passed_over(state):
-        return pass_over(loop)
-    with state.nvtx(f"training_step_{state.train_state.step}" if state.nvtx.enabled else ""):
-        if tell.on.on_step_begin:
-            tell("on_step_begin")
-        if state.rerun_state_machine.is_enabled:
-            loop.position_before = loop.reader.state_dict()
-        batches, leaves = read_or_leave(loop)
-        if batches is not None:
-            run_step(loop, batches)
-    return batches is not None or leaves
-
-
-def end_epoch(loop: Loop, has_data: bool = True) -> None:
-    """Move to the next epoch if this one is over, tell its end, and do what is due there."""
-    state = loop.state
-    if not has_data or not has_next_step(loop):
-        check_that_there_was_data(loop)
-        start_next_epoch(loop)
-    elif state.control.should_epoch_stop:
-        start_next_epoch(loop)
-    state.epoch_is_open = False
-    fill_what_is_due_after_an_epoch(state)
-    loop.tell("on_epoch_end")
-    state.is_unsaved = True
-    act_on_decisions(loop)
-
-
-def run_step(loop: Loop, batches: StepBatches) -> None:
-    """One optimizer step and everything that follows from it."""
-    state, tell, on = loop.state, loop.tell, loop.tell.on
-    on_training_step_start(state)
-    if on.on_train_step_start:
-        tell("on_train_step_start", micro_batches=batches.micro_batches, sample_ids=batches.sample_ids)
-    loop.watch.begin_step()
-    PULSE.doing = "computing a step"
-    result = loop.train_step(loop.forward_step_func, batches, loop.model, loop.optimizer, loop.scheduler, state, tell)
-    on_training_step_end(state)
-    if result.should_exit:
-        leave_for_rerun(loop, result)
-    if loop.start.is_first:
-        say_weighting(state)
-    if on.on_train_step_end:
-        tell(
-            "on_train_step_end",
-            loss_dict=result.loss_dict,
-            grad_norm=result.grad_norm,
-            skipped_iter=bool(result.skipped_iter),
-            sample_ids=batches.sample_ids,
-        )
-    PULSE.doing = "finishing a step"
-    loop.watch.end_step(batches.sample_ids, state.last_micros)
-    loop.meter.add(
-        None if loop.watch.left_out else state.last_step_loss,
-        result.grad_norm,
-        successful=not result.skipped_iter,
-        num_zeros=result.num_zeros_in_grad,
+def _loop_of(
+    forward_step_func: ForwardStep,
+    model: list[nn.Module],
+    optimizer: UserOptimizer,
+    scheduler: UserScheduler | None,
+    state: GlobalState,
+    tell: Teller | None,
+) -> Loop:
+    room, built = state.features.room(_OwnLoop), state.features.built
+    given = (forward_step_func, *model, optimizer, scheduler, tell)
+    is_same = len(given) == len(room.given) - 1 and all(a is b for a, b in zip(given, room.given, strict=False))
+    if room.loop is not None and is_same and room.given[-1] is built:
+        return room.loop
+    job = Job(
+        run=state,
+        forward_step_func=forward_step_func,
+        raw_forward_step_func=forward_step_func,
+        model=model,
+        optimizer=drive(optimizer, model, state),
+        raw_optimizer=optimizer,
+        scheduler=scheduler,
+        reader=IteratorReader(iter(())),
+        tell=tell or Teller(None, state),
+        start=RunStart.now(state),
     )
-    if state.forward_pre_hooks is not None:
-        state.forward_pre_hooks.after_update(not result.skipped_iter)
-    advance(state, samples_of(batches, state))
-    state.has_stepped = True
-    if state.cfg.train.decrease_batch_size_if_needed:
-        note_decrease(state)
-    if loop.reporter is not None:
-        loop.reporter.take_up(result)
-    loop.watch.conclude_step()
-    if state.certificate is not None:
-        step, loss = state.train_state.step, state.last_step_loss.value()
-        state.certificate.extend(step, batches.sample_ids, loop.optimizer, loss, loop.model)
-    if loop.start.is_first and not is_finished(state):
-        loop.start.after_first_step(state.last_step_loss.tokens)
-    fill_what_is_due(state)
-    if on.on_step_end:
-        tell("on_step_end")
-    act_on_decisions(loop)
-    if loop.housekeeping is not None:
-        loop.housekeeping.after_step(batches)
-    take_up_size(loop)
+    state.features.build(STEP, job, state.world)
+    room.loop = Loop(job)
+    room.given = (*given, state.features.built)
+    return room.loop
 
 
-def say_weighting(state: GlobalState) -> None:
-    """Say once how mean losses are weighted, which only the first micro-batch tells; `Trainer` says it itself."""
-    micro = state.last_micros[0]
-    if micro.kind != "mean" or state.trainer is not None or not state.world.is_main:
-        return
-    unit = state.cfg.train.loss_weighting
-    if unit == "auto":
-        unit = "samples" if micro.tokens is None else "tokens"
-    logger.info("loss: means of micro-batches, weighted by their %s (train.loss_weighting)", unit)
+def step_batches(data_iterator: Any, num_microbatches: int, world_size: int = 1) -> StepBatches:
+    """The step's micro-batches, read now if they come as an iterator; fewer where it ends within the step.
+
+    Raises:
+        StopIteration: when the iterator is exhausted.
+    """
+    if isinstance(data_iterator, StepBatches):
+        return data_iterator
+    source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+    batches = IteratorReader(source, world_size=world_size).read(num_microbatches)
+    if batches is None:
+        raise StopIteration
+    return batches

@@ -12,12 +12,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -25,15 +25,14 @@ from onstep.errors import OnstepError
 from onstep.pulse import PULSE
 from onstep.training import rank_stacks
 from onstep.training.accusations import ANSWER_SECONDS, Accusation, accusation_of, accuser_of
-from onstep.training.first_culprit import Kind, Verdict, Witness, judge
-from onstep.training.first_culprit_report import first_line, report, worker_frame
+from onstep.training.feature import Feature, Interruption
+from onstep.training.first_culprit import Kind, Verdict, Witness, first_line, judge, report, worker_frame
 from onstep.training.host_processes import birth_of, end_process, this_host
 from onstep.training.interrupts import Interrupts
 from onstep.training.rank_courier import RankCourier, Ruling
 from onstep.training.rank_record import Failure, RankRecord
-
-if TYPE_CHECKING:
-    from onstep.training.state import GlobalState
+from onstep.training.run import Run
+from onstep.training.step import Step
 
 GRACE_SECONDS = 2.0
 """What a rank that is not to blame has, after the report, to end by itself: to close its journal and its trackers."""
@@ -69,7 +68,7 @@ class Watchdog(threading.Thread):
         seconds: limit of standing still, outside of the set-up.
     """
 
-    def __init__(self, state: GlobalState, seconds: float) -> None:
+    def __init__(self, state: Run, seconds: float) -> None:
         super().__init__(name="onstep-watchdog", daemon=True)
         self.state = state
         self.seconds = seconds
@@ -267,7 +266,7 @@ class Watchdog(threading.Thread):
         speakers = [one for one in range(1, self.state.world.size) if one != rank]
         ruling = Ruling(verdict.kind, rank, line, speakers[0] if speakers and is_victim else record.rank)
         courier.ruling = ruling
-        self.state.first_failure = line
+        self.state.ending.first_failure = line
         if ruling.reporter == record.rank:
             left_out = "The store of the process group does not answer, so the other ranks' stacks are not here."
             self._write(verdict, line, witnesses, {record.rank: self._own_stacks()}, left_out)
@@ -280,7 +279,7 @@ class Watchdog(threading.Thread):
             self._released.set()
             self._stopping.wait()
             return
-        self.state.first_failure = ruling.line
+        self.state.ending.first_failure = ruling.line
         courier.is_urgent = True
         courier.stacks = self._own_stacks()
         courier.wants_stacks = ruling.reporter == self.state.world.rank
@@ -391,34 +390,85 @@ class Watchdog(threading.Thread):
         """Seconds that this rank may stand still where it is; None in the set-up, but for its callbacks."""
         is_watched = PULSE.phase != "setup" or told is not None
         section = PULSE.section or ("out_of_section" if is_watched else None)
-        return self.state.section_limits.get(section or "", self.seconds if is_watched else None)
+        return self.state.stage.section_limits.get(section or "", self.seconds if is_watched else None)
 
     def _is_held(self) -> bool:
         """Whether a debugger may be what makes this rank stand still."""
         return self._base.is_debugged or rank_stacks.is_in_debugger(rank_stacks.frame_of(self._watched))
 
 
-@contextmanager
-def watched(state: GlobalState) -> Iterator[None]:
-    """Watch this rank and the others while the block runs, as `ft.watchdog_seconds` says; nested blocks share one."""
-    seconds = state.cfg.ft.watchdog_seconds
-    if seconds is None or state.watchdog is not None or state.cfg.ft.enable_ft_package:
-        yield
-        return
-    dog = Watchdog(state, seconds)
-    state.watchdog, state.first_failure = dog, None
-    dog.begin()
-    try:
-        yield
-    except SystemExit as leaving:
-        dog.leave(leaving.code)
-        raise
-    except BaseException as error:
-        dog.wait_for_report(error)
-        raise
-    finally:
-        state.watchdog = None
-        dog.end()
+class Watching(Feature[Run]):
+    """Watches this rank and the others, and keeps the watchdog's words of what the process is doing."""
+
+    name = "watchdog"
+    when = "ft.watchdog_seconds, unless ft.enable_ft_package"
+    collective = True
+
+    @classmethod
+    def wanted(cls, host: Run) -> bool:
+        return host.cfg.ft.watchdog_seconds is not None and not host.cfg.ft.enable_ft_package
+
+    def __init__(self, host: Run) -> None:
+        super().__init__(host)
+        self.dog = Watchdog(host, host.cfg.ft.watchdog_seconds or 0.0)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Watch; where an error ends the run, wait until the first culprit is known."""
+        dog = self.dog
+        self.host.ending.first_failure = None
+        dog.begin()
+        try:
+            yield
+        except SystemExit as leaving:
+            dog.leave(leaving.code)
+            raise
+        except BaseException as error:
+            dog.wait_for_report(error)
+            raise
+        finally:
+            dog.end()
+
+    def failing(self, error: BaseException) -> None:
+        self.dog.publish(error)
+
+    def ready(self) -> None:
+        PULSE.beats += 1
+        PULSE.doing, PULSE.phase = "beginning to train", "training"
+        self.dog.look_now()
+
+    def wrap_read(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        """The words of reading."""
+
+        def watched() -> Any:
+            PULSE.doing = "reading a batch"
+            PULSE.beats += 1
+            return read()
+
+        return watched
+
+    def wrap_step(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+        """The words of a step."""
+
+        def watched(step: Step) -> None:
+            PULSE.doing = "computing a step"
+            train_step(step)
+            PULSE.doing = "finishing a step"
+
+        return watched
+
+    @contextmanager
+    def pause(self, work: Interruption) -> Iterator[None]:
+        if work == "write":
+            PULSE.doing = "saving a checkpoint"
+        if work != "score":
+            yield
+            return
+        before, PULSE.doing = PULSE.doing, "evaluating"
+        try:
+            yield
+        finally:
+            PULSE.doing = before
 
 
 def is_consequence(error: BaseException) -> bool:
@@ -437,7 +487,7 @@ def _placed(record: RankRecord, stacks: str) -> RankRecord:
     return record if worker is None else replace(record, place=worker[1])
 
 
-def _has_peers(state: GlobalState) -> bool:
+def _has_peers(state: Run) -> bool:
     return state.world.size > 1 and dist.is_initialized()
 
 

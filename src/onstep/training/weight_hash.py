@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
 from blake3 import blake3
-from torch import Tensor, nn
+from torch import nn
 
-from onstep.distributed import World
-from onstep.distributed.shards import as_dtensor
+from onstep.checkpoint.tensor_file import bytes_of
+from onstep.config.part import listed
+from onstep.distributed import World, shards
 from onstep.errors import ReplicaMismatchError
+from onstep.schedules import is_due
+from onstep.training.feature import Feature
+from onstep.training.job import Job
+from onstep.training.step import Step
 
 _DIGEST_BYTES = 16
 
@@ -27,10 +31,10 @@ def weight_hashes(model: Sequence[nn.Module]) -> dict[str, bytes]:
     for number, chunk in enumerate(model):
         prefix = f"chunk {number}: " if len(model) > 1 else ""
         for name, parameter in chunk.named_parameters():
-            if id(parameter) in seen or as_dtensor(parameter) is not None:
+            if id(parameter) in seen or shards.as_dtensor(parameter) is not None:
                 continue
             seen.add(id(parameter))
-            hashes[prefix + name.removeprefix("module.")] = _hash(parameter)
+            hashes[prefix + name.removeprefix("module.")] = blake3(bytes_of(parameter)).digest(length=_DIGEST_BYTES)
     return hashes
 
 
@@ -49,7 +53,7 @@ def check_param_hashes_across_dp_replicas(
             rank 0 where there is no majority).
     """
     mine = weight_hashes(model)
-    by_rank: list[dict[str, bytes]] = (world or _default_world()).gather(mine)
+    by_rank: list[dict[str, bytes]] = (world or World(rank=shards.rank(), size=shards.world_size())).gather(mine)
     differing = _differing(by_rank)
     if differing:
         when = "" if iteration is None else f" after {iteration} iterations"
@@ -78,18 +82,42 @@ def _differing(by_rank: list[dict[str, bytes]]) -> dict[int, list[str]]:
 def _told(differing: dict[int, list[str]], shown: int = 3) -> str:
     parts = []
     for rank, names in differing.items():
-        more = f" and {len(names) - shown} more" if len(names) > shown else ""
-        parts.append(f"rank {rank} differs in {', '.join(names[:shown])}{more}")
+        parts.append(f"rank {rank} differs in {listed(names, shown)}")
     return "; ".join(parts)
 
 
-def _hash(tensor: Tensor) -> bytes:
-    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return blake3(raw.numpy().data).digest(length=_DIGEST_BYTES)
+class WeightHashes(Feature[Job]):
+    """Compares the weights of all replicas, before the first step and every so many steps."""
+
+    name = "weight_hashes"
+    when = "train.check_weight_hash_across_dp_replicas_interval"
+    collective = True
+
+    @classmethod
+    def wanted(cls, host: Job) -> bool:
+        return host.run.cfg.train.check_weight_hash_across_dp_replicas_interval is not None
+
+    def begin(self) -> None:
+        """Compare before the first step. Collective."""
+        self._compare()
+
+    def after_iteration(self, step: Step) -> None:
+        """Compare where it is due. Collective then."""
+        if is_due(step.number, self.host.run.cfg.train.check_weight_hash_across_dp_replicas_interval):
+            self._compare()
+
+    def _compare(self) -> None:
+        run = self.host.run
+        with run.features.paused("compare"):
+            check_weight_hashes(self.host.model, run.train_state.step, run.world)
 
 
-def _default_world() -> World:
-    dist = torch.distributed
-    if not (dist.is_available() and dist.is_initialized()):
-        return World()
-    return World(rank=dist.get_rank(), size=dist.get_world_size())
+def check_weight_hashes(model: Sequence[nn.Module], iteration: int, world: World | None = None) -> None:
+    """Compare all weights over the data-parallel ranks, and say on rank 0 that they match. Collective.
+
+    Raises:
+        ReplicaMismatchError: see `check_param_hashes_across_dp_replicas`.
+    """
+    check_param_hashes_across_dp_replicas(model, world, iteration)
+    if (shards.rank() if world is None else world.rank) == 0:
+        print(f">>> Weight hashes match after {iteration} iterations...", flush=True)  # noqa: T201 - Bridge's line

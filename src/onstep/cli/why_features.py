@@ -1,0 +1,102 @@
+"""`onstep why --features`: the features of the loop in their order, and which of them a configuration wants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from onstep.cli.tables import printable
+from onstep.config import ConfigContainer
+from onstep.training import GlobalState
+from onstep.training.feature import HOOKS, Feature
+from onstep.training.features import RUN, SECTIONS, SETUP, TRAINING
+from onstep.training.signal_handling import SignalHandling
+from onstep.training.signals import DistributedSignalHandler
+
+PARTS: dict[str, tuple[Sequence[type[Feature[Any]]], str]] = {
+    "SETUP": (SETUP, "opened by pretrain() and Trainer before the process group"),
+    "RUN": (RUN, "opened by pretrain() and Trainer before the model is built, else by train()"),
+    "SECTIONS": (SECTIONS, "opened by pretrain() and Trainer once the checkpoints are known"),
+    "TRAINING": (TRAINING, "opened by train()"),
+}
+"""The parts of `FEATURES`, in order, and when each is opened."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a feature does, as its class says."""
+
+    name: str
+    when: str
+    hooks: tuple[str, ...]
+    """The hooks that it overrides, in the order of `HOOKS`."""
+    wraps: tuple[str, ...]
+    """The loop's work that it wraps."""
+    state: str
+    """`alike on all ranks`, `of each rank`, or empty for a feature without a state in checkpoints."""
+    is_collective: bool
+
+    @classmethod
+    def of(cls, kind: type[Feature[Any]]) -> Row:
+        """What the class of a feature says."""
+        hooks = tuple(name for name in HOOKS if getattr(kind, name) is not getattr(Feature, name))
+        wraps = tuple(name.removeprefix("wrap_") for name in dir(kind) if name.startswith("wrap_"))
+        state = ("of each rank" if kind.per_rank else "alike on all ranks") if hasattr(kind, "state_dict") else ""
+        return cls(kind.name, kind.when, hooks, wraps, state, kind.collective)
+
+
+def feature_lines(config: ConfigContainer | None = None) -> Iterator[str]:
+    """The table of features, two lines each; with a configuration, also whether it wants each of them."""
+    answers = {} if config is None else wishes(config)
+    number = 0
+    for part, (kinds, opened) in PARTS.items():
+        yield f"{part}: {opened}"
+        for row in map(Row.of, kinds):
+            number += 1
+            answer = f"{answers[row.name]:5}  " if answers else ""
+            yield f"{number:4}  {answer}{row.name:18}  {row.when}"
+            yield " " * (6 + len(answer)) + "  " + printable("; ".join(_deeds(row)))
+
+
+def wishes(config: ConfigContainer) -> dict[str, str]:
+    """By name, whether a configuration wants a feature: `on`, `off`, or `model` where a model has to be asked.
+
+    Callbacks may want more: a run whose callbacks show no progress has Megatron Bridge's console lines.
+    """
+    job = _JobToBe(GlobalState(cfg=config))
+    answers = {}
+    for kinds, _ in PARTS.values():
+        for kind in kinds:
+            job.asked_model = False
+            is_wanted = kind.wanted(job if kinds is TRAINING else job.run)
+            answers[kind.name] = "on" if is_wanted else "model" if job.asked_model else "off"
+            if kind is SignalHandling and is_wanted:  # a later feature asks whether signals are handled
+                job.run.exits.handler = DistributedSignalHandler(config.train.exit_signals)
+    return answers
+
+
+class _JobToBe:
+    """As much of a `Job` as a feature asks before it is built; notes whether it asks for the model."""
+
+    def __init__(self, run: GlobalState) -> None:
+        self.run = run
+        self.asked_model = False
+
+    @property
+    def model(self) -> list[nn.Module]:
+        self.asked_model = True
+        return [nn.Identity()]
+
+
+def _deeds(row: Row) -> Iterator[str]:
+    if row.hooks:
+        yield ", ".join(row.hooks)
+    if row.wraps:
+        yield f"wraps {', '.join(row.wraps)}"
+    if row.state:
+        yield f"state {row.state}"
+    if row.is_collective:
+        yield "collective"

@@ -1,0 +1,62 @@
+"""The largest attention logit of a step, where the model keeps one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onstep.events.context import unwrap
+from onstep.training.feature import Feature
+from onstep.training.job import Job
+from onstep.training.losses import MicroLoss
+from onstep.training.step import Step
+from onstep.training.step_size import model_options
+
+
+class AttentionLogits(Feature[Job]):
+    """Collects the largest attention logit of each micro-batch, and gives the step that of all ranks."""
+
+    name = "attention_logits"
+    when = "model.log_max_attention_logit"
+    collective = True
+
+    @classmethod
+    def wanted(cls, host: Job) -> bool:
+        """Whether it is asked for, or a user's model keeps one unasked."""
+        options = model_options(host.run.cfg, host.model)
+        asked = host.run.cfg.model.log_max_attention_logit
+        return bool(asked or getattr(options, "log_max_attention_logit", False))
+
+    def __init__(self, host: Job) -> None:
+        super().__init__(host)
+        self._logits: list[Tensor] = []
+
+    def after_zero_grad(self) -> None:
+        """A step begins, or begins again."""
+        self._logits = []
+
+    def wrap_forward(self, forward: Callable[..., MicroLoss]) -> Callable[..., MicroLoss]:
+        """Look at the model after each micro-batch."""
+        model = unwrap(self.host.model[0])
+
+        def noted(*given: Any) -> MicroLoss:
+            micro = forward(*given)
+            logit = getattr(model, "max_attention_logit", None)
+            if logit is not None:
+                self._logits.append(logit)
+            return micro
+
+        return noted
+
+    def wrap_compute(self, compute: Callable[[Step], None]) -> Callable[[Step], None]:
+        """The largest over all ranks; None of a model that keeps none. Collective."""
+
+        def computed(step: Step) -> None:
+            compute(step)
+            if self._logits:
+                step.max_attention_logit = self.host.run.world.max(torch.stack(self._logits).max())
+
+        return computed

@@ -1,0 +1,106 @@
+"""Megatron Bridge's `GlobalState`: the run, with what its features have under the documented names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from onstep.training.bridge.straggler_timer import NoStragglerTimer
+from onstep.training.energy import EnergyMonitor
+from onstep.training.expert_steps import ExpertSteps
+from onstep.training.experts import Experts
+from onstep.training.fault_tolerance import sections_of
+from onstep.training.fault_tolerance_state import FaultToleranceState
+from onstep.training.losses import StepLoss
+from onstep.training.nvrx_straggler import NVRxStragglerDetectionManager, NvrxStragglers
+from onstep.training.profiling_features import GivenMonitor, monitor_of
+from onstep.training.rerun import RerunStateMachine
+from onstep.training.rerun_step import GivenMachine, RerunMachine
+from onstep.training.run import Run
+from onstep.training.signals import DistributedSignalHandler
+from onstep.training.step import LastStep
+from onstep.training.stragglers import StragglerDetector, detector_of
+
+
+class GlobalState(Run):
+    """A run as Megatron Bridge's callbacks and functions see it. Everything that it adds is the features'."""
+
+    @property
+    def signal_handler(self) -> DistributedSignalHandler | None:
+        """What turns signals into a request to leave; None outside of a run."""
+        return self.exits.handler
+
+    @property
+    def fault_tolerance_state(self) -> FaultToleranceState:
+        """What the timed sections of the run remember."""
+        return sections_of(self).state
+
+    @fault_tolerance_state.setter
+    def fault_tolerance_state(self, state: FaultToleranceState) -> None:
+        sections_of(self).state = state
+
+    @property
+    def rank_monitor_client(self) -> Any:
+        """What times the sections of the run: that of `nvidia-resiliency-ext`, our own, or None."""
+        return sections_of(self).client
+
+    @rank_monitor_client.setter
+    def rank_monitor_client(self, client: Any) -> None:
+        sections_of(self).client = client
+
+    @property
+    def rerun_state_machine(self) -> RerunStateMachine:
+        """Recomputes suspicious results, where `rerun_state_machine.rerun_mode` says so."""
+        feature = self.features.find(RerunMachine)
+        return self.features.room(GivenMachine).machine if feature is None else feature.machine
+
+    @rerun_state_machine.setter
+    def rerun_state_machine(self, machine: RerunStateMachine) -> None:
+        self.features.room(GivenMachine).machine = machine
+
+    @property
+    def prints_console_line(self) -> bool:
+        """Megatron Bridge's lines of logged steps are wanted: no callback shows progress."""
+        return self.door.prints_console_line
+
+    @prints_console_line.setter
+    def prints_console_line(self, wanted: bool) -> None:
+        self.door.prints_console_line = wanted
+
+    @property
+    def straggler_timer(self) -> StragglerDetector | NoStragglerTimer:
+        """Stands around the reading of batches and the forward passes; does nothing unless
+        `straggler.log_straggler`."""
+        return detector_of(self) if self.cfg.straggler.log_straggler else NoStragglerTimer()
+
+    @property
+    def energy_monitor(self) -> EnergyMonitor | None:
+        """The energy of the GPUs; None unless `logger.log_energy`."""
+        return monitor_of(self) if self.cfg.logger.log_energy else self.features.room(GivenMonitor).monitor
+
+    @energy_monitor.setter
+    def energy_monitor(self, monitor: EnergyMonitor | None) -> None:
+        self.features.room(GivenMonitor).monitor = monitor
+
+    @property
+    def nvrx_straggler_manager(self) -> NVRxStragglerDetectionManager | None:
+        """The detection of `nvidia-resiliency-ext`; None unless `nvrx_straggler.enabled`."""
+        feature = self.features.find(NvrxStragglers)
+        return None if feature is None else feature.manager
+
+    @property
+    def experts(self) -> ExpertSteps | None:
+        """The routers and the multi-token prediction of the model; None where it has neither."""
+        feature = self.features.find(Experts)
+        return None if feature is None else feature.steps
+
+    @property
+    def last_step_loss(self) -> StepLoss | None:
+        """The loss of the step that ran last, over all ranks."""
+        return self.features.room(LastStep).loss
+
+    @property
+    def max_attention_logit(self) -> Tensor | None:
+        """Largest attention logit of the step that ran last, over all ranks; None unless the model keeps it."""
+        return self.features.room(LastStep).max_attention_logit

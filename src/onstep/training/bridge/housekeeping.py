@@ -1,0 +1,154 @@
+"""What is done after each step beside training: waiting for the device, reports, comparisons, profiles, collection.
+
+The order is that of `post_training_step_callbacks`. The loop does the same by features of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import nn
+
+from onstep.config import ConfigContainer
+from onstep.distributed import World, shards
+from onstep.schedules import is_due
+from onstep.training.param_sync import disable_forward_pre_hook, enable_forward_pre_hook
+from onstep.training.profiling import Profiler, handle_profiling_stop
+from onstep.training.weight_hash import check_weight_hashes
+
+
+def post_training_step_callbacks(
+    model: list[nn.Module],
+    num_floating_point_operations_since_last_log_event: float,
+    straggler_timer: Any,
+    iteration: int,
+    prof: Profiler | None,
+    config: ConfigContainer,
+    should_toggle_forward_pre_hook: bool,
+    nsys_nvtx_context: Any = None,
+) -> float:
+    """Do what is due after step `iteration` beside training; no user's callback is told. Collective.
+
+    In order: wait for the device, report stragglers, compare weights, end a profile, collect garbage.
+
+    Args:
+        model: list of model chunks.
+        num_floating_point_operations_since_last_log_event: model FLOPs since the last report of stragglers.
+        straggler_timer: measures the ranks; its `report` is called at logged steps with `straggler.log_straggler`.
+        iteration: steps done, this one included.
+        prof: torch's profiler, where there is one.
+        config: the run's configuration.
+        should_toggle_forward_pre_hook: the chunks' forward pre-hooks are on and must be off while weights are compared.
+            No optimizer prepares them here (MXFP8); the loop, which knows one, switches them off around the call.
+        nsys_nvtx_context: what `handle_profiling_step` gave.
+
+    Returns:
+        The FLOPs to go on counting from: 0 after a report. Megatron Bridge's first version zeroed only its own copy, so
+        that the caller's number grew for ever.
+
+    Raises:
+        ReplicaMismatchError: where replicas have different weights.
+    """
+    train = config.train
+    maybe_synchronize_training_step(train.train_sync_interval, iteration)
+    flops = maybe_report_stragglers(
+        config.logger.log_interval,
+        config.straggler.log_straggler,
+        straggler_timer,
+        iteration,
+        num_floating_point_operations_since_last_log_event,
+    )
+    maybe_check_weight_hash_across_dp_replicas(
+        model, None, train.check_weight_hash_across_dp_replicas_interval, iteration, should_toggle_forward_pre_hook
+    )
+    handle_profiling_stop(config.profiling, iteration, shards.rank(), prof, nsys_nvtx_context)
+    maybe_run_manual_gc(train.manual_gc, train.manual_gc_interval, iteration)
+    return flops
+
+
+def maybe_synchronize_training_step(train_sync_interval: int | None, iteration: int) -> None:
+    """Wait for the device at every `train_sync_interval`-th step; the CPU has nothing to wait for.
+
+    Args:
+        train_sync_interval: steps between waits; None never waits.
+        iteration: steps done.
+    """
+    if train_sync_interval and iteration % train_sync_interval == 0 and torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def maybe_report_stragglers(
+    log_interval: int | None,
+    log_straggler: bool,
+    straggler_timer: Any,
+    iteration: int,
+    num_floating_point_operations_since_last_log_event: float,
+) -> float:
+    """Compare the speed of the ranks at logged steps. Collective then.
+
+    Args:
+        log_interval: steps between logs; None or 0 logs none.
+        log_straggler: whether the ranks are compared at all.
+        straggler_timer: measures the ranks; its `report(flops, log_interval)` compares them.
+        iteration: steps done.
+        num_floating_point_operations_since_last_log_event: model FLOPs since the last report.
+
+    Returns:
+        The FLOPs to go on counting from: 0 after a report, else what was given.
+    """
+    if log_straggler and log_interval and iteration % log_interval == 0:
+        straggler_timer.report(num_floating_point_operations_since_last_log_event, log_interval)
+        return 0.0
+    return num_floating_point_operations_since_last_log_event
+
+
+def maybe_check_weight_hash_across_dp_replicas(
+    model: list[nn.Module],
+    optimizer: Any,
+    interval: int | None,
+    iteration: int,
+    should_toggle_forward_pre_hook: bool,
+    world: World | None = None,
+) -> None:
+    """Compare all weights over the data-parallel ranks at every `interval`-th step, and say on rank 0 that they match.
+
+    Collective then.
+
+    Hooks that are toggled are on again afterwards, also where the weights differ.
+
+    Args:
+        model: list of model chunks.
+        optimizer: prepares its main parameters, where hooks are toggled and it can.
+        interval: steps between comparisons; None never compares.
+        iteration: steps done, this one included.
+        should_toggle_forward_pre_hook: the chunks' forward pre-hooks are on: they are off during the comparison, with
+            the parameters gathered.
+        world: the ranks; None is the default process group.
+
+    Raises:
+        ReplicaMismatchError: see `check_param_hashes_across_dp_replicas`.
+    """
+    if not is_due(iteration, interval):
+        return
+    if not should_toggle_forward_pre_hook:
+        check_weight_hashes(model, iteration, world)
+        return
+    disable_forward_pre_hook(model, param_sync=True, optimizer=optimizer)
+    try:
+        check_weight_hashes(model, iteration, world)
+    finally:
+        enable_forward_pre_hook(model)
+
+
+def maybe_run_manual_gc(enabled: bool, interval: int, iteration: int) -> None:
+    """Collect garbage at every `interval`-th step where that is manual.
+
+    Args:
+        enabled: whether collecting is manual (`train.manual_gc`).
+        interval: steps between collections; 0 never collects.
+        iteration: steps done.
+    """
+    if enabled and interval and iteration % interval == 0:
+        gc.collect()

@@ -1,0 +1,282 @@
+"""What a feature of the loop is, and how the features of a run are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+from torch import Tensor
+
+from onstep.distributed import World, attempt
+from onstep.errors import ConfigError
+from onstep.events import Request
+from onstep.events.dispatch import NOTHING
+from onstep.training.losses import MicroLoss, Weight
+from onstep.training.seams import Wrapped
+from onstep.training.step import Step
+
+Host = TypeVar("Host")
+"""What a feature is built for: a `Run`, or the `Job` of one training."""
+Found = TypeVar("Found")
+
+Interruption = Literal["evaluate", "score", "save", "write", "finalize", "compare", "replay"]
+"""Work that belongs to no step: an evaluation inside the loop, and any evaluation; a checkpoint, its writing, and
+making an asynchronous one durable; a comparison of weights; computing a bad step's gradients again."""
+
+Work = Literal["iterate", "read", "step", "compute", "forward", "backward", "update", "score"]
+"""The loop's own work that a feature may wrap: a whole iteration, reading its micro-batches, training on them, all
+forward and backward passes, the forward pass of one micro-batch, its backward pass, and the update. `score` is a batch
+of an evaluation."""
+
+
+class Feature(Generic[Host]):
+    """Something that the loop can do beside training. One that is off is not built, and costs nothing.
+
+    A subclass overrides the hooks that it needs, and the loop calls no others. A `wrap_<work>(function)` gets the
+    loop's own work and returns what is called in its place. With `has_state` it has a state in checkpoints. After an
+    error no hook may start a collective, and the world refuses one.
+    """
+
+    name: ClassVar[str]
+    """Its key in checkpoints, and its name in `onstep why --features`."""
+    when: ClassVar[str] = "always"
+    """Configuration keys that decide whether it is wanted, for the documentation."""
+    collective: ClassVar[bool] = False
+    """Some hook talks to the other ranks: wanted on one rank, it is built on all."""
+    per_rank: ClassVar[bool] = False
+    """Each rank has a state of its own; otherwise the state is the same on all ranks."""
+    needs_grad_norm: bool = False
+    """It looks at the gradient norm of every step."""
+    has_state: bool = False
+    """Its `state_dict()` is in checkpoints, and `load_state_dict()` takes it back."""
+
+    @classmethod
+    def wanted(cls, host: Host) -> bool:
+        """Whether this rank wants it: by the configuration, the callbacks or the model."""
+        raise NotImplementedError
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+
+    def session(self) -> AbstractContextManager[object]:
+        """Around the whole training; leaving, it sees the error that ends it."""
+        return nullcontext()
+
+    def begin(self) -> None:
+        """The state of a checkpoint is loaded and the data is in place; before the first step."""
+
+    def ready(self) -> None:
+        """Every feature has begun; what the set-up took is over."""
+
+    def restart_interval(self) -> None:
+        """A logging interval begins: at the first step, and after a rollback."""
+
+    def before_iteration(self) -> None:
+        """Before the next step is read or skipped."""
+
+    def after_zero_grad(self) -> None:
+        """The gradients of the last step are gone."""
+
+    def before_micro_batch(self, is_filler: bool) -> None:
+        """A micro-batch is on the device."""
+
+    def before_backward(self, step: Step, micro: MicroLoss, start: Weight | None) -> None:
+        """The loss of a micro-batch is known, and what its backward pass starts from."""
+
+    def admits(self, step: Step) -> bool:
+        """Whether the update may be applied. Every feature is asked, on every rank, so that it may be collective."""
+        return True
+
+    def after_update(self, step: Step) -> None:
+        """The update was applied or refused; before the schedule moves on."""
+
+    def after_train_step(self, step: Step) -> None:
+        """`on_train_step_end` has fired; the counters still hold the step before."""
+
+    def after_count(self, step: Step) -> None:
+        """The counters hold this step."""
+
+    def after_agreement(self) -> None:
+        """The ranks have agreed on what is due or asked for."""
+
+    def settle(self) -> None:
+        """Judge what the device has not answered yet: a log, an evaluation or a save is about to rely on it."""
+
+    def before_log(self) -> None:
+        """A step is about to be logged."""
+
+    def add_to_read(self, unread: dict[str, dict[str, Tensor]]) -> None:
+        """A step is logged: put 0-d device tensors beside its loss, to be read with it. Called on all ranks."""
+
+    def after_read(self) -> None:
+        """The logging interval was read, and the next one begins."""
+
+    def before_exit_decision(self) -> None:
+        """The ranks are about to decide whether the process leaves."""
+
+    def after_iteration(self, step: Step) -> None:
+        """Everything of the step is done, saves included."""
+
+    def after_skip(self) -> None:
+        """A step of `train.iterations_to_skip` was counted without being trained on."""
+
+    def pause(self, work: Interruption) -> AbstractContextManager[object]:
+        """Around work that belongs to no step."""
+        return nullcontext()
+
+    def before_rollback(self, bad_step: int, request: Request) -> None:
+        """The run is about to go back to a checkpoint before `bad_step`."""
+
+    def rolled_back(self) -> None:
+        """It has."""
+
+    def failing(self, error: BaseException) -> None:
+        """An error is ending the run; callbacks are yet to hear of it."""
+
+    def end(self) -> None:
+        """Training ended well."""
+
+
+HOOKS: tuple[str, ...] = tuple(
+    name for name, hook in vars(Feature).items() if callable(hook) and not name.startswith("_") and name != "wanted"
+)
+
+
+class Features:
+    """The features of a run. Each hook is one function that calls theirs, in the order of the table."""
+
+    begin: Callable[[], None]
+    ready: Callable[[], None]
+    restart_interval: Callable[[], None]
+    before_iteration: Callable[[], None]
+    after_zero_grad: Callable[[], None]
+    before_micro_batch: Callable[[bool], None]
+    before_backward: Callable[[Step, MicroLoss, Weight | None], None]
+    after_update: Callable[[Step], None]
+    after_train_step: Callable[[Step], None]
+    after_count: Callable[[Step], None]
+    after_agreement: Callable[[], None]
+    settle: Callable[[], None]
+    before_log: Callable[[], None]
+    add_to_read: Callable[[dict[str, dict[str, Tensor]]], None]
+    after_read: Callable[[], None]
+    before_exit_decision: Callable[[], None]
+    admits: Callable[[Step], bool]
+    """Whether all let the update through."""
+    after_iteration: Callable[[Step], None]
+    after_skip: Callable[[], None]
+    before_rollback: Callable[[int, Request], None]
+    rolled_back: Callable[[], None]
+    failing: Callable[[BaseException], None]
+    end: Callable[[], None]
+
+    def __init__(self) -> None:
+        self.built: list[Feature[Any]] = []
+        self._open: set[int] = set()
+        self._rooms: dict[type[Any], Any] = {}
+        self.of_the_loop: dict[str, Any] = {}
+        """What the loop itself remembers between steps, by its key in checkpoints."""
+        self._compose()
+
+    @contextmanager
+    def open(self, table: Sequence[type[Feature[Host]]], host: Host, world: World) -> Iterator[None]:
+        """Build the wanted features of a table, and hold their sessions. Collective.
+
+        Sessions open in the order of the table and close in reverse, each with the error if there is one.
+        """
+        made = self.build(table, host, world)
+        with ExitStack() as stack:
+            for one in made:
+                self._open.add(id(one))
+                stack.callback(self._open.discard, id(one))
+                stack.enter_context(one.session())
+            yield
+
+    def build(self, table: Sequence[type[Feature[Host]]], host: Host, world: World) -> list[Feature[Host]]:
+        """Build the wanted features of a table that are not open already, and compose the hooks. Collective.
+
+        Those of a table that an earlier training has left are replaced.
+        """
+        self.built = [one for one in self.built if id(one) in self._open or type(one) not in table]
+        rows = [kind for kind in table if self.find(kind) is None]
+        wishes = _on_all_or_none(world, lambda: [int(kind.wanted(host)) for kind in rows])
+        wanted = [
+            kind
+            for kind, is_mine, is_any in zip(rows, wishes, world.agree(wishes), strict=True)
+            if is_mine or (is_any and kind.collective)
+        ]
+        made = _on_all_or_none(world, lambda: [kind(host) for kind in wanted])
+        self.built = [*self.built, *made]
+        self._compose()
+        return made
+
+    def find(self, kind: type[Found]) -> Found | None:
+        """The feature of that class; None where it is off."""
+        return next((one for one in self.built if isinstance(one, kind)), None)
+
+    def room(self, kind: type[Found]) -> Found:
+        """What a room keeps for this run also while its feature is off, made when it is first asked for."""
+        if kind not in self._rooms:
+            self._rooms[kind] = kind()
+        found: Found = self._rooms[kind]
+        return found
+
+    def wrap(self, work: Work, function: Wrapped) -> Wrapped:
+        """`function` inside what features put around this work; the first of the table is outermost."""
+        for one in reversed(self.built):
+            wrapper = getattr(one, f"wrap_{work}", None)
+            function = function if wrapper is None else wrapper(function)
+        return function
+
+    @contextmanager
+    def paused(self, work: Interruption) -> Iterator[None]:
+        """What the features put around work that belongs to no step."""
+        with ExitStack() as stack:
+            for pause in self._pauses:
+                stack.enter_context(pause(work))
+            yield
+
+    def states(self, *, per_rank: bool) -> dict[str, Any]:
+        """What checkpoints hold of the features, by name: what is alike on all ranks, or each rank's own."""
+        own = {} if per_rank else self.of_the_loop
+        return own | {one.name: one for one in self.built if one.has_state and one.per_rank is per_rank}
+
+    def _compose(self) -> None:
+        for hook in HOOKS:
+            if hook not in ("session", "admits", "pause"):
+                setattr(self, hook, _in_turn(self._overriding(hook)))
+        self.needs_grad_norm = any(one.needs_grad_norm for one in self.built)
+        self._pauses = self._overriding("pause")
+        self.admits = _all_of(self._overriding("admits"))
+
+    def _overriding(self, hook: str) -> list[Wrapped]:
+        base = getattr(Feature, hook)
+        return [getattr(one, hook) for one in self.built if getattr(type(one), hook) is not base]
+
+
+def _on_all_or_none(world: World, work: Callable[[], list[Found]]) -> list[Found]:
+    """What the work gives; where it fails on one rank, no rank goes on. Collective."""
+    done, error = attempt(work)
+    [failed] = world.agree([int(error is not None)])
+    if error is not None:
+        raise error
+    if failed or done is None:
+        raise ConfigError("a feature of the run could not be set up on another rank; the error of that rank says why.")
+    return done
+
+
+def _in_turn(functions: list[Wrapped]) -> Wrapped:
+    if len(functions) < 2:
+        return functions[0] if functions else NOTHING
+
+    def in_turn(*given: Any) -> None:
+        for function in functions:
+            function(*given)
+
+    return in_turn
+
+
+def _all_of(gates: list[Callable[[Step], bool]]) -> Callable[[Step], bool]:
+    """All gates are asked, whatever the first says: one that is collective must run on every rank."""
+    return gates[0] if len(gates) == 1 else lambda step: all([gate(step) for gate in gates])  # noqa: C419 - a list: none is left out

@@ -1,0 +1,95 @@
+"""The features of the loop: one table, which is their order in every hook, wrapper and session.
+
+Of wrappers the first row is the outermost; sessions open in this order and close in reverse.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from onstep.training.anomalies import AnomalyGate
+from onstep.training.attention_logits import AttentionLogits
+from onstep.training.bridge.feature import BridgeLog
+from onstep.training.certificate import TrajectoryHash
+from onstep.training.environment import EnvironmentVariables, LogLevel
+from onstep.training.experts import Experts
+from onstep.training.fault_tolerance import FaultToleranceSections
+from onstep.training.feature import Feature
+from onstep.training.growth import BatchGrowth
+from onstep.training.job import Job
+from onstep.training.model_parallel import ModelParallelAgreement
+from onstep.training.nvrx_straggler import NvrxStragglers
+from onstep.training.param_sync import ForwardPreHooks
+from onstep.training.profiling_features import (
+    DeviceSync,
+    Energy,
+    IntervalTime,
+    ManualGarbageCollection,
+    MemoryHistory,
+    MemoryRelease,
+    NvtxRanges,
+    Profilers,
+    StepTimers,
+)
+from onstep.training.rerun_step import RerunMachine
+from onstep.training.run import Run
+from onstep.training.scope import Endings, TrainingEnd
+from onstep.training.signal_handling import DataTimeoutGuard, SignalHandling
+from onstep.training.stragglers import Stragglers
+from onstep.training.tracker_sessions import TrackerSessions
+from onstep.training.watchdog import Watching
+from onstep.training.weight_hash import WeightHashes
+
+SETUP: tuple[type[Feature[Run]], ...] = (EnvironmentVariables, LogLevel)
+"""Opened by a door before the ranks' group is."""
+
+RUN: tuple[type[Feature[Run]], ...] = (
+    SignalHandling,  # first: a signal during the set-up already counts
+    Watching,  # above the endings: it hears an error before the callbacks do, and outlives them
+    TrackerSessions,  # above the endings: what `on_run_end` logs still arrives
+    Endings,
+    MemoryHistory,  # before the model is built
+    MemoryRelease,
+)
+"""Opened by a door before it builds anything, else by `train()`."""
+
+SECTIONS: tuple[type[Feature[Run]], ...] = (FaultToleranceSections,)
+"""Opened by a door where the run's checkpoints are known."""
+
+TRAINING: tuple[type[Feature[Job]], ...] = (
+    TrainingEnd,  # hears an error before anything below closes
+    DataTimeoutGuard,
+    IntervalTime,
+    DeviceSync,
+    StepTimers,  # outermost of what measures a step
+    NvtxRanges,
+    Energy,
+    Stragglers,
+    NvrxStragglers,
+    ForwardPreHooks,  # off around everything that reads weights
+    AnomalyGate,  # keeps the buffers once, before the first of several runs of a step
+    RerunMachine,  # inside it: may compute the step again, or leave
+    Experts,  # inside it: every run of the step counts anew
+    AttentionLogits,
+    ModelParallelAgreement,
+    BridgeLog,  # after the gate: sees what was applied
+    TrajectoryHash,
+    WeightHashes,  # after a step: Megatron Bridge's order
+    Profilers,
+    ManualGarbageCollection,
+    BatchGrowth,  # last: saves where the next step is larger
+)
+"""Opened by `train()`."""
+
+STEP: tuple[type[Feature[Job]], ...] = (
+    StepTimers,
+    NvtxRanges,
+    Stragglers,
+    RerunMachine,
+    Experts,
+    AttentionLogits,
+    ModelParallelAgreement,
+)
+"""What a step has that is trained without `train()`."""
+
+FEATURES: tuple[type[Feature[Any]], ...] = (*SETUP, *RUN, *SECTIONS, *TRAINING)

@@ -1,0 +1,110 @@
+"""`log_history`: in memory for callbacks, in the journal for ever, and in no checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from resuming import Interrupted
+from small_runs import run, small_state
+
+from onstep import CallbackManager, JsonLogger, pretrain
+from onstep.checkpoint import encode_state
+from onstep.config import ConfigContainer
+from onstep.training import GlobalState
+from onstep.training.saved_parts import RunProgress
+
+
+def size_of(state: GlobalState) -> int:
+    tensors, tree = encode_state(RunProgress(state).state_dict())
+    return len(json.dumps(tree)) + sum(len(name) for name in tensors)
+
+
+def test_a_checkpoint_does_not_grow_with_the_log() -> None:
+    sizes = []
+    for steps in (10, 100):
+        state = small_state(train_iters=steps)
+        state.cfg.logger.log_interval = 1
+        run(state)
+        assert len(state.facts.log_history) == steps + 1
+        state.facts.log_history[-1] = {"train_runtime": 1.0, "step": 10}
+        state.sums.loss_sum = 1.0
+        sizes.append(size_of(state))
+    assert sizes[1] - sizes[0] <= 16  # the counters have a digit more
+
+
+@pytest.fixture
+def config(tiny_config: ConfigContainer, tmp_path: Path) -> ConfigContainer:
+    tiny_config.run.name, tiny_config.run.output_dir, tiny_config.run.save_weights = "run", str(tmp_path), False
+    tiny_config.logger.log_interval, tiny_config.checkpoint.save_interval = 1, 4
+    return tiny_config
+
+
+def interrupted(config: ConfigContainer, *callbacks: Any) -> None:
+    manager = CallbackManager()
+
+    def die(context: Any) -> None:
+        if context.trainer_state.global_step == 6:
+            raise Interrupted
+
+    manager.add(list(callbacks))
+    manager.register("on_step_end", die)
+    with pytest.raises(Interrupted):
+        pretrain(config, callbacks=manager)
+
+
+def losses(state: GlobalState) -> list[int]:
+    return [record["step"] for record in state.facts.log_history if "loss" in record]
+
+
+def test_a_continued_run_has_the_history_of_its_journal(config: ConfigContainer, tmp_path: Path) -> None:
+    seen: list[int] = []
+    whole = pretrain(config, callbacks=[JsonLogger(note="x")])
+    config.run.name = "killed"
+    interrupted(config, JsonLogger(note="x"))
+    manager = CallbackManager()
+    manager.add(JsonLogger(note="x"))
+    manager.register("on_train_start", lambda context: seen.extend(losses(context.state)))
+    state = pretrain(config, callbacks=manager)
+    assert seen == [1, 2, 3, 4]
+    wall_clock = ("runtime", "per_second")
+    plain = [
+        [{key: one for key, one in record.items() if not any(word in key for word in wall_clock)} for record in history]
+        for history in (state.facts.log_history, whole.facts.log_history)
+    ]
+    assert plain[0] == plain[1]
+
+
+def test_without_a_journal_it_begins_with_what_there_is(config: ConfigContainer) -> None:
+    interrupted(config)
+    assert losses(pretrain(config)) == [5, 6, 7, 8]
+
+
+def test_a_run_that_was_concluded_still_has_its_final_metrics() -> None:
+    state, loaded = small_state(train_iters=2), small_state(train_iters=2)
+    run(state)
+    RunProgress(loaded).load_state_dict(RunProgress(state).state_dict())
+    assert loaded.facts.log_history == [state.facts.log_history[-1]]
+    assert "train_runtime" in loaded.facts.log_history[0]
+
+
+def test_going_back_drops_what_came_after_the_checkpoint() -> None:
+    state = small_state(train_iters=2)
+    state.cfg.logger.log_interval = 1
+    run(state)
+    del state.facts.log_history[-1]
+    saved = RunProgress(state).state_dict()
+    state.facts.log_history += [{"eval_loss": 1.0, "step": 2}, {"loss": 1.0, "step": 3}]
+    RunProgress(state).load_state_dict(saved)
+    assert [record["step"] for record in state.facts.log_history] == [1, 2]
+
+
+def test_an_older_checkpoint_brings_its_log() -> None:
+    state = small_state(train_iters=2)
+    older = RunProgress(state).state_dict()
+    del older["num_records"], older["final_metrics"]
+    older["log_history"] = [{"loss": 1.0, "step": 0}]
+    RunProgress(state).load_state_dict(older)
+    assert state.facts.log_history == [{"loss": 1.0, "step": 0}]

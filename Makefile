@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PEERS := .venv-peers
 
-.PHONY: demo test test-slow faults check lint bench docs docs-serve clean
+.PHONY: demo test test-slow faults check lint bench bench-peers docs docs-serve clean
 
 demo: $(READY)
 	$(BIN)/onstep train
@@ -30,10 +31,14 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 bench: $(READY)
-	$(BIN)/python benchmarks/loop_overhead.py
+	$(BIN)/python benchmarks/peers.py --quick
+	$(BIN)/python benchmarks/steady.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/sinks.py
 	$(BIN)/python benchmarks/log_analysis.py
+
+bench-peers: $(PEERS)/.ready
+	$(PEERS)/bin/python benchmarks/peers.py
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -42,7 +47,7 @@ docs-serve: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:
-	rm -rf $(VENV) site build dist src/onstep.egg-info
+	rm -rf $(VENV) $(PEERS) site build dist src/onstep.egg-info
 
 # The CPU build of torch comes first, by its exact version: a range would pull the newest build with CUDA.
 $(READY): pyproject.toml constraints.txt
@@ -51,3 +56,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
+
+$(PEERS)/.ready: pyproject.toml constraints.txt benchmarks/peers-requirements.txt
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --upgrade pip
+	$(PEERS)/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --requirement benchmarks/peers-requirements.txt --editable .
+	touch $(PEERS)/.ready

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
+from onstep.cli.why_features import PARTS, Row
 from onstep.config import ConfigContainer, ConfigPart, TrainingArguments
 from onstep.config.reserved_arguments import REASONS, ReservedArguments
 from onstep.events import MOMENTS
-from onstep.events.moments import BY_NAME, Moment
-from onstep.training.order import STEP_ORDER, Work
+from onstep.events.moments import Moment
+from onstep.training import loop
+from onstep.training.feature import HOOKS, Feature
 
 MARKER = re.compile(r"^<!-- generated: (.+?) -->$", re.MULTILINE)
 _TRAINING_FIELDS = ("optimizer", "scheduler", "train_dataloader", "eval_dataloader")
@@ -53,17 +55,27 @@ def moments_table() -> str:
     return _table(("Moment", "When it is told", "Has, beyond the common fields"), rows)
 
 
-def step_table() -> str:
-    """What happens in one step: the moments, and the loop's own work between them."""
+def loop_source() -> str:
+    """The loop itself."""
+    return f"```python\n{inspect.getsource(loop)}```"
+
+
+def feature_table() -> str:
+    """Every feature of the loop, in order."""
     rows = []
-    for entry in STEP_ORDER:
-        if isinstance(entry, Work):
-            when = re.sub(r"([a-z_]+\.[a-z_]+)", r"`\1`", entry.when)
-            rows.append((f"`{entry.name}`", f"{entry.what}.", when))
-        else:
-            moment = BY_NAME[entry]
-            rows.append((f"**{_names(moment)}**", f"{moment.when}.", "where somebody listens"))
-    return _table(("What", "What it does, or when it is told", "When"), rows)
+    for part, (kinds, _) in PARTS.items():
+        for row in map(Row.of, kinds):
+            hooks = [f"`{name}`" for name in row.hooks] + [f"`wrap_{name}`" for name in row.wraps]
+            when = re.sub(r"(?<!`)\b([a-z_]+\.[a-z_]+)\b(?!`)", r"`\1`", row.when)
+            collective = "yes" if row.is_collective else ""
+            rows.append((f"`{row.name}`", part, when, ", ".join(hooks), row.state, collective))
+    return _table(("Feature", "Part", "Wanted", "Hooks and wrappers", "State", "Collective"), rows)
+
+
+def hook_table() -> str:
+    """What a feature may override, in the order in which a run meets it."""
+    rows = [(f"`{name}`", _prose(inspect.getdoc(getattr(Feature, name)) or "")) for name in HOOKS]
+    return _table(("Hook", "When it is called, or what it gives"), rows)
 
 
 def configuration_tables() -> str:
@@ -97,7 +109,9 @@ def refused_table() -> str:
 
 GENERATED: dict[str, Callable[[], str]] = {
     "moments": moments_table,
-    "step": step_table,
+    "loop": loop_source,
+    "features": feature_table,
+    "hooks": hook_table,
     "configuration": configuration_tables,
     "arguments": argument_table,
     "refused arguments": refused_table,

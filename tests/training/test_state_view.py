@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import run, small_state
+from small_runs import TinyModel, run, small_state
 
 from onstep import CallbackManager
 from onstep.distributed import World
@@ -131,3 +131,20 @@ def test_the_experts_of_hand_made_steps_go_on_from_step_to_step() -> None:
         assert state.experts.interval is not None
         counts.append(float(state.experts.interval[:4].sum()))
     assert counts == [8 * 12 * 2, 2 * 8 * 12 * 2]
+
+
+def test_hand_made_steps_are_measured_for_the_report_of_stragglers(capsys: pytest.CaptureFixture[str]) -> None:
+    from small_runs import RaggedRows, split, sum_step
+
+    from onstep.optim import TrainingOptimizer
+    from onstep.training import train_step
+
+    model, state = TinyModel(), small_state()
+    state.cfg.straggler.log_straggler = True
+    optimizer = TrainingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    train_step(sum_step, split(RaggedRows(4), [2, 2]), [model], optimizer, None, state)
+    timer = state.straggler_timer
+    assert isinstance(timer, StragglerDetector)
+    assert timer._forward.count == 2
+    timer.report(0.0, 1)
+    assert capsys.readouterr().out.startswith("straggler report")

@@ -15,7 +15,7 @@ import torch
 
 from onstep.data import IterableLoader, TrainLoader
 from onstep.training import signals
-from onstep.training.data_wait import DataTimeout, wait_for_data
+from onstep.training.data_wait import DataTimeout, DataWait
 from onstep.training.signals import DistributedSignalHandler, Preempted
 
 FOLDER = Path(sys.argv[2])
@@ -95,7 +95,7 @@ def job_workers() -> None:
         while given_up is None:
             position = loader.state_dict()
             try:
-                step = wait_for_data(lambda: loader.read(1), handler, timeout)
+                step = DataWait(lambda: loader.read(1), handler, timeout)()
             except DataTimeout as error:
                 given_up = str(error)
                 assert loader.state_dict() == position

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from onstep.data import TrainLoader
-from onstep.training.data_wait import DataTimeout, DataWait, wait_for_data
+from onstep.training.data_wait import DataTimeout, DataWait
 from onstep.training.signals import DistributedSignalHandler
 
 
@@ -62,11 +62,11 @@ def test_a_signal_while_waiting_ends_the_wait_at_the_position_before() -> None:
     rows = SlowRows()
     loader = loader_of(rows)
     with DistributedSignalHandler("SIGUSR1") as handler, signal_while_waiting(rows):
-        first = wait_for_data(lambda: loader.read(2), handler, 0.05)
+        first = DataWait(lambda: loader.read(2), handler, 0.05)()
         assert first is not None
         assert first.sample_ids == [[0], [1]]
         with pytest.raises(DataTimeout, match=r"train.data_timeout=0.05 .* SIGUSR1"):
-            wait_for_data(lambda: loader.read(2), handler, 0.05)
+            DataWait(lambda: loader.read(2), handler, 0.05)()
     assert loader.state_dict() == {"epoch": 0, "samples_in_epoch": 2}
     rows.stuck = False
     again = loader.read(2)
@@ -81,7 +81,7 @@ def test_a_signal_before_the_read_counts_too() -> None:
     with DistributedSignalHandler("SIGUSR1") as handler:
         os.kill(os.getpid(), signal.SIGUSR1)
         with pytest.raises(DataTimeout):
-            wait_for_data(lambda: loader.read(1), handler, 0.05)
+            DataWait(lambda: loader.read(1), handler, 0.05)()
 
 
 def test_one_wait_serves_all_reads_of_a_run() -> None:
@@ -89,15 +89,17 @@ def test_one_wait_serves_all_reads_of_a_run() -> None:
     loader = loader_of(rows)
     alarm_handler = signal.getsignal(signal.SIGALRM)
     with DistributedSignalHandler("SIGUSR1") as handler:
-        wait = DataWait(handler, 0.05)
-        assert wait(loader.read, 2) is not None
+        size = 2
+        wait = DataWait(lambda: loader.read(size), handler, 0.05)
+        assert wait() is not None
+        size = 1
         os.kill(os.getpid(), signal.SIGUSR1)
         for _ in range(2):
             with pytest.raises(DataTimeout):
-                wait(loader.read, num_microbatches=1)
+                wait()
             assert signal.getsignal(signal.SIGALRM) is alarm_handler
         rows.stuck = False
-        step = wait(loader.read, 1)
+        step = wait()
     assert step is not None
     assert step.sample_ids == [[2]]
 
@@ -118,7 +120,7 @@ def test_the_users_timer_and_alarm_handler_come_back() -> None:
             signal_while_waiting(rows),
             pytest.raises(DataTimeout),
         ):
-            wait_for_data(lambda: loader.read(1), handler, 0.05)
+            DataWait(lambda: loader.read(1), handler, 0.05)()
         delay, interval = signal.getitimer(signal.ITIMER_REAL)
         assert signal.getsignal(signal.SIGALRM) is mine
         assert 0 < delay <= 1000
@@ -140,7 +142,7 @@ def test_a_users_alarm_that_fell_due_meanwhile_comes_afterwards() -> None:
             os.kill(os.getpid(), signal.SIGUSR1)
             signal.setitimer(signal.ITIMER_REAL, 0.2)
             with pytest.raises(DataTimeout):
-                wait_for_data(lambda: loader.read(1), handler, 0.5)
+                DataWait(lambda: loader.read(1), handler, 0.5)()
         while not alarms:
             time.sleep(0.01)
         assert alarms == [signal.SIGALRM]
@@ -158,7 +160,7 @@ def test_data_that_comes_in_time_is_kept_and_no_timer_is_left() -> None:
     try:
         with DistributedSignalHandler("SIGUSR1") as handler:
             os.kill(os.getpid(), signal.SIGUSR1)
-            step = wait_for_data(lambda: loader.read(3), handler, 60.0)
+            step = DataWait(lambda: loader.read(3), handler, 60.0)()
             assert step is not None
             assert step.sample_ids == [[0], [1], [2]]
             assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
@@ -188,7 +190,7 @@ def test_without_a_timeout_the_data_is_waited_for() -> None:
                 thread.join()
                 return loader.read(1)
 
-            step = wait_for_data(read, handler, None)
+            step = DataWait(read, handler, None)()
             assert handler.received
             assert step is not None
             assert step.sample_ids == [[2]]
@@ -203,7 +205,7 @@ def test_an_error_of_the_data_stays_that_error() -> None:
     with DistributedSignalHandler("SIGUSR1") as handler:
         os.kill(os.getpid(), signal.SIGUSR1)
         with pytest.raises(RuntimeError, match="row 3 is broken"):
-            wait_for_data(read, handler, 60.0)
+            DataWait(read, handler, 60.0)()
 
 
 def test_outside_the_main_thread_the_read_is_left_alone() -> None:
@@ -213,7 +215,7 @@ def test_outside_the_main_thread_the_read_is_left_alone() -> None:
     read: list[Any] = []
     with DistributedSignalHandler("SIGUSR1") as handler:
         os.kill(os.getpid(), signal.SIGUSR1)
-        thread = threading.Thread(target=lambda: read.append(wait_for_data(lambda: loader.read(1), handler, 60.0)))
+        thread = threading.Thread(target=lambda: read.append(DataWait(lambda: loader.read(1), handler, 60.0)()))
         thread.start()
         thread.join()
     assert read[0].sample_ids == [[0]]

@@ -34,6 +34,8 @@ class Dispatcher:
         self.on = Listeners() if manager is None else manager.listeners
         """For each event, who listens to it: for those who have work to do only then."""
         self.run = run
+        self._held: Any = getattr(run, "door", run)
+        """Where trainer, loaders and tokenizer are attributes, so that reading them calls no property."""
         self.model = model if model is not None else []
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -65,8 +67,7 @@ NOTHING: Callable[..., Any] = "".format
 
 def _method(moment: Moment) -> Callable[..., None]:
     name, own_fields = moment.name, moment.own_fields
-    training = [field for field in TRAINING if field in moment.fields]
-    is_training = len(training) == len(TRAINING)
+    without = [field for field in TRAINING if field not in moment.fields]
 
     def fire(self: Dispatcher, source: object = None, /, **fields: Any) -> None:
         run, manager = self.run, self.manager
@@ -75,37 +76,33 @@ def _method(moment: Moment) -> Callable[..., None]:
         for field in own_fields if source is not None else ():
             if field not in fields:
                 fields[field] = getattr(source, field)
-        objects = {
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-            "train_dataloader": run.train_dataloader,
-            "eval_dataloader": run.eval_dataloader,
-        }
+        held = self._held
         context = object.__new__(CallbackContext)  # its __init__ would store 30 fields; the class has their defaults
-        context.__dict__ = {
+        context.__dict__ = attributes = {
             "state": run,
             "model": self.model,
             "user_state": self._user_state,
             "control": run.control,
             "rank": run.world.rank,
-            "trainer": run.trainer,
-            "processing_class": run.processing_class,
+            "trainer": held.trainer,
+            "processing_class": held.processing_class,
             "event": name,
             "callback_clock": manager.callback_clock,
-            "hf_objects": {} if is_training else _under_hf_names(objects),
-            **(objects if is_training else {field: objects[field] for field in training}),
+            "hf_objects": {},
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "train_dataloader": held.train_dataloader,
+            "eval_dataloader": held.eval_dataloader,
             **fields,
         }
+        for field in without:
+            attributes["hf_objects"][field if field != "scheduler" else "lr_scheduler"] = attributes.pop(field)
         call = manager.call_all if moment.reaches_all else manager.call
         call(getattr(self.on, name), context)
 
     fire.__name__, fire.__doc__ = name, f"{moment.when}."
     fire.__qualname__ = f"Dispatcher.{name}"
     return fire
-
-
-def _under_hf_names(objects: dict[str, Any]) -> dict[str, Any]:
-    return {"lr_scheduler" if name == "scheduler" else name: value for name, value in objects.items()}
 
 
 for _moment in MOMENTS:

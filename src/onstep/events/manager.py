@@ -176,13 +176,13 @@ class CallbackManager:
 
     def call(self, listeners: tuple[Listener, ...], context: CallbackContext) -> None:
         """Call listeners in order, with a context that names their event."""
-        disabled, clock = self._disabled, self.callback_clock
+        disabled, clock, is_main = self._disabled, self.callback_clock, context.rank == 0
         voice = vars(context.control)  # past its __setattr__, which is there for the flags
         outer = voice["author"], voice["event"], PULSE.told  # a callback may itself make somebody fire
         voice["event"] = context.event
         try:
             for listener in listeners:
-                if (listener.main_only and context.rank != 0) or (disabled and id(listener.owner) in disabled):
+                if (listener.main_only and not is_main) or (disabled and id(listener.owner) in disabled):
                     continue
                 PULSE.told = listener.told
                 voice["author"] = listener.told[1]

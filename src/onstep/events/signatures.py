@@ -160,8 +160,8 @@ def _hf_handler(fn: Callable[..., Any], moment: Moment, shape: _Shape) -> Handle
         context.control.take(fn(context.args, context.trainer_state, context.control, **further))
 
     def told_the_leading(context: CallbackContext) -> None:
-        keywords = context.keywords or context.event_keywords()
-        returned = fn(keywords["args"], keywords["state"], keywords["control"])
+        state = context.state
+        returned = fn(getattr(state, "args", None), getattr(state, "trainer_state", None), context.control)
         if returned is not None:
             context.control.take(returned)
 

@@ -7,12 +7,11 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, TypeVar
 
 from onstep.errors import OnstepError
 from onstep.training.signals import DistributedSignalHandler
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 _RETRY_SECONDS = 0.05
@@ -23,26 +22,25 @@ class DataTimeout(OnstepError):  # noqa: N818 - ends a wait, and the run then sa
     """A signalled run gave up on a training batch. The reader stands where it stood before the read."""
 
 
-def wait_for_data(read: Callable[[], T], handler: DistributedSignalHandler | None, data_timeout: float | None) -> T:
-    """`read()` by a `DataWait` of its own."""
-    return DataWait(handler, data_timeout)(read)
+class DataWait(Generic[T]):
+    """A read that is given up `data_timeout` seconds after a signal has come (before or during it).
 
-
-class DataWait:
-    """Reads of a run, each given up `data_timeout` seconds after a signal has come (before or during it).
-
-    A read is interrupted in the main thread, by an exception between two of its bytecodes, while SIGALRM and the
+    It is interrupted in the main thread, by an exception between two of its bytecodes, while SIGALRM and the
     real-time timer are borrowed and given back. It must be a Python function whose loader leaves no half-read stream
     behind, as those of `onstep.data`. Workers that are stuck take up to five seconds more to end.
 
     Args:
+        read: called for each read.
         handler: entered already; without one, or outside the main thread, reads are waited for.
         data_timeout: None waits on.
     """
 
-    def __init__(self, handler: DistributedSignalHandler | None, data_timeout: float | None) -> None:
+    def __init__(
+        self, read: Callable[[], T], handler: DistributedSignalHandler | None, data_timeout: float | None
+    ) -> None:
         in_main_thread = threading.current_thread() is threading.main_thread()
         is_watched = handler is not None and handler.is_installed and in_main_thread
+        self._read = read
         self._handler = handler.innermost if handler is not None and is_watched else None
         self._seconds = data_timeout
         self._has_given_up = self._has_lost_worker = False
@@ -50,8 +48,8 @@ class DataWait:
         self._previous_handler: Any = None
         self._previous_timer = (0.0, 0.0)
 
-    def __call__(self, read: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `read(...)` gives.
+    def __call__(self) -> T:
+        """What the read gives.
 
         Raises:
             DataTimeout: when the time is over, or when the signal has ended the data workers too. What was read so far
@@ -59,13 +57,13 @@ class DataWait:
         """
         handler = self._handler
         if handler is None:
-            return read(*args, **kwargs)
+            return self._read()
         before = handler.on_first_signal, handler.on_lost_worker
         handler.on_first_signal, handler.on_lost_worker = self._arm, self._give_up
         try:
             if handler.received:
                 self._arm()
-            return _run(read, *args, **kwargs)
+            return _run(self._read)
         except _GiveUp:
             why = f"no training batch within train.data_timeout={self._seconds} seconds after {handler.signal_name}"
             if self._has_lost_worker:
@@ -119,9 +117,9 @@ class DataWait:
             raise _GiveUp
 
 
-def _run(read: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+def _run(read: Callable[[], T]) -> T:
     """The frame of this function on the stack, below another one, shows that the read has not returned yet."""
-    return read(*args, **kwargs)
+    return read()
 
 
 def _are_workers_lost(handler: DistributedSignalHandler) -> bool:

@@ -56,11 +56,11 @@ class DataTimeoutGuard(Feature[Job]):
     def wrap_read(self, read: Read) -> Read:
         """Read; None where the run leaves without the batch."""
         run = self.host.run
-        wait = DataWait(run.exits.handler, run.cfg.train.data_timeout)
+        wait = DataWait(read, run.exits.handler, run.cfg.train.data_timeout)
 
         def guarded() -> StepBatches | None:
             try:
-                return wait(read)
+                return wait()
             except DataTimeout as timeout:
                 logger.warning("%s", timeout)
                 give_up_on_data(self.host)

@@ -15,7 +15,7 @@ from typing import Any
 
 from onstep.cli.why_features import PARTS, Row
 from onstep.config import ConfigContainer, ConfigPart, TrainingArguments
-from onstep.config.reserved_arguments import REASONS, ReservedArguments
+from onstep.config.argument_rules import REASONS, ReservedArguments
 from onstep.events import MOMENTS
 from onstep.events.moments import Moment
 from onstep.training import loop

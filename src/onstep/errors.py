@@ -51,3 +51,13 @@ class CollectiveAfterErrorError(OnstepError, RuntimeError):
 
 class MissingExtraError(OnstepError, ImportError):
     """An optional dependency is needed; the message gives the install line."""
+
+
+def require(holds: bool, name: str, rule: str, value: object, remedy: str = ".") -> None:
+    """Refuse a setting whose value breaks a rule.
+
+    Raises:
+        ConfigError: naming the value, the rule and, after it, the remedy.
+    """
+    if not holds:
+        raise ConfigError(f"{name} must be {rule}, got {value!r}{remedy}")

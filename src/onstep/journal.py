@@ -14,10 +14,10 @@ import math
 import os
 import re
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
 from fnmatch import fnmatchcase
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from filelock import lock_descriptor
@@ -45,6 +45,7 @@ WALL_CLOCK_FIELDS = (
 _CLOSING = b"\n]"
 _BLANK = " \t\r\n\x00"
 """White space, and the zeros that some file systems leave at the end of a file after a power cut."""
+_SEPARATOR = re.compile(rf"[{_BLANK}]*(,?)[{_BLANK}]*")
 _MOST_NESTED = 100
 """How deep a value is followed that JSON cannot hold as it is."""
 _CUT_TOKEN = re.compile(r'(?:"[^\n]*|[-+.\\\w]*)\Z')
@@ -59,7 +60,7 @@ class JournalHeldError(JournalError):
     """Another live writer has the journal open."""
 
 
-class Journal:
+class Journal(AbstractContextManager["Journal"]):
     """A journal open for appending. The file is locked against a second writer until `close` or the process's end.
 
     A forked child (a data loader's worker) neither keeps the lock nor can append.
@@ -83,7 +84,6 @@ class Journal:
         """Open the journal at `path`, making its folder if needed.
 
         Args:
-            path: The file.
             mode: "a" continues an existing journal (a record cut short by a crash is left out, an unreadable file is
                 set aside) or begins one; "x" begins one and refuses an existing file.
 
@@ -98,11 +98,9 @@ class Journal:
         if mode == "a" and path.exists():
             align(path)
         try:
-            return cls(path, _locked(path, os.O_CREAT | os.O_EXCL))
+            return cls(path, _locked(path, os.O_CREAT | (os.O_EXCL if mode == "x" else 0)))
         except FileExistsError:
-            if mode == "x":
-                raise JournalError(f"{path} exists; pass mode 'a' to continue it, or move it aside first.") from None
-        return cls(path, _locked(path))
+            raise JournalError(f"{path} exists; pass mode 'a' to continue it, or move it aside first.") from None
 
     def append(self, record: Record) -> None:
         """Add one record; when this returns, the file is valid JSON with the record in it.
@@ -118,7 +116,13 @@ class Journal:
             raise JournalError(f"{self.path} is closed; open it again with Journal.open(path, 'a') to append to it.")
         self._settle(self._descriptor)
         line = self._separator + encode(record).encode("ascii")
-        self._write(self._descriptor, line + _CLOSING)
+        data, written = line + _CLOSING, 0
+        try:
+            while written < len(data):
+                written += os.pwrite(self._descriptor, data[written:], self._tail + written)
+        except OSError:
+            self._take_back(self._descriptor)
+            raise
         self._tail += len(line)
         self._separator = b",\n"
 
@@ -128,16 +132,8 @@ class Journal:
             os.fsync(self._descriptor)
             self._release()
 
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        self._release()
 
     def _settle(self, descriptor: int) -> None:
         """Take in what an append left that an exception (Ctrl-C) interrupted."""
@@ -150,15 +146,6 @@ class Journal:
         else:
             self._take_back(descriptor)
 
-    def _write(self, descriptor: int, data: bytes) -> None:
-        written = 0
-        try:
-            while written < len(data):
-                written += os.pwrite(descriptor, data[written:], self._tail + written)
-        except OSError:
-            self._take_back(descriptor)
-            raise
-
     def _take_back(self, descriptor: int) -> None:
         """End the file after the last whole record."""
         os.pwrite(descriptor, _CLOSING, self._tail)
@@ -168,6 +155,8 @@ class Journal:
         descriptor, self._descriptor = getattr(self, "_descriptor", None), None
         if descriptor is not None:
             os.close(descriptor)
+
+    __del__ = _release
 
 
 def read_records(path: str | Path) -> list[Record]:
@@ -186,18 +175,16 @@ def read_records(path: str | Path) -> list[Record]:
 def align(path: str | Path, last_step: int | None = None, *, num_records: int | None = None) -> Path | None:
     """Make the journal at `path` end at `last_step`, so that a run which continues from there can append to it.
 
-    Records with a `global_step` beyond `last_step`, and those beyond the first `num_records`, are kept aside in
-    ``<name>.branch-<n>.json``; a record without `global_step` counts as step 0. A file that is no journal is renamed to
-    ``<name>.unreadable-<n>.json``, and so is a folder, after which `path` is free. The journal is replaced in one
-    atomic step, and left untouched where nothing is to be done.
+    Returns the file that was set aside, or None.
+
+    Records with a `global_step` (0 where there is none) beyond `last_step`, and those beyond the first `num_records`,
+    are kept aside in ``<name>.branch-<n>.json``. A file that is no journal, or a folder, is renamed to
+    ``<name>.unreadable-<n>.json``. The journal is replaced in one atomic step, and left untouched where nothing is to
+    be done.
 
     Args:
-        path: The journal.
         last_step: The last step to keep; None keeps all and only repairs what a crash left.
         num_records: How many records to keep at the most; None sets no limit.
-
-    Returns:
-        The file that was set aside, or None.
 
     Raises:
         FileNotFoundError: when there is no such file.
@@ -206,16 +193,15 @@ def align(path: str | Path, last_step: int | None = None, *, num_records: int | 
     path = Path(path)
     if path.is_dir():
         return _rename_aside(path, "unreadable-")
-    descriptor = _locked(path)
-    try:
+    with os.fdopen(_locked(path)):
         try:
             records, is_complete = _decode(path)
         except JournalError:
             return _rename_aside(path, "unreadable-")
         limit = math.inf if last_step is None else last_step
-        kept = [record for record in records[:num_records] if not _step_of(record) > limit]
-        cut = [record for record in records[:num_records] if _step_of(record) > limit]
-        cut += [] if num_records is None else records[num_records:]
+        first = records[:num_records]
+        kept = [record for record in first if not _step_of(record) > limit]
+        cut = [record for record in first if _step_of(record) > limit] + records[len(first) :]
         if is_complete and not cut:
             return None
         branch = _free_name(path, "branch-") if cut else None
@@ -223,8 +209,6 @@ def align(path: str | Path, last_step: int | None = None, *, num_records: int | 
             _replace(branch, cut)
         _replace(path, kept)
         return branch
-    finally:
-        os.close(descriptor)
 
 
 def fork(path: str | Path, target: str | Path, *, num_records: int | None = None) -> None:
@@ -257,17 +241,13 @@ def set_aside(path: str | Path) -> Path:
     path = Path(path)
     if path.is_dir():
         return _rename_aside(path, "unreadable-")
-    descriptor = _locked(path)
-    try:
+    with os.fdopen(_locked(path)):
         return _rename_aside(path, "")
-    finally:
-        os.close(descriptor)
 
 
 def numbered_name(path: str | Path) -> Path:
     """The first of ``<name>.1.json``, ``<name>.2.json``, ... that does not exist."""
-    path = Path(path)
-    return next(name for name in _names(path, "") if not name.exists())
+    return next(name for name in _names(Path(path), "") if not name.exists())
 
 
 def without_wall_clock(record: Record) -> Record:
@@ -293,11 +273,7 @@ def _plain(value: Any) -> Any:
 
 
 def _held(value: Any, around: tuple[int, ...] = ()) -> Any:
-    """`value` with text in the place of what JSON cannot hold.
-
-    Args:
-        around: ids of the containers that it is in.
-    """
+    """`value` with text in the place of what JSON cannot hold; `around` are the ids of the containers it is in."""
     if isinstance(value, (dict, list, tuple)):
         if id(value) in around or len(around) >= _MOST_NESTED:
             return _text(value)
@@ -348,40 +324,25 @@ def _decode_one_by_one(text: str, path: Path) -> list[Any]:
     """Records up to the end of `text` or up to a last record that was cut short."""
     decoder = json.JSONDecoder()
     records: list[Any] = []
-    position = _skip_blank(text, 1)
+    position = len(text) - len(text[1:].lstrip(_BLANK))
     while position < len(text):
         if text[position] == "]":
-            _require_end(text, position, path)
+            if text[position + 1 :].strip(_BLANK):
+                raise JournalError(f"{path} is damaged: something follows the closing ']' at character {position}.")
             break
         try:
             record, position = decoder.raw_decode(text, position)
         except json.JSONDecodeError as error:
-            _require_cut_short(text, error, path)
+            if not _CUT_TOKEN.match(text, error.pos):  # a record may be left out only at the end of the text
+                raise JournalError(f"{path} is damaged at character {error.pos}: {error.msg}.") from error
             break
         records.append(record)
-        position = _skip_blank(text, position)
-        if position < len(text) and text[position] == ",":
-            position = _skip_blank(text, position + 1)
-        elif position < len(text) and text[position] != "]":
+        separator = _SEPARATOR.match(text, position)
+        assert separator is not None
+        position = separator.end()
+        if position < len(text) and text[position] != "]" and not separator[1]:
             raise JournalError(f"{path} is damaged: a ',' is missing at character {position}.")
     return records
-
-
-def _skip_blank(text: str, position: int) -> int:
-    while position < len(text) and text[position] in _BLANK:
-        position += 1
-    return position
-
-
-def _require_end(text: str, position: int, path: Path) -> None:
-    if text[position + 1 :].strip(_BLANK):
-        raise JournalError(f"{path} is damaged: something follows the closing ']' at character {position}.")
-
-
-def _require_cut_short(text: str, error: json.JSONDecodeError, path: Path) -> None:
-    """A record may be left out only where writing stopped in the middle of it: at the end of the text."""
-    if not _CUT_TOKEN.match(text, error.pos):
-        raise JournalError(f"{path} is damaged at character {error.pos}: {error.msg}.") from error
 
 
 def _step_of(record: Record) -> float:
@@ -415,25 +376,22 @@ def _locked(path: Path, flags: int = 0) -> int:
 
 
 def _rename_aside(path: Path, label: str) -> Path:
-    name = _free_name(path, label, is_folder=path.is_dir() and not path.is_symlink())
+    name = _free_name(path, label)
     os.replace(path, name)
     return name
 
 
-def _free_name(path: Path, label: str, is_folder: bool = False) -> Path:
+def _free_name(path: Path, label: str) -> Path:
     """A name like ``<name>.<label><n>.json`` that nothing had; something empty reserves it against other processes."""
-    return next(name for name in _names(path, label) if _reserved(name, is_folder))
-
-
-def _reserved(name: Path, is_folder: bool) -> bool:
-    try:
-        if is_folder:
-            name.mkdir()
-        else:
-            name.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
+    names = _names(path, label)
+    while True:
+        name = next(names)
+        with suppress(FileExistsError):
+            if path.is_dir() and not path.is_symlink():
+                name.mkdir()
+            else:
+                name.touch(exist_ok=False)
+            return name
 
 
 def _names(path: Path, label: str) -> Iterator[Path]:

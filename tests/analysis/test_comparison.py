@@ -12,8 +12,7 @@ import pytest
 from made_logs import log_of, points
 
 from onstep.analysis import TrainingLog, compare_runs, format_comparison
-from onstep.analysis.comparison import ABSENT, differences, flat
-from onstep.analysis.comparison_formats import number_text, value_text
+from onstep.analysis.comparison import ABSENT, differences, flat, number_text, value_text
 from onstep.analysis.run_liveness import is_locked
 from onstep.errors import ConfigError
 from onstep.journal import Journal

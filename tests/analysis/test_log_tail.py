@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from onstep.analysis import LogTail, log_tail
+from onstep.analysis import LogTail, log_reading
 from onstep.journal import Journal, align, set_aside
 
 
@@ -29,7 +29,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_last_records_are_found_from_the_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_tail, "_TAIL_BYTES", 100)
+    monkeypatch.setattr(log_reading, "_TAIL_BYTES", 100)
     for number in (0, 1, 5, 30, 99):
         assert steps(LogTail(path).last(number)) == list(range(30))[max(0, 30 - number) :]
 

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from onstep.analysis import plot_grad_norm, plot_loss_curves, plot_training_metrics, smooth_values
-from onstep.analysis.plots_style import LogNumbers, ShortNumbers
+from onstep.analysis.plots_axes import LogNumbers, ShortNumbers
 from onstep.errors import ConfigError, DataError
 
 

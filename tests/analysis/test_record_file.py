@@ -1,4 +1,4 @@
-"""Columns read without decoding equal what `json.loads` gives, whatever the records hold."""
+"""Columns filled while a file is read equal what `json.loads` gives, whatever the records hold."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def plain_log(path: Path, num_records: int = 500) -> TrainingLog:
     return TrainingLog.from_file(path)
 
 
-def test_columns_of_plain_records_decode_none_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_are_at_hand_once_the_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = plain_log(tmp_path / "log.json")
 
     def never(*_: object, **__: object) -> None:
@@ -128,14 +128,26 @@ def nested_log(path: Path, num_records: int = 300) -> tuple[TrainingLog, list[di
     return TrainingLog.from_file(path), records
 
 
-def test_columns_beside_objects_and_lists_of_texts_decode_no_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_columns_and_blocks_of_objects_and_lists_of_texts(tmp_path: Path) -> None:
     log, records = nested_log(tmp_path / "log.json")
-    monkeypatch.setattr(record_file.RecordFile, "_decoded", None)
     assert log.column("loss").tolist() == [record["loss"] for record in records]
     assert np.isnan(log.column("norms")).all()
     assert [value for block in log.blocks(["norms"]) for value in block["norms"]] == [one["norms"] for one in records]
+
+
+def test_columns_of_a_long_log_take_less_memory_than_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_file, "_PIECE_BYTES", 1 << 16)
+    path = tmp_path / "log.json"
+    plain_log(path, 20_000)
+    tracemalloc.start()
+    try:
+        log = TrainingLog.from_file(path)
+        log.load_columns(log.keys())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert log.num_records == 20_200
+    assert peak < path.stat().st_size + 1_000_000
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_continued_run_cuts_what_the_checkpoint_does_not_know(start: Any, path: 
     state = first.train(0, 3)
     assert state == {"log_path": str(path), "last_step": 3, "num_records": 3}
     first.tell("on_log", 4, logs={"loss": 9.0})  # and then it was killed
-    first.callback._journal._release()
+    first.callback._writer.journal._release()
     run = start(JsonLogger())
     run.callback.load_state_dict(state)
     assert run.callback.state_dict() == state

@@ -348,8 +348,8 @@ def test_what_a_tracker_has_never_been_given_survives_any_number_of_kills(tmp_pa
 
 def test_settled_points_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onstep.sinks.points.SETTLING_SECONDS", 0.0)
-    monkeypatch.setattr("onstep.sinks.sink_session.SETTLING_SECONDS", 0.0)
-    monkeypatch.setattr("onstep.sinks.sink_session._MARK_SECONDS", 0.0)
+    monkeypatch.setattr("onstep.sinks.sink_queue.SETTLING_SECONDS", 0.0)
+    monkeypatch.setattr("onstep.sinks.sink_queue._MARK_SECONDS", 0.0)
     sink = Remembering()
     callback = MetricSinks(sink)
     callback.on_train_start(_context(tmp_path))

@@ -278,7 +278,7 @@ def test_a_trace_that_is_not_whole_is_not_claimed(
     (tmp_path / "profiles/real_training_rank0.json").write_text("{}")  # of an earlier run
     callback.on_train_begin(args, make_state(max_steps=9), None)
     callback.on_step_begin(args, make_state(max_steps=9), None)
-    callback._profiler.export_chrome_trace = write
+    callback._profiler.profile.export_chrome_trace = write
     callback.on_step_end(args, make_state(step=1, max_steps=9), None)
     callback.on_train_end(args, make_state(step=1, max_steps=9), None)
     assert callback.trace_path is None

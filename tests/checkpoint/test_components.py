@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from onstep.checkpoint import ModelState, SharingPattern, StateComponent, decode_state, encode_state
-from onstep.checkpoint.model_state import bare_module
-from onstep.checkpoint.placement import Placement, Seat, find_placement
-from onstep.checkpoint.replication import fingerprints
+from onstep.checkpoint.components import Placement, Seat, find_placement
+from onstep.checkpoint.saving import fingerprints
+from onstep.checkpoint.states import bare_module
 from onstep.config.parts import DistributedInitConfig
 from onstep.distributed import World, open_world
 from onstep.errors import CheckpointError, ConfigError

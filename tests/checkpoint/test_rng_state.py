@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from onstep.checkpoint.codec import decode_state, document_from_bytes, document_to_bytes, encode_state
-from onstep.checkpoint.rng import RngState
+from onstep.checkpoint.states import RngState
 from onstep.checkpoint.tensor_file import read_tensors, write_tensors
 from onstep.errors import CheckpointError
 

@@ -22,7 +22,14 @@ from torch.distributed.checkpoint import state_dict_loader as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from onstep.checkpoint.codec import encode_state
-from onstep.checkpoint.tensor_file import CHUNK_BYTES, WRITE_BYTES, read_header, read_tensors, write_tensors
+from onstep.checkpoint.tensor_file import (
+    CHUNK_BYTES,
+    WRITE_BYTES,
+    read_header,
+    read_tensor,
+    read_tensors,
+    write_tensors,
+)
 from onstep.checkpoint.tensor_header import DTYPE_NAMES
 from onstep.errors import CheckpointError, UnsupportedStateError
 
@@ -52,6 +59,11 @@ def of_every_dtype() -> dict[str, Tensor]:
         items = torch.randint(0, 2 if dtype == torch.bool else 256, (5 * dtype.itemsize,), dtype=torch.uint8)
         result[f"of {name}"] = items.view(dtype)
     return result
+
+
+def test_one_tensor_is_read_as_all_are(tmp_path: Path) -> None:
+    path = save(tmp_path / "x", of_every_dtype())
+    assert_same({name: read_tensor(path, name, info) for name, info in read_header(path).items()}, read_tensors(path))
 
 
 def of_every_layout() -> dict[str, Tensor]:

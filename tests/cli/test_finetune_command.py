@@ -64,7 +64,7 @@ def test_a_recipe_is_taken_in_its_form_for_fine_tuning(capsys: pytest.CaptureFix
 def given(monkeypatch: pytest.MonkeyPatch, *words: str) -> ConfigContainer:
     """The configuration that would be trained."""
     found: list[ConfigContainer] = []
-    monkeypatch.setattr("onstep.cli.finetune.run_to_its_end", lambda start, config, *rest: found.append(config))
+    monkeypatch.setattr("onstep.cli.train.run_to_its_end", lambda start, config, *rest: found.append(config))
     assert main(["finetune", *words, *SMALL]) == 0
     return found[0]
 

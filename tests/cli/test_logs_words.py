@@ -140,18 +140,15 @@ def test_file_that_cannot_be_written_is_told_in_a_line(
     assert refused(capsys, "logs", *words).splitlines()[-1].startswith("error: file")
 
 
-class Refusing:
+def refusing(**_: Any) -> None:
     """A command that the system refuses something."""
-
-    @staticmethod
-    def app(**_: Any) -> None:
-        raise PermissionError(13, "Permission denied", "/some/file")
+    raise PermissionError(13, "Permission denied", "/some/file")
 
 
 def test_only_training_keeps_the_traceback_of_what_the_system_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onstep.cli.main.importlib.import_module", lambda _: Refusing)
+    monkeypatch.setattr("onstep.cli.application.application_at", lambda _: refusing)
     for name in COMMANDS:
         if name in ("train", "finetune", "verify-resume"):
             with pytest.raises(PermissionError):

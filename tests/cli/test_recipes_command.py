@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from onstep.cli.main import COMMANDS, main
-from onstep.cli.memory import fits
-from onstep.cli.recipes import BYTE_VOCABULARY
+from onstep.cli.recipes import BYTE_VOCABULARY, fits
 from onstep.config import from_dict, load_yaml, parse_yaml
 from onstep.data import build_tokenizer
 from onstep.metrics import estimate_training_memory

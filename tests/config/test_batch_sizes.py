@@ -6,9 +6,16 @@ import math
 
 import pytest
 
-from onstep.config import ConfigContainer, loop_rules, resolve
-from onstep.config.batch_sizes import BatchSizes, batch_sizes, parse_steps, ramp
-from onstep.config.lengths import steps_of_growing_epochs, train_iters, warmup_and_decay
+from onstep.config import ConfigContainer, data_rules, resolve
+from onstep.config.lengths import (
+    BatchSizes,
+    batch_sizes,
+    parse_steps,
+    ramp,
+    steps_of_growing_epochs,
+    train_iters,
+    warmup_and_decay,
+)
 from onstep.config.validate import validate
 from onstep.errors import ConfigError
 
@@ -197,7 +204,7 @@ def test_ranks_that_are_there_or_do_not_profile_are_no_mistake() -> None:
 def test_what_the_run_does_not_come_to_is_told(
     monkeypatch: pytest.MonkeyPatch, train: dict[str, object], words: str
 ) -> None:
-    monkeypatch.setattr(loop_rules, "_said", set())
+    monkeypatch.setattr(data_rules, "_said", set())
     with pytest.warns(UserWarning, match=words) as told:
         resolve(resolve(config(**train)))
     assert len(told) == 1, "a run checks its configuration more than once"

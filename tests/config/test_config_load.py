@@ -23,7 +23,7 @@ from onstep.config import (
     save_yaml,
     to_flat,
 )
-from onstep.config.keys import flat_types
+from onstep.config.load import flat_types
 from onstep.errors import ConfigError
 
 TRICKY = """1e-3 0.1 yes null ~ 012 12:30 #x é 1_000 2024-01-01 = - true [a] {a} * &x !x % @ ` ??? a.b 1. .5 0x10"""

@@ -24,8 +24,8 @@ from onstep.config import (
     to_flat,
     validate,
 )
+from onstep.config.argument_rules import ReservedArguments
 from onstep.config.conversion import SHARES
-from onstep.config.reserved_arguments import ReservedArguments
 from onstep.errors import ConfigError
 
 CHOICES: dict[str, list[Any]] = {

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onstep.config.batch_sizes import BatchSizes, parse_steps, ramp
-from onstep.config.lengths import Standing, standing_after
+from onstep.config.lengths import BatchSizes, Standing, parse_steps, ramp, standing_after
 
 
 def walked(sizes: BatchSizes, num_samples: int, drop_last: bool, steps: int) -> list[Standing]:

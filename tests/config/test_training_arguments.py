@@ -11,8 +11,7 @@ import pytest
 import transformers
 
 from onstep.config import TrainingArguments, UnknownArgumentError
-from onstep.config.argument_rules import check_best_model
-from onstep.config.reserved_arguments import ReservedArguments
+from onstep.config.argument_rules import ReservedArguments, check_best_model
 from onstep.errors import ConfigError
 
 

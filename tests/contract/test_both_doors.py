@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from two_doors import Outcome, configuration, differing, shared_readers, through_pretrain, through_trainer
 
 from onstep import Trainer, TrainingArguments
-from onstep.config.rules import OPTIONS
+from onstep.config.load import OPTIONS
 from onstep.errors import ConfigError
 from sink_reading import scalars
 

@@ -48,7 +48,7 @@ WHOLE = tuple(f"config/{name}.py" for name in ("conversion", "derived", "differe
 
 PRETRAIN_DOOR = (
     "training/pretrain.py", "training/setup.py:set_up", "training/setup.py:resolve_vocabulary",
-    "training/model_setup.py", "training/data_setup.py", "training/pretrained.py", "training/final_weights.py:_",
+    "training/model_and_data.py", "training/pretrained.py", "training/final_weights.py:_",
 )  # fmt: skip
 """Code that runs for `pretrain()` alone; that of `trainer/` runs for `Trainer` alone."""
 

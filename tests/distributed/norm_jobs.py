@@ -27,7 +27,6 @@ from onstep.metrics.named_parameters import named_parameters
 from onstep.metrics.parameter_norms import (
     gradient_norms,
     local_norms,
-    merge_stages,
     parameter_norms,
     report_l2_norm_grad,
 )
@@ -186,7 +185,6 @@ def job_dtensors(settings: dict[str, Any]) -> None:
             "bad": [
                 str(norm) for norms in (parameter_norms(bad), SpectralNorms().measure(bad)) for norm in norms.values()
             ],
-            "stages": merge_stages({"layer": 1.0 + RANK, f"only_{RANK}": 3.0}, dist.group.WORLD),
             "largest": local_norms({"empty": torch.zeros(0)}, float("inf")).values.tolist(),
         }
     )

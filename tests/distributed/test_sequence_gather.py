@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onstep.distributed.sequence_gather import gather_sequence
+from onstep.distributed.shards import gather_sequence
 
 SCRIPT = Path(__file__).with_name("sequence_head_script.py")
 

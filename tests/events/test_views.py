@@ -24,7 +24,7 @@ def test_the_fields_of_a_context_have_types_that_an_editor_completes():
 
 
 def test_the_loops_state_has_everything_that_a_view_promises():
-    names = [name for name in vars(RunView) if not name.startswith("_")]
+    names = [name for name in (*vars(RunView), *RunView.__annotations__) if not name.startswith("_")]
     state = GlobalState.__dataclass_fields__.keys() | set(dir(GlobalState))
 
     assert {"cfg", "train_state", "world"} <= set(names) <= state

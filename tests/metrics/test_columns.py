@@ -6,7 +6,7 @@ from dataclasses import astuple
 
 import pytest
 
-from onstep.metrics.columns import (
+from onstep.metrics.console import (
     ColumnSpec,
     MetricSpec,
     default_final_metrics,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onstep.metrics.time_ledger import CountedSeconds
+from onstep.metrics.throughput import CountedSeconds
 
 
 def test_a_step_whose_update_was_left_out_does_not_count() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from onstep.config.parts import ModelConfig, PeftConfig
 from onstep.metrics import ModelShape
-from onstep.metrics.parameter_counts import (
+from onstep.metrics.model_shape import (
     num_active_parameters,
     num_expert_matrix_parameters,
     num_layer_matrix_parameters,
@@ -18,7 +18,7 @@ from onstep.metrics.parameter_counts import (
     num_parameters,
 )
 from onstep.models import Transformer, build_transformer
-from onstep.optim.parameter_roles import trainable_parameters
+from onstep.optim.param_groups import trainable_parameters
 from onstep.training.lora import add_lora
 
 DENSE = ModelConfig(num_layers=3, hidden_size=48, num_attention_heads=4, vocab_size=96, seq_length=32)

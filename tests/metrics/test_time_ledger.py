@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from onstep.metrics.time_ledger import TimeLedger
+from onstep.metrics.throughput import TimeLedger
 
 
 class Clock:

@@ -11,7 +11,7 @@ import transformers
 from onstep.config import ConfigContainer, apply_overrides, dump_yaml, from_dict, parse_yaml, resolve, validate
 from onstep.errors import ConfigError
 from onstep.metrics import ModelShape
-from onstep.metrics.parameter_counts import num_active_parameters
+from onstep.metrics.model_shape import num_active_parameters
 from onstep.models import Transformer, hf_config_dict
 from onstep.recipes import (
     RECIPES,

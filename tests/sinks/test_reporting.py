@@ -20,7 +20,7 @@ from onstep.config import (
 )
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager
-from onstep.sinks import tracker_run
+from onstep.sinks import metric_sink
 from onstep.sinks.reporting import asked_names, attach_trackers, reporting_sinks
 
 ALL = ["csv", "tensorboard", "wandb", "mlflow", "comet", "trackio"]
@@ -46,7 +46,7 @@ def test_each_tracker_has_its_sink() -> None:
 
 def test_all_are_those_whose_package_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(config_with(report_to=["all"])) == ALL
-    monkeypatch.setattr(tracker_run, "find_spec", lambda package: None if package == "comet_ml" else object())
+    monkeypatch.setattr(metric_sink, "find_spec", lambda package: None if package == "comet_ml" else object())
     assert names(config_with(report_to=["all"])) == [name for name in ALL if name != "comet"]
     with pytest.raises(ConfigError, match=r"'comet' takes the package comet_ml: pip install 'onstep\[comet\]'"):
         reporting_sinks(config_with(report_to=["comet"]))

@@ -17,7 +17,7 @@ import pytest
 
 from hostile_sinks import Hanging, Raising, Remembering, identity
 from onstep.sinks import Point, SinkQueue
-from onstep.sinks.sink_session import CircuitBreaker
+from onstep.sinks.sink_queue import CircuitBreaker
 
 
 @pytest.fixture

@@ -149,7 +149,7 @@ def test_disabled_by_the_environment_nothing_is_written(
 
 
 def test_a_missing_package_is_told_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onstep.sinks.tracker_run.find_spec", lambda name: None)
+    monkeypatch.setattr("onstep.sinks.metric_sink.find_spec", lambda name: None)
     for name in ("wandb", "mlflow", "comet", "trackio"):
         with pytest.raises(ConfigError, match=rf"pip install 'onstep\[{name}\]'"):
             make_sink(name)

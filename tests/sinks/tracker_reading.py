@@ -19,6 +19,7 @@ Points = list[tuple[int, float]]
 
 KEYS = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR", "WANDB_PROJECT", "COMET_API_KEY", "COMET_PROJECT_NAME")
 KEYS += ("COMET_OFFLINE_DIRECTORY", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "TRACKIO_SPACE_ID")
+KEYS += ("WANDB_SERVICE",)  # an earlier test's service, which would not let go of the run of a process that was killed
 
 
 def without_keys(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:

@@ -14,7 +14,7 @@ from small_models import CountingTokenModel, TokenModel, arguments, causal_rows,
 from torch import nn
 
 from onstep.trainer import loss_convention
-from onstep.trainer.labels import Labels, shifts_labels
+from onstep.trainer.loss_convention import Labels, shifts_labels
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 23}
 

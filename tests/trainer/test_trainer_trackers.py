@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from onstep import Trainer
 from onstep.callbacks.metric_sinks import MetricSinks
 from onstep.errors import ConfigError
-from onstep.sinks import tracker_run
+from onstep.sinks import metric_sink
 
 
 def trainer_with(tmp_path: Path, callbacks: list[Any] | None = None, **options: Any) -> Trainer:
@@ -70,7 +70,7 @@ def test_a_users_own_metric_sinks_takes_its_place(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_ends_it_before_anything_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracker_run, "find_spec", lambda package: None)
+    monkeypatch.setattr(metric_sink, "find_spec", lambda package: None)
     trainer = trainer_with(tmp_path, report_to="wandb")
     with pytest.raises(ConfigError, match=r"pip install 'onstep\[wandb\]'"):
         trainer.train()

@@ -126,11 +126,23 @@ class Fragile(Alone):
         raise OSError("no such device")
 
 
+class Closed(Alone):
+    """Does not open on rank 1."""
+
+    name = "closed"
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        raise OSError("no such device")
+        yield
+
+
 def job_fragile(settings: dict[str, Any]) -> None:
-    """Train with a feature that rank 1 alone wants, and cannot build."""
+    """Train with a feature that rank 1 alone wants, and that cannot be built, or opened."""
     state, told = state_of_ranks(), ""
+    kind = {"fragile": Fragile, "closed": Closed}[settings["kind"]]
     try:
-        with state.features.open((Fragile,), state, state.world):
+        with state.features.open((kind,), state, state.world):
             run(state)
     except (OSError, ConfigError) as error:
         told = str(error)

@@ -11,7 +11,7 @@ import torch
 from small_runs import eval_loader, run, small_state
 
 from onstep.distributed import World
-from onstep.training import EnergyMonitor, gpu_gauge
+from onstep.training import EnergyMonitor, profiling
 from onstep.training.gpu_gauge import GpuGauge, open_gauge
 
 
@@ -78,7 +78,7 @@ def test_one_rank_without_a_meter_is_none_for_all() -> None:
 def test_a_run_on_the_cpu_says_once_that_it_has_none_and_goes_on(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_gauge, "_warned", set())
+    monkeypatch.setattr(profiling, "_warned_of", set())
     for _ in range(2):
         state = small_state(train_iters=2)
         state.cfg.logger.log_energy, state.cfg.logger.log_interval, state.door.prints_console_line = True, 1, True

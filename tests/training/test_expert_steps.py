@@ -18,7 +18,6 @@ from onstep.optim import LossScaler, TrainingOptimizer
 from onstep.training import train_step
 from onstep.training.experts import Experts
 from onstep.training.loop import Loop
-from onstep.training.moe_log import expert_losses
 from onstep.training.step import Step
 
 SPLITS = {"1 x 8": [8], "4 x 2": [2, 2, 2, 2], "ragged": [3, 1, 4]}
@@ -62,7 +61,7 @@ def test_the_losses_of_a_step_are_means_over_micro_batches_and_layers(recompute)
     model, state = moe_model(recompute_granularity=recompute), small_state(batch=8)
     _, means = reference_gradient(model, [batches.micro_batches], by_labels(batches))
     step_gradient(model, sum_step, batches, state)
-    losses = expert_losses(state.experts, state.experts.last, model.config)
+    losses = state.experts.losses(state.experts.last)
     assert {name: loss.item() for name, loss in losses.items()} == pytest.approx(
         {REPORTED[name]: mean for name, mean in means.items()}, rel=1e-5
     )

@@ -6,22 +6,24 @@ from typing import Any
 
 import pytest
 
-from onstep.training.first_culprit import Verdict, Witness, judge, worker_frame
+from onstep.training.first_culprit import Verdict, judge, worker_frame
 from onstep.training.rank_record import Failure, RankRecord
 
 LIMIT = 10.0
 
 
-def rank(number: int = 0, *, silence: float = 0.0, gone: bool = False, stopped: bool = False, **fields: Any) -> Witness:
-    fields = {"limit_seconds": LIMIT, "phase": "training", **fields}
-    return Witness(RankRecord(number, **fields), silence, is_gone=gone, is_stopped=stopped)
+def rank(
+    number: int = 0, *, silence: float = 0.0, gone: bool = False, stopped: bool = False, **fields: Any
+) -> RankRecord:
+    fields = {"limit_seconds": LIMIT, **fields}
+    return RankRecord(number, silence=silence, is_gone=gone, is_stopped=stopped, **fields)
 
 
 def failure(order: int = 1, text: str = "own", *, consequence: bool = False) -> Failure:
     return Failure(order, "ValueError", text, "traceback", is_consequence=consequence)
 
 
-def verdict_of(*ranks: Witness, since: float = 0.0, on_cuda: bool = False) -> Verdict | None:
+def verdict_of(*ranks: RankRecord, since: float = 0.0, on_cuda: bool = False) -> Verdict | None:
     witnesses = dict(enumerate(ranks))
     return judge(witnesses, interval=0.5, since_first_failure=since, stopped_seconds=LIMIT, on_cuda=on_cuda)
 
@@ -127,5 +129,5 @@ def test_an_interrupt_of_all_ranks_needs_no_report() -> None:
     interrupted = Failure(1, "KeyboardInterrupt", "", "")
     waiting = rank(1, is_waiting=True, collectives=1)
     assert verdict_of(rank(failure=interrupted), waiting, since=5.0) == Verdict("raised", 0)
-    waiting.record.is_interrupted = True
+    waiting.is_interrupted = True
     assert verdict_of(rank(failure=interrupted), waiting) == Verdict("alike", 0)

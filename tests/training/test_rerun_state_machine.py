@@ -24,15 +24,16 @@ from onstep.config.parts import RerunStateMachineConfig
 from onstep.data import StepBatches
 from onstep.distributed import World
 from onstep.errors import ConfigError
-from onstep.training.buffer_guard import BufferGuard
+from onstep.training.compute import BufferGuard
 from onstep.training.losses import MicroLoss
 from onstep.training.rerun import RerunStateMachine
-from onstep.training.rerun_data_iterator import RerunDataIterator
-from onstep.training.rerun_snapshot import RerunMode, RerunState
+from onstep.training.rerun_snapshot import RerunDataIterator
 from onstep.training.rerun_step import fresh_batches, validate_losses
 from onstep.training.rerun_validation import (
     RerunDiagnostic,
     RerunErrorInjector,
+    RerunMode,
+    RerunState,
     UnexpectedResultError,
     relative_difference,
 )

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from onstep.training.certificate import ITEMS
-from onstep.training.resume_proof import first_difference
+from onstep.training.certificate import ITEMS, first_difference
 
 
 def step(number: int, **changed: Any) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from onstep.config import ConfigContainer
 from onstep.distributed import World
 from onstep.errors import ConfigError
 from onstep.sinks import RunIdentity, SinkQueue, make_sink
-from onstep.sinks.tracker_logger import TensorBoardLogger, TrackerLogger
+from onstep.sinks.tracker_logger import TrackerLogger
 from onstep.training import Clock, GlobalState, evaluate_and_print_results
-from onstep.training.tags import Point, write_points
+from onstep.training.tags import write_tags
 from onstep.training.trackers import Trackers
 
 FIELDS = {
@@ -137,7 +137,7 @@ def test_an_empty_name_is_refused(field_name: str, sinks: list[MemorySink]) -> N
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_built(
     monkeypatch: pytest.MonkeyPatch, tiny_config: ConfigContainer, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("onstep.sinks.tracker_run.find_spec", lambda name: None)
+    monkeypatch.setattr("onstep.sinks.metric_sink.find_spec", lambda name: None)
     tiny_config.logger.tensorboard_dir = "here"
     tiny_config.run.name, tiny_config.run.output_dir = "run", str(tmp_path)
     with pytest.raises(ConfigError, match=r"pip install 'onstep\[tensorboard\]'"):
@@ -192,7 +192,7 @@ def test_device_tensors_are_handed_to_the_queue_unread(sinks: list[MemorySink]) 
     trackers = Trackers(configured().cfg, World())
     trackers.open(0, 0)
     logger = trackers.get("tensorboard")
-    assert isinstance(logger, TensorBoardLogger)
+    assert isinstance(logger, TrackerLogger)
     values = {"lm loss": torch.tensor(2.5)}
     with ReadCounter() as counter:
         counter.step = 1
@@ -208,10 +208,10 @@ def test_device_tensors_are_handed_to_the_queue_unread(sinks: list[MemorySink]) 
 def test_no_tracker_of_ours_makes_the_training_wait_for_a_value(sinks: list[MemorySink]) -> None:
     trackers = Trackers(configured().cfg, World())
     trackers.open(0, 0)
-    points = [Point("lm loss", torch.tensor(2.5), vs_samples=True)]
+    tags = {"lm loss": torch.tensor(2.5)}
     with ReadCounter() as counter:
         counter.step = 1
-        write_points(trackers.loggers, points, 1, 4)
+        write_tags(trackers.loggers, tags, 1, 4, over_samples=["lm loss"])
     trackers.close("completed")
     assert sum(counter.by_step().values()) == 0
     assert [sink.points for sink in sinks] == [

@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING
 from onstep.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from onstep.analysis.comparison import compare_runs
-    from onstep.analysis.comparison_formats import format_comparison
+    from onstep.analysis.comparison import compare_runs, format_comparison
     from onstep.analysis.export import export_csv, export_parquet
     from onstep.analysis.heatmap import plot_parameter_heatmap
     from onstep.analysis.log_files import find_diagnostic_logs, find_log_files
-    from onstep.analysis.log_tail import LogTail
+    from onstep.analysis.log_reading import LogTail
     from onstep.analysis.plots import plot_grad_norm, plot_loss, plot_loss_curves, plot_training_metrics
     from onstep.analysis.report import write_report
     from onstep.analysis.smoothing import smooth_values
-    from onstep.analysis.summary import compute_summary_statistics, get_perplexity
-    from onstep.analysis.summary_formats import (
+    from onstep.analysis.summary import (
+        compute_summary_statistics,
         format_summary_json,
         format_summary_markdown,
         format_summary_one_line,
         format_summary_text,
+        get_perplexity,
     )
     from onstep.analysis.training_log import TrainingLog, distinct_labels
 
 _HOMES = {
-    "LogTail": "onstep.analysis.log_tail",
+    "LogTail": "onstep.analysis.log_reading",
     "TrainingLog": "onstep.analysis.training_log",
     "compare_runs": "onstep.analysis.comparison",
     "compute_summary_statistics": "onstep.analysis.summary",
@@ -38,11 +38,11 @@ _HOMES = {
     "export_parquet": "onstep.analysis.export",
     "find_diagnostic_logs": "onstep.analysis.log_files",
     "find_log_files": "onstep.analysis.log_files",
-    "format_comparison": "onstep.analysis.comparison_formats",
-    "format_summary_json": "onstep.analysis.summary_formats",
-    "format_summary_markdown": "onstep.analysis.summary_formats",
-    "format_summary_one_line": "onstep.analysis.summary_formats",
-    "format_summary_text": "onstep.analysis.summary_formats",
+    "format_comparison": "onstep.analysis.comparison",
+    "format_summary_json": "onstep.analysis.summary",
+    "format_summary_markdown": "onstep.analysis.summary",
+    "format_summary_one_line": "onstep.analysis.summary",
+    "format_summary_text": "onstep.analysis.summary",
     "get_perplexity": "onstep.analysis.summary",
     "plot_grad_norm": "onstep.analysis.plots",
     "plot_loss": "onstep.analysis.plots",

@@ -1,7 +1,8 @@
-"""Several runs side by side: how they did, and in what their configurations differ."""
+"""Several runs side by side: how they did, in what their configurations differ; as text, Markdown and JSON."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from onstep.analysis.run_liveness import run_record, status_of
-from onstep.analysis.summary import Summary, compute_summary_statistics, get_perplexity
+from onstep.analysis.summary import Summary, as_number, as_step, compute_summary_statistics, get_perplexity
+from onstep.analysis.tables import printable, table
 from onstep.analysis.training_log import TrainingLog, distinct_labels
 from onstep.config import ChangeClass, classify
 from onstep.errors import ConfigError
@@ -101,8 +103,8 @@ def compare_runs(logs: Sequence[TrainingLog]) -> Comparison:
     if not logs:
         raise ConfigError("there is no log to compare; give two or more.")
     labels = distinct_labels(logs)
-    found = [run_record(log.log_path.parent) for log in logs]
-    configs = [_config_of(record) for record in found]
+    stored = [run_record(log.log_path.parent).get("config") for log in logs]
+    configs = [dict(flat(config)) if isinstance(config, Mapping) and config else None for config in stored]
     notes = [f"{label}: {note}" for label, log in zip(labels, logs, strict=True) for note in log.notes]
     notes += _without_config(labels, logs, configs)
     summaries = [compute_summary_statistics(log) for log in logs]
@@ -159,11 +161,6 @@ def _without_config(labels: Sequence[str], logs: Sequence[TrainingLog], configs:
     return [f"no {RUN_FILE} with a configuration beside the logs of {', '.join(label for label, _ in found)}"]
 
 
-def _config_of(record: Mapping[str, Any]) -> dict[str, Any] | None:
-    config = record.get("config")
-    return dict(flat(config)) if isinstance(config, Mapping) and config else None
-
-
 def _metric_rows(logs: Sequence[TrainingLog], summaries: Sequence[Summary]) -> list[MetricRow]:
     told = [_numbers(log, summary) for log, summary in zip(logs, summaries, strict=True)]
     further = dict.fromkeys(key for numbers in told for key in numbers if key.startswith("eval_"))
@@ -189,8 +186,8 @@ def _numbers(log: TrainingLog, summary: Summary) -> dict[str, Any]:
 
 
 def _metric_row(row: _Row, told: Sequence[Mapping[str, Any]]) -> MetricRow:
-    values = [_number(numbers.get(row.key)) for numbers in told]
-    steps = [None if row.step_key is None else _step(numbers.get(row.step_key)) for numbers in told]
+    values = [as_number(numbers.get(row.key)) for numbers in told]
+    steps = [None if row.step_key is None else as_step(numbers.get(row.step_key)) for numbers in told]
     finite = [value for value in values if value is not None and math.isfinite(value)]
     best: list[int] = []
     if row.better is not None and len(finite) > 1:
@@ -199,9 +196,121 @@ def _metric_row(row: _Row, told: Sequence[Mapping[str, Any]]) -> MetricRow:
     return MetricRow(row.name, values, steps, best if len(best) < len(values) else [])
 
 
-def _number(value: Any) -> float | None:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+_VALUE_LENGTH = 40
+_UNKNOWN = "-"
+_HUGE = 1e7
+"""From here on a number that is not whole is told by its exponent."""
 
 
-def _step(value: Any) -> int | None:
-    return int(value) if isinstance(value, int | float) and math.isfinite(value) else None
+def format_comparison(comparison: Comparison, form: str = "text") -> str:
+    """The comparison in one of `FORMATS`: "text", "md" or "json".
+
+    Raises:
+        ConfigError: for another form.
+    """
+    if form not in FORMATS:
+        raise ConfigError(f"format must be one of {', '.join(FORMATS)}, got {form!r}.")
+    return FORMATS[form](comparison)
+
+
+def metric_cells(comparison: Comparison) -> list[list[str]]:
+    """The table of metrics: a heading, how each run stands, a row for each metric with the best marked by ``*``."""
+    rows = [["", *comparison.labels]]
+    if any(comparison.statuses):
+        rows.append(["status", *(status or _UNKNOWN for status in comparison.statuses)])
+    for row in comparison.metrics:
+        cells = [row.name]
+        for index, (value, step) in enumerate(zip(row.values, row.steps, strict=True)):
+            at = "" if step is None or value is None else f" @ {step:,}"
+            cells.append(f"{number_text(value)}{at}{' *' if index in row.best else ''}")
+        rows.append(cells)
+    return rows
+
+
+def difference_cells(comparison: Comparison) -> list[list[str]]:
+    """The table of differences: a heading, then a row for each key."""
+    rows = []
+    for one in comparison.differences:
+        configs = zip(one.values, comparison.configs, strict=True)
+        rows.append([one.key, *(_UNKNOWN if config is None else value_text(value) for value, config in configs)])
+    return [["key", *comparison.labels], *rows]
+
+
+def value_text(value: Any, length: int = _VALUE_LENGTH) -> str:
+    """A value of a configuration in at most `length` characters."""
+    text = value if isinstance(value, str) and value else json.dumps(value, default=str)
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def number_text(value: float | None) -> str:
+    """A whole number with separators, any other with four digits: 1,234.5, and 1.234e+20 where it is huge."""
+    if value is None:
+        return _UNKNOWN
+    if not math.isfinite(value):
+        return str(value)
+    if float(value).is_integer() and abs(value) < 1e15:
+        return f"{value:,.0f}"
+    return f"{value:,.1f}" if 1000 <= abs(value) < _HUGE else f"{value:.4g}"
+
+
+def _as_text(comparison: Comparison) -> str:
+    lines = _side_by_side(metric_cells(comparison))
+    if any(row.best for row in comparison.metrics):
+        lines += ["", "* the best of the runs; @ the step at which it was so"]
+    if comparison.differences:
+        lines += ["", "Configuration, where it differs:", "", *_side_by_side(difference_cells(comparison))]
+    else:
+        lines += ["", _no_differences(comparison)]
+    return "\n".join([*lines, *_notes(comparison, "note: ")])
+
+
+def _no_differences(comparison: Comparison) -> str:
+    known = sum(config is not None for config in comparison.configs)
+    if known > 1:
+        return "The configurations are the same."
+    return "There are no two configurations to compare."
+
+
+def _as_markdown(comparison: Comparison) -> str:
+    lines = ["# Comparison of runs", "", *_markdown_table(metric_cells(comparison)), "", "## Configuration differences"]
+    if comparison.differences:
+        lines += ["", *_markdown_table(difference_cells(comparison))]
+    else:
+        lines += ["", _no_differences(comparison)]
+    return "\n".join([*lines, *_notes(comparison, "- ")])
+
+
+def _notes(comparison: Comparison, mark: str) -> list[str]:
+    return ["", *(f"{mark}{printable(note)}" for note in comparison.notes)] if comparison.notes else []
+
+
+def _as_json(comparison: Comparison) -> str:
+    runs = zip(comparison.labels, comparison.paths, comparison.statuses, strict=True)
+    content = {
+        "runs": [{"label": label, "log_path": str(path), "status": status} for label, path, status in runs],
+        "metrics": {
+            row.name: {
+                "values": [value if value is None or math.isfinite(value) else str(value) for value in row.values],
+                "steps": row.steps,
+                "best": row.best,
+            }
+            for row in comparison.metrics
+        },
+        "differences": {one.key: one.values for one in comparison.differences},
+        "notes": comparison.notes,
+    }
+    return json.dumps(content, indent=2, default=str)
+
+
+def _side_by_side(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The first column to the left, the runs to the right; lines of any length."""
+    return table(rows, "<" + ">" * (len(rows[0]) - 1), indent="")
+
+
+def _markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    head, *body = [[printable(cell).replace("|", "\\|") for cell in row] for row in rows]
+    return [f"| {' | '.join(row)} |" for row in (head, ["---", *["---:"] * (len(head) - 1)], *body)]
+
+
+FORMATS: dict[str, Callable[[Comparison], str]] = {"text": _as_text, "md": _as_markdown, "json": _as_json}
+"""Name of a form, and what writes it."""

@@ -79,11 +79,7 @@ def export_parquet(log: TrainingLog, path: str | Path) -> Path:
 
 def _cells(values: list[Any]) -> list[Any]:
     """What the csv writer does not write by itself as it should be."""
-    return [_cell(value) if isinstance(value, bool | list | dict) else value for value in values]
-
-
-def _cell(value: Any) -> str:
-    return json.dumps(value)
+    return [json.dumps(value) if isinstance(value, bool | list | dict) else value for value in values]
 
 
 _Kind = frozenset[str]
@@ -97,19 +93,13 @@ def _kinds(log: TrainingLog, keys: list[str]) -> dict[str, _Kind]:
             found = set(map(type, block[key]))
             kinds[key] |= {kind.__name__ for kind in found if kind not in (list, int)}
             if list in found:
-                kinds[key] |= {_list_kind(value) for value in block[key] if isinstance(value, list)}
+                lists = [value for value in block[key] if isinstance(value, list)]
+                are_numbers = all(type(one) in (int, float) for value in lists for one in value)
+                kinds[key] |= {"list" if are_numbers else "list of others"}
             if int in found:
-                kinds[key] |= {"int" if _fits(block[key]) else "float"}
+                is_64_bit = all(-(1 << 63) <= value < 1 << 63 for value in block[key] if type(value) is int)
+                kinds[key] |= {"int" if is_64_bit else "float"}
     return {key: frozenset(found - {"NoneType"}) for key, found in kinds.items()}
-
-
-def _list_kind(values: list[Any]) -> str:
-    return "list" if {type(value) for value in values} <= {int, float} else "list of others"
-
-
-def _fits(values: list[Any]) -> bool:
-    """Whether all whole numbers have 64 bits."""
-    return all(-(1 << 63) <= value < 1 << 63 for value in values if type(value) is int)
 
 
 def _arrow_type(pa: Any, kind: _Kind) -> Any:
@@ -133,7 +123,6 @@ def _array(pa: Any, values: list[Any], kind: _Kind, arrow_type: Any) -> Any:
 
 
 def _groups(log: TrainingLog, keys: list[str]) -> Iterator[dict[str, list[Any]]]:
-    """Blocks put together to groups."""
     group: dict[str, list[Any]] = {key: [] for key in keys}
     num_rows = 0
     for block in log.blocks(keys):

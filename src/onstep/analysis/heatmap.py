@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,13 +15,12 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from onstep.analysis.plots_axes import FONT_SIZE, NOTE_SIZE, QUIET_COLOUR, TEXT_COLOUR, TITLE_SIZE, plain
 from onstep.analysis.plots_output import finish, new_figure
-from onstep.analysis.plots_shape import check_figsize, check_range
-from onstep.analysis.plots_style import FONT_SIZE, NOTE_SIZE, QUIET_COLOUR, TEXT_COLOUR, TITLE_SIZE, plain
 from onstep.analysis.record_file import number
+from onstep.analysis.series import check_figsize, check_range
 from onstep.analysis.training_log import TrainingLog
 from onstep.errors import ConfigError, DataError
-from onstep.journal import Record
 
 KEYS = {"norm": "norms", "spectral_norm": "spectral_norms", "grad_norm": "grad_norms"}
 """Metrics, and under which key a record holds the values of all parameters."""
@@ -60,11 +58,15 @@ def read_table(
     """
     if step_stride < 1:
         raise ConfigError(f"step_stride must be at least 1, got {step_stride}.")
-    pattern = _compiled(filter_pattern)
+    try:
+        pattern = re.compile(filter_pattern or "")
+    except re.error as error:
+        raise ConfigError(f"filter must be a regular expression, got {filter_pattern!r}: {error}.") from None
     log = TrainingLog.from_file(log_path)
     chosen = _chosen(log, metric)
     records = [record for record in log.records if isinstance(record.get(KEYS[chosen]), dict)][::step_stride]
-    parameters = _parameters(records, KEYS[chosen])
+    tables = [record[KEYS[chosen]] for record in records]
+    parameters = list({name: None for table in tables for name in table})
     kept = [name for name in parameters if pattern.search(name)]
     if not kept:
         there = ", ".join(parameters[:5])
@@ -73,14 +75,8 @@ def read_table(
             f"{', ...' if len(parameters) > 5 else ''}."
         )
     steps = np.array([number(record.get("global_step")) for record in records])
-    return ParameterTable(log.log_path, chosen, kept, steps, _values(records, KEYS[chosen], kept))
-
-
-def _compiled(pattern: str | None) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern or "")
-    except re.error as error:
-        raise ConfigError(f"filter must be a regular expression, got {pattern!r}: {error}.") from None
+    values = np.array([[number(table.get(name)) for table in tables] for name in kept], dtype=np.float64)
+    return ParameterTable(log.log_path, chosen, kept, steps, np.where(np.isfinite(values), values, np.nan))
 
 
 def _chosen(log: TrainingLog, metric: str | None) -> str:
@@ -95,15 +91,6 @@ def _chosen(log: TrainingLog, metric: str | None) -> str:
     if metric is not None and metric not in known:
         raise DataError(f"{log.log_path} has no {KEYS[metric]!r}; choose {' or '.join(map(repr, known))}.")
     return metric or known[0]
-
-
-def _parameters(records: Sequence[Record], key: str) -> list[str]:
-    return list({name: None for record in records for name in record[key]})
-
-
-def _values(records: Sequence[Record], key: str, parameters: list[str]) -> NDArray[np.float64]:
-    table = np.array([[number(record[key].get(name)) for record in records] for name in parameters], dtype=np.float64)
-    return np.where(np.isfinite(table), table, np.nan)
 
 
 DPI = 200
@@ -158,7 +145,9 @@ def plot_parameter_heatmap(
     """
     check_range("v", vmin, vmax)
     table = read_table(log_path, metric, filter_pattern, step_stride)
-    size = _fitting_size(table) if figsize is None else figsize
+    rows, columns = table.values.shape
+    fitting = min(max(0.15 * columns + 2, 10.0), 40.0), min(max(0.25 * rows + 2, 6.0), 60.0)
+    size = fitting if figsize is None else figsize
     check_figsize(size)
     figure = new_figure(size)
     axes = figure.add_subplot()
@@ -198,23 +187,17 @@ def short_label(name: str) -> str:
     return f"{head}...{name[len(head) + 3 - LABEL_LENGTH :]}"
 
 
-def _fitting_size(table: ParameterTable) -> tuple[float, float]:
-    """0.15 inches for a step and 0.25 for a parameter, within what can be looked at."""
-    rows, columns = table.values.shape
-    return min(max(0.15 * columns + 2, 10.0), 40.0), min(max(0.25 * rows + 2, 6.0), 60.0)
-
-
 def _colours(table: ParameterTable, log_scale: bool, vmin: float | None, vmax: float | None) -> Normalize:
     values = table.values[np.isfinite(table.values)]
     _check_colours(values, vmin, vmax)
     if not log_scale:
-        return Normalize(_or(vmin, values.min(initial=np.inf)), _or(vmax, values.max(initial=-np.inf)))
+        return Normalize(vmin, vmax) if len(values) else Normalize()
     if vmin is not None and vmin <= 0:
         raise ConfigError(f"vmin must be > 0 on a logarithmic scale, got {vmin:g}.")
     positive = values[values > 0]
     if len(positive) == 0:
         raise DataError(f"{table.log_path} has no positive {NAMES[table.metric]} for a logarithmic scale.")
-    low, high = _or(vmin, positive.min()), _or(vmax, positive.max())
+    low, high = vmin or float(positive.min()), float(positive.max()) if vmax is None else vmax
     return LogNorm(low, high if high > low else low * 1.01)
 
 
@@ -226,10 +209,6 @@ def _check_colours(values: NDArray[np.float64], vmin: float | None, vmax: float 
     for name, bound, is_beyond in (("vmin", vmin, "above"), ("vmax", vmax, "below")):
         if bound is not None and (bound > most if is_beyond == "above" else bound < least):
             raise ConfigError(f"{name}={bound:g} is {is_beyond} all values, which are {least:.4g} to {most:.4g}.")
-
-
-def _or(given: float | None, found: float) -> float:
-    return float(found) if given is None else given
 
 
 def _label_rows(axes: Axes, table: ParameterTable, height: float) -> None:

@@ -10,10 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from onstep.analysis.plots_axes import add_legend, draw, finish_axes, legend_line, metric_name, time_unit
-from onstep.analysis.plots_output import finish, new_figure, save
-from onstep.analysis.plots_shape import PlotOptions, found_curves, shaped
-from onstep.analysis.plots_style import (
+from onstep.analysis.plots_axes import (
     FONT_SIZE,
     RATE_COLOUR,
     TEXT_COLOUR,
@@ -21,11 +18,26 @@ from onstep.analysis.plots_style import (
     TRAINING_COLOUR,
     VALIDATION_COLOUR,
     Look,
+    add_legend,
+    draw,
+    finish_axes,
+    legend_line,
     look_of,
+    metric_name,
     number_axis,
     plain,
 )
-from onstep.analysis.series import Curve, check_x_axis, curves, is_of_evaluation, rows_of, x_keys
+from onstep.analysis.plots_output import finish, new_figure, save
+from onstep.analysis.series import (
+    Curve,
+    PlotOptions,
+    check_x_axis,
+    curves,
+    found_curves,
+    is_of_evaluation,
+    rows_of,
+    shaped,
+)
 from onstep.analysis.training_log import TrainingLog, distinct_labels
 from onstep.errors import ConfigError, DataError
 
@@ -116,7 +128,10 @@ def plot_loss_curves(
         x_min, x_max, y_min, y_max,
     )  # fmt: skip
     logs = _as_list(logs)
-    return _draw_one_run(logs[0], options) if len(logs) == 1 else _draw_losses(logs, options)
+    if len(logs) == 1:
+        return _draw_one_run(logs[0], LOSS_LOOKS, "perplexity" if options.perplexity else "loss", options)
+    known = [metric for metric in LOSS_LOOKS if any(log.has(metric).any() for log in logs)]
+    return _draw_grid(logs, known or list(LOSS_LOOKS), options, share_y=True)
 
 
 def plot_grad_norm(
@@ -145,23 +160,12 @@ def plot_grad_norm(
     logs = _as_list(logs)
     if len(logs) > 1:
         return _draw_grid(logs, ["grad_norm"], options)
-    of_metric, options = found_curves(logs, ["grad_norm", "max_grad_norm"], options, need=2)
-    unit = time_unit(options, [row[0] for row in of_metric])
-    figure = new_figure(options.figsize)
-    axes = figure.add_subplot()
-    found = dict(zip(_NORM_LOOKS, (row[0] for row in of_metric), strict=True))
-    lines = draw_together(axes, found, _NORM_LOOKS, options, unit)
-    axes.set_ylabel("gradient norm", color=TEXT_COLOUR, fontsize=FONT_SIZE)
-    _put_title(figure, logs, options)
-    add_legend(figure, list(lines.values()), list(lines))
-    return finish(figure, options.output_path, show=options.show)
+    return _draw_one_run(logs[0], _NORM_LOOKS, "gradient norm", options)
 
 
 def default_metrics(logs: Sequence[TrainingLog], x_axis: str = "step") -> list[str]:
     """Those of `DEFAULT_METRICS` that a run has; all of them where no run has any."""
     check_x_axis(x_axis)
-    for log in logs:
-        log.load_columns([*x_keys(x_axis), *DEFAULT_METRICS])  # in one pass over the file
     known = [metric for metric in DEFAULT_METRICS if any(rows_of(log, metric).any() for log in logs)]
     return known or list(DEFAULT_METRICS)
 
@@ -176,46 +180,36 @@ def _as_list(logs: Sequence[TrainingLog] | TrainingLog) -> list[TrainingLog]:
 def _draw_grid(logs: list[TrainingLog], metrics: list[str], options: PlotOptions, *, share_y: bool = False) -> Figure:
     """A grid of axes of two columns; an odd last one is as wide as both."""
     of_metric, options = found_curves(logs, metrics, options)
-    unit = time_unit(options, [one for row in of_metric for one in row])
     rows = [[shaped(one, metric, options) for one in row] for metric, row in zip(metrics, of_metric, strict=True)]
     neighbours = [shape for row in rows for shape in row] if share_y else []
     figure = new_figure(options.figsize)
     for axes, metric, row in zip(_grid(figure, len(metrics)), metrics, rows, strict=True):
         for index, shape in enumerate(row):
-            draw(axes, shape, look_of(index), f"run {index + 1}", time_unit=unit)
-        finish_axes(axes, row, options, time_unit=unit, neighbours=neighbours)
+            draw(axes, shape, look_of(index), f"run {index + 1}")
+        finish_axes(axes, row, options, neighbours=neighbours)
         name = plain(metric_name(metric, options), _NAME_LENGTH)
         axes.set_title(name, loc="left", color=TEXT_COLOUR, fontsize=FONT_SIZE + 1)
-    _put_title(figure, logs, options)
-    if len(logs) > 1:
-        add_legend(figure, [legend_line(look_of(index)) for index in range(len(logs))], distinct_labels(logs))
-    return finish(figure, options.output_path, show=options.show)
+    runs = distinct_labels(logs) if len(logs) > 1 else []
+    return _finished(figure, logs, {run: legend_line(look_of(index)) for index, run in enumerate(runs)}, options)
 
 
-def _draw_losses(logs: list[TrainingLog], options: PlotOptions) -> Figure:
-    """Training and validation loss of several runs; only one of them where no run has the other."""
-    known = [metric for metric in ("loss", "eval_loss") if any(log.has(metric).any() for log in logs)]
-    return _draw_grid(logs, known or ["loss", "eval_loss"], options, share_y=True)
-
-
-def _draw_one_run(log: TrainingLog, options: PlotOptions) -> Figure:
-    """Losses on the left axis, learning rate on the right one."""
-    of_metric, options = found_curves([log], ["loss", "eval_loss", "learning_rate"], options, need=2)
-    training, validation, rate = (row[0] for row in of_metric)
-    unit = time_unit(options, [training, validation, rate])
+def _draw_one_run(log: TrainingLog, looks: Mapping[str, Look], y_name: str, options: PlotOptions) -> Figure:
+    """Several metrics of one run on the left axis; with losses the learning rate on the right one."""
+    with_rate = "loss" in looks
+    metrics = [*looks, "learning_rate"] if with_rate else [*looks]
+    of_metric, options = found_curves([log], metrics, options, need=len(looks))
+    found = dict(zip(metrics, (row[0] for row in of_metric), strict=True))
     figure = new_figure(options.figsize)
     axes = figure.add_subplot()
-    lines = draw_together(axes, {"loss": training, "eval_loss": validation}, LOSS_LOOKS, options, unit)
-    axes.set_ylabel("perplexity" if options.perplexity else "loss", color=TEXT_COLOUR, fontsize=FONT_SIZE)
-    if len(rate):
-        lines["learning rate"] = _draw_rate(axes, rate, options, unit)
-    _put_title(figure, [log], options)
-    add_legend(figure, list(lines.values()), list(lines))
-    return finish(figure, options.output_path, show=options.show)
+    lines = _draw_together(axes, {metric: found[metric] for metric in looks}, looks, options)
+    axes.set_ylabel(y_name, color=TEXT_COLOUR, fontsize=FONT_SIZE)
+    if with_rate and len(found["learning_rate"]):
+        lines["learning rate"] = _draw_rate(axes, found["learning_rate"], options)
+    return _finished(figure, [log], lines, options)
 
 
-def draw_together(
-    axes: Axes, found: Mapping[str, Curve], looks: Mapping[str, Look], options: PlotOptions, unit: float = 1.0
+def _draw_together(
+    axes: Axes, found: Mapping[str, Curve], looks: Mapping[str, Look], options: PlotOptions
 ) -> dict[str, Line2D]:
     """Several metrics of one run on one axes; what stands for each in a legend, by name."""
     shapes = [shaped(points, metric, options) for metric, points in found.items()]
@@ -223,25 +217,18 @@ def draw_together(
     for shape in shapes:
         if len(shape.raw):
             name, look = metric_name(shape.metric, options), looks[shape.metric]
-            draw(axes, shape, look, name, time_unit=unit)
+            draw(axes, shape, look, name)
             lines[name] = legend_line(look, has_markers=is_of_evaluation(shape.metric))
-    finish_axes(axes, shapes, options, time_unit=unit)
+    finish_axes(axes, shapes, options)
     return lines
 
 
-def _draw_rate(axes: Axes, rate: Curve, options: PlotOptions, unit: float) -> Line2D:
+def _draw_rate(axes: Axes, rate: Curve, options: PlotOptions) -> Line2D:
     right = axes.twinx()
     seen, look = rate.within(options.x_min, options.x_max), Look(RATE_COLOUR, "--")
     marker = "o" if len(rate) == 1 else ""  # which no line would show
     right.plot(
-        seen.x / unit,
-        seen.y,
-        color=look.colour,
-        linestyle=look.dash,
-        linewidth=1.4,
-        marker=marker,
-        markersize=5,
-        zorder=1,
+        seen.x, seen.y, color=look.colour, linestyle=look.dash, linewidth=1.4, marker=marker, markersize=5, zorder=1
     )
     right.set_ylim(bottom=0)
     number_axis(right.yaxis, si_from=1e4)
@@ -264,12 +251,18 @@ def _grid(figure: Figure, num: int) -> list[Axes]:
     return [figure.add_subplot(place) for place in places]
 
 
-def _put_title(figure: Figure, logs: list[TrainingLog], options: PlotOptions) -> None:
+def _finished(figure: Figure, logs: list[TrainingLog], legend: Mapping[str, Line2D], options: PlotOptions) -> Figure:
+    """The figure with its title and its legend, saved and shown as asked."""
     title = options.title if options.title is not None else distinct_labels(logs)[0] if len(logs) == 1 else ""
     if title:
-        figure.suptitle(
-            plain(title, _TITLE_LENGTH), x=0.01, ha="left", color=TEXT_COLOUR, fontsize=TITLE_SIZE, fontweight="bold"
-        )
+        _put_title(figure, plain(title, _TITLE_LENGTH))
+    if legend:
+        add_legend(figure, [*legend.values()], [*legend])
+    return finish(figure, options.output_path, show=options.show)
+
+
+def _put_title(figure: Figure, title: str) -> None:
+    figure.suptitle(title, x=0.01, ha="left", color=TEXT_COLOUR, fontsize=TITLE_SIZE, fontweight="bold")
 
 
 def plot_loss(journal_path: str | Path, output_path: str | Path) -> Path:
@@ -296,15 +289,11 @@ def plot_loss(journal_path: str | Path, output_path: str | Path) -> Path:
         raise DataError(f"{journal_path} has no record with 'loss' or 'eval_loss'; log at least one step, then plot.")
     figure = new_figure((9, 5.2))
     axes = figure.add_subplot()
-    lines = draw_together(axes, found, LOSS_LOOKS, options)
+    lines = _draw_together(axes, found, LOSS_LOOKS, options)
     axes.set_ylabel("loss", color=TEXT_COLOUR, fontsize=FONT_SIZE)
     name = plain(Path(journal_path).resolve().parent.name, 60)
-    figure.suptitle(f"Loss of {name}", x=0.01, ha="left", color=TEXT_COLOUR, fontsize=TITLE_SIZE, fontweight="bold")
-    last = [_last(one) for one in found.values() if len(one)]
-    add_legend(figure, list(lines.values()), [f"{name} {end}" for name, end in zip(lines, last, strict=True)])
+    _put_title(figure, f"Loss of {name}")
+    last = [one.y[np.isfinite(one.y)] for one in found.values() if len(one)]
+    ends = [f"(last {finite[-1]:.4f})" if len(finite) else "(not finite)" for finite in last]
+    add_legend(figure, list(lines.values()), [f"{name} {end}" for name, end in zip(lines, ends, strict=True)])
     return save(figure, Path(output_path), dpi=150)
-
-
-def _last(curve: Curve) -> str:
-    finite = curve.y[np.isfinite(curve.y)]
-    return f"(last {finite[-1]:.4f})" if len(finite) else "(not finite)"

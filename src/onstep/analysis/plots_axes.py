@@ -1,44 +1,157 @@
-"""Curves on axes: lines, markers, the scales of both axes, and a note on what does not show."""
+"""Curves on axes: the look of all figures, lines and markers, the scales of both axes, a note on what does not show."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from numpy.typing import NDArray
+from matplotlib.ticker import Formatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from onstep.analysis.plots_shape import PlotOptions, Shape, has_outliers
-from onstep.analysis.plots_style import (
-    FONT_SIZE,
-    LABEL_LENGTH,
-    NOTE_SIZE,
-    QUIET_COLOUR,
-    TEXT_COLOUR,
-    Look,
-    log_axis,
-    number_axis,
-    plain,
-    style_axes,
-)
-from onstep.analysis.series import Curve, is_loss
+from onstep.analysis.series import PlotOptions, Shape, Values, has_outliers, is_loss
 from onstep.analysis.smoothing import outlier_limits, thin
+from onstep.analysis.tables import shortened
 
-Values = NDArray[np.float64]
+Dash = Literal["-", "--", ":"]
+PALETTE = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#882255",
+    "#999933",
+    "#332288",
+    "#000000",
+)
+"""One colour a run: Okabe and Ito's, filled up from Paul Tol's."""
+TRAINING_COLOUR, VALIDATION_COLOUR, RATE_COLOUR = "#0072B2", "#009E73", "#E69F00"
+_DASHES: tuple[Dash, ...] = ("-", "--", ":")
+"""The palette begins again with the next of these."""
+TEXT_COLOUR, QUIET_COLOUR, GRID_COLOUR = "#222222", "#767676", "#e6e6e6"
+FONT_SIZE, TITLE_SIZE, NOTE_SIZE = 11.0, 13.0, 9.0
+LABEL_LENGTH = 60
+"""Characters of a label that a legend shows."""
+_SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"))
 
 
-def scale_y(axes: Axes, shapes: Sequence[Shape], options: PlotOptions) -> None:
+@dataclass(frozen=True)
+class Look:
+    """How one run is drawn."""
+
+    colour: str
+    dash: Dash = "-"
+
+
+def look_of(index: int) -> Look:
+    """The look of the run with that place in the list."""
+    return Look(PALETTE[index % len(PALETTE)], _DASHES[index // len(PALETTE) % len(_DASHES)])
+
+
+def plain(text: str, length: int | None = None) -> str:
+    """A text from a log as matplotlib shows it as it is: no formula, no line break, at most `length` characters."""
+    text = "".join(letter if letter.isprintable() else " " for letter in text)
+    return (text if length is None else shortened(text, length)).replace("$", r"\$")
+
+
+class ShortNumbers(Formatter):
+    """Tick labels: thousands separators, or K, M, G from `si_from` on; 3e-4 below a thousandth."""
+
+    def __init__(self, si_from: float = 1e6) -> None:
+        self._si_from = si_from
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return self.format_ticks([x])[0]
+
+    def format_ticks(self, values: Sequence[float]) -> list[str]:
+        """One label a tick, with as many decimals as tell neighbours apart."""
+        greatest = max((abs(value) for value in values), default=0.0)
+        gaps = [abs(after - before) for before, after in pairwise(values) if after != before]
+        if greatest >= self._si_from:
+            unit, letter = next((unit, letter) for unit, letter in _SI if greatest >= unit)
+            gap = min(gaps, default=greatest) / unit
+            return [f"{_decimal(value / unit, gap)}{letter}" if value else "0" for value in values]
+        if 0 < greatest < 1e-2 and min(gaps, default=greatest) < 1e-3:
+            return [_exponential(value) for value in values]
+        return [_decimal(value, min(gaps, default=greatest)) for value in values]
+
+
+class LogNumbers(ShortNumbers):
+    """Tick labels of a logarithmic axis: each in its own unit."""
+
+    def format_ticks(self, values: Sequence[float]) -> list[str]:
+        return [_exponential(value) if 0 < abs(value) < 1e-3 or abs(value) >= 1e5 else f"{value:g}" for value in values]
+
+
+def style_axes(axes: Axes) -> None:
+    """Take away what is not data, and keep a faint grid."""
+    axes.tick_params(colors=TEXT_COLOUR, length=0, labelsize=FONT_SIZE - 1)
+    axes.grid(color=GRID_COLOUR, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#b0b0b0")
+
+
+def number_axis(axis: Axis, *, is_integer: bool = False, si_from: float = 1e6) -> None:
+    """Few round ticks with short labels."""
+    least = 1 if is_integer else 2  # of a single step there is one tick, and none between two
+    locator = MaxNLocator("auto", integer=is_integer, min_n_ticks=least, steps=[1, 2, 2.5, 5, 10])
+    axis.set_major_locator(locator)
+    axis.set_major_formatter(ShortNumbers(si_from))
+
+
+def log_axis(axis: Axis, low: float, high: float) -> None:
+    """Ticks of a logarithmic axis that shows `low` to `high`: also where these are less than a decade apart."""
+    decades = math.log10(high / low) if 0 < low < high else 1.0
+    if decades < 0.7:
+        axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    else:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 4 else (1,)))
+    axis.set_major_formatter(LogNumbers())
+    axis.set_minor_locator(NullLocator())
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _decimal(value: float, gap: float) -> str:
+    """With the decimals that a step of `gap` needs."""
+    decimals = max(0, min(6, math.ceil(-math.log10(gap) - 1e-9))) if gap > 0 else 0
+    digits = gap * 10**decimals
+    if gap > 0 and decimals < 6 and abs(digits - round(digits)) >= 1e-6 * max(1.0, abs(digits)):
+        decimals += 1  # steps of 0.25
+    text = f"{value:,.{decimals}f}"
+    return text.lstrip("-") if float(text.replace(",", "")) == 0 else text
+
+
+def _exponential(value: float) -> str:
+    """3e-4 instead of 0.0003."""
+    if value == 0:
+        return "0"
+    mantissa, _, exponent = f"{value:.3e}".partition("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def _scale_y(axes: Axes, shapes: Sequence[Shape], options: PlotOptions) -> None:
     """Scale, limits and ticks that fit the shapes; bounds that were given win over all."""
     values = np.concatenate([*(shape.raw.y for shape in shapes), np.empty(0)])
     values = values[np.isfinite(values)]
     is_log = options.log_scale and bool((values > 0).any())
     if is_log:
         axes.set_yscale("log", nonpositive="mask")
-        limits = _log_range(values[values > 0])
+        low, high = float(values[values > 0].min()), float(values.max())
+        room = max((high / low) ** 0.05, 1.02)
+        limits = low / room, high * room
     else:
-        limits = _bulk(shapes, options) or _range(values)
+        spiky = [shape.raw.y for shape in shapes if has_outliers(shape.metric)]
+        limits = (outlier_limits(spiky) if options.ignore_outliers else None) or _range(values)
     axes.set_ylim(*_bounded(limits, options, is_log=is_log))
     if is_log:
         log_axis(axes.yaxis, *axes.get_ylim())
@@ -57,24 +170,12 @@ def _bounded(limits: tuple[float, float], options: PlotOptions, *, is_log: bool)
     return low, (low * 10 if is_log else low + max(abs(low), 1.0))
 
 
-def _bulk(shapes: Sequence[Shape], options: PlotOptions) -> tuple[float, float] | None:
-    """Limits that leave outliers out, where that is wanted and fits the metrics."""
-    spiky = [shape.raw.y for shape in shapes if has_outliers(shape.metric)]
-    return outlier_limits(spiky) if options.ignore_outliers else None
-
-
 def _range(values: Values) -> tuple[float, float]:
     if len(values) == 0:
         return 0.0, 1.0
     low, high = float(values.min()), float(values.max())
     room = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
     return low - room, high + room
-
-
-def _log_range(values: Values) -> tuple[float, float]:
-    low, high = float(values.min()), float(values.max())
-    room = max((high / low) ** 0.05, 1.02)
-    return low / room, high * room
 
 
 NAMES = {
@@ -89,8 +190,6 @@ NAMES = {
 _X_NAMES = {"step": "step", "epoch": "epoch", "tokens": "tokens", "flops": "floating-point operations"}
 _MARKERS_UP_TO = 50
 """Points of a curve that get a marker each."""
-_HOURS_FROM = 180.0
-"""Minutes from which on a time axis counts hours."""
 
 
 def metric_name(metric: str, options: PlotOptions) -> str:
@@ -101,19 +200,11 @@ def metric_name(metric: str, options: PlotOptions) -> str:
     return name
 
 
-def draw(axes: Axes, shape: Shape, look: Look, label: str, *, time_unit: float = 1.0) -> None:
-    """Draw a curve: a line with markers where there are few points; a faint line below a smoothed one.
-
-    Args:
-        axes: Where to.
-        shape: The curve.
-        look: Its colour.
-        label: What a legend calls it.
-        time_unit: What x is divided by.
-    """
+def draw(axes: Axes, shape: Shape, look: Look, label: str) -> None:
+    """Draw a curve: a line with markers where there are few points; a faint line below a smoothed one."""
     if len(shape.raw) == 0:
         return
-    x = shape.raw.x / time_unit
+    x = shape.raw.x
     faint = shape.smoothed is not None
     if faint:
         axes.plot(*thin(x, shape.raw.y), color=look.colour, linewidth=0.7, alpha=0.28, zorder=2)
@@ -135,44 +226,31 @@ def draw(axes: Axes, shape: Shape, look: Look, label: str, *, time_unit: float =
     _mark_gaps(axes, x[np.isnan(shape.raw.y) & shape.is_inside], look)
 
 
-def finish_axes(
-    axes: Axes,
-    shapes: Sequence[Shape],
-    options: PlotOptions,
-    *,
-    time_unit: float = 1.0,
-    neighbours: Sequence[Shape] = (),
-) -> None:
+def finish_axes(axes: Axes, shapes: Sequence[Shape], options: PlotOptions, *, neighbours: Sequence[Shape] = ()) -> None:
     """Scale, limits, ticks and the note of axes on which `shapes` were drawn; `neighbours` share the y limits."""
     style_axes(axes)
-    scale_y(axes, [*shapes, *neighbours], options)
+    _scale_y(axes, [*shapes, *neighbours], options)
     axes.margins(x=0.02)
     if options.x_min is not None and options.x_max is not None:
-        axes.set_xlim(options.x_min / time_unit, options.x_max / time_unit)
+        axes.set_xlim(options.x_min, options.x_max)
     number_axis(axes.xaxis, is_integer=options.x_axis == "step", si_from=1e6 if options.x_axis == "step" else 1e4)
-    axes.set_xlabel(x_name(options, time_unit), color=TEXT_COLOUR, fontsize=FONT_SIZE)
+    name = _X_NAMES.get(options.x_axis, "time (hours)" if options.in_hours else "time (minutes)")
+    axes.set_xlabel(name, color=TEXT_COLOUR, fontsize=FONT_SIZE)
     note = _note(axes, shapes)
     if note:
         axes.set_title(note, loc="right", color=QUIET_COLOUR, fontsize=NOTE_SIZE)
     if not any(len(shape.inside) for shape in shapes):
-        _say_empty(axes, shapes)
-
-
-def time_unit(options: PlotOptions, curves: Sequence[Curve]) -> float:
-    """What minutes are divided by on the time axis of a figure: 60 where it is long; 1 on all other axes."""
-    if options.x_axis != "time":
-        return 1.0
-    return 60.0 if max((float(one.x[-1]) for one in curves if len(one)), default=0.0) > _HOURS_FROM else 1.0
-
-
-def x_name(options: PlotOptions, unit: float) -> str:
-    """What the x axis shows."""
-    return _X_NAMES.get(options.x_axis, "time (hours)" if unit == 60 else "time (minutes)")
+        names = " or ".join(dict.fromkeys(plain(shape.metric) for shape in shapes))
+        text = f"no {names} here"
+        axes.text(
+            0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=QUIET_COLOUR, fontsize=FONT_SIZE
+        )
 
 
 def add_legend(figure: Figure, handles: Sequence[Line2D], labels: Sequence[str]) -> None:
     """One legend for a whole figure, below it, in as many columns as there is room for."""
-    shown = [_legend_label(label) for label in labels]
+    shown = [plain(label, LABEL_LENGTH) for label in labels]
+    shown = [f" {label}" if label.startswith("_") else label for label in shown]  # which matplotlib leaves out
     room = int(figure.get_figwidth() * 10.5)
     columns = max(1, min(len(shown), room // (max(map(len, shown)) + 7)))
     legend = figure.legend(
@@ -187,12 +265,6 @@ def legend_line(look: Look, *, has_markers: bool = False) -> Line2D:
     return Line2D(
         [], [], color=look.colour, linestyle=look.dash, linewidth=2.2, marker="o" if has_markers else "", markersize=5
     )
-
-
-def _legend_label(label: str) -> str:
-    """Matplotlib leaves out of a legend what begins with an underscore."""
-    shown = plain(label, LABEL_LENGTH)
-    return f" {shown}" if shown.startswith("_") else shown
 
 
 def _draw_alone(axes: Axes, x: Values, y: Values, look: Look) -> None:
@@ -236,18 +308,3 @@ def _note(axes: Axes, shapes: Sequence[Shape]) -> str:
     if len(values) and values.min() < low:
         notes.append(f"down to {values.min():,.4g} outside")
     return ", ".join(notes)
-
-
-def _say_empty(axes: Axes, shapes: Sequence[Shape]) -> None:
-    """What to say where all points lie beyond the bounds of the x axis."""
-    names = " or ".join(dict.fromkeys(plain(shape.metric) for shape in shapes))
-    axes.text(
-        0.5,
-        0.5,
-        f"no {names} here",
-        transform=axes.transAxes,
-        ha="center",
-        va="center",
-        color=QUIET_COLOUR,
-        fontsize=FONT_SIZE,
-    )

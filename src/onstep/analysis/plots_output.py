@@ -9,8 +9,6 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from matplotlib import font_manager, rc_context
@@ -33,7 +31,7 @@ FALLBACKS = (
 """Font families that are asked in this order for a letter that the usual font lacks, those of them that are there."""
 
 
-def use_fallback_fonts(figure: Figure) -> None:
+def _use_fallback_fonts(figure: Figure) -> None:
     """Let the texts of a figure that need it take further fonts; say once what no font of this machine can write."""
     usual = _glyphs(None)
     texts = [text for text in figure.findobj(Text) if isinstance(text, Text) and _lacking(text.get_text(), usual)]
@@ -50,14 +48,6 @@ def use_fallback_fonts(figure: Figure) -> None:
             "no font of this machine can write %s; boxes stand for them. Install one that can, such as Noto Sans CJK.",
             " ".join(missing[:20]) + (" ..." if len(missing) > 20 else ""),
         )
-
-
-@contextmanager
-def quiet_glyphs() -> Iterator[None]:
-    """Without matplotlib's warning for each letter and each time that it is drawn."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from", category=UserWarning)
-        yield
 
 
 def _glyphs(family: str | None) -> set[int]:
@@ -85,8 +75,12 @@ def finish(figure: Figure, output_path: str | Path | None, *, show: bool, dpi: i
     """Save and show a figure as asked, and return it."""
     if output_path is not None:
         save(figure, output_path, dpi=dpi)
-    if show:
-        show_figure(figure, output_path)
+    if show:  # without a screen, or a viewer, say where it is
+        path = output_path
+        if path is None:
+            path = save(figure, Path(tempfile.mkdtemp(prefix="onstep-")) / "figure.png", dpi=150)
+        if not open_file(path):
+            logger.warning("there is no screen, or no viewer, to show %s on", path)
     return figure
 
 
@@ -101,18 +95,12 @@ def save(figure: Figure, output_path: str | Path, *, dpi: int = DPI) -> Path:
     if path.suffix.lower().removeprefix(".") not in known:
         raise ConfigError(f"{path} must end in .png, .svg or .pdf, so that the format is known.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    use_fallback_fonts(figure)
-    with quiet_glyphs(), rc_context({"pdf.fonttype": 42}):  # fonts that printers and journals accept
+    _use_fallback_fonts(figure)
+    with warnings.catch_warnings(), rc_context({"pdf.fonttype": 42}):  # fonts that printers and journals accept
+        # said once for all letters, and not for each and each time that it is drawn
+        warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from", category=UserWarning)
         figure.savefig(path, dpi=dpi, bbox_inches="tight")
     return path
-
-
-def show_figure(figure: Figure, path: str | Path | None = None) -> None:
-    """Open a figure in the system's viewer; without a screen, or a viewer, say where it is."""
-    if path is None:
-        path = save(figure, Path(tempfile.mkdtemp(prefix="onstep-")) / "figure.png", dpi=150)
-    if not open_file(path):
-        logger.warning("there is no screen, or no viewer, to show %s on", path)
 
 
 def open_file(path: str | Path) -> bool:

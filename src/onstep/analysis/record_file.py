@@ -1,46 +1,37 @@
-"""The records of a file with one record a line: columns are read without a dictionary per record."""
+"""The records of a log with one record a line: numbers as columns, records decoded when they are asked for."""
 
 from __future__ import annotations
 
 import json
-import logging
+import math
 import os
+import re
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, overload
+from typing import Any, BinaryIO, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from onstep.analysis.line_index import LineIndex, index_lines
-from onstep.analysis.line_layout import Lines, Positions
 from onstep.errors import DataError
 from onstep.journal import Record
-
-logger: logging.Logger = logging.getLogger(__name__)
 
 Numbers = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
-
-class Columns(Protocol):
-    """What the columns of some records tell."""
-
-    def keys(self) -> list[str]:
-        """All keys, in the order in which they first appear."""
-
-    def has(self, key: str) -> Mask:
-        """Which records have the key, shape (num_records,), read-only."""
-
-    def column(self, key: str) -> Numbers:
-        """The numbers under the key, shape (num_records,), read-only; NaN where there is none."""
-
-    def load(self, keys: Iterable[str]) -> None:
-        """Make several columns ready at once."""
-
-    def blocks(self, keys: Sequence[str]) -> Iterator[dict[str, list[Any]]]:
-        """The decoded values under the keys, some thousand records at a time; None where a record lacks the key."""
+BLANK = b" \t\r\n\x00"
+"""White space, and the zeros that some file systems leave after a power cut."""
+_BETWEEN = BLANK + b","
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""What some editors put before UTF-8."""
+_PIECE_BYTES = 1 << 22
+"""How much of the file is looked at at once."""
+_MOST_NOTES = 50
+_MOST_BAD_LINES = 1000
+"""Of more, only the number is kept."""
 
 
 class ListColumns:
@@ -59,10 +50,7 @@ class ListColumns:
 
     def column(self, key: str) -> Numbers:
         """The numbers under the key; NaN where there is none."""
-        return np.fromiter((number(record.get(key)) for record in self._records), float, len(self._records))
-
-    def load(self, keys: Iterable[str]) -> None:
-        """There is nothing to read."""
+        return _numbers([record.get(key) for record in self._records])
 
     def blocks(self, keys: Sequence[str]) -> Iterator[dict[str, list[Any]]]:
         """The values under the keys of all records; None where a record lacks the key."""
@@ -79,19 +67,10 @@ def number(value: Any) -> float:
         return float("inf") if value > 0 else float("-inf")
 
 
-_PIECE_BYTES = 1 << 22
-"""How much of the file is looked at at once."""
-_MOST_NOTES = 50
-
-
-class Source(Protocol):
-    """Where the bytes are."""
-
-    name: str
-    size: int
-
-    def read(self, start: int, stop: int) -> bytes:
-        """The bytes from `start` to `stop`, fewer where the source ends before."""
+def _numbers(values: Sequence[Any]) -> Numbers:
+    if {*map(type, values)} == {float}:
+        return np.array(values)
+    return np.fromiter(map(number, values), float, len(values))
 
 
 class FileSource:
@@ -105,39 +84,70 @@ class FileSource:
         self.identity = (status.st_dev, status.st_ino)
         weakref.finalize(self, os.close, self._descriptor)
 
-    def read(self, start: int, stop: int) -> bytes:
-        """The bytes from `start` to `stop`."""
-        return os.pread(self._descriptor, max(0, min(stop, self.size) - start), start)
-
-
-class MemorySource:
-    """Bytes in memory."""
-
-    def __init__(self, name: str, data: bytes | bytearray) -> None:
-        self.name, self._data, self.size = name, memoryview(data), len(data)
+    def open(self) -> BinaryIO:
+        """The file, to be read from its beginning."""
+        os.lseek(self._descriptor, 0, os.SEEK_SET)
+        return open(self._descriptor, "rb", closefd=False)
 
     def read(self, start: int, stop: int) -> bytes:
-        """The bytes from `start` to `stop`."""
-        return bytes(self._data[start:stop])
+        """The bytes from `start` to `stop`, fewer where the file ends before."""
+        return os.pread(self._descriptor, max(0, stop - start), start)
+
+
+class Line(NamedTuple):
+    """A line of a file, without the brackets of the array and what stands between records."""
+
+    number: int
+    """Counted from 1."""
+    offset: int
+    """Of its first byte in the file."""
+    text: bytes
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """Records that follow one another, up to some thousand, of which those that have the same keys are taken."""
+
+    rows: NDArray[np.int64]
+    keys: tuple[str, ...]
+    numbers: dict[str, Numbers]
+    """Of the keys with a number in any of the records."""
 
 
 class RecordFile(Sequence[Record]):
-    """The records of a source with one record a line; a sequence that decodes what it is asked for.
+    """The records of a file with one record a line. The file is read once; then records are decoded as they are needed.
 
     Attributes:
-        line_index: where each record stands and which keys it has, and which lines are none.
-        notes: what had to be recovered, in words; reading values may add to it.
+        bad_lines: the first lines that are no records.
+        num_bad_lines: how many there are.
+        is_opened: whether the file begins with '['.
+        is_closed: whether it ends with ']'.
+        notes: what had to be recovered within records, in words.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: FileSource) -> None:
         self._source = source
         self.notes: list[str] = []
-        self.line_index: LineIndex = index_lines(_pieces(source))
+        self.bad_lines: list[Line] = []
+        self.num_bad_lines = 0
+        self.is_opened = self.is_closed = False
+        self._num_lines = self._last_line = self._last_bad = self._num_records = 0
+        self._alike: list[_Alike] = []
         self._columns: dict[str, Numbers] = {}
         self._masks: dict[str, Mask] = {}
+        bounds = [np.zeros((2, 0), np.int64)]
+        with source.open() as file:
+            while lines := file.readlines(_PIECE_BYTES):
+                bounds.append(self._add(self._stripped(file.tell() - sum(map(len, lines)), lines)))
+        self._starts, self._stops = np.concatenate(bounds, axis=1)
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether the last line is a bad one."""
+        return self._last_bad == self._last_line > 0
 
     def __len__(self) -> int:
-        return len(self.line_index.starts)
+        return self._num_records
 
     @overload
     def __getitem__(self, row: int) -> Record: ...
@@ -149,149 +159,166 @@ class RecordFile(Sequence[Record]):
         if not -len(self) <= row < len(self):
             raise IndexError(f"there is no record {row}; the log has {len(self)}.")
         row %= len(self)
-        return self._decoded(row, self._source.read(int(self.line_index.starts[row]), int(self.line_index.stops[row])))
+        return self._decoded(row, self._source.read(int(self._starts[row]), int(self._stops[row])))
 
     def __iter__(self) -> Iterator[Record]:
-        for rows, offset, data in self._read_rows():
-            bounds = zip(rows, self.line_index.starts[rows] - offset, self.line_index.stops[rows] - offset, strict=True)
-            for row, start, stop in bounds:
-                yield self._decoded(row, data[start:stop])
+        return chain.from_iterable(self._read())
 
     def keys(self) -> list[str]:
         """All keys, in the order in which they first appear."""
-        used, first_rows = np.unique(self.line_index.layout_ids, return_index=True)
-        layouts = [self.line_index.layouts[layout_id] for layout_id in used[np.argsort(first_rows)]]
-        return list({key: None for layout in layouts for key in layout.keys})
+        return list({key: None for alike in self._alike for key in alike.keys})
 
     def has(self, key: str) -> Mask:
         """Which records have the key, shape (num_records,), read-only."""
         if key not in self._masks:
-            having = np.array([key in layout.keys for layout in self.line_index.layouts], bool)
-            mask = having[self.line_index.layout_ids] if len(having) else np.zeros(0, bool)
+            mask = np.zeros(len(self), bool)
+            for alike in self._alike:
+                mask[alike.rows] = key in alike.keys
             mask.flags.writeable = False
             self._masks[key] = mask
         return self._masks[key]
 
     def column(self, key: str) -> Numbers:
         """The numbers under the key, shape (num_records,), read-only; NaN where there is none."""
-        self.load([key])
-        return self._columns[key]
-
-    def load(self, keys: Iterable[str]) -> None:
-        """Make several columns ready in one pass over the file."""
-        missing = [key for key in dict.fromkeys(keys) if key not in self._columns]
-        columns = {key: np.full(len(self), np.nan) for key in missing}
-        known = [key for key in missing if self.has(key).any()]
-        if known:
-            for rows, offset, data in self._read_rows():
-                for having, key, values in self._values(known, rows, offset, data):
-                    columns[key][rows.start + having] = self._numbers(values, key, rows.start + having)
-        for column in columns.values():
+        if key not in self._columns:
+            column = np.full(len(self), np.nan)
+            for alike in self._alike:
+                column[alike.rows] = alike.numbers.get(key, np.nan)
             column.flags.writeable = False
-        self._columns.update(columns)
+            self._columns[key] = column
+        return self._columns[key]
 
     def blocks(self, keys: Sequence[str]) -> Iterator[dict[str, list[Any]]]:
         """The decoded values under the keys, some thousand records at a time; None where a record lacks the key."""
-        for rows, offset, data in self._read_rows():
-            block: dict[str, list[Any]] = {key: [None] * len(rows) for key in keys}
-            for having, key, values in self._values(keys, rows, offset, data):
-                column = block[key]
-                decoded = self._decoded_values(values, key, rows.start + having)
-                for row, value in zip(having.tolist(), decoded, strict=True):
-                    column[row] = value
-            yield block
+        for records in self._read():
+            yield {key: [record.get(key) for record in records] for key in keys}
 
-    def _values(
-        self, keys: Sequence[str], rows: range, offset: int, data: bytes
-    ) -> Iterator[tuple[Positions, str, list[bytes]]]:
-        """Which of the rows (counted from the first) have a key, the key, and its values as they stand in the file.
-
-        Args:
-            keys: The keys that are wanted.
-            rows: Some records.
-            offset: Where they begin in the source.
-            data: Their bytes.
-        """
-        starts, stops = self.line_index.starts[rows.start : rows.stop], self.line_index.stops[rows.start : rows.stop]
-        ids = self.line_index.layout_ids[rows.start : rows.stop]
-        lines = Lines(data, starts - offset, stops - offset)
-        for layout_id in np.unique(ids):
-            layout, having = self.line_index.layouts[layout_id], np.flatnonzero(ids == layout_id)
-            wanted = [key for key in keys if key in layout.keys]
-            if layout.is_plain:
-                yield from ((having, key, layout.values(lines, having, key)) for key in wanted)
-            elif wanted:
-                records = [self._decoded(rows.start + row, lines.line(row)) for row in having.tolist()]
-                yield from ((having, key, [json.dumps(record[key]).encode() for record in records]) for key in wanted)
-
-    def _read_rows(self) -> Iterator[tuple[range, int, bytes]]:
-        """Rows, where their bytes begin in the source, and their bytes; a few megabytes at a time."""
-        starts, stops = self.line_index.starts, self.line_index.stops
+    def _read(self) -> Iterator[list[Record]]:
+        """The records, decoded again, a few megabytes at a time."""
         row = 0
         while row < len(self):
-            offset = int(starts[row])
-            end = max(row + 1, int(np.searchsorted(stops, offset + _PIECE_BYTES, side="right")))
-            yield range(row, end), offset, self._source.read(offset, int(stops[end - 1]))
+            offset = int(self._starts[row])
+            end = max(row + 1, int(np.searchsorted(self._stops, offset + _PIECE_BYTES, side="right")))
+            data = self._source.read(offset, int(self._stops[end - 1]))
+            bounds = zip(self._starts[row:end] - offset, self._stops[row:end] - offset, strict=True)
+            texts = [data[start:stop] for start, stop in bounds]
+            yield _decoded_together(texts) or [self._decoded(one, text) for one, text in enumerate(texts, row)]
             row = end
 
-    def _decoded(self, row: int, line: bytes) -> Record:
-        try:
-            record: Any = json.loads(line.decode("utf-8", errors="replace"))
-        except ValueError:
-            return self._mended(row, line)
-        assert isinstance(record, dict)
+    def _stripped(self, offset: int, whole_lines: list[bytes]) -> list[Line]:
+        """The lines with something in them beside the array's brackets; notes where these stand."""
+        lines: list[Line] = []
+        for number, line in enumerate(whole_lines, self._num_lines + 1):
+            text = line.rstrip(_BETWEEN)
+            end = offset + len(text)
+            if not text.startswith(b"{"):
+                text = (text.removeprefix(BYTE_ORDER_MARK) if offset == 0 else text).lstrip(_BETWEEN)
+                if text.startswith(b"[") and not (self.is_opened or self._num_records or lines):
+                    self.is_opened = True
+                    text = text[1:].lstrip(BLANK)
+            start = end - len(text)
+            closes = text.endswith(b"]")
+            if closes:
+                text = text[:-1].rstrip(_BETWEEN)
+            if text or closes:
+                self.is_closed, self._last_line = closes, number
+            if text:
+                lines.append(Line(number, start, text))
+            self._num_lines, offset = number, offset + len(line)
+        return lines
+
+    def _add(self, lines: list[Line]) -> NDArray[np.int64]:
+        """Take in the records of some lines; where each begins and ends, shape (2, num_records)."""
+        records = _decoded_together([line.text for line in lines])
+        if records is None:
+            lines, records = self._decoded_one_by_one(lines)
+        rows: dict[tuple[str, ...], list[int]] = {}
+        for row, record in enumerate(records):
+            rows.setdefault(tuple(record), []).append(row)
+        for keys, chosen in rows.items():
+            columns = {key: _numbers([records[row][key] for row in chosen]) for key in keys}
+            known = {key: column for key, column in columns.items() if not np.isnan(column).all()}
+            self._alike.append(_Alike(np.array(chosen) + self._num_records, keys, known))
+        self._num_records += len(records)
+        starts = np.array([line.offset for line in lines], np.int64)
+        return np.stack([starts, starts + np.array([len(line.text) for line in lines], np.int64)])
+
+    def _decoded_one_by_one(self, lines: list[Line]) -> tuple[list[Line], list[Record]]:
+        """The lines that are records, and these; notes what is damaged."""
+        good: list[Line] = []
+        records: list[Record] = []
+        for line in lines:
+            record, damaged = _decoded_or_mended(line.text)
+            if record is None:
+                self._last_bad = line.number
+                self.num_bad_lines += 1
+                if self.num_bad_lines <= _MOST_BAD_LINES:
+                    self.bad_lines.append(line._replace(text=line.text[:80]))
+                continue
+            for key, value in damaged.items():
+                where = f"{key!r} in record {self._num_records + len(records)}"
+                if len(self.notes) < _MOST_NOTES:
+                    self.notes.append(f"the value of {where} is damaged ({value[:30]!r}) and counts as NaN")
+            good.append(line)
+            records.append(record)
+        return good, records
+
+    def _decoded(self, row: int, text: bytes) -> Record:
+        record, _ = _decoded_or_mended(text)
+        if record is None:
+            raise DataError(f"record {row} of {self._source.name} was overwritten while it was read; read it again.")
         return record
 
-    def _mended(self, row: int, line: bytes) -> Record:
-        """A record with a damaged value, which is NaN; the index does not look into values."""
-        layout = self.line_index.layouts[self.line_index.layout_ids[row]]
-        if not layout.is_plain or len(line) < self.line_index.stops[row] - self.line_index.starts[row]:
-            raise DataError(f"record {row} of {self._source.name} was overwritten while it was read; read it again.")
-        lines = Lines(line, np.array([0]), np.array([len(line)]))
-        return {key: self._value(layout.values(lines, np.array([0]), key)[0], key, row) for key in layout.keys}
 
-    def _numbers(self, values: list[bytes], key: str, rows: Positions) -> Numbers:
+def _decoded_together(texts: list[bytes]) -> list[Record] | None:
+    """The records of lines that are all whole, which is faster than one by one; None where one is not."""
+    try:
+        records = json.loads((b"[" + b",\n".join(texts) + b"]").decode("utf-8", errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    return records if len(records) == len(texts) and {*map(type, records)} <= {dict} else None
+
+
+def decoded(text: bytes) -> Any:
+    """What a piece of JSON says; None where it is not JSON."""
+    try:
+        return json.loads(text.decode("utf-8", errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+
+
+_PAIR = re.compile(
+    rb'[{,][ \t]*"(?P<key>[^"\\]*)"[ \t]*:[ \t]*'
+    rb'(?P<value>"(?:[^"\\]|\\[^"])*"|[^"{}\[\],\\ \t]+|(?P<nested>[{\[]))'
+)
+"""A key without escapes, and a value: a text without quotes in it, a number, or the start of a list or an object."""
+_BRACKET = re.compile(rb'"[^"]*"|(?P<open>[{\[])|[}\]]')
+
+
+def _decoded_or_mended(line: bytes) -> tuple[Record | None, dict[str, bytes]]:
+    """The record, with NaN for values that are not JSON, and these values by their keys; None where more is damaged."""
+    record = decoded(line)
+    if record is not None:
+        return (record if isinstance(record, dict) else None), {}
+    values, damaged, position = Record(), dict[str, bytes](), 0
+    while (pair := _PAIR.match(line, position)) is not None and (line[position : position + 1] == b"{") == (
+        not position
+    ):
+        position = pair.end() if pair["nested"] is None else _end_of_value(line, pair.start("nested"))
+        key, value = pair["key"].decode("utf-8", errors="replace"), line[pair.start("value") : position]
         try:
-            return np.fromiter(map(float, values), float, len(values))
-        except ValueError:
-            decoded = [number(self._value(value, key, row)) for value, row in zip(values, rows.tolist(), strict=True)]
-            return np.array(decoded)
-
-    def _decoded_values(self, values: list[bytes], key: str, rows: Positions) -> list[Any]:
-        """All at once where none is damaged."""
-        try:
-            decoded: list[Any] = json.loads((b"[" + b",".join(values) + b"]").decode("utf-8", errors="replace"))
-        except ValueError:
-            decoded = []
-        if len(decoded) == len(values):
-            return decoded
-        return [self._value(value, key, row) for value, row in zip(values, rows.tolist(), strict=True)]
-
-    def _value(self, value: bytes, key: str, row: int) -> Any:
-        try:
-            return json.loads(value.decode("utf-8", errors="replace"), strict=False)
-        except ValueError:
-            self._note_damage(f"the value of {key!r} in record {row} is damaged ({value[:30]!r}) and counts as NaN")
-            return float("nan")
-
-    def _note_damage(self, note: str) -> None:
-        if note not in self.notes and len(self.notes) < _MOST_NOTES:
-            self.notes.append(note)
-            logger.warning("%s: %s", self._source.name, note)
+            values[key] = json.loads(value.decode("utf-8", errors="replace"), strict=False)
+        except (ValueError, RecursionError):
+            values[key], damaged[key] = math.nan, value
+    return (values if values and line[position:].strip(b" \t") == b"}" else None), damaged
 
 
-def _pieces(source: Source) -> Iterator[tuple[int, bytes]]:
-    """The source in pieces that end with a line, each with the position of its first byte."""
-    offset, size = 0, _PIECE_BYTES
-    while offset < source.size:
-        data = source.read(offset, offset + size)
-        if not data:
-            return
-        end = data.rfind(b"\n") + 1
-        if offset + len(data) >= source.size:
-            end = len(data)
-        if end == 0:
-            size *= 2
-            continue
-        yield offset, data[:end]
-        offset, size = offset + end, _PIECE_BYTES
+def _end_of_value(line: bytes, start: int) -> int:
+    """Behind the bracket that closes the one at `start`; the end of the line where none does."""
+    depth = 0
+    for mark in _BRACKET.finditer(line, start):
+        if not mark[0].startswith(b'"'):
+            depth += 1 if mark["open"] else -1
+        if depth == 0:
+            return mark.end()
+    return len(line)

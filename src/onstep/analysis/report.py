@@ -11,15 +11,14 @@ from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from onstep.analysis.comparison import Comparison, compare_runs
-from onstep.analysis.comparison_formats import difference_cells, metric_cells, value_text
-from onstep.analysis.plots_axes import NAMES
-from onstep.analysis.plots_style import look_of
+from onstep.analysis.comparison import Comparison, compare_runs, difference_cells, metric_cells, value_text
+from onstep.analysis.plots_axes import NAMES, look_of
 from onstep.analysis.series import (
     X_COLUMNS,
     first_timestamp,
@@ -30,7 +29,6 @@ from onstep.analysis.series import (
     places,
     rows_of,
     x_axes,
-    x_keys,
 )
 from onstep.analysis.smoothing import automatic_window, bulk_limits, column_means, spikes, thinned_rows
 from onstep.analysis.training_log import TrainingLog
@@ -47,6 +45,7 @@ GROUPS = (
 )
 """Groups in the order in which they are shown, and the words by which a metric belongs to one; the first that fits."""
 OTHER, EVALUATION = "Other", "Evaluation"
+_GROUP_NAMES = (GROUPS[0][0], EVALUATION, *(name for name, _ in GROUPS[1:]), OTHER)
 MOST_POINTS = 120_000
 """Points of all curves together: a file of a few megabytes."""
 _FEWEST_COLUMNS, _MOST_COLUMNS = 100, 500
@@ -65,9 +64,9 @@ def report_data(logs: Sequence[TrainingLog], labels: Sequence[str]) -> dict[str,
     are no outliers. Means of a curve with spikes have `calm` beside `y`, those without them; the raw points of a short
     one have `spikes`, their places.
     """
-    metrics = _ordered(dict.fromkeys(metric for log in logs for metric in metrics_of(log)))
-    for log in logs:
-        log.load_columns([*(key for axis in X_COLUMNS for key in x_keys(axis)), "eval_loss", *metrics])
+    known = list(NAMES)  # which come first; the rest in the order in which it was met
+    metrics = list(dict.fromkeys(metric for log in logs for metric in metrics_of(log)))
+    metrics.sort(key=lambda metric: known.index(metric) if metric in known else len(known))
     starts = [first_timestamp(log, metrics) for log in logs]
     rows = {metric: [_rows(log, metric) for log in logs] for metric in metrics}
     drawn = [metric for metric in metrics if max(map(len, rows[metric])) > 1]
@@ -82,9 +81,12 @@ def report_data(logs: Sequence[TrainingLog], labels: Sequence[str]) -> dict[str,
         entry = {"key": metric, "name": NAMES.get(metric, metric), "evaluation": is_of_evaluation(metric)}
         entries.setdefault(group_of(metric), []).append({**entry, "series": series})
     return {
-        "runs": [_run(index, label) for index, label in enumerate(labels)],
+        "runs": [
+            {"label": label, "colour": look.colour, "dash": _DASHES[look.dash]}
+            for label, look in zip(labels, map(look_of, range(len(labels))), strict=True)
+        ],
         "axes": [axis for axis in X_COLUMNS if any(axis in x_axes(log) for log in logs)],
-        "groups": [{"name": name, "metrics": entries[name]} for name in _group_names() if name in entries],
+        "groups": [{"name": name, "metrics": entries[name]} for name in _GROUP_NAMES if name in entries],
     }
 
 
@@ -102,22 +104,6 @@ def group_of(metric: str) -> str:
         if name == "Memory" and "mem" in bare.split("_"):
             return name
     return EVALUATION if is_of_evaluation(metric) else OTHER
-
-
-def _ordered(metrics: Iterable[str]) -> list[str]:
-    """What every run has first, then the rest in the order in which it was met."""
-    known = list(NAMES)
-    return sorted(metrics, key=lambda metric: known.index(metric) if metric in known else len(known))
-
-
-def _group_names() -> list[str]:
-    names = [name for name, _ in GROUPS]
-    return [names[0], EVALUATION, *names[1:], OTHER]
-
-
-def _run(index: int, label: str) -> dict[str, str]:
-    look = look_of(index)
-    return {"label": label, "colour": look.colour, "dash": _DASHES[look.dash]}
 
 
 def _rows(log: TrainingLog, metric: str) -> NDArray[np.intp]:
@@ -140,39 +126,24 @@ def _series(
 ) -> dict[str, Any]:
     y = log.column(metric)[rows]
     y = np.where(np.isfinite(y), y, np.nan)
-    found = {axis: _place(log, axis, start)[rows] for axis in X_COLUMNS}
+    found = {axis: places(log, axis)[rows] for axis in X_COLUMNS}
+    found["time"] = (found["time"] - start) / 60
     kept = thinned_rows(found["step"], y, columns)
     is_spike = spikes(y, automatic_window(len(y)))
     raw: dict[str, Any] = {axis: _short(x[kept]) for axis, x in found.items()}
     raw["y"] = _short(y[kept])
     means = None
     if len(kept) < len(rows):
-        means = _means(found, y, is_spike, columns)
+        means = {axis: _short(column_means(x, y, columns)[0]) for axis, x in found.items()}
+        means["y"] = _short(column_means(found["step"], y, columns)[1])
+        if is_spike.any():  # the means without spikes
+            means["calm"] = _short(column_means(found["step"], np.where(is_spike, np.nan, y), columns)[1])
     elif is_spike.any():
         raw["spikes"] = np.flatnonzero(is_spike).tolist()
-    return {"run": index, "points": len(rows), **_limits(y), "raw": raw, "means": means}
-
-
-def _limits(y: Values) -> dict[str, Any]:
-    """What the script needs to know of all values; None for limits that no number can be."""
     finite = y[np.isfinite(y)]
     limits = {"range": (float(finite.min()), float(finite.max())) if len(finite) else None, "bulk": bulk_limits(y)}
     told = {name: _short(np.array(pair)) if pair and np.isfinite(pair).all() else None for name, pair in limits.items()}
-    return {"missing": len(y) - len(finite), **told}
-
-
-def _means(found: dict[str, Values], y: Values, is_spike: NDArray[np.bool_], columns: int) -> dict[str, Any]:
-    """Means of each column; of a curve with spikes also `calm`, those without them."""
-    means = {axis: _short(column_means(x, y, columns)[0]) for axis, x in found.items()}
-    means["y"] = _short(column_means(found["step"], y, columns)[1])
-    if is_spike.any():
-        means["calm"] = _short(column_means(found["step"], np.where(is_spike, np.nan, y), columns)[1])
-    return means
-
-
-def _place(log: TrainingLog, axis: str, start: float) -> Values:
-    found = places(log, axis)
-    return (found - start) / 60 if axis == "time" else found
+    return {"run": index, "points": len(rows), "missing": len(y) - len(finite), **told, "raw": raw, "means": means}
 
 
 def _short(values: Values) -> list[float | int | None] | None:
@@ -188,7 +159,9 @@ def _number(value: float) -> float | int | None:
     return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.6g}")
 
 
-STYLE, SCRIPT = (files("onstep.analysis").joinpath(name).read_text("utf-8") for name in ("report.css", "report.js"))
+STYLE, SCRIPT, _PAGE = (
+    files("onstep.analysis").joinpath(f"report.{suffix}").read_text("utf-8") for suffix in ("css", "js", "html")
+)
 
 
 def write_report(logs: Sequence[TrainingLog] | TrainingLog, path: str | Path, title: str | None = None) -> Path:
@@ -211,7 +184,12 @@ def write_report(logs: Sequence[TrainingLog] | TrainingLog, path: str | Path, ti
         ConfigError: a ValueError; when there is no log.
         DataError: a ValueError; when no run has a metric with two values.
     """
-    library = _library()
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise MissingExtraError(
+            f"the report needs plotly ({error}); install it by: pip install 'onstep[reports]'"
+        ) from error
     logs = [logs] if isinstance(logs, TrainingLog) else list(logs)
     comparison = compare_runs(logs)
     data = report_data(logs, comparison.labels)
@@ -220,67 +198,33 @@ def write_report(logs: Sequence[TrainingLog] | TrainingLog, path: str | Path, ti
     heading = title or (comparison.labels[0] if len(logs) == 1 else f"{len(logs)} runs")
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(_page(heading, comparison, data, library), encoding="utf-8")
+    target.write_text(_page(heading, comparison, data, str(get_plotlyjs())), encoding="utf-8")
     return target
 
 
-def _library() -> str:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise MissingExtraError(
-            f"the report needs plotly ({error}); install it by: pip install 'onstep[reports]'"
-        ) from error
-    return str(get_plotlyjs())
-
-
 def _page(heading: str, comparison: Comparison, data: dict[str, Any], library: str) -> str:
-    scripts = [library, SCRIPT]
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{_policy(scripts)}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(heading)}</title>",
-            f"<style>\n{STYLE}</style>",
-            "</head>",
-            "<body>",
-            "<main>",
-            f"<h1>{escape(heading)}</h1>",
-            f'<p class="quiet">Training report, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</p>',
-            _summary(comparison),
-            _configuration(comparison),
-            _notes(comparison),
-            '<section class="controls" id="controls" aria-label="Controls of the charts"></section>',
-            '<div id="charts"></div>',
-            "<noscript><p>The charts need JavaScript; the tables above do not.</p></noscript>",
-            "</main>",
-            f'<script type="application/json" id="data">{_json(data)}</script>',
-            *(f"<script>{script}</script>" for script in scripts),
-            "</body>",
-            "</html>",
-            "",
-        ]
-    )
-
-
-def _policy(scripts: Sequence[str]) -> str:
-    """Only these scripts may run, and nothing may be loaded from anywhere."""
-    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    allowed = " ".join(f"'sha256-{one}'" for one in hashes)
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
+    digests = (hashlib.sha256(script.encode()).digest() for script in (library, SCRIPT))
+    hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    policy = (  # only these scripts may run, and nothing may be loaded from anywhere
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'"
     )
-
-
-def _json(data: dict[str, Any]) -> str:
-    """JSON in which no text can end the script element that it stands in."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    content = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    for letter in "&<>":  # so that no text can end the script element that it stands in
+        content = content.replace(letter, f"\\u{ord(letter):04x}")
+    notes = "".join(f"<li>{escape(note)}</li>" for note in comparison.notes)
+    return Template(_PAGE).substitute(
+        policy=policy,
+        heading=escape(heading),
+        style=STYLE,
+        date=f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
+        summary=_summary(comparison),
+        configuration=_configuration(comparison),
+        notes=f"<section><h2>Notes</h2><ul>{notes}</ul></section>" if notes else "",
+        data=content,
+        library=library,
+        script=SCRIPT,
+    )
 
 
 def _summary(comparison: Comparison) -> str:
@@ -312,11 +256,6 @@ def _configuration(comparison: Comparison) -> str:
     body = [[(cell, name) for cell in row] for row, name in zip(rows_, classes, strict=True)]
     quiet = '<p class="quiet">Grey: what is learned does not depend on it.</p>' if "safe" in classes else ""
     return f"<section><h2>Configuration differences</h2>{quiet}{_table(head, body)}</section>"
-
-
-def _notes(comparison: Comparison) -> str:
-    items = "".join(f"<li>{escape(note)}</li>" for note in comparison.notes)
-    return f"<section><h2>Notes</h2><ul>{items}</ul></section>" if items else ""
 
 
 def _table(head: Sequence[str], body: Sequence[Sequence[tuple[str, str]]]) -> str:

@@ -43,7 +43,12 @@ def status_of(log_path: Path) -> str | None:
 def _is_held(log_path: Path) -> bool | None:
     """Whether the run's process is there; None where nothing tells."""
     lock = log_path.parent / ".run.lock"
-    return is_locked(lock) if _was_held_here(lock) else None
+    try:
+        holder = lock.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    was_here = re.fullmatch(rf"process \d+ on {re.escape(socket.gethostname())}\s*", holder) is not None
+    return is_locked(lock) if was_here else None
 
 
 def is_locked(path: Path) -> bool | None:
@@ -66,15 +71,6 @@ _VERBS = {
     "preempted": "was preempted",
     "failed": "failed",
 }
-
-
-def _was_held_here(lock: Path) -> bool:
-    """Whether the last process to hold the lock ran on this machine."""
-    try:
-        holder = lock.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return re.fullmatch(rf"process \d+ on {re.escape(socket.gethostname())}\s*", holder) is not None
 
 
 def run_record(folder: Path) -> dict[str, Any]:

@@ -132,7 +132,9 @@ def thinned_rows(x: Values, y: Values, columns: int = COLUMNS) -> NDArray[np.int
     """
     if len(x) <= 4 * columns:
         return np.arange(len(x))
-    starts = _starts(x, columns)
+    span = x[-1] - x[0]
+    column = np.floor((x - x[0]) / (span if span > 0 else 1.0) * columns)
+    starts = np.flatnonzero(np.concatenate([[True], column[1:] != column[:-1]]))  # of each column that holds a point
     kept = np.zeros(len(x), dtype=bool)
     kept[starts] = True
     kept[np.append(starts[1:], len(x)) - 1] = True
@@ -157,13 +159,6 @@ def column_means(x: Values, y: Values, columns: int) -> tuple[Values, Values]:
     sums = np.add.reduceat(np.where(is_finite, y, 0.0), starts)
     means = np.where(counts > 0, sums / np.maximum(counts, 1.0), np.nan)
     return np.add.reduceat(x, starts) / sizes, means
-
-
-def _starts(x: Values, columns: int) -> NDArray[np.intp]:
-    """The index at which each column that holds a point begins."""
-    span = x[-1] - x[0]
-    column = np.floor((x - x[0]) / (span if span > 0 else 1.0) * columns)
-    return np.flatnonzero(np.concatenate([[True], column[1:] != column[:-1]]))
 
 
 def _spread(reduce: np.ufunc, values: Values, starts: NDArray[np.intp]) -> Values:

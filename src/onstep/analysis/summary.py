@@ -1,16 +1,20 @@
-"""What a run came to: its last, best and mean values."""
+"""What a run came to: its last, best and mean values, and these as text, Markdown, JSON and one line."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from onstep.analysis.record_file import Mask, Numbers, number
+from onstep.analysis.log_files import name_of_place
+from onstep.analysis.record_file import Mask, Numbers
 from onstep.analysis.series import newest_rows
+from onstep.analysis.tables import printable
 from onstep.analysis.training_log import TrainingLog
 
 Summary = dict[str, Any]
@@ -48,15 +52,22 @@ def compute_summary_statistics(log: TrainingLog) -> Summary:
     # name of each evaluation set, and the key of the loss on it
     found = [_LOSS_OF_SET.fullmatch(key) for key in log.keys()]  # noqa: SIM118 - a log is no dictionary
     sets = {match[1]: match[0] for match in found if match is not None}
-    log.load_columns(["global_step", "loss", "grad_norm", "eval_loss", *sets.values()])
-    training, evaluation = _rows_that_count(log, [*sets.values()])
+    training, evaluation = log.is_training, log.is_evaluation
+    for key in sets.values():
+        evaluation = evaluation | log.has(key)
+    evaluation = _newest(log, training | evaluation) & evaluation
+    training = _newest(log, training) & training
+    final = log.get_final_record() or {}
     parts = [
         _training(log, training),
         _grad_norm(log, training & log.has("grad_norm")),
-        _learning_rate(log, training),
+        {
+            "initial_lr": _logged(log, "learning_rate", training, 0),
+            "final_lr": _logged(log, "learning_rate", training, -1),
+        },
         _evaluation(log, "eval_loss", evaluation & log.is_evaluation),
         {"eval_sets": {name: _known(_evaluation(log, key, evaluation)) for name, key in sets.items()} or None},
-        _final(log),
+        {key: final.get(key) for key in _FINAL_KEYS},
         {"notes": _notes(log, int(np.count_nonzero(log.is_training & ~training)), [*sets.values()]) or None},
     ]
     for part in parts:
@@ -70,14 +81,6 @@ def get_perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
-
-
-def _rows_that_count(log: TrainingLog, more_losses: list[str]) -> tuple[Mask, Mask]:
-    """Which records of training, and which of evaluations, are of the newest branch."""
-    training, evaluation = log.is_training, log.is_evaluation
-    for key in more_losses:
-        evaluation = evaluation | log.has(key)
-    return _newest(log, training) & training, _newest(log, training | evaluation) & evaluation
 
 
 def _newest(log: TrainingLog, rows: Mask) -> Mask:
@@ -108,16 +111,15 @@ def _known(figures: Summary) -> Summary:
 
 
 def _training(log: TrainingLog, rows: Mask) -> Summary:
-    losses = _numbers_at(log, "loss", rows)
     best = _extreme_row(log.column("loss"), rows, np.argmin)
     return {
-        "total_steps": _as_step(_last(log, "global_step", rows)),
-        "final_epoch": _last(log, "epoch", rows),
-        "final_loss": _last(log, "loss", rows),
-        "avg_loss": _mean(losses),
+        "total_steps": as_step(_logged(log, "global_step", rows, -1)),
+        "final_epoch": _logged(log, "epoch", rows, -1),
+        "final_loss": _logged(log, "loss", rows, -1),
+        "avg_loss": _mean(log, "loss", rows),
         "min_loss": _value(log, "loss", best),
         "best_loss": _value(log, "loss", best),
-        "best_loss_step": _as_step(_value(log, "global_step", best)),
+        "best_loss_step": as_step(_value(log, "global_step", best)),
         "nonfinite_losses": _num_not_finite(log, "loss", rows),
     }
 
@@ -125,62 +127,44 @@ def _training(log: TrainingLog, rows: Mask) -> Summary:
 def _grad_norm(log: TrainingLog, rows: Mask) -> Summary:
     largest = _extreme_row(log.column("grad_norm"), rows, np.argmax)
     return {
-        "avg_grad_norm": _mean(_numbers_at(log, "grad_norm", rows)),
+        "avg_grad_norm": _mean(log, "grad_norm", rows),
         "max_grad_norm_value": _value(log, "grad_norm", largest),
-        "max_grad_norm_step": _as_step(_value(log, "global_step", largest)),
+        "max_grad_norm_step": as_step(_value(log, "global_step", largest)),
         "nonfinite_grad_norms": _num_not_finite(log, "grad_norm", rows),
     }
-
-
-def _learning_rate(log: TrainingLog, rows: Mask) -> Summary:
-    return {"initial_lr": _first(log, "learning_rate", rows), "final_lr": _last(log, "learning_rate", rows)}
 
 
 def _evaluation(log: TrainingLog, key: str, rows: Mask) -> Summary:
     chosen = np.flatnonzero(rows & log.has(key))
     best = _extreme_row(log.column(key), rows, np.argmin)
     return {
-        "final_eval_loss": _last(log, key, rows),
-        "final_eval_loss_step": _as_step(_value(log, "global_step", int(chosen[-1]) if len(chosen) else None)),
+        "final_eval_loss": _logged(log, key, rows, -1),
+        "final_eval_loss_step": as_step(_value(log, "global_step", int(chosen[-1]) if len(chosen) else None)),
         "best_eval_loss": _value(log, key, best),
-        "best_eval_loss_step": _as_step(_value(log, "global_step", best)),
+        "best_eval_loss_step": as_step(_value(log, "global_step", best)),
         "nonfinite_eval_losses": _num_not_finite(log, key, rows),
     }
 
 
-def _final(log: TrainingLog) -> Summary:
-    record = log.get_final_record() or {}
-    return {key: record.get(key) for key in _FINAL_KEYS}
-
-
-def _first(log: TrainingLog, key: str, rows: Mask) -> float | None:
+def _logged(log: TrainingLog, key: str, rows: Mask, place: int) -> float | None:
+    """The value of the first (`place` 0) or the last (-1) of the rows that has the key."""
     chosen = np.flatnonzero(rows & log.has(key))
-    return _value(log, key, int(chosen[0])) if len(chosen) else None
-
-
-def _last(log: TrainingLog, key: str, rows: Mask) -> float | None:
-    chosen = np.flatnonzero(rows & log.has(key))
-    return _value(log, key, int(chosen[-1])) if len(chosen) else None
+    return _value(log, key, int(chosen[place])) if len(chosen) else None
 
 
 def _value(log: TrainingLog, key: str, row: int | None) -> float | None:
-    """The number of one record, which is decoded for that: cheaper than a whole column."""
-    value = None if row is None else log.records[row].get(key)
-    return None if value is None or (math.isnan(number(value)) and not _is_nan(value)) else value
+    """The number of one record as it was logged: whole, or a float."""
+    return None if row is None else as_number(log.records[row].get(key))
 
 
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
+def as_number(value: Any) -> float | None:
+    """The value if it is a number, else None."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _as_step(value: float | None) -> int | None:
+def as_step(value: float | None) -> int | None:
+    """A step as a whole number; None where it is not known."""
     return int(value) if value is not None and math.isfinite(value) else None
-
-
-def _numbers_at(log: TrainingLog, key: str, rows: Mask) -> Numbers:
-    """The finite ones."""
-    values = log.column(key)[rows]
-    return values[np.isfinite(values)]
 
 
 def _num_not_finite(log: TrainingLog, key: str, rows: Mask) -> int | None:
@@ -189,7 +173,10 @@ def _num_not_finite(log: TrainingLog, key: str, rows: Mask) -> int | None:
     return int(np.count_nonzero(~np.isfinite(log.column(key)[having]))) or None
 
 
-def _mean(values: Numbers) -> float | None:
+def _mean(log: TrainingLog, key: str, rows: Mask) -> float | None:
+    """Of the finite values."""
+    values = log.column(key)[rows]
+    values = values[np.isfinite(values)]
     return float(values.mean()) if len(values) else None
 
 
@@ -197,3 +184,160 @@ def _extreme_row(values: Numbers, rows: Mask, best_of: Callable[[Numbers], Any])
     """The first of the rows with the least or the largest finite value."""
     chosen = np.flatnonzero(rows & np.isfinite(values))
     return int(chosen[int(best_of(values[chosen]))]) if len(chosen) else None
+
+
+ONE_LINE_HEADER = f"{'run':<32} | steps | time | loss | eval | samp/s"
+"""What stands above several lines of `format_summary_one_line`."""
+
+_NAME_LENGTH = 30
+_MISSING = "N/A"
+
+
+def format_summary_text(summary: Summary) -> str:
+    """A summary for a terminal, in sections, and notes; what is not known is left out."""
+    lines = [f"Summary of {_name(summary)}", f"  {summary['log_path']}"]
+    for title, entries in _sections(summary):
+        lines += ["", title, *(f"  {label + ':':<24} {text}{_at(step)}" for label, text, step in entries)]
+    lines += _note_lines(summary)
+    return "\n".join(lines)
+
+
+def format_summary_markdown(summary: Summary) -> str:
+    """A summary as Markdown: a table of the losses with their steps, and a list of the rest."""
+    lines = [f"## Summary of {_name(summary)}", "", f"Log: `{summary['log_path']}`", ""]
+    sections = dict(_sections(summary))
+    metrics = sections.pop("Metrics", [])
+    if metrics:
+        lines += ["| Metric | Value | Step |", "|---|---:|---:|"]
+        lines += [f"| {label} | {text} | {'' if step is None else step} |" for label, text, step in metrics]
+        lines.append("")
+    for title, entries in sections.items():
+        lines += [f"- {title}: {label} {text}{_at(step)}" for label, text, step in entries]
+    lines += _note_lines(summary)
+    return "\n".join(lines).rstrip()
+
+
+def format_summary_json(summaries: Summary | Sequence[Summary]) -> str:
+    """One summary as a JSON object, several as an array; what is not finite is null, as JSON has no NaN."""
+    content = summaries if isinstance(summaries, dict) else list(summaries)
+    return json.dumps(_strict(content), indent=2)
+
+
+def format_summary_one_line(summary: Summary) -> str:
+    """A summary in one line: name, steps, time, loss, evaluation loss, samples per second; N/A where not known."""
+    name = _name(summary)[:_NAME_LENGTH]
+    steps, runtime = summary.get("total_steps"), summary.get("train_runtime")
+    fields = [
+        f"{name:<32}",
+        f"steps={_MISSING if steps is None else steps}",
+        f"time={_MISSING if runtime is None else format_duration(runtime)}",
+        f"loss={_number(summary.get('final_loss'), '.4f')}",
+        f"eval={_number(summary.get('best_eval_loss'), '.4f')}",
+        f"samp/s={_number(summary.get('train_samples_per_second'), '.1f')}",
+    ]
+    return " | ".join(fields)
+
+
+def format_duration(seconds: float) -> str:
+    """``MM:SS``, with hours in front from one hour on: ``01:30``, ``2:00:05``."""
+    if not math.isfinite(seconds):
+        return _MISSING
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes:02d}:{rest:02d}"
+
+
+_Entry = tuple[str, str, int | None]
+"""Label, text, and the step the value is of."""
+_Row = tuple[str, str, str, str | None]
+"""Label, key, format, and the key of the step."""
+
+
+_METRICS: tuple[_Row, ...] = (
+    ("Total Steps", "total_steps", "d", None),
+    ("Final Epoch", "final_epoch", ".4g", None),
+    ("Final Loss", "final_loss", ".4f", "total_steps"),
+    ("Average Loss", "avg_loss", ".4f", None),
+    ("Best Loss", "best_loss", ".4f", "best_loss_step"),
+)
+_EVALUATION: tuple[_Row, ...] = (
+    ("Final Eval Loss", "final_eval_loss", ".4f", "final_eval_loss_step"),
+    ("Best Eval Loss", "best_eval_loss", ".4f", "best_eval_loss_step"),
+)
+_NOT_FINITE: tuple[_Row, ...] = (
+    ("NaN or Infinite Losses", "nonfinite_losses", "d", None),
+    ("NaN or Infinite Eval Losses", "nonfinite_eval_losses", "d", None),
+)
+_SPEED: tuple[_Row, ...] = (
+    ("Samples", "train_samples", ",d", None),
+    ("Samples per Second", "train_samples_per_second", ".2f", None),
+    ("Steps per Second", "train_steps_per_second", ".2f", None),
+    ("Effective Batch Size", "effective_batch_size", "d", None),
+)
+_GRADIENTS: tuple[_Row, ...] = (
+    ("Average Norm", "avg_grad_norm", ".4g", None),
+    ("Largest Norm", "max_grad_norm_value", ".4g", "max_grad_norm_step"),
+    ("NaN or Infinite", "nonfinite_grad_norms", "d", None),
+)
+_LEARNING_RATE: tuple[_Row, ...] = (("Initial", "initial_lr", ".3e", None), ("Final", "final_lr", ".3e", None))
+
+
+def _sections(summary: Summary) -> list[tuple[str, list[_Entry]]]:
+    """The known figures of each section; a section without any is left out."""
+    metrics = _entries(summary, (*_METRICS, *_EVALUATION))
+    if summary.get("best_eval_loss") is not None:
+        perplexity = get_perplexity(summary["best_eval_loss"])
+        metrics.append(("Best Eval Perplexity", f"{perplexity:.2f}", summary.get("best_eval_loss_step")))
+    for name, figures in summary.get("eval_sets", {}).items():
+        metrics += [(f"{label} ({name})", text, step) for label, text, step in _entries(figures, _EVALUATION)]
+    metrics += _entries(summary, _NOT_FINITE)
+    runtime = summary.get("train_runtime")
+    speed: list[_Entry] = [] if runtime is None else [("Runtime", format_duration(runtime), None)]
+    sections = [
+        ("Metrics", metrics),
+        ("Training Speed", speed + _entries(summary, _SPEED)),
+        ("Gradient Statistics", _entries(summary, _GRADIENTS)),
+        ("Learning Rate", _entries(summary, _LEARNING_RATE)),
+    ]
+    return [(title, entries) for title, entries in sections if entries]
+
+
+def _entries(summary: Summary, rows: Sequence[_Row]) -> list[_Entry]:
+    return [
+        (label, _number(summary[key], form), summary.get(step_key) if step_key else None)
+        for label, key, form, step_key in rows
+        if summary.get(key) is not None
+    ]
+
+
+def _at(step: int | None) -> str:
+    return "" if step is None else f" (step {step})"
+
+
+def _number(value: Any, form: str) -> str:
+    """A number in a form; as it is where it is none or the form does not suit it."""
+    if value is None:
+        return _MISSING
+    try:
+        return format(value, form)
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def _name(summary: Summary) -> str:
+    """The run's name, else that of the file or the folder that the log stands in."""
+    return str(summary.get("run_name") or name_of_place(Path(summary["log_path"])))
+
+
+def _note_lines(summary: Summary) -> list[str]:
+    notes = [f"note: {printable(note)}" for note in summary.get("notes", [])]
+    return ["", *notes] if notes else []
+
+
+def _strict(value: Any) -> Any:
+    """A value without what JSON has no form for."""
+    if isinstance(value, dict):
+        return {key: _strict(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_strict(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

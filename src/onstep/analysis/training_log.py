@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from onstep.analysis.log_files import FILE_NAME, name_of_place, names_in_path
 from onstep.analysis.log_reading import read_log
-from onstep.analysis.record_file import Columns, ListColumns, RecordFile
+from onstep.analysis.record_file import ListColumns, RecordFile
 from onstep.errors import ConfigError
 from onstep.journal import Record
 
@@ -27,11 +27,10 @@ logger: logging.Logger = logging.getLogger(__name__)
 class TrainingLog:
     """The log of one run, also of one that is going on or was killed.
 
-    Columns (`column`, `has`, `keys`) are read from the file without a dictionary per record, so that a log of a million
-    records can be summed up in seconds; lists and objects as values cost nothing more than their bytes. `records`
-    decodes what it is asked for. This holds for files with one record a line, as journals have; a file of another
-    layout (indented, all on one line) is decoded as a whole, which takes several times its size in memory, and lines
-    with objects that hold escaped characters, or beyond 256 kinds of lines, are decoded one by one.
+    Columns (`column`, `has`, `keys`) are arrays that are filled while the file is read once, so that a log of a million
+    records can be summed up in seconds and in less memory than its size; `records` decodes what it is asked for. This
+    holds for files with one record a line, as journals have; a file of another layout (indented, all on one line) is
+    decoded as a whole, which takes several times its size in memory.
 
     Where the path has a part ``runs``, the part after it names the run, and the part before it the model
     (``output_models/<model>/runs/<run>/trainer_logs.json``); a run that stands in a plain ``runs/<run>/`` has no model.
@@ -52,7 +51,7 @@ class TrainingLog:
         run_name, model_name = names_in_path(self.log_path)
         self.run_name = run_name if self.run_name is None else self.run_name
         self.model_name = model_name if self.model_name is None else self.model_name
-        self._columns: Columns = self.records if isinstance(self.records, RecordFile) else ListColumns(self.records)
+        self._columns = self.records if isinstance(self.records, RecordFile) else ListColumns(self.records)
 
     @classmethod
     def from_file(cls, log_path: str | Path) -> TrainingLog:
@@ -67,10 +66,10 @@ class TrainingLog:
         path = Path(log_path)
         if not path.exists():
             raise FileNotFoundError(f"Log file not found: {path}")
-        records = read_log(path)
-        for note in records.notes:
+        records, notes = read_log(path)
+        for note in notes:
             logger.warning("%s: %s", path, note)
-        return cls(path, records, notes=records.notes)
+        return cls(path, records, notes=notes)
 
     @classmethod
     def from_run_dir(cls, run_dir: str | Path) -> TrainingLog:
@@ -102,8 +101,9 @@ class TrainingLog:
         return self._columns.has(key)
 
     def load_columns(self, keys: Iterable[str]) -> None:
-        """Read several columns in one pass over the file, so that `column` has them at hand."""
-        self._columns.load(keys)
+        """Have several columns at hand, as `column` has one once it was asked for it."""
+        for key in keys:
+            self.column(key)
 
     def blocks(self, keys: Sequence[str]) -> Iterator[dict[str, list[Any]]]:
         """The decoded values under the keys, some thousand records at a time; None where a record lacks the key."""
@@ -158,7 +158,6 @@ class TrainingLog:
 
     def get_points(self, metric: str, x: str = "global_step") -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """`x` and `metric` of the records that have both, row by row: two arrays of one length; `metric` may be NaN."""
-        self.load_columns([x, metric])
         across, up = self.column(x), self.column(metric)
         belongs = self.has(metric) & ~np.isnan(across)
         return across[belongs], up[belongs]
@@ -197,32 +196,28 @@ def distinct_labels(logs: Sequence[TrainingLog]) -> list[str]:
     A log without a label or a name in its path is called as its folder or file. Logs of one label are told apart by
     ``<model>/<run>``, and where that is not enough by a number.
     """
-    labels = [_label_or_place(log, index) for index, log in enumerate(logs)]
+    is_named = [bool(log.label or log.model_name or log.run_name) for log in logs]
     labels = [
-        _longer(log, label) if labels.count(label) > 1 else label for log, label in zip(logs, labels, strict=True)
+        log.get_label(index) if named else name_of_place(log.log_path)
+        for index, (log, named) in enumerate(zip(logs, is_named, strict=True))
+    ]
+    labels = [
+        _longer(log, label, named) if labels.count(label) > 1 else label
+        for log, label, named in zip(logs, labels, is_named, strict=True)
     ]
     taken: set[str] = set()
     for index, label in enumerate(labels):
-        labels[index] = next(name for name in _numbered(label) if name not in taken)
+        numbered = (f"{label} ({number})" for number in count(2))
+        labels[index] = next(name for name in chain([label], numbered) if name not in taken)
         taken.add(labels[index])
     return labels
 
 
-def _label_or_place(log: TrainingLog, index: int) -> str:
-    is_named = log.label or log.model_name or log.run_name
-    return log.get_label(index) if is_named else name_of_place(log.log_path)
-
-
-def _longer(log: TrainingLog, label: str) -> str:
+def _longer(log: TrainingLog, label: str, is_named: bool) -> str:
     """The label with the run's name; that of a place with the folder above it."""
-    if not (log.label or log.model_name or log.run_name):
+    if not is_named:
         return name_of_place(log.log_path, 1)
     return label if log.run_name is None or log.run_name == label else f"{label}/{log.run_name}"
-
-
-def _numbered(label: str) -> Iterator[str]:
-    yield label
-    yield from (f"{label} ({number})" for number in count(2))
 
 
 def natural_order(logs: Sequence[TrainingLog]) -> list[TrainingLog]:

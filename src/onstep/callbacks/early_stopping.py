@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from onstep.config.part import nearest
-from onstep.config.typed import is_number, is_whole
-from onstep.errors import ConfigError
+from onstep.config.part import is_number, is_whole, nearest
+from onstep.errors import ConfigError, require
 from onstep.events import TrainerCallback
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class EarlyStopping(TrainerCallback):
     """Asks for the end of training after `patience` evaluations in a row that did not improve on the best one.
 
@@ -36,31 +36,24 @@ class EarlyStopping(TrainerCallback):
         ConfigError: for a value that breaks a rule, and at an evaluation that has no such metric.
     """
 
-    def __init__(
-        self,
-        metric: str = "eval_loss",
-        patience: int = 3,
-        min_delta: float = 0.0,
-        mode: Literal["min", "max"] = "min",
-        stop_at: float | None = None,
-        check_finite: bool = True,
-    ) -> None:
-        if mode not in ("min", "max"):
-            raise ConfigError(f"mode must be min | max, got {mode!r}.")
-        if not is_whole(patience, 1):
-            raise ConfigError(f"patience must be a whole number >= 1, got {patience!r}; 1 ends at the first one.")
-        if not is_number(min_delta) or not min_delta >= 0:
-            raise ConfigError(f"min_delta must be a number >= 0, got {min_delta!r}; mode says which way is better.")
-        if stop_at is not None and (not is_number(stop_at) or math.isnan(stop_at)):
-            raise ConfigError(f"stop_at must be a number, got {stop_at!r}; pass None for never.")
-        if not isinstance(metric, str) or not metric:
-            raise ConfigError(f"metric must be the name of a metric, got {metric!r}; the default is 'eval_loss'.")
-        self.metric = metric
-        self.patience = patience
-        self.min_delta = min_delta
-        self.mode = mode
-        self.stop_at = stop_at
-        self.check_finite = check_finite
+    metric: str = "eval_loss"
+    patience: int = 3
+    min_delta: float = 0.0
+    mode: Literal["min", "max"] = "min"
+    stop_at: float | None = None
+    check_finite: bool = True
+
+    def __post_init__(self) -> None:
+        delta, stop_at, metric = self.min_delta, self.stop_at, self.metric
+        require(self.mode in ("min", "max"), "mode", "min | max", self.mode)
+        is_count = is_whole(self.patience, 1)
+        require(is_count, "patience", "a whole number >= 1", self.patience, "; 1 ends at the first one.")
+        is_distance = is_number(delta) and delta >= 0
+        require(is_distance, "min_delta", "a number >= 0", delta, "; mode says which way is better.")
+        is_limit = stop_at is None or (is_number(stop_at) and not math.isnan(stop_at))
+        require(is_limit, "stop_at", "a number", stop_at, "; pass None for never.")
+        is_name = isinstance(metric, str) and metric != ""
+        require(is_name, "metric", "the name of a metric", metric, "; the default is 'eval_loss'.")
         self._record = _Record()
         self._is_training = False
         self._is_loaded = False
@@ -127,14 +120,14 @@ class EarlyStopping(TrainerCallback):
 
     def _judge(self, name: str, value: float, step: int) -> str | None:
         """Take in a value; why training is to end, or None."""
-        record = self._record
-        if not math.isfinite(value) and self.check_finite:
+        record, is_finite = self._record, math.isfinite(value)
+        if not is_finite and self.check_finite:
             return f"{name} is {value}"
-        if math.isfinite(value) and (record.best is None or self._is_better(value, record.best)):
+        if is_finite and (record.best is None or self._is_better(value, record.best)):
             record.best, record.best_step, record.wait_count = value, step, 0
         else:
             record.wait_count += 1
-        if self._is_reached(value):
+        if self.stop_at is not None and (value <= self.stop_at if self.mode == "min" else value >= self.stop_at):
             return f"{name} is {value:.6g}, at least as good as stop_at={self.stop_at}"
         if record.wait_count >= self.patience:
             best = "nothing" if record.best is None else f"{record.best:.6g} (step {record.best_step})"
@@ -144,15 +137,10 @@ class EarlyStopping(TrainerCallback):
     def _is_better(self, value: float, best: float) -> bool:
         return value < best - self.min_delta if self.mode == "min" else value > best + self.min_delta
 
-    def _is_reached(self, value: float) -> bool:
-        if self.stop_at is None:
-            return False
-        return value <= self.stop_at if self.mode == "min" else value >= self.stop_at
-
 
 @dataclass
 class _Record:
-    """The evaluations so far."""
+    """The evaluations so far. Not attributes of the callback: checkpoints know it by the plain ones."""
 
     best: float | None = None
     best_step: int | None = None

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from onstep.distributed.shards import is_sharded, world_size
 from onstep.events import TrainerCallback
 from onstep.metrics.json_log_writer import JsonLogWriter, logging_dir_of
-from onstep.metrics.norm_meters import GradientMeter
+from onstep.metrics.named_parameters import MissingOnce, Model, named_parameters
+from onstep.metrics.parameter_norms import LocalNorms, full_norms, local_gradient_norms
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -35,12 +39,13 @@ class GradNormLogger(TrainerCallback):
 
     def __init__(self) -> None:
         self._writer = JsonLogWriter("gradient_norms.json")
-        self._meter = GradientMeter(self.name)
+        self._missing = MissingOnce(self.name)
+        self._captured = _Captured()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the file, cut to the step that training continues from."""
-        folder = logging_dir_of(args)
-        if _is_fused(args):
+        folder = _folder(args)
+        if getattr(args, "fuse_optim_with_backward", False):
             logger.warning(
                 "%s records nothing: with fuse_optim_with_backward the gradients are gone before they can be measured",
                 self.name,
@@ -50,20 +55,31 @@ class GradNormLogger(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the gradients of a step that will be evaluated, without waiting for the device."""
-        if logging_dir_of(args) is not None and not _is_fused(args):
-            self._meter.before_update(kwargs["model"], state.global_step + 1, _is_foreseen(state))
+        if _folder(args) is not None:
+            self._captured.live_step = state.global_step + 1
+            if _is_foreseen(state):
+                self._capture(kwargs["model"])
 
     def on_eval_start(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the gradients of a step whose evaluation was not foreseen."""
-        if logging_dir_of(args) is not None and not _is_fused(args):
-            self._meter.before_evaluation(kwargs["model"], state.global_step)
+        captured = self._captured
+        if _folder(args) is not None and state.global_step == captured.live_step != captured.step:
+            self._capture(kwargs["model"])
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the norms of the step that is evaluated. Collective where parameters are sharded."""
-        folder = logging_dir_of(args)
-        if folder is None or _is_fused(args):
+        folder, model, captured = _folder(args), kwargs["model"], self._captured
+        if folder is None or captured.step != state.global_step:
             return
-        norms = self._meter.read(kwargs["model"], state.global_step, state.is_world_process_zero)
+        needs_all = is_sharded(named_parameters(model).values())
+        if not (state.is_world_process_zero or needs_all):
+            return
+        self._missing.say(model)
+        if needs_all and captured.num_ranks != world_size():
+            text = "gradient norms of step %d were captured on %d ranks; dropped"
+            logger.warning(text, captured.step, captured.num_ranks)
+            return
+        norms = full_norms(captured.norms, model)
         if norms and state.is_world_process_zero:
             self._writer.reopen(folder)
             if self._writer.last_step != state.global_step:
@@ -74,13 +90,37 @@ class GradNormLogger(TrainerCallback):
         self._writer.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the file stands, and this rank's norms of the last step."""
-        return {"writer": self._writer.state_dict(), "last": self._meter.state_dict()}
+        """Where the file stands, and this rank's norms of the last step, still on the device."""
+        captured = self._captured
+        names, values = list(captured.norms.names), captured.norms.values.clone()
+        last = {"step": captured.step, "num_ranks": captured.num_ranks, "names": names, "values": values}
+        return {"writer": self._writer.state_dict(), "last": last}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue a checkpoint's file when training begins; while training, go back to the checkpoint at once."""
         self._writer.load_state_dict(state_dict["writer"])
-        self._meter.load_state_dict(state_dict["last"])
+        last = state_dict["last"]
+        norms = LocalNorms(tuple(last["names"]), last["values"])
+        self._captured = _Captured(norms, last["step"], last["num_ranks"])
+
+    def _capture(self, model: Model) -> None:
+        live_step = self._captured.live_step
+        self._captured = _Captured(local_gradient_norms(model), live_step, world_size(), live_step)
+
+
+@dataclass
+class _Captured:
+    """The norms that this rank captured last, still on the device."""
+
+    norms: LocalNorms = field(default_factory=LocalNorms.none)
+    step: int = -1
+    num_ranks: int = 0
+    live_step: int = -1
+    """The step whose gradients are still there."""
+
+
+def _folder(args: Any) -> Path | None:
+    return None if getattr(args, "fuse_optim_with_backward", False) else logging_dir_of(args)
 
 
 def _is_foreseen(state: Any) -> bool:
@@ -90,7 +130,3 @@ def _is_foreseen(state: Any) -> bool:
     is_due = bool(interval) and step % interval == 0
     ends_epoch = bool(per_epoch) and step - state.epoch_start_step >= per_epoch
     return bool(is_due or ends_epoch or step == state.max_steps)
-
-
-def _is_fused(args: Any) -> bool:
-    return bool(getattr(args, "fuse_optim_with_backward", False))

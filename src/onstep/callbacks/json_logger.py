@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from onstep.events import TrainerCallback, TrainerState
-from onstep.journal import Journal, encode, read_records
+from onstep.journal import encode, read_records
 from onstep.metrics.json_log_writer import JsonLogWriter, logging_dir_of
 from onstep.sinks.tag_record import BRIDGE_KEY
 
@@ -51,8 +51,16 @@ class JsonLogger(TrainerCallback):
         if not state.is_world_process_zero or folder is None:
             return
         self._writer.open(folder, state.global_step)
-        self._restore_history(state)
-        self._record_experiment_info(state)
+        assert self._writer.path is not None
+        records = read_records(self._writer.path)
+        if state.global_step > 0 and isinstance(state, TrainerState):
+            history = [one for one in map(_reported, records) if len(one) > _LEAST]
+            if len(history) > len(state.log_history):
+                state.log_history[:] = history
+        recorded = [record[_INFO_KEY] for record in records if _INFO_KEY in record]
+        # once a journal, and again where a continued run has other arguments
+        if self.experiment_info and [encode(self.experiment_info)] != [encode(info) for info in recorded[-1:]]:
+            self._writer.write_record(state.global_step, state.epoch, {_INFO_KEY: self.experiment_info})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any) -> None:
         """Record a logged step, or the final metrics."""
@@ -83,27 +91,6 @@ class JsonLogger(TrainerCallback):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue a checkpoint's journal when training begins; while training, go back to the checkpoint at once."""
         self._writer.load_state_dict(state_dict)
-
-    @property
-    def _journal(self) -> Journal | None:
-        return self._writer.journal
-
-    def _restore_history(self, state: Any) -> None:
-        """Give a continued run's `state.log_history` what the journal has of it, which no checkpoint holds."""
-        assert self._journal is not None
-        if state.global_step == 0 or not isinstance(state, TrainerState):
-            return
-        records = [_reported(record) for record in read_records(self._journal.path)]
-        history = [record for record in records if len(record) > _LEAST]
-        if len(history) > len(state.log_history):
-            state.log_history[:] = history
-
-    def _record_experiment_info(self, state: Any) -> None:
-        """Once a journal, and again where a continued run has other arguments."""
-        assert self._journal is not None
-        recorded = [record[_INFO_KEY] for record in read_records(self._journal.path) if _INFO_KEY in record]
-        if self.experiment_info and [encode(self.experiment_info)] != [encode(info) for info in recorded[-1:]]:
-            self._writer.write_record(state.global_step, state.epoch, {_INFO_KEY: self.experiment_info})
 
     def _record(self, args: Any, state: Any, metrics: Mapping[str, Any]) -> None:
         folder = logging_dir_of(args)

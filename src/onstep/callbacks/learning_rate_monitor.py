@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from onstep.events import TrainerCallback
@@ -36,26 +35,17 @@ class LearningRateMonitor(TrainerCallback):
             return
         groups = [group for group in optimizer.param_groups if group.get("params")]
         is_single = len(groups) == 1 and "name" not in groups[0]
-        for name, group in _named(groups):
-            for metric, value in self._values(group):
-                if not is_single:
-                    logs[f"{metric}/{name}"] = float(value)
-                elif metric != "learning_rate":
-                    logs[metric] = float(value)
-
-    def _values(self, group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        yield "learning_rate", group["lr"]
-        momentum = group.get("momentum", (group.get("betas") or [None])[0])
-        if self.log_momentum and momentum is not None:
-            yield "momentum", momentum
-        if self.log_weight_decay and "weight_decay" in group:
-            yield "weight_decay", group["weight_decay"]
-
-
-def _named(groups: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The groups with names that differ."""
-    seen: Counter[str] = Counter()
-    for number, group in enumerate(groups):
-        name = str(group.get("name", number))
-        seen[name] += 1
-        yield (name if seen[name] == 1 else f"{name}-{seen[name]}"), group
+        seen: Counter[str] = Counter()
+        for number, group in enumerate(groups):
+            name = str(group.get("name", number))
+            seen[name] += 1
+            ending = f"/{name}" if seen[name] == 1 else f"/{name}-{seen[name]}"
+            if is_single:
+                ending = ""
+            else:
+                logs[f"learning_rate{ending}"] = float(group["lr"])
+            momentum = group.get("momentum", (group.get("betas") or [None])[0])
+            if self.log_momentum and momentum is not None:
+                logs[f"momentum{ending}"] = float(momentum)
+            if self.log_weight_decay and "weight_decay" in group:
+                logs[f"weight_decay{ending}"] = float(group["weight_decay"])

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from onstep.errors import ConfigError
+from onstep.distributed.shards import is_sharded
+from onstep.errors import ConfigError, require
 from onstep.events import TrainerCallback
 from onstep.metrics.json_log_writer import JsonLogWriter, logging_dir_of
-from onstep.metrics.norm_meters import ParameterMeter, WeightMeter
-from onstep.metrics.spectral_norms import require_count
+from onstep.metrics.named_parameters import MissingOnce, named_parameters
+from onstep.metrics.parameter_norms import parameter_norms, total_norm
+from onstep.metrics.spectral_norms import SpectralNorms, require_count
 
 
+@dataclass(eq=False, repr=False)
 class ParameterNormLogger(TrainerCallback):
     """Appends ``{"norms": {<parameter>: ...}, "spectral_norms": ...}`` to ``<args.logging_dir>/parameter_norms.json``.
 
@@ -35,18 +39,19 @@ class ParameterNormLogger(TrainerCallback):
             begins, `logging_dir` cannot be written.
     """
 
-    def __init__(self, log_norms: bool = True, log_spectral_norms: bool = True, power_iter_steps: int = 10) -> None:
-        for name, value in (("log_norms", log_norms), ("log_spectral_norms", log_spectral_norms)):
-            if not isinstance(value, bool):
-                raise ConfigError(f"{name} must be True or False, got {value!r}")
-        require_count("power_iter_steps", power_iter_steps)
-        if not (log_norms or log_spectral_norms):
+    log_norms: bool = True
+    log_spectral_norms: bool = True
+    power_iter_steps: int = 10
+
+    def __post_init__(self) -> None:
+        for name, value in (("log_norms", self.log_norms), ("log_spectral_norms", self.log_spectral_norms)):
+            require(isinstance(value, bool), name, "True or False", value, "")
+        require_count("power_iter_steps", self.power_iter_steps)
+        if not (self.log_norms or self.log_spectral_norms):
             raise ConfigError("log_norms and log_spectral_norms are both False; leave the callback out, or set one")
-        self.log_norms = log_norms
-        self.log_spectral_norms = log_spectral_norms
-        self.power_iter_steps = power_iter_steps
         self._writer = JsonLogWriter("parameter_norms.json")
-        self._meter = ParameterMeter(self.name, log_norms, log_spectral_norms, power_iter_steps)
+        self._missing = MissingOnce(self.name)
+        self._spectral = SpectralNorms(self.power_iter_steps)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the file, cut to the step that training continues from."""
@@ -56,11 +61,16 @@ class ParameterNormLogger(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the norms of the step that is evaluated. Collective where parameters are sharded."""
-        folder = logging_dir_of(args)
+        folder, model = logging_dir_of(args), kwargs["model"]
         if folder is None:
             return
-        norms = self._meter.measure(kwargs["model"], state.is_world_process_zero)
-        if norms and state.is_world_process_zero:
+        self._missing.say(model)
+        if not (state.is_world_process_zero or is_sharded(named_parameters(model).values())):
+            return
+        norms = {"norms": parameter_norms(model)} if self.log_norms else {}
+        if self.log_spectral_norms:
+            norms["spectral_norms"] = self._spectral.measure(model)
+        if any(norms.values()) and state.is_world_process_zero:
             self._writer.reopen(folder)
             if self._writer.last_step != state.global_step:
                 self._writer.write_record(state.global_step, state.epoch, norms)
@@ -71,12 +81,12 @@ class ParameterNormLogger(TrainerCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the file stands, and what spectral norms start from next."""
-        return {"writer": self._writer.state_dict(), **self._meter.state_dict()}
+        return {"writer": self._writer.state_dict(), **self._spectral.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue a checkpoint's file when training begins; while training, go back to the checkpoint at once."""
         self._writer.load_state_dict(state_dict["writer"])
-        self._meter.load_state_dict(state_dict)
+        self._spectral.load_state_dict(state_dict)
 
 
 class WeightNormLogger(TrainerCallback):
@@ -89,10 +99,11 @@ class WeightNormLogger(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._meter = WeightMeter(self.name)
+        self._missing = MissingOnce(self.name)
 
     def on_log_step(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
         """Add `weight_norm` to `logs`. Collective where parameters are sharded."""
-        norm = self._meter.measure(kwargs["model"])
-        if norm is not None:
-            logs["weight_norm"] = norm
+        self._missing.say(kwargs["model"])
+        norms = parameter_norms(kwargs["model"])
+        if norms:
+            logs["weight_norm"] = total_norm(norms)

@@ -6,12 +6,17 @@ import logging
 import os
 import tracemalloc
 import weakref
+from contextlib import AbstractContextManager
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.profiler import ProfilerAction
+
 from onstep.errors import ConfigError
 from onstep.events import TrainerCallback
+from onstep.metrics.torch_profiler import SoleProfiler, is_recording, write_trace
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -82,8 +87,8 @@ class ProfilerCallback(TrainerCallback):
         self.warmup_steps = warmup_steps
         self.trace_path: Path | None = None
         """This rank's latest trace."""
-        self._profiler: Any = None
-        self._step_mark: Any = None
+        self._profiler: SoleProfiler | None = None
+        self._step_mark: AbstractContextManager[object] | None = None
         self._window = range(0)
         """Steps to record, counted from this process's first."""
         self._is_due = False
@@ -94,8 +99,23 @@ class ProfilerCallback(TrainerCallback):
         """Settle which steps are recorded."""
         self._close()
         self.trace_path, self._is_due, self._is_over, self._window = None, False, False, range(0)
-        self._check_that_there_is_no_other()
-        self._make_folder()
+        if is_recording():
+            raise ConfigError(
+                "ProfilerCallback cannot profile inside another profiler, and one is recording; end that one before "
+                "training, or leave the callback out."
+            )
+        other = next(iter(_active), None)
+        if other is not None:
+            raise ConfigError(
+                f"a process has one profiler, there is a ProfilerCallback already (output_dir={other.output_dir!r}); "
+                "leave one of them out, or profile in two runs."
+            )
+        try:
+            Path(self.output_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"output_dir={self.output_dir!r} cannot be made: {error}; name a folder that can hold the traces."
+            ) from error
         limit, done = state.max_steps, state.global_step
         self._window = _window(self.start_step, self.num_steps, limit - done if limit > 0 else None)
         self._is_due = True
@@ -103,25 +123,23 @@ class ProfilerCallback(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the profiler before the first step, and mark the step."""
-        import torch
-
         if self._is_due:
             self._is_due = False
-            if not self._is_in_the_way():
-                self._profiler = self._start(rank_of(state))
-        if self._profiler is not None:
-            self._step_mark = torch.profiler.record_function(f"step {state.global_step + 1}")
-            self._step_mark.__enter__()
+            # a state without a rank is of a run that torchrun's environment describes
+            self._profiler = self._made(int(getattr(state, "rank", os.environ.get("RANK") or 0)))
+            self._profiler.start()
+        if self._profiler is not None and not self._profiler.gave_way:
+            mark: AbstractContextManager[object] = torch.profiler.record_function(f"step {state.global_step + 1}")
+            mark.__enter__()
+            self._step_mark = mark
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Go on to the next step; after the last one of the window, end the profiler."""
         if self._profiler is None:
             return
         self._end_step()
-        if self._is_in_the_way():
-            return
         self._profiler.step()
-        if self._is_over:
+        if self._is_over or self._profiler.gave_way:
             self._close()
 
     def on_exception(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -142,13 +160,10 @@ class ProfilerCallback(TrainerCallback):
         """Leave no profiler open."""
         self._close()
 
-    def _start(self, rank: int) -> Any:
-        from torch import profiler
-
-        cpu, gpu = profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA
-        activities = {cpu, gpu} & profiler.supported_activities()  # type: ignore[no-untyped-call]
-        started = profiler.profile(
-            activities=activities,
+    def _made(self, rank: int) -> SoleProfiler:
+        cpu, gpu = torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA
+        made = torch.profiler.profile(
+            activities={cpu, gpu} & torch.profiler.supported_activities(),  # type: ignore[no-untyped-call]
             schedule=self._action,
             on_trace_ready=lambda finished: self._export(finished, rank),
             record_shapes=self.record_shapes,
@@ -156,60 +171,17 @@ class ProfilerCallback(TrainerCallback):
             with_stack=self.with_stack,
             with_flops=self.with_flops,
         )
-        started.start()
-        return started
+        return SoleProfiler(made, "ProfilerCallback")
 
-    def _action(self, step: int) -> Any:
+    def _action(self, step: int) -> ProfilerAction:
         """What the profiler does at a step, counted from this process's first."""
-        from torch.profiler import ProfilerAction
-
         if step in self._window:
             return ProfilerAction.RECORD_AND_SAVE if step == self._window[-1] else ProfilerAction.RECORD
         if self._window.start - self.warmup_steps <= step < self._window.start:
             return ProfilerAction.WARMUP
         return ProfilerAction.NONE
 
-    def _check_that_there_is_no_other(self) -> None:
-        import torch
-
-        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-            raise ConfigError(
-                "ProfilerCallback cannot profile inside another profiler, and one is recording; end that one before "
-                "training, or leave the callback out."
-            )
-        other = next(iter(_active), None)
-        if other is not None:
-            raise ConfigError(
-                f"a process has one profiler, there is a ProfilerCallback already (output_dir={other.output_dir!r}); "
-                "leave one of them out, or profile in two runs."
-            )
-
-    def _make_folder(self) -> None:
-        try:
-            Path(self.output_dir).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"output_dir={self.output_dir!r} cannot be made: {error}; name a folder that can hold the traces."
-            ) from error
-
-    def _is_in_the_way(self) -> bool:
-        """Give up before recording where somebody else's profiler records: going on would end theirs, or the process.
-
-        Ours is dropped, not stopped: to stop one that has warmed up starts it first.
-        """
-        import torch
-        from torch.profiler import ProfilerAction
-
-        recording = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
-        is_ours = self._profiler is not None and self._profiler.current_action in recording
-        if is_ours or not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-            return False
-        logger.warning("ProfilerCallback profiles nothing: another profiler records in this process")
-        self._profiler, self._is_over = None, True
-        _active.discard(self)
-        return True
-
-    def _export(self, profiler: Any, rank: int) -> None:
+    def _export(self, profiler: torch.profiler.profile, rank: int) -> None:
         self._is_over = True
         path = Path(self.output_dir) / f"real_training_rank{rank}.json"
         if self.with_stack:
@@ -220,7 +192,7 @@ class ProfilerCallback(TrainerCallback):
             )
             if tracemalloc.is_tracing():
                 logger.warning("tracemalloc is tracing, which makes it some ten times as long; leave TraceMalloc out")
-        if not _write_trace(profiler, path):
+        if not write_trace(profiler, path):
             return
         self.trace_path = path
         if rank != 0:
@@ -236,43 +208,18 @@ class ProfilerCallback(TrainerCallback):
         logger.info("profiled %d steps: %s", len(self._window), path)
 
     def _end_step(self) -> None:
-        if self._step_mark is not None:
-            mark, self._step_mark = self._step_mark, None
+        mark, self._step_mark = self._step_mark, None
+        if mark is not None:
             mark.__exit__(None, None, None)
 
     def _close(self) -> None:
         """Stop the profiler; one that was recording exports what it has."""
         self._end_step()
-        if self._profiler is not None and not self._is_in_the_way():
-            profiler, self._profiler = self._profiler, None
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
             profiler.stop()
+            self._is_over = self._is_over or profiler.gave_way
         _active.discard(self)
-
-
-def rank_of(state: Any) -> int:
-    """This process's rank; a state that does not have it is of a run that torchrun's environment describes."""
-    return int(getattr(state, "rank", os.environ.get("RANK") or 0))
-
-
-def _write_trace(profiler: Any, path: Path) -> bool:
-    """Write a trace, and tell whether it is there as a whole: the profiler itself does not say."""
-    why = "it is not complete; is the disk full?"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed since training began
-        path.unlink(missing_ok=True)  # so that an earlier one is not taken for this one
-        profiler.export_chrome_trace(str(path))
-        if _ends_as_json(path):
-            return True
-    except (OSError, RuntimeError) as error:
-        why = str(error)
-    logger.warning("the trace %s could not be written: %s", path, why)
-    return False
-
-
-def _ends_as_json(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 64))
-        return file.read().rstrip().endswith(b"}")
 
 
 def _window(start: int, length: int, steps_left: int | None) -> range:

@@ -6,9 +6,9 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from onstep.errors import ConfigError, MissingExtraError
@@ -21,6 +21,34 @@ _VALUES = frozenset(
     ("all_writers", "default_bins", "file_writer", "filename_suffix", "flush_secs", "max_queue", "purge_step")
 )
 """What torch's SummaryWriter has beside its methods."""
+
+
+def _adds(name: str, what: str) -> Callable[..., Any]:
+    """A method of `ResumableSummaryWriter` that adds something by the real writer's method of that name."""
+
+    def add(self: ResumableSummaryWriter, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._open(), name)(*args, **kwargs)
+
+    add.__name__, add.__doc__ = name, f"Add {what}."
+    return add
+
+
+@dataclass
+class _Hidden:
+    """From which step on the events that were written are to be hidden, and whose they are.
+
+    It is an object of its own because plain values of a callback are part of its id in checkpoints.
+    """
+
+    from_step: int | None = None
+    """What the next writer has to hide; None for nothing."""
+    of_writer: int | None = None
+    """What the writer that is open has hidden."""
+    begun_at: int | None = None
+    """The step at which this run began or went on; None before that is known."""
+    has_trained: bool = False
+    own_files: set[str] = field(default_factory=set)
+    """Event files that this object made before its first training: an evaluation's, which stays visible."""
 
 
 class ResumableSummaryWriter(TrainerCallback):
@@ -47,8 +75,8 @@ class ResumableSummaryWriter(TrainerCallback):
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
         self._given = self._folder = Path(log_dir)
-        self._hidden = _Hidden()
         self._writer: Any = None
+        self._hidden = _Hidden()
 
     # What a SummaryWriter has.
 
@@ -61,9 +89,21 @@ class ResumableSummaryWriter(TrainerCallback):
         """The folder that is written to."""
         return self.log_dir
 
-    def add_scalar(self, *args: Any, **kwargs: Any) -> None:
-        """Add a number: `(tag, scalar_value, global_step=None, walltime=None, ...)`."""
-        self._open().add_scalar(*args, **kwargs)
+    add_scalar = _adds("add_scalar", "a number: `(tag, scalar_value, global_step=None, walltime=None, ...)`")
+    add_text = _adds("add_text", "a text in markdown: `(tag, text_string, global_step=None, walltime=None)`")
+    add_histogram = _adds(
+        "add_histogram", 'the distribution of values: `(tag, values, global_step=None, bins="tensorflow", ...)`'
+    )
+    add_image = _adds("add_image", 'an image: `(tag, img_tensor, global_step=None, walltime=None, dataformats="CHW")`')
+    add_images = _adds(
+        "add_images", 'a batch of images: `(tag, img_tensor, global_step=None, walltime=None, dataformats="NCHW")`'
+    )
+    add_figure = _adds(
+        "add_figure", "a figure of matplotlib: `(tag, figure, global_step=None, close=True, walltime=None)`"
+    )
+    add_graph = _adds(
+        "add_graph", "the graph of a model: `(model, input_to_model=None, verbose=False, use_strict_trace=True)`"
+    )
 
     def add_scalars(self, main_tag: str, tag_scalar_dict: Mapping[str, float], *args: Any, **kwargs: Any) -> None:
         """Add several numbers to one chart, each as a run of its own in a folder below: `(..., global_step=None)`."""
@@ -71,30 +111,6 @@ class ResumableSummaryWriter(TrainerCallback):
         for tag in tag_scalar_dict:
             self._open_part(writer, f"{self.log_dir}/{main_tag.replace('/', '_')}_{tag}")
         writer.add_scalars(main_tag, tag_scalar_dict, *args, **kwargs)
-
-    def add_text(self, *args: Any, **kwargs: Any) -> None:
-        """Add a text in markdown: `(tag, text_string, global_step=None, walltime=None)`."""
-        self._open().add_text(*args, **kwargs)
-
-    def add_histogram(self, *args: Any, **kwargs: Any) -> None:
-        """Add the distribution of values: `(tag, values, global_step=None, bins="tensorflow", ...)`."""
-        self._open().add_histogram(*args, **kwargs)
-
-    def add_image(self, *args: Any, **kwargs: Any) -> None:
-        """Add an image: `(tag, img_tensor, global_step=None, walltime=None, dataformats="CHW")`."""
-        self._open().add_image(*args, **kwargs)
-
-    def add_images(self, *args: Any, **kwargs: Any) -> None:
-        """Add a batch of images: `(tag, img_tensor, global_step=None, walltime=None, dataformats="NCHW")`."""
-        self._open().add_images(*args, **kwargs)
-
-    def add_figure(self, *args: Any, **kwargs: Any) -> None:
-        """Add a figure of matplotlib: `(tag, figure, global_step=None, close=True, walltime=None)`."""
-        self._open().add_figure(*args, **kwargs)
-
-    def add_graph(self, *args: Any, **kwargs: Any) -> None:
-        """Add the graph of a model: `(model, input_to_model=None, verbose=False, use_strict_trace=True)`."""
-        self._open().add_graph(*args, **kwargs)
 
     def flush(self) -> None:
         """Write to the files what was added so far."""
@@ -110,23 +126,21 @@ class ResumableSummaryWriter(TrainerCallback):
     def __enter__(self) -> ResumableSummaryWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def __getattr__(self, name: str) -> Any:
         if name in _VALUES:
             return getattr(self._open(), name)
         if name.startswith("add_") and callable(getattr(_tensorboard().SummaryWriter, name, None)):
-            return functools.partial(self._call, name)
+            return functools.partial(_adds(name, "what torch's writer of this version can add"), self)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     # What a callback has.
 
     def on_checkpoint_load(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Hide what was written after the checkpoint's step, at the start or in a rollback."""
-        self._go_on(state.global_step)
+        self._go_on(state.global_step, state.global_step + 1)
 
     def on_data_init_start(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find out where the run begins, before anybody writes."""
@@ -167,43 +181,42 @@ class ResumableSummaryWriter(TrainerCallback):
         """Arrange, once a run, that only what was written up to its first step is shown."""
         if state.is_world_process_zero:
             _require_writable(self._folder)
-        step, hidden = state.global_step, self._hidden
-        if hidden.begun_at == step:
+        step = state.global_step
+        if self._hidden.begun_at == step:
             return
-        if step > 0:
-            self._go_on(step)
-            return
-        if _event_files(self._folder) - hidden.own_files:
+        hides_from = step + 1 if step > 0 else None
+        if step == 0 and _event_files(self._folder) - self._hidden.own_files:
             if state.is_world_process_zero:
                 logger.warning("%s has events of an earlier run; TensorBoard shows those of this one", self._folder)
             # what this object wrote before it was known where the run begins is at step 0
-            self._hide_from(1 if hidden.own_files else 0)
-        hidden.begin(0)
+            hides_from = 1 if self._hidden.own_files else 0
+        self._go_on(step, hides_from)
 
-    def _go_on(self, step: int) -> None:
-        self._hide_from(step + 1)
-        self._hidden.begin(step)
-
-    def _hide_from(self, step: int) -> None:
-        """Let TensorBoard show nothing of this and later steps that has been written so far."""
-        self._hidden.from_step = step
-        self.close()
-
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._open(), name)(*args, **kwargs)
+    def _go_on(self, step: int, hides_from: int | None) -> None:
+        """The run begins or goes on at a step; of what was written so far, steps from `hides_from` on are not shown."""
+        if hides_from is not None:
+            self._hidden.from_step = hides_from
+            self.close()
+        self._hidden.begun_at, self._hidden.has_trained = step, True
+        self._hidden.own_files.clear()
 
     def _open(self) -> Any:
         """The real writer; a new one begins by saying what is hidden."""
-        if self._writer is None:
-            before = _event_files(self._folder)
-            hidden, self._hidden.of_writer = self._hidden.from_step, self._hidden.from_step
-            if hidden is not None:
-                _wait_for_a_later_name(self._folder)
-            self._writer = _summary_writer(self.log_dir)
-            if hidden is not None:
-                _hide_from(self._writer.file_writer, hidden)
-            self._hidden.from_step = None  # said once: what is added from now on is to be seen
-            self._hidden.note_files(_event_files(self._folder) - before)
+        if self._writer is not None:
+            return self._writer
+        before = _event_files(self._folder)
+        self._hidden.of_writer = self._hidden.from_step
+        if self._hidden.from_step is not None:
+            _wait_for_a_later_name(self._folder)
+        try:
+            self._writer = _tensorboard().SummaryWriter(self.log_dir)
+        except OSError as error:
+            raise _cannot_write(self.log_dir, error) from error
+        if self._hidden.from_step is not None:
+            _hide_from(self._writer.file_writer, self._hidden.from_step)
+        self._hidden.from_step = None  # said once: what is added from now on is to be seen
+        if not self._hidden.has_trained:
+            self._hidden.own_files |= _event_files(self._folder) - before
         return self._writer
 
     def _open_part(self, writer: Any, folder: str) -> None:
@@ -216,29 +229,6 @@ class ResumableSummaryWriter(TrainerCallback):
         writer.all_writers[folder] = part
 
 
-class _Hidden:
-    """From which step on the events that were written are to be hidden, and whose they are."""
-
-    def __init__(self) -> None:
-        self.from_step: int | None = None
-        """What the next writer has to say; None for nothing."""
-        self.of_writer: int | None = None
-        """What the writer that is open has said."""
-        self.begun_at: int | None = None
-        """The step at which this run began or went on; None before that is known."""
-        self.own_files: set[str] = set()
-        """Event files that this object made before its first training: an evaluation's, which stays visible."""
-        self.has_trained = False
-
-    def begin(self, step: int) -> None:
-        self.begun_at, self.has_trained = step, True
-        self.own_files.clear()
-
-    def note_files(self, made: set[str]) -> None:
-        if not self.has_trained:
-            self.own_files |= made
-
-
 def _tensorboard() -> Any:
     try:
         import torch.utils.tensorboard
@@ -247,13 +237,6 @@ def _tensorboard() -> Any:
             "writing for TensorBoard needs the package tensorboard; install it: pip install 'onstep[tensorboard]'"
         ) from error
     return torch.utils.tensorboard
-
-
-def _summary_writer(log_dir: str) -> Any:
-    try:
-        return _tensorboard().SummaryWriter(log_dir)
-    except OSError as error:
-        raise _cannot_write(log_dir, error) from error
 
 
 def _require_writable(folder: Path) -> None:

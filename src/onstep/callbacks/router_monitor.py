@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from onstep.errors import ConfigError
+from onstep.config.part import is_whole
+from onstep.errors import require
 from onstep.events import Callback, CallbackContext
 from onstep.metrics.moe_losses import RouterLoad, router_load
 
@@ -41,6 +43,7 @@ class CountsRouting(Protocol):
         ...
 
 
+@dataclass(eq=False, repr=False)
 class RouterMonitor(Callback):
     """Adds the load of the experts, layer by layer, to `logs`, and names routers that collapse.
 
@@ -71,17 +74,15 @@ class RouterMonitor(Callback):
         ConfigError: no room for the keys over all layers, or a threshold out of its range.
     """
 
-    ranks = "all"
+    max_keys: int = 64
+    collapse_threshold: float = 0.8
 
-    def __init__(self, max_keys: int = 64, collapse_threshold: float = 0.8) -> None:
-        if isinstance(max_keys, bool) or not isinstance(max_keys, int) or max_keys < len(_SUMMARY):
-            raise ConfigError(
-                f"max_keys must be a whole number >= {len(_SUMMARY)}, the keys over all layers, got {max_keys!r}"
-            )
-        if not 0 < collapse_threshold <= 1:
-            raise ConfigError(f"collapse_threshold must be above 0 and at most 1, got {collapse_threshold!r}")
-        self.max_keys = max_keys
-        self.collapse_threshold = collapse_threshold
+    def __post_init__(self) -> None:
+        least = len(_SUMMARY)
+        rule = f"a whole number >= {least}, the keys over all layers"
+        require(is_whole(self.max_keys, least), "max_keys", rule, self.max_keys, "")
+        is_share = 0 < self.collapse_threshold <= 1
+        require(is_share, "collapse_threshold", "above 0 and at most 1", self.collapse_threshold, "")
         self.collapsed: list[str] = []
         """The layers that had collapsed at the last logged step."""
         self._routers: dict[str, Any] = {}
@@ -126,7 +127,7 @@ class RouterMonitor(Callback):
         """Continue the interval of a checkpoint."""
         self._carried = dict(state_dict["counts"])
         self.collapsed = list(state_dict["collapsed"])
-        self._before = {label: counts.clone() for label, counts in self._totals().items()}
+        self._start_interval()
 
     def _start_interval(self) -> None:
         self._before = {label: counts.clone() for label, counts in self._totals().items()}
@@ -173,7 +174,8 @@ class RouterMonitor(Callback):
         return loads
 
     def _by_layer(self, loads: Mapping[str, RouterLoad]) -> dict[str, float]:
-        rows = {label: _row(load) for label, load in loads.items()}
+        rows = {label: {name: getattr(load, name) for name in _OF_LAYER} for label, load in loads.items()}
+        rows = {label: {name: one for name, one in row.items() if one is not None} for label, row in rows.items()}
         room = self.max_keys - len(_SUMMARY)
         if sum(map(len, rows.values())) <= room:
             return {f"moe/{label}/{name}": value for label, row in rows.items() for name, value in row.items()}
@@ -201,11 +203,6 @@ def _counting_modules(model: Any) -> list[tuple[str, Any]]:
     chunks = model if isinstance(model, list) else [model]
     found = [(name, one) for chunk in chunks for name, one in chunk.named_modules() if isinstance(one, CountsRouting)]
     return [(name.removeprefix("module."), one) for name, one in found]
-
-
-def _row(load: RouterLoad) -> dict[str, float]:
-    values = {name: getattr(load, name) for name in _OF_LAYER}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _summary(loads: Sequence[RouterLoad], num_collapsed: int) -> dict[str, float]:

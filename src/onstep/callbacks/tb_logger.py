@@ -124,12 +124,15 @@ class TBLogger(TrainerCallback):
         self._written.clear()
         if state.global_step == 0:
             self._described.clear()
-        texts = {"training_info": self._block({**_facts(args, state, kwargs), **_arguments(args)})}
+        texts = {"training_info": self.mapping_as_markdown(_facts(args, state, kwargs))}
         if self.experiment_info:
-            is_text = isinstance(self.experiment_info, str)
-            texts["experiment"] = str(self.experiment_info) if is_text else self._block(self.experiment_info)
-        for tag in sorted(texts):
-            self._describe(tag, texts[tag], state.global_step)
+            info = self.experiment_info
+            texts["experiment"] = info if isinstance(info, str) else self.mapping_as_markdown(info)
+        for tag, text in sorted(texts.items()):
+            digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+            if self._described.get(tag) != digest:
+                self._described[tag] = digest
+                self._text(tag, text, state.global_step + 1 if state.global_step > 0 else 0)
         self.summary_writer.flush()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any) -> None:
@@ -137,7 +140,7 @@ class TBLogger(TrainerCallback):
         if not state.is_world_process_zero:
             return
         if "anomaly" in logs:
-            self._text("anomaly", self._block(logs), state.global_step)
+            self._text("anomaly", self.mapping_as_markdown(logs), state.global_step)
         else:
             self._points(logs, state.global_step)
         self.summary_writer.flush()
@@ -159,7 +162,7 @@ class TBLogger(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write down the results, if anything was logged."""
         if state.is_world_process_zero and state.log_history:
-            self._text("train_results", self._block(state.log_history[-1]), state.global_step)
+            self._text("train_results", self.mapping_as_markdown(state.log_history[-1]), state.global_step)
             self.summary_writer.flush()
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,15 +172,6 @@ class TBLogger(TrainerCallback):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue a run that has been described."""
         self._described = dict(state_dict["described"])
-
-    def _describe(self, tag: str, text: str, step: int) -> None:
-        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        if self._described.get(tag) != digest:
-            self._described[tag] = digest
-            self._text(tag, text, step + 1 if step > 0 else 0)
-
-    def _block(self, mapping: Any) -> str:
-        return self.mapping_as_markdown(mapping)
 
     def _points(self, metrics: Mapping[str, Any], step: int) -> None:
         for tag, scalar in self.scalars.items():
@@ -195,7 +189,7 @@ class TBLogger(TrainerCallback):
                 logger.warning("TBLogger leaves out scalar %r: its transform raised %r", scalar.tag, error)
             return None
 
-    def _text(self, tag: str, text: Any, step: int) -> None:
+    def _text(self, tag: str, text: str, step: int) -> None:
         if self._is_new(tag, step):
             self.summary_writer.add_text(tag, text, global_step=step)
 
@@ -241,7 +235,7 @@ def _number(value: Any) -> float | None:
 
 
 def _facts(args: Any, state: Any, told: Mapping[str, Any]) -> dict[str, Any]:
-    """What is about to be trained, on how much."""
+    """What is about to be trained, on how much, and the arguments that are set; they leave out secrets themselves."""
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     ranks: int = getattr(state, "num_processes", 1)
     batch: list[int] = [getattr(args, name) for name in names if getattr(args, name, None) is not None]
@@ -254,6 +248,9 @@ def _facts(args: Any, state: Any, told: Mapping[str, Any]) -> dict[str, Any]:
         **_sizes(told.get("model")),
         "optimizer": None if optimizer is None else type(getattr(optimizer, "optimizer", optimizer)).__name__,
     }
+    to_dict = getattr(args, "to_dict", None)
+    arguments: Mapping[str, Any] = to_dict() if callable(to_dict) else {}
+    facts |= {f"args.{key}": value for key, value in arguments.items()}
     return {key: value for key, value in facts.items() if value is not None}
 
 
@@ -268,10 +265,3 @@ def _sizes(model: Any) -> dict[str, Any]:
         "total_parameters": sum(one.numel() for one in parameters),
         "trainable_parameters": sum(one.numel() for one in parameters if one.requires_grad),
     }
-
-
-def _arguments(args: Any) -> dict[str, Any]:
-    """The training arguments that are set; secrets are left out by the arguments themselves."""
-    to_dict = getattr(args, "to_dict", None)
-    values = to_dict() if callable(to_dict) else {}
-    return {f"args.{key}": value for key, value in values.items() if value is not None}

@@ -9,8 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from onstep.errors import ConfigError
+import torch
+import yaml
+
+from onstep.checkpoint import RngState
+from onstep.config.part import is_whole
+from onstep.errors import ConfigError, require
 from onstep.events import TrainerCallback
+from onstep.models.prompts import can_generate, check_options, continue_prompts, decode_new, encode_prompt, eos_of
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -60,8 +66,7 @@ class TextgenCallback(TrainerCallback):
         if generation_config is not None and not isinstance(generation_config, Mapping):
             raise ConfigError(f"generation_config must be a dictionary, got {type(generation_config).__name__}.")
         for name, value in (("generation_steps", generation_steps), ("max_new_tokens", max_new_tokens)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}.")
+            require(value is None or is_whole(value, 1), name, "a whole number >= 1", value)
         self.summary_writer = summary_writer
         self.prompts = read_prompts(prompts)
         self.generation_config = dict(DEFAULT_GENERATION if generation_config is None else generation_config)
@@ -73,12 +78,10 @@ class TextgenCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Check that the model takes the options; a training from the beginning generates from its beginning."""
-        from onstep.models.prompts import can_generate, check_options
-
         if state.global_step == 0:
             self.next_gen_step = 0
         self._has_warned = self._has_traced = False
-        if can_generate(model) and not _pipeline_of(kwargs.get("trainer")):
+        if can_generate(model) and not getattr(kwargs.get("trainer"), "pipeline_generate", None):
             check_options(model, self.generation_config)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -86,12 +89,13 @@ class TextgenCallback(TrainerCallback):
         step = state.global_step
         if step < self.next_gen_step:
             return
-        every = self._every(args, state)
+        configured = self.generation_steps or getattr(state, "eval_steps", None) or getattr(args, "eval_steps", None)
+        every = max(1, int(configured or 1))
         self.next_gen_step = (step // every + 1) * every
         tokenizer, trainer = kwargs.get("processing_class"), kwargs.get("trainer")
         if not self._is_able(model, tokenizer, trainer):
             return
-        if _pipeline_of(trainer):
+        if getattr(trainer, "pipeline_generate", None):
             self._tell(state, self._with_pipeline(model, tokenizer, trainer))
         elif state.is_world_process_zero:
             self._generate(state, model, tokenizer)
@@ -104,16 +108,10 @@ class TextgenCallback(TrainerCallback):
         """Go on from there."""
         self.next_gen_step = state_dict["next_gen_step"]
 
-    def _every(self, args: Any, state: Any) -> int:
-        configured = self.generation_steps or getattr(state, "eval_steps", None) or getattr(args, "eval_steps", None)
-        return max(1, int(configured or 1))
-
     def _is_able(self, model: Any, tokenizer: Any, trainer: Any) -> bool:
-        from onstep.models.prompts import can_generate
-
         if tokenizer is None:
             lacking = "there is no tokenizer; give the Trainer a processing_class"
-        elif not (can_generate(model) or _pipeline_of(trainer)):
+        elif not (can_generate(model) or getattr(trainer, "pipeline_generate", None)):
             lacking = f"{type(model).__name__} is no Onstep transformer and has no generate method"
         else:
             return True
@@ -123,8 +121,6 @@ class TextgenCallback(TrainerCallback):
         return False
 
     def _generate(self, state: Any, model: Any, tokenizer: Any) -> None:
-        from onstep.models.prompts import continue_prompts
-
         seed = (self.seed * 1_000_003 + state.global_step * 1_009) % 2**32
         try:
             with undisturbed(model):
@@ -135,20 +131,12 @@ class TextgenCallback(TrainerCallback):
         except Exception as error:  # a model's and a writer's foreign code; a sample is not worth a run
             if self.on_generation_error == "raise":
                 raise
-            self._warn_of(error, state.global_step)
-
-    def _warn_of(self, error: Exception, step: int) -> None:
-        """Say what went wrong, with the traceback the first time."""
-        what = f"{type(error).__name__}: {error}"
-        logger.warning("no text was generated at step %d: %s", step, what, exc_info=None if self._has_traced else error)
-        self._has_traced = True
+            what, trace = f"{type(error).__name__}: {error}", None if self._has_traced else error
+            logger.warning("no text was generated at step %d: %s", state.global_step, what, exc_info=trace)
+            self._has_traced = True
 
     def _with_pipeline(self, model: Any, tokenizer: Any, trainer: Any) -> list[tuple[str, str]]:
         """Collective: every rank hands over the same prompts in the same order, one by one, so none has padding."""
-        import torch
-
-        from onstep.models.prompts import decode_new, encode_prompt, eos_of
-
         eos = eos_of(tokenizer)
         pad = getattr(tokenizer, "pad_token_id", None)
         options = {"max_new_tokens": self.max_new_tokens, **self.generation_config}
@@ -182,28 +170,20 @@ def read_prompts(prompts: Any) -> list[str]:
     source = "prompts"
     if isinstance(prompts, (str, os.PathLike)):
         source = f"prompts file {os.fspath(prompts)!r}"
-        prompts = _read_yaml(Path(prompts), source)
-    if not isinstance(prompts, list) or not prompts or not all(isinstance(one, str) for one in prompts):
-        raise ConfigError(f"{source} must be a list of texts, at least one, got {prompts!r}.")
+        try:
+            prompts = yaml.safe_load(Path(prompts).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(
+                f"{source} cannot be read: {error}; give a YAML list of prompts, or a Python list."
+            ) from error
+    is_list = isinstance(prompts, list) and bool(prompts) and all(isinstance(one, str) for one in prompts)
+    require(is_list, source, "a list of texts, at least one", prompts)
     return list(prompts)
-
-
-def _read_yaml(path: Path, source: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"{source} cannot be read: {error}; give a YAML list of prompts, or a Python list."
-        ) from error
 
 
 @contextmanager
 def undisturbed(model: Any) -> Iterator[None]:
     """Evaluation mode and no compiled forward inside; afterwards these and the random generators are as before."""
-    from onstep.checkpoint import RngState
-
     modules = list(model.modules()) if hasattr(model, "modules") else []
     modes = [(module, module.training) for module in modules]
     # `module.compile()` keeps its compiled call here; every new length of text would compile again
@@ -223,8 +203,3 @@ def undisturbed(model: Any) -> Iterator[None]:
         for module, call in compiled:
             module._compiled_call_impl = call
         generators.load_state_dict(drawn)
-
-
-def _pipeline_of(trainer: Any) -> Any:
-    """A trainer's own generation over the stages of a pipeline; None where it has none."""
-    return getattr(trainer, "pipeline_generate", None)

@@ -6,10 +6,9 @@ from onstep.checkpoint.discovery import CheckpointInfo, checkpoints, newest_veri
 from onstep.checkpoint.loading import LoadReport
 from onstep.checkpoint.manager import CheckpointManager
 from onstep.checkpoint.manifest import Manifest, read_manifest, verify
-from onstep.checkpoint.model_state import ModelState
 from onstep.checkpoint.retention import Retention, best, to_delete
-from onstep.checkpoint.rng import RngState
 from onstep.checkpoint.saving import SavedCheckpoint, SaveRequest
+from onstep.checkpoint.states import ModelState, RngState
 from onstep.checkpoint.store import FileStore, Operation
 from onstep.checkpoint.tensor_file import FileDigest, read_header, read_tensors, write_tensors
 from onstep.checkpoint.transaction import SaveTransaction, sweep

@@ -1,4 +1,4 @@
-"""The leaves of a state: values with one exact form in JSON, from a fixed table of kinds.
+"""The leaves of a state: values with one exact form in JSON, from a fixed table of kinds, and what to save for others.
 
 Nothing in a document is ever imported, looked up by name outside these tables, or called.
 """
@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 import datetime
 import math
+import random
 import re
 import struct
-from collections.abc import Callable, Sequence
-from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from functools import partial
+from pathlib import Path, PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 MAX_PLAIN_INT = 2**53
 """Up to here every JSON reader keeps an integer exact; beyond, it is written in hexadecimal."""
@@ -31,7 +36,7 @@ NUMPY_DTYPE = re.compile(
 )
 """Arrays of plain items; objects, structures and platform-dependent sizes are not among them."""
 DEVICE = re.compile(r"[a-z]{1,20}(:[0-9]{1,5})?")
-PATH_KINDS: dict[str, type[Any]] = {
+PATH_KINDS: dict[str, type[PurePath]] = {
     "path": Path,
     "pure_posix_path": PurePosixPath,
     "pure_windows_path": PureWindowsPath,
@@ -42,10 +47,15 @@ class MalformedError(ValueError):
     """Not what the kind takes; the codec adds the path to the message."""
 
 
-def expect(condition: bool, rule: str) -> None:
+def expect(condition: object, rule: str) -> None:
     """Refuse a payload that breaks the rule."""
     if not condition:
         raise MalformedError(rule)
+
+
+def expect_members(payload: Any, members: set[str]) -> None:
+    """Refuse a payload that is not an object of exactly these members."""
+    expect(isinstance(payload, dict) and set(payload) == members, f"it must have {sorted(members)} and nothing else")
 
 
 def shown(payload: Any) -> str:
@@ -61,7 +71,18 @@ def are_plain_numbers(values: Sequence[Any]) -> bool:
     return kinds == {float} and all(map(math.isfinite, values))
 
 
-def encode_int(value: int) -> Any:
+def decode_plain(node: Any) -> Any:
+    """A value that stands in a document as itself."""
+    if type(node) is int:
+        expect(-MAX_PLAIN_INT <= node <= MAX_PLAIN_INT, "a long integer is written in hexadecimal")
+    elif type(node) is float:
+        expect(math.isfinite(node), "a float that is not finite is written as its bits")
+    elif node is not None and type(node) not in (bool, str):
+        raise MalformedError(f"{type(node).__name__} is no type of JSON")
+    return node
+
+
+def _encode_int(value: int) -> Any:
     """A JSON number, or hexadecimal if it is long."""
     if -MAX_PLAIN_INT <= value <= MAX_PLAIN_INT:
         return value
@@ -72,25 +93,23 @@ def encode_int(value: int) -> Any:
 
 
 def _decode_int(payload: Any) -> int:
-    expect(
-        isinstance(payload, str) and len(payload) <= MAX_HEX_DIGITS, "int takes a hexadecimal text of bounded length"
-    )
-    expect(re.fullmatch("-?0x[0-9a-f]+", payload) is not None, "int takes a hexadecimal text")
+    is_short = isinstance(payload, str) and len(payload) <= MAX_HEX_DIGITS
+    expect(is_short and re.fullmatch("-?0x[0-9a-f]+", payload), "int takes a hexadecimal text of bounded length")
     return int(payload, 16)
 
 
-def encode_float(value: float) -> Any:
+def _encode_float(value: float) -> Any:
     """A JSON number (Python writes the shortest text that reads back to the same bits), or the bits of NaN and inf."""
     return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
 
 
 def _decode_float(payload: Any) -> float:
-    expect(isinstance(payload, str) and re.fullmatch("[0-9a-f]{16}", payload) is not None, "float takes 16 hex digits")
+    expect(isinstance(payload, str) and re.fullmatch("[0-9a-f]{16}", payload), "float takes 16 hex digits")
     (value,) = struct.unpack(">d", bytes.fromhex(payload))
     return float(value)
 
 
-def encode_str(value: str) -> Any:
+def _encode_str(value: str) -> Any:
     """A JSON text; one with lone surrogates, which no UTF-8 file can hold, as bytes."""
     try:
         value.encode()
@@ -125,9 +144,8 @@ def _decode_complex(payload: Any) -> complex:
 
 
 def _encode_complex(value: complex) -> Any:
-    return {
-        "complex": [part if math.isfinite(part) else encode_float(part)["float"] for part in (value.real, value.imag)]
-    }
+    parts = (value.real, value.imag)
+    return {"complex": [part if math.isfinite(part) else _encode_float(part)["float"] for part in parts]}
 
 
 def _decode_size(payload: Any) -> torch.Size:
@@ -142,7 +160,7 @@ def _decode_torch_dtype(payload: Any) -> torch.dtype:
 
 
 def _decode_device(payload: Any) -> torch.device:
-    expect(isinstance(payload, str) and DEVICE.fullmatch(payload) is not None, "torch.device takes a name and an index")
+    expect(isinstance(payload, str) and DEVICE.fullmatch(payload), "torch.device takes a name and an index")
     try:
         return torch.device(payload)
     except RuntimeError as error:
@@ -151,8 +169,8 @@ def _decode_device(payload: Any) -> torch.device:
 
 def numpy_dtype(payload: Any) -> np.dtype[Any]:
     """The dtype of that name, if it is one of plain items."""
-    valid = isinstance(payload, str) and NUMPY_DTYPE.fullmatch(payload) is not None
-    expect(valid, f"NumPy dtype {shown(payload)} is not among the plain ones")
+    is_plain = isinstance(payload, str) and NUMPY_DTYPE.fullmatch(payload)
+    expect(is_plain, f"NumPy dtype {shown(payload)} is not among the plain ones")
     try:
         dtype: np.dtype[Any] = np.dtype(payload)
     except (TypeError, ValueError) as error:
@@ -190,18 +208,15 @@ def _decode_numpy_scalar(payload: Any) -> Any:
     return items[0]
 
 
-def _encode_path(kind: str) -> Callable[[Any], Any]:
-    return lambda value: {kind: encode_str(str(value))}
+def _encode_path(kind: str, value: PurePath) -> Any:
+    return {kind: _encode_str(str(value))}
 
 
-def _decode_path(kind: str) -> Callable[[Any], Any]:
-    def decode(payload: Any) -> Any:
-        is_escaped = isinstance(payload, dict) and set(payload) == {"surrogates"}
-        text = _decode_surrogates(payload["surrogates"]) if is_escaped else payload
-        expect(isinstance(text, str), f"{kind} takes a text")
-        return PATH_KINDS[kind](text)
-
-    return decode
+def _decode_path(kind: str, payload: Any) -> PurePath:
+    is_escaped = isinstance(payload, dict) and set(payload) == {"surrogates"}
+    text = _decode_surrogates(payload["surrogates"]) if is_escaped else payload
+    expect(isinstance(text, str), f"{kind} takes a text")
+    return PATH_KINDS[kind](text)
 
 
 def _encode_datetime(value: datetime.datetime) -> Any:
@@ -212,46 +227,40 @@ def _encode_datetime(value: datetime.datetime) -> Any:
     return {"datetime": text}
 
 
-def _decode_moment(kind: type[datetime.datetime] | type[datetime.date]) -> Callable[[Any], Any]:
-    def decode(payload: Any) -> Any:
-        expect(isinstance(payload, str) and len(payload) <= 64, "a moment takes an ISO 8601 text")
-        try:
-            return kind.fromisoformat(payload)
-        except ValueError as error:
-            raise MalformedError(f"{payload!r} is no moment in ISO 8601") from error
-
-    return decode
+def _decode_moment(kind: type[datetime.date], payload: Any) -> datetime.date:
+    expect(isinstance(payload, str) and len(payload) <= 64, "a moment takes an ISO 8601 text")
+    try:
+        return kind.fromisoformat(payload)
+    except ValueError as error:
+        raise MalformedError(f"{payload!r} is no moment in ISO 8601") from error
 
 
 def _decode_timedelta(payload: Any) -> datetime.timedelta:
-    valid = isinstance(payload, list) and len(payload) == 3 and all(type(part) is int for part in payload)
-    expect(valid and abs(payload[0]) <= 999_999_999, "timedelta takes days, seconds and microseconds")
-    expect(0 <= payload[1] < 86_400 and 0 <= payload[2] < 10**6, "timedelta takes days, seconds and microseconds")
+    valid = isinstance(payload, list) and [type(part) for part in payload] == [int, int, int]
+    valid = valid and abs(payload[0]) <= 999_999_999 and 0 <= payload[1] < 86_400 and 0 <= payload[2] < 10**6
+    expect(valid, "timedelta takes days, seconds and microseconds")
     return datetime.timedelta(*payload)
 
 
 VALUE_ENCODERS: dict[type[Any], Callable[[Any], Any]] = {
     type(None): lambda value: value,
     bool: lambda value: value,
-    int: encode_int,
-    float: encode_float,
-    str: encode_str,
+    int: _encode_int,
+    float: _encode_float,
+    str: _encode_str,
     complex: _encode_complex,
     bytes: lambda value: {"bytes": _base64(value)},
     torch.Size: lambda value: {"torch.Size": list(value)},
     torch.dtype: lambda value: {"torch.dtype": str(value).removeprefix("torch.")},
     torch.device: lambda value: {"torch.device": str(value)},
-    PosixPath: _encode_path("path"),
-    WindowsPath: _encode_path("path"),
-    PurePosixPath: _encode_path("pure_posix_path"),
-    PureWindowsPath: _encode_path("pure_windows_path"),
+    PosixPath: partial(_encode_path, "path"),
+    WindowsPath: partial(_encode_path, "path"),
+    PurePosixPath: partial(_encode_path, "pure_posix_path"),
+    PureWindowsPath: partial(_encode_path, "pure_windows_path"),
     datetime.datetime: _encode_datetime,
     datetime.date: lambda value: {"date": value.isoformat()},
     datetime.timedelta: lambda value: {"timedelta": [value.days, value.seconds, value.microseconds]},
-    **dict.fromkeys(
-        {np.dtype(code).type for code in "?bBhHiIlLqQefdFDSUmM"},
-        _encode_numpy_scalar,
-    ),
+    **dict.fromkeys({np.dtype(code).type for code in "?bBhHiIlLqQefdFDSUmM"}, _encode_numpy_scalar),
 }
 """By exact type: a subclass may hold more than its base, so it is refused."""
 
@@ -264,11 +273,64 @@ VALUE_DECODERS: dict[str, Callable[[Any], Any]] = {
     "torch.Size": _decode_size,
     "torch.dtype": _decode_torch_dtype,
     "torch.device": _decode_device,
-    "path": _decode_path("path"),
-    "pure_posix_path": _decode_path("pure_posix_path"),
-    "pure_windows_path": _decode_path("pure_windows_path"),
-    "datetime": _decode_moment(datetime.datetime),
-    "date": _decode_moment(datetime.date),
+    **{kind: partial(_decode_path, kind) for kind in PATH_KINDS},
+    "datetime": partial(_decode_moment, datetime.datetime),
+    "date": partial(_decode_moment, datetime.date),
     "timedelta": _decode_timedelta,
     "numpy_scalar": _decode_numpy_scalar,
 }
+
+
+_BY_NAME = "save a name for it, and look that name up in a table of your own when loading"
+_REMEDIES: tuple[tuple[Any, str], ...] = (
+    (type, _BY_NAME),
+    ((np.ndarray, np.generic), "convert it to plain items (numbers, bools, text, dates), or save it as a list"),
+    (Enum, "save its .value, and call the Enum on it when loading"),
+    (torch.Generator, "save its get_state()"),
+    (random.Random, "save its getstate()"),
+    (np.random.Generator, "save its .bit_generator.state"),
+)
+"""By type, the first that fits."""
+
+
+def remedy_for(value: Any) -> str:
+    """What to save in the place of a value that has no form."""
+    if isinstance(value, Tensor):
+        return _remedy_for_tensor(value)
+    for kinds, remedy in _REMEDIES:
+        if isinstance(value, kinds):
+            return remedy
+    if callable(getattr(value, "state_dict", None)):
+        return "save its state_dict()"
+    if dataclasses.is_dataclass(value):
+        return "save dataclasses.asdict(it)"
+    return _remedy_for_container(value)
+
+
+def _remedy_for_tensor(tensor: Tensor) -> str:
+    if tensor.is_meta:
+        return "it has no values on the meta device: materialise it first"
+    if tensor.is_quantized:
+        return "save its int_repr(), scale and zero point"
+    if tensor.layout is not torch.strided:
+        return "save to_dense(), or its indices and values"
+    if tensor.dtype == torch.complex128:
+        return "save torch.view_as_real(it)"
+    if type(tensor) is Tensor:
+        return f"convert it from {tensor.dtype} to a dtype of the safetensors format"
+    return "save the plain tensor in it, for a DTensor to_local() or full_tensor()"
+
+
+def _remedy_for_container(value: Any) -> str:
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return "save its _asdict()"
+    for base in (bool, int, float, str, bytes, tuple, list, dict, set, frozenset):
+        if isinstance(value, base):
+            return f"save {base.__name__}(it), a subclass may hold more than that"
+    if isinstance(value, Mapping):
+        return "save dict(it); for a configuration of OmegaConf, OmegaConf.to_container(it)"
+    if isinstance(value, Sequence | bytearray | memoryview):
+        return "save list(it) or bytes(it)"
+    if callable(value):
+        return _BY_NAME
+    return "keep it out of the state, or save plain values and tensors from which it can be built again"

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from onstep.checkpoint.codec_encoder import step_name
-from onstep.checkpoint.contents import Outline, StoredState, read_outline, stored_states
+from onstep.checkpoint.codec import step_name
 from onstep.checkpoint.discovery import CheckpointInfo
+from onstep.checkpoint.loading import Outline, StoredState, read_outline, stored_states
 from onstep.journal import WALL_CLOCK_FIELDS
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 CHUNK_ITEMS = 2**22
 """Elements compared at a time, in float64."""
@@ -43,16 +46,22 @@ class TensorDifference:
 
 def compare_tensors(state: str, name: str, a: Tensor | None, b: Tensor | None) -> TensorDifference:
     """Compare two CPU tensors; None is one that is not there."""
-    shapes = (None if a is None else tuple(a.shape), None if b is None else tuple(b.shape))
-    dtypes = (None if a is None else a.dtype, None if b is None else b.dtype)
-    norm_a, norm_b = (None if one is None else _norm(one) for one in (a, b))
+    shapes: tuple[Any, Any] = _of_both(a, b, lambda one: tuple(one.shape))
+    dtypes = _of_both(a, b, lambda one: one.dtype)
+    norms = _of_both(a, b, _norm)
     largest = relative = None
     is_equal = False
     if a is not None and b is not None and shapes[0] == shapes[1]:
         is_equal = a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
         largest, distance = (0.0, 0.0) if is_equal else _distance(a, b)
-        relative = _ratio(distance, norm_a or 0.0, norm_b or 0.0)
-    return TensorDifference(state, name, dtypes, shapes, is_equal, (norm_a, norm_b), largest, relative)
+        larger = max(norm or 0.0 for norm in norms)
+        relative = distance / larger if larger > 0 else distance
+    return TensorDifference(state, name, dtypes, shapes, is_equal, norms, largest, relative)
+
+
+def _of_both(a: S | None, b: S | None, look: Callable[[S], T]) -> tuple[T | None, T | None]:
+    """What both have of something; None where one is not there."""
+    return (None if a is None else look(a), None if b is None else look(b))
 
 
 def _norm(tensor: Tensor) -> float:
@@ -71,11 +80,6 @@ def _distance(a: Tensor, b: Tensor) -> tuple[float, float]:
         largest = torch.maximum(largest, gaps.max())
         squares += gaps.square().sum()
     return largest.item(), squares.sqrt().item()
-
-
-def _ratio(distance: float, *norms: float) -> float:
-    larger = max(norms)
-    return distance / larger if larger > 0 else distance
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -149,11 +153,11 @@ def compare(a: CheckpointInfo, b: CheckpointInfo, *, everything: bool = False) -
     in_a = {state.label: state for state in stored_states(a.manifest)}
     in_b = {state.label: state for state in stored_states(b.manifest)}
     walk = _Walk(result, everything)
-    for label in [*in_a, *(label for label in in_b if label not in in_a)]:
+    for label in in_a | in_b:
         walk.compare_states(label, in_a.get(label), in_b.get(label))
     different = {one.state.partition("/")[0] for one in result.tensors if not one.is_equal}
     different |= {one.state.partition("/")[0] for one in result.values if not one.is_incidental}
-    result.components = [replace(one, is_equal=one.is_equal and one.key not in different) for one in _components(a, b)]
+    result.components = list(_components(a, b, different))
     return result
 
 
@@ -171,16 +175,13 @@ class _Walk:
     def compare_states(self, label: str, stored_a: StoredState | None, stored_b: StoredState | None) -> None:
         """Compare a state that at least one of the two has."""
         a, b, self._label = self._result.a, self._result.b, label
-        outline_a = None if stored_a is None else read_outline(a, stored_a)
-        outline_b = None if stored_b is None else read_outline(b, stored_b)
-        if outline_a is None or outline_b is None:
-            self._result.num_tensors += (outline_a or outline_b or _NOTHING).num_tensors
-            old, new = ("is not there" if one is None else "is there" for one in (outline_a, outline_b))
+        outline_a = _NOTHING if stored_a is None else read_outline(a, stored_a)
+        outline_b = _NOTHING if stored_b is None else read_outline(b, stored_b)
+        if stored_a is None or stored_b is None:
+            self._result.num_tensors += outline_a.num_tensors + outline_b.num_tensors
+            old, new = ("is not there" if one is None else "is there" for one in (stored_a, stored_b))
             self._note("", old, new)
-            return
-        assert stored_a is not None
-        assert stored_b is not None
-        if self._everything or not _same_files(a, b, stored_a, stored_b):
+        elif self._everything or _digests(a, stored_a) != _digests(b, stored_b):
             self._outlines, self._seen = (outline_a, outline_b), set()
             self._compare(outline_a.state, outline_b.state, ())
         else:
@@ -192,24 +193,18 @@ class _Walk:
         if _is_large(a) or _is_large(b):
             self._compare_tensors(a, b, path)
         elif isinstance(a, Mapping) and isinstance(b, Mapping):
-            self._compare_mappings(a, b, path)
+            for key in {**a, **b}:
+                self._compare(a.get(key, _ABSENT), b.get(key, _ABSENT), (*path, step_name(key)))
         elif _is_nested(a) and _is_nested(b) and type(a) is type(b):
-            self._compare_sequences(list(a), list(b), path)
+            if len(a) != len(b):
+                self._note(".".join(path), f"{len(a)} items", f"{len(b)} items")
+            for index, (one, other) in enumerate(zip(a, b, strict=False)):
+                self._compare(one, other, (*path, str(index)))
         elif not _same(a, b):
             old, new = _shown(a), _shown(b)
             if old == new:
                 old, new = f"{_kind(a)} {old}", f"{_kind(b)} {new}"
             self._note(".".join(path), old, new, path[-1] if path else "", (a, b))
-
-    def _compare_mappings(self, a: Mapping[Any, Any], b: Mapping[Any, Any], path: tuple[str, ...]) -> None:
-        for key in [*a, *(key for key in b if key not in a)]:
-            self._compare(a.get(key, _ABSENT), b.get(key, _ABSENT), (*path, step_name(key)))
-
-    def _compare_sequences(self, a: list[Any], b: list[Any], path: tuple[str, ...]) -> None:
-        if len(a) != len(b):
-            self._note(".".join(path), f"{len(a)} items", f"{len(b)} items")
-        for index, (one, other) in enumerate(zip(a, b, strict=False)):
-            self._compare(one, other, (*path, str(index)))
 
     def _compare_tensors(self, a: Any, b: Any, path: tuple[str, ...]) -> None:
         """Compare tensors that lie in the files, tied ones once; what is no tensor on the other side is none there."""
@@ -230,33 +225,25 @@ class _Walk:
         self._result.values.append(ValueDifference(self._label, path, old, new, incidental))
 
 
-class _Absent:
-    """Stands where a dictionary lacks a key."""
-
-
-_ABSENT = _Absent()
+_ABSENT = object()
+"""Stands where a dictionary lacks a key."""
 _NOTHING = Outline(None, {}, Path())
 
 
-def _components(a: CheckpointInfo, b: CheckpointInfo) -> Iterator[ComponentComparison]:
+def _components(a: CheckpointInfo, b: CheckpointInfo, different: set[str]) -> Iterator[ComponentComparison]:
     in_a, in_b = a.manifest.components, b.manifest.components
-    for key in [*in_a, *(key for key in in_b if key not in in_a)]:
+    for key in in_a | in_b:
         one, other = in_a.get(key), in_b.get(key)
+        patterns = _of_both(one, other, lambda entry: entry.sharing_pattern)
+        ranks = _of_both(one, other, lambda entry: len(entry.ranks))
+        sizes = _of_both(one, other, lambda entry: entry.size_bytes)
         yield ComponentComparison(
-            key,
-            (None if one is None else one.sharing_pattern, None if other is None else other.sharing_pattern),
-            (None if one is None else len(one.ranks), None if other is None else len(other.ranks)),
-            (None if one is None else one.size_bytes, None if other is None else other.size_bytes),
-            one is not None and other is not None and one.sharing_pattern == other.sharing_pattern,
+            key, patterns, ranks, sizes, is_equal=patterns[0] == patterns[1] and key not in different
         )
 
 
-def _same_files(a: CheckpointInfo, b: CheckpointInfo, one: StoredState, other: StoredState) -> bool:
-    digests = [
-        {name.removeprefix(stored.label): info.manifest.files[name].blake3 for name in stored.listed}
-        for info, stored in ((a, one), (b, other))
-    ]
-    return digests[0] == digests[1]
+def _digests(info: CheckpointInfo, stored: StoredState) -> dict[str, str]:
+    return {name.removeprefix(stored.label): info.manifest.files[name].blake3 for name in stored.listed}
 
 
 def _is_large(value: Any) -> bool:

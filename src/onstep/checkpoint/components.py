@@ -1,11 +1,17 @@
-"""What a checkpoint is made of: named states, and on which ranks each of them differs."""
+"""What a checkpoint is made of: named states, on which ranks each differs, and who writes and reads which file."""
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
+from onstep.distributed import World
 from onstep.errors import ConfigError
 
 
@@ -76,3 +82,100 @@ class StateComponent:
             raise ConfigError(
                 f"{self.key}: validation_level={self.validation_level!r} must be {' | '.join(VALIDATION_LEVELS)}."
             )
+
+
+@dataclass(frozen=True)
+class ComponentFiles:
+    """Paths in a checkpoint."""
+
+    tensors: str
+    """Not there if the state has no tensor."""
+    document: str
+    """The rest of the state, as typed JSON."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The place of a rank among the instances of a group, or among the machines."""
+
+    index: int
+    """Which instance, counted in the order of their first ranks."""
+    leader: int
+    """The first rank of the instance."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a rank stands in the world; made once, by `find_placement`."""
+
+    rank: int = 0
+    node: Seat = Seat(0, 0)
+    groups: Mapping[str, Seat] = field(default_factory=dict)
+
+    def files(self, component: StateComponent, pattern: SharingPattern | None = None) -> ComponentFiles:
+        """This rank's files of the component.
+
+        Args:
+            component: what is written or read.
+            pattern: the one it was saved with, where that is another than the component's.
+
+        Raises:
+            ConfigError: for a group that this run does not have.
+        """
+        key, (instance, _) = component.key, self._instance(component, pattern or component.sharing_pattern)
+        if instance is None:
+            return ComponentFiles(f"{key}/{key}.safetensors", f"{key}/state.json")
+        return ComponentFiles(f"{key}/{instance}.safetensors", f"{key}/{instance}.json")
+
+    def writes(self, component: StateComponent) -> bool:
+        """Whether this rank writes the component.
+
+        Raises:
+            ConfigError: for a group that this run does not have.
+        """
+        _, writer = self._instance(component, component.sharing_pattern)
+        return writer == self.rank
+
+    def _instance(self, component: StateComponent, pattern: SharingPattern) -> tuple[str | None, int]:
+        """Which of several states is this rank's, None where there is one for all; and the rank that writes it."""
+        if pattern is SharingPattern.PER_RANK:
+            return f"rank_{self.rank}", self.rank
+        if pattern is SharingPattern.PER_NODE:
+            return f"node_{self.node.index}", self.node.leader
+        if pattern is SharingPattern.PER_GROUP:
+            group = self._group(component)
+            return f"group_{component.process_group_name}_{group.index}", group.leader
+        return None, 0
+
+    def _group(self, component: StateComponent) -> Seat:
+        name = component.process_group_name
+        if name is None or name not in self.groups:
+            known = ", ".join(sorted(self.groups)) or "none"
+            raise ConfigError(
+                f"{component.key}: process_group_name={name!r} must be a group of this run ({known}); pass it to the "
+                f"CheckpointManager in `groups`."
+            )
+        return self.groups[name]
+
+
+def find_placement(world: World, groups: Mapping[str, Any]) -> Placement:
+    """Where this rank stands. Collective, on all ranks of the world, whichever groups they are in."""
+    members = {name: tuple(_ranks(world, group)) for name, group in groups.items()}
+    # the machine: torchrun's number of it, since two may bear the same host name
+    everywhere = world.gather((os.environ.get("GROUP_RANK") or socket.gethostname(), members))
+    nodes = [node for node, _ in everywhere]
+    seats = {name: _seat([theirs.get(name) for _, theirs in everywhere], world.rank) for name in members}
+    return Placement(world.rank, _seat(nodes, world.rank), seats)
+
+
+def _seat(instances: list[Any], rank: int) -> Seat:
+    """Where `rank` stands if rank r belongs to `instances[r]`, None being none."""
+    in_order = list(dict.fromkeys(instance for instance in instances if instance is not None))
+    return Seat(in_order.index(instances[rank]), instances.index(instances[rank]))
+
+
+def _ranks(world: World, group: Any) -> list[int]:
+    """Global ranks of a process group; None is the whole world."""
+    if group is None or world.size == 1:
+        return list(range(world.size))
+    return sorted(dist.get_process_group_ranks(group))

@@ -1,4 +1,4 @@
-"""Which checkpoints there are, which of them are as they were written, and folders that other trainers wrote."""
+"""What lies in a folder of checkpoints: which are as they were written, which are not, and what others have left."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import difflib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 
 from tqdm import tqdm
 
-from onstep.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
-from onstep.checkpoint.transaction import SUPERSEDED
+from onstep.checkpoint.manifest import MANIFEST, Manifest, Progress, check_file, read_manifest, verify
+from onstep.checkpoint.store import TEMPORARY, TRASH
+from onstep.checkpoint.transaction import SUPERSEDED, is_held
 from onstep.config.part import listed
 from onstep.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 BAR_BYTES = 1024**3
 """A checkpoint of fewer bytes is verified before anybody would have read a bar."""
@@ -28,14 +32,9 @@ def verify_shown(folder: Path, bar_bytes: int = BAR_BYTES) -> Manifest:
         CheckpointError: naming the first file that is missing or not as it was written.
     """
     total = read_manifest(folder).size_bytes
-    with tqdm(
-        total=total, desc=f"verifying {folder.name}", unit="B", unit_scale=True, disable=total < bar_bytes
-    ) as bar:
-
-        def show(count: int) -> None:
-            bar.update(count)
-
-        return verify(folder, progress=show)
+    label = f"verifying {folder.name}"
+    with tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=total < bar_bytes) as bar:
+        return verify(folder, progress=bar.update)
 
 
 _SAFE_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
@@ -58,7 +57,7 @@ def describe_foreign(folder: Path) -> str | None:
     if not names:
         return None
     shown = listed(names, NAMES_SHOWN)
-    return f"{folder} is no checkpoint of Onstep but a folder in Hugging Face's form ({shown}). {_way(folder)}"
+    return f"{folder} is no checkpoint of Onstep but a folder in Hugging Face's form ({shown}). {_way(folder, names)}"
 
 
 def _is_known(name: str) -> bool:
@@ -66,14 +65,14 @@ def _is_known(name: str) -> bool:
     return name == _TRAINER_STATE or any(pattern.fullmatch(name) for pattern in patterns)
 
 
-def _way(folder: Path) -> str:
+def _way(folder: Path, names: list[str]) -> str:
     """What to do with the files that are there."""
-    names = os.listdir(folder)
-    is_pickled = any(_PICKLED_WEIGHTS.fullmatch(name) or _PICKLED_STATE.fullmatch(name) for name in names)
-    parts = ["Its pickled files are not read: reading a pickle can run any code."] if is_pickled else []
+    has_safe, has_pickled, has_state = (
+        any(map(pattern.fullmatch, names)) for pattern in (_SAFE_WEIGHTS, _PICKLED_WEIGHTS, _PICKLED_STATE)
+    )
+    parts = ["Its pickled files are not read: reading a pickle can run any code."] if has_pickled or has_state else []
     load = f"AutoModelForCausalLM.from_pretrained({str(folder)!r})"
-    has_safe = any(_SAFE_WEIGHTS.fullmatch(name) for name in names)
-    if not has_safe and any(_PICKLED_WEIGHTS.fullmatch(name) for name in names):
+    if has_pickled and not has_safe:
         parts.append(f"Where you trust it, convert it once: {load}.save_pretrained('NEW_FOLDER') writes safetensors.")
         load, has_safe = "AutoModelForCausalLM.from_pretrained('NEW_FOLDER')", True
     if has_safe:
@@ -83,10 +82,11 @@ def _way(folder: Path) -> str:
     return " ".join(parts)
 
 
-logger = logging.getLogger(__name__)
-
-_CHECKPOINT = re.compile(r"checkpoint-(0|[1-9][0-9]{0,18})")
-_MOVED_ASIDE = re.compile(re.escape(SUPERSEDED) + r"checkpoint-(0|[1-9][0-9]{0,18})-[0-9a-f]{8}")
+ASIDE = "aside"
+"""Folder, among the checkpoints, of those that belong to branches the run has left: `aside/branch-<n>/`."""
+_NAME = re.compile(
+    r"(?P<kind>|\.tmp-|\.superseded-|\.trash-(?:.*-)?)checkpoint-(?P<step>0|[1-9][0-9]{0,18})(?P<unique>(?:-[0-9a-f]{8})*)"
+)
 
 
 @dataclass(frozen=True)
@@ -206,19 +206,30 @@ def _manifest_of_step(path: Path, step: int) -> Manifest:
     return manifest
 
 
-def _candidates(root: Path) -> Iterator[tuple[int, Path]]:
+def _candidates(root: Path) -> list[tuple[int, Path]]:
     """Folders named like a checkpoint, newest step first; one moved aside comes after the one that took its place."""
+    return [(step, folder) for step, kind, folder in named_folders(root) if kind in ("", SUPERSEDED)]
+
+
+def named_folders(root: Path) -> list[tuple[int, str, Path]]:
+    """The folders in `root` under names of ours, each with its step and the prefix that says what it is, newest first.
+
+    Raises:
+        CheckpointError: when `root` cannot be listed; a missing one has none.
+    """
+    matches = [(_match(folder), folder) for folder in _folders_in(root)]
+    found = [(int(match["step"]), match["kind"], folder) for match, folder in matches if match is not None]
+    return sorted(found, key=lambda each: (-each[0], each[1] != "", each[2].name))
+
+
+def _folders_in(root: Path) -> list[Path]:
     try:
         with os.scandir(root) as entries:
-            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+            return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
     except (FileNotFoundError, NotADirectoryError):
-        return
+        return []
     except OSError as error:
         raise CheckpointError(f"{root} cannot be listed ({error.strerror}); see to its permissions.") from error
-    matches = [(_CHECKPOINT.fullmatch(name) or _MOVED_ASIDE.fullmatch(name), name) for name in names]
-    found = [(int(match[1]), name) for match, name in matches if match is not None]
-    for step, name in sorted(found, key=lambda item: (-item[0], item[1].startswith("."), item[1])):
-        yield step, root / name
 
 
 def _sentences(texts: list[str]) -> str:
@@ -236,3 +247,140 @@ def _nearby(path: Path) -> str:
         return ""
     near = difflib.get_close_matches(path.name, siblings, n=3, cutoff=0.6)
     return f" (near it: {', '.join(str(path.parent / name) for name in near)})" if near else ""
+
+
+class EntryState(StrEnum):
+    """What a folder is."""
+
+    COMPLETE = "complete"
+    """Its manifest is valid, and every file is there with its size."""
+    DAMAGED = "damaged"
+    """It has the name of a checkpoint, but is none."""
+    SUPERSEDED = "moved aside"
+    """Whole, and making way for a newer save of its step; used if that never came."""
+    SAVING = "being saved"
+    """A live process writes it."""
+    UNFINISHED = "unfinished"
+    """Left by a save that died; the next start removes it."""
+    DELETING = "half deleted"
+    """Left by a deletion that died; the next start removes it."""
+
+
+USABLE = (EntryState.COMPLETE, EntryState.SUPERSEDED)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One folder."""
+
+    path: Path
+    step: int
+    state: EntryState
+    size_bytes: int
+    """Of the files that are there."""
+    manifest: Manifest | None = None
+    """None where there is no valid one."""
+    reason: str = ""
+    """Why it is damaged."""
+
+    @property
+    def info(self) -> CheckpointInfo | None:
+        """As the rest of the package knows checkpoints; None unless it is usable."""
+        if self.manifest is None or self.state not in USABLE:
+            return None
+        return CheckpointInfo(self.path, self.step, self.manifest)
+
+
+def inventory(root: Path) -> list[Entry]:
+    """What lies in `root`, newest step first; of a missing folder nothing. Contents are not hashed.
+
+    Raises:
+        CheckpointError: when the folder cannot be listed.
+    """
+    return [_entry(folder, step, kind) for step, kind, folder in named_folders(root)]
+
+
+def left_branches(root: Path) -> dict[str, list[int]]:
+    """Steps of the checkpoints of branches that the run has left, by the branch's folder in `root`."""
+    branches = {
+        f"{ASIDE}/{branch.name}": sorted(step for step, _, _ in named_folders(branch))
+        for branch in _folders_in(root / ASIDE)
+    }
+    return {name: steps for name, steps in sorted(branches.items()) if steps}
+
+
+def mark_resumable(entries: Iterable[Entry]) -> tuple[list[Entry], Entry | None]:
+    """Hash the newest usable entry, falling back as a resume does; those that fail become damaged.
+
+    Returns:
+        The entries, in their order, and the one that a resume would take.
+    """
+    taken: Entry | None = None
+    marked = []
+    for entry in entries:
+        if taken is None and entry.state in USABLE:
+            try:
+                verify_shown(entry.path)
+            except CheckpointError as error:
+                entry = replace(entry, state=EntryState.DAMAGED, reason=str(error))
+            else:
+                taken = entry
+        marked.append(entry)
+    return marked, taken
+
+
+def damage(folder: Path, progress: Progress | None = None) -> list[str]:
+    """What is wrong with a checkpoint, each file on its own; empty if it is verified."""
+    match = _match(folder)
+    try:
+        manifest = read_manifest(folder) if match is None else _manifest_of_step(folder, int(match["step"]))
+    except CheckpointError as error:
+        return [str(error)]
+    problems = []
+    for name, digest in manifest.files.items():
+        try:
+            check_file(folder, name, digest, progress)
+        except CheckpointError as error:
+            problems.append(str(error))
+    return problems
+
+
+def unlisted_files(folder: Path, manifest: Manifest) -> list[str]:
+    """Files in a checkpoint that its manifest does not list; nothing reads them."""
+    there = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
+    return [name for name in there if name != MANIFEST and name not in manifest.files]
+
+
+def _entry(path: Path, step: int, kind: str) -> Entry:
+    size = _size(path)
+    if kind == TEMPORARY:
+        is_live = is_held(path.with_name(f"{path.name}.lock"))
+        return Entry(path, step, EntryState.SAVING if is_live else EntryState.UNFINISHED, size)
+    if kind.startswith(TRASH):
+        return Entry(path, step, EntryState.DELETING, size)
+    manifest = None
+    try:
+        manifest = _manifest_of_step(path, step)
+        for name, digest in manifest.files.items():
+            check_file(path, name, digest, hashed=False)
+    except CheckpointError as error:
+        return Entry(path, step, EntryState.DAMAGED, size, manifest, str(error))
+    return Entry(path, step, EntryState.SUPERSEDED if kind else EntryState.COMPLETE, size, manifest)
+
+
+def _match(path: Path) -> re.Match[str] | None:
+    """What the name says, if it is one of ours: all but a checkpoint itself end in something unique."""
+    match = _NAME.fullmatch(path.name)
+    return match if match is not None and bool(match["kind"]) == bool(match["unique"]) else None
+
+
+def _size(folder: Path) -> int:
+    """Bytes of the files below a folder; a save in progress may take some away meanwhile."""
+    total = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(path, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total

@@ -1,19 +1,25 @@
-"""Loading components from a checkpoint that was verified."""
+"""Reading a checkpoint that was verified: its components into a run, or its states for those who look without one."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from onstep.checkpoint.component_io import read_state
-from onstep.checkpoint.components import SharingPattern, StateComponent
+import torch
+from torch import Tensor
+
+from onstep.checkpoint.codec import decode_state, document_from_bytes
+from onstep.checkpoint.components import ComponentFiles, Placement, SharingPattern, StateComponent
 from onstep.checkpoint.discovery import CheckpointInfo
-from onstep.checkpoint.placement import ComponentFiles, Placement
+from onstep.checkpoint.manifest import Manifest
 from onstep.checkpoint.saving import check_keys
+from onstep.checkpoint.tensor_file import read_header, read_tensor, read_tensors
+from onstep.checkpoint.tensor_header import TensorInfo
 from onstep.distributed import World
-from onstep.distributed.rank_errors import attempt, raise_together
+from onstep.distributed.world import attempt, raise_together, together
 from onstep.errors import CheckpointError
 
 
@@ -36,22 +42,17 @@ def load_components(
     components: Sequence[StateComponent],
     skip: Collection[str] = (),
 ) -> LoadReport:
-    """Load each component, in order, from the files that are this rank's by the pattern it was saved with. Collective.
-
-    Raises:
-        CheckpointError: on all ranks, for a required component that is missing and for any that fails to load.
-        ConfigError: on all ranks, for two components of one key and a group that this run does not have.
-    """
+    """`CheckpointManager.load`: from the files that are this rank's by the pattern it was saved with. Collective."""
     wanted = [component for component in components if component.key not in skip]
-    _, error = attempt(lambda: check_keys(wanted))
-    raise_together(world, error, f"Loading {info.path}")
+    together(world, partial(check_keys, wanted), f"Loading {info.path}")
     stored = info.manifest.components
     report = LoadReport(unexpected=[key for key in stored if key not in {*skip, *(one.key for one in components)}])
     for component in wanted:
         doing = f"Loading {component.key!r} of {info.path}"
-        state, error = attempt(partial(_read, placement, info, component, report))
-        raise_together(world, error, doing)
-        _, error = attempt(partial(_take_over, component, state))
+        state = together(world, partial(_read, placement, info, component, report), doing)
+        error = None
+        if state is not None:
+            _, error = attempt(partial(component.stateful.load_state_dict, state))
         raise_together(world, error, doing)
     return report
 
@@ -71,20 +72,140 @@ def _read(placement: Placement, info: CheckpointInfo, component: StateComponent,
     files = placement.files(component, pattern)
     if files.document in entry.files:
         return read_state(info.path, files, entry.files)
-    _check_can_do_without(component, pattern, files)
-    report.other_ranks = True
-    return None
-
-
-def _check_can_do_without(component: StateComponent, pattern: SharingPattern, files: ComponentFiles) -> None:
-    """Another number of ranks leaves some without a file of their own; a group has no such excuse."""
+    # Another number of ranks leaves some without a file of their own; a group has no such excuse.
     if component.required and pattern is not SharingPattern.PER_RANK:
         raise CheckpointError(
             f"it is required and {files.document} is not in the checkpoint; resume with the groups and machines that "
             f"it was saved with."
         )
+    report.other_ranks = True
+    return None
 
 
-def _take_over(component: StateComponent, state: Any) -> None:
-    if state is not None:
-        component.stateful.load_state_dict(state)
+def read_state(folder: Path, files: ComponentFiles, listed: Collection[str]) -> Any:
+    """Read a state back; only files that the manifest lists are opened.
+
+    Raises:
+        CheckpointError: for a file that is not what the writer writes.
+    """
+    tensors = read_tensors(folder / files.tensors) if files.tensors in listed else {}
+    path = folder / files.document
+    return decode_state(tensors, _read_document(path), str(path))
+
+
+def _read_document(path: Path) -> Any:
+    try:
+        return document_from_bytes(path.read_bytes(), str(path))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; resume from another checkpoint.") from error
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """One state of a component: the only one, or that of one rank, group or machine."""
+
+    label: str
+    """`model`, or `rng/rank_0`."""
+    files: ComponentFiles
+    listed: frozenset[str]
+    """Which of the two files there are."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A state whose larger tensors are left in their file: they stand in it as tensors of the meta device."""
+
+    state: Any
+    places: dict[int, tuple[str, TensorInfo]]
+    """Where each of those lies, by `id`: its name in the file, and what the header says."""
+    path: Path
+    """The tensor file."""
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors that were left in the file."""
+        return len(self.places)
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """The elements of a tensor of the outline, as CPU memory of their own."""
+        return read_tensor(self.path, *self.places[id(tensor)])
+
+
+def stored_states(manifest: Manifest) -> list[StoredState]:
+    """Every state that the manifest lists, in its order."""
+    return [state for key, entry in manifest.components.items() for state in _states_of(key, entry.files)]
+
+
+def read_outline(info: CheckpointInfo, stored: StoredState) -> Outline:
+    """Read a state without its larger tensors.
+
+    Raises:
+        CheckpointError: for a file that is not what the writer writes.
+    """
+    path = info.path / stored.files.tensors
+    header = read_header(path) if stored.files.tensors in stored.listed else {}
+    document = _read_document(info.path / stored.files.document)
+    whole = set(_array_names(document)) | {name for name, one in header.items() if one.shape == ()}
+    tensors = {
+        name: read_tensor(path, name, one) if name in whole else torch.empty(one.shape, dtype=one.dtype, device="meta")
+        for name, one in header.items()
+    }
+    places = {id(tensors[name]): (name, header[name]) for name in header if name not in whole}
+    return Outline(decode_state(tensors, document, stored.label), places, path)
+
+
+def read_weights(info: CheckpointInfo) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The model's tensors by name, tied ones once; and for each name left out, the one that holds its tensor.
+
+    Raises:
+        CheckpointError: when the checkpoint has no weights in one piece.
+    """
+    entry = info.manifest.components.get("model")
+    if entry is None:
+        there = ", ".join(map(repr, info.manifest.components)) or "nothing"
+        raise CheckpointError(
+            f"{info.path} has no component 'model', only {there}; give a checkpoint that was saved with it."
+        )
+    states = _states_of("model", entry.files)
+    if len(states) != 1 or entry.sharing_pattern not in (SharingPattern.GLOBAL, SharingPattern.REPLICATED):
+        raise CheckpointError(
+            f"{info.path} holds the model in {len(states)} parts ({entry.sharing_pattern}), which are no single set of "
+            f"weights; load it in a run of {info.manifest.world_size} ranks and save the model there."
+        )
+    state = read_state(info.path, states[0].files, states[0].listed)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{info.path}: the state of 'model' is no dictionary of tensors.")
+    return _without_twins({str(name): value for name, value in state.items() if isinstance(value, Tensor)})
+
+
+def _states_of(key: str, files: list[str]) -> list[StoredState]:
+    found = []
+    for document in [name for name in files if name.endswith(".json")]:
+        stem = document.removesuffix(".json")
+        label, tensors = stem, f"{stem}.safetensors"
+        if document == f"{key}/state.json":
+            label, tensors = key, f"{key}/{key}.safetensors"
+        listed = frozenset({document, tensors} & set(files))
+        found.append(StoredState(label, ComponentFiles(tensors, document), listed))
+    return found
+
+
+def _array_names(node: Any) -> Iterator[str]:
+    """The tensors that hold NumPy arrays; a key that looks like one costs only that its tensor is read at once."""
+    if isinstance(node, list):
+        for each in node:
+            yield from _array_names(each)
+    elif isinstance(node, dict):
+        array = node.get("ndarray")
+        if isinstance(array, dict) and isinstance(array.get("tensor"), str):
+            yield array["tensor"]
+        for each in node.values():
+            yield from _array_names(each)
+
+
+def _without_twins(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    first: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first.setdefault(id(tensor), name)
+    kept = {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}
+    return kept, {name: first[id(tensor)] for name, tensor in tensors.items() if name not in kept}

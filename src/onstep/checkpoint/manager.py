@@ -6,32 +6,33 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cached_property
-from itertools import islice
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
-from onstep.checkpoint.component_io import EncodedState, WrittenFile, write_states
-from onstep.checkpoint.components import StateComponent
+from onstep.checkpoint.components import Placement, StateComponent, find_placement
 from onstep.checkpoint.discovery import CheckpointInfo, checkpoints, newest_verified
 from onstep.checkpoint.loading import LoadReport, load_components
-from onstep.checkpoint.placement import Placement, find_placement
-from onstep.checkpoint.replication import check_replicas
 from onstep.checkpoint.retention import Retention, best_verified, set_aside, to_delete
 from onstep.checkpoint.saving import (
+    EncodedState,
     PendingSave,
     SavedCheckpoint,
     SaveRequest,
+    WrittenFile,
     build_manifest,
     check_free_space,
+    check_replicas,
     check_visible,
     take_states,
+    write_states,
 )
 from onstep.checkpoint.snapshot import Snapshot, WarmBuffers
 from onstep.checkpoint.store import FileStore
 from onstep.checkpoint.transaction import SaveTransaction, sweep
 from onstep.distributed import World
-from onstep.distributed.rank_errors import attempt, raise_together
+from onstep.distributed.world import attempt, together
 from onstep.errors import CheckpointError, ConfigError
 
 T = TypeVar("T")
@@ -167,13 +168,12 @@ class CheckpointManager:
         """
 
         def look() -> CheckpointInfo | None:
-            self._tidy()
             found = newest_verified(self.root, max_step, logger.warning)
             if found is not None and max_step is None and found.manifest.run_id == self._run_id:
                 self._delete_surplus(found.step)
             return found
 
-        return self._on_main(look, f"Looking for checkpoints in {self.root}")
+        return self._on_tidy_main(look, f"Looking for checkpoints in {self.root}")
 
     def best(self) -> CheckpointInfo | None:
         """The verified checkpoint with the best value of the retention's metric; None if none has one. Collective.
@@ -181,12 +181,8 @@ class CheckpointManager:
         Raises:
             CheckpointError: on all ranks, if the folder cannot be read.
         """
-
-        def look() -> CheckpointInfo | None:
-            self._tidy()
-            return best_verified(self.root, self._retention, logger.warning)
-
-        return self._on_main(look, f"Looking for the best checkpoint in {self.root}")
+        find = partial(best_verified, self.root, self._retention, logger.warning)
+        return self._on_tidy_main(find, f"Looking for the best checkpoint in {self.root}")
 
     def set_aside_newer(self, step: int) -> None:
         """Move the checkpoints after `step` into the folder `aside`: the run leaves their branch. Collective.
@@ -194,12 +190,8 @@ class CheckpointManager:
         Raises:
             CheckpointError: on all ranks, if they cannot be moved.
         """
-
-        def move() -> None:
-            self._tidy()
-            set_aside(self._store, self.root, step)
-
-        self._on_main(move, f"Setting the checkpoints after step {step} aside")
+        move = partial(set_aside, self._store, self.root, step)
+        self._on_tidy_main(move, f"Setting the checkpoints after step {step} aside")
 
     def load(
         self, info: CheckpointInfo, components: Sequence[StateComponent], *, skip: Collection[str] = ()
@@ -227,24 +219,16 @@ class CheckpointManager:
     def _begin(self, request: SaveRequest) -> PendingSave:
         world, doing = self.world, f"Saving the checkpoint of step {request.step}"
         placement = self._placement
-        taken, error = attempt(lambda: take_states(request.components, placement))
-        raise_together(world, error, doing)
-        assert taken is not None
+        taken = together(world, lambda: take_states(request.components, placement), doing)
         for component in request.components:
             check_replicas(world, component, taken.states.get(component.key), doing)
         everywhere = world.gather((taken.size_bytes, taken.left_out))
-        self._report_left_out([left_out for _, left_out in everywhere])
+        if world.is_main:
+            _report_left_out([left_out for _, left_out in everywhere])
         total_bytes = sum(size for size, _ in everywhere)
-        transaction, error = attempt(lambda: self._prepare(request.step, total_bytes))
-        raise_together(world, error, doing)
+        transaction = together(world, lambda: self._prepare(request.step, total_bytes), doing)
         folder = world.share(transaction.folder if transaction else None)
         return PendingSave(request.frozen(), self._start_writing(folder, taken.encoded), transaction)
-
-    def _report_left_out(self, everywhere: list[dict[str, str]]) -> None:
-        if self.world.is_main:
-            for key, why in {key: why for left_out in reversed(everywhere) for key, why in left_out.items()}.items():
-                ranks = [rank for rank, left_out in enumerate(everywhere) if key in left_out]
-                logger.warning("The checkpoint goes without %r of ranks %s, which is optional: %s", key, ranks, why)
 
     def _prepare(self, step: int, total_bytes: int) -> SaveTransaction | None:
         """The transaction, on rank 0, if there is room for it."""
@@ -276,10 +260,8 @@ class CheckpointManager:
         if pending is None:
             return None
         doing = f"Saving the checkpoint of step {pending.request.step}"
-        written, error = attempt(pending.writing.result)
         try:
-            raise_together(self.world, error, doing)
-            everyone = self.world.gather(written)
+            everyone = self.world.gather(together(self.world, pending.writing.result, doing))
             path = self._on_main(lambda: self._commit(pending, everyone), doing)
         except (CheckpointError, ConfigError):
             _abandon(pending.transaction)
@@ -311,15 +293,18 @@ class CheckpointManager:
 
     def _on_main(self, work: Callable[[], T], doing: str) -> T:
         """What the work gives on rank 0, on all ranks. Collective."""
-        result, error = attempt(work) if self.world.is_main else (None, None)
-        raise_together(self.world, error, doing)
-        shared: T = self.world.share(result)
+        shared: T = self.world.share(together(self.world, lambda: work() if self.world.is_main else None, doing))
         return shared
 
-    def _tidy(self) -> None:
-        """Let deletions end and remove what dead saves have left, before rank 0 looks at what there is."""
-        self._deleting.result()
-        self._sweep_once()
+    def _on_tidy_main(self, work: Callable[[], T], doing: str) -> T:
+        """`_on_main` after deletions have ended and what dead saves have left is removed. Collective."""
+
+        def tidy_and_work() -> T:
+            self._deleting.result()
+            self._sweep_once()
+            return work()
+
+        return self._on_main(tidy_and_work, doing)
 
     def _sweep_once(self) -> None:
         """Remove what dead saves have left, at the latest before this manager's own first save."""
@@ -339,6 +324,12 @@ class CheckpointManager:
                 logger.warning("%s The run goes on (on_save_error=continue); older checkpoints are intact.", error)
 
 
+def _report_left_out(everywhere: list[dict[str, str]]) -> None:
+    for key, why in {key: why for left_out in reversed(everywhere) for key, why in left_out.items()}.items():
+        ranks = [rank for rank, left_out in enumerate(everywhere) if key in left_out]
+        logger.warning("The checkpoint goes without %r of ranks %s, which is optional: %s", key, ranks, why)
+
+
 def _abandon(transaction: SaveTransaction | None) -> None:
     if transaction is not None:
         transaction.abandon()
@@ -347,7 +338,7 @@ def _abandon(transaction: SaveTransaction | None) -> None:
 def _copied(states: list[EncodedState], snapshot: Snapshot) -> list[EncodedState]:
     """The same states in the memory of the snapshot, once the copies are complete."""
     copies = iter(snapshot.wait())
-    return [state.with_tensors(list(islice(copies, len(state.tensors)))) for state in states]
+    return [replace(state, tensors=dict(zip(state.tensors, copies, strict=False))) for state in states]
 
 
 def _done(work: Callable[[], T]) -> Future[T]:

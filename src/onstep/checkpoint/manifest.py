@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from blake3 import blake3
 
 from onstep.checkpoint.components import SharingPattern
+from onstep.checkpoint.strict_json import without_repetition
 from onstep.checkpoint.tensor_file import FileDigest
 from onstep.errors import CheckpointError
 from onstep.pulse import PULSE
@@ -23,6 +24,8 @@ FORMAT = 1
 MANIFEST_BYTES = 64 * 1024**2
 """A manifest of more bytes is refused unread; one of 100,000 files has about 15 MB."""
 READ_BYTES = 8 * 1024**2
+Progress = Callable[[int], object]
+"""Told the bytes read since it was told last."""
 _HASH = re.compile(r"[0-9a-f]{64}")
 _SEAL = re.compile(rb',\n  "blake3": "([0-9a-f]{64})"\n}\n\Z')
 """The last entry of a manifest: the hash of the bytes before it."""
@@ -94,15 +97,22 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: when there is none, or it is not exactly as it was written.
     """
     path = folder / MANIFEST
-    return _parse(_read_small(path), path)
+    descriptor = _open_plain(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size > MANIFEST_BYTES:
+            raise CheckpointError(f"{path} has {size} bytes; a manifest has at most {MANIFEST_BYTES}.")
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(MANIFEST_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
+    finally:
+        os.close(descriptor)
+    return _parse(content, path)
 
 
-def verify(folder: Path, *, progress: Callable[[int], None] | None = None) -> Manifest:
+def verify(folder: Path, *, progress: Progress | None = None) -> Manifest:
     """Check every file of a checkpoint against its manifest, by size and hash.
-
-    Args:
-        folder: the checkpoint.
-        progress: told the bytes read since it was told last.
 
     Raises:
         CheckpointError: naming the first file that is missing or not as it was written.
@@ -114,7 +124,7 @@ def verify(folder: Path, *, progress: Callable[[int], None] | None = None) -> Ma
 
 
 def check_file(
-    folder: Path, name: str, expected: FileDigest, progress: Callable[[int], None] | None = None, *, hashed: bool = True
+    folder: Path, name: str, expected: FileDigest, progress: Progress | None = None, *, hashed: bool = True
 ) -> None:
     """Check one listed file by its size and, if `hashed`, its content.
 
@@ -161,7 +171,7 @@ def _open_plain(path: Path) -> int:
     raise CheckpointError(f"{path} must be a regular file.")
 
 
-def _hash(descriptor: int, progress: Callable[[int], None] | None) -> str:
+def _hash(descriptor: int, progress: Progress | None) -> str:
     hasher = blake3(max_threads=blake3.AUTO)
     buffer = memoryview(bytearray(min(READ_BYTES, max(1, os.fstat(descriptor).st_size))))
     with open(descriptor, "rb", buffering=0, closefd=False) as file:
@@ -173,20 +183,6 @@ def _hash(descriptor: int, progress: Callable[[int], None] | None) -> str:
     return hasher.hexdigest()
 
 
-def _read_small(path: Path) -> bytes:
-    descriptor = _open_plain(path)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size > MANIFEST_BYTES:
-            raise CheckpointError(f"{path} has {size} bytes; a manifest has at most {MANIFEST_BYTES}.")
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read(MANIFEST_BYTES)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
-    finally:
-        os.close(descriptor)
-
-
 def _parse(content: bytes, path: Path) -> Manifest:
     seal = _SEAL.search(content[-_SEAL_BYTES:])
     if seal is None:
@@ -194,7 +190,7 @@ def _parse(content: bytes, path: Path) -> Manifest:
     if blake3(content[:-_SEAL_BYTES]).hexdigest().encode() != seal[1]:
         raise CheckpointError(f"{path} does not have the BLAKE3 hash that it ends with; its content has changed.")
     try:
-        document = json.loads(content, object_pairs_hook=_without_duplicates)
+        document = json.loads(content, object_pairs_hook=without_repetition)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is no valid JSON: {error}.") from None
     try:
@@ -207,13 +203,6 @@ class _RefusedError(ValueError):
     """What is wrong in a manifest, before the path of the manifest is known."""
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        raise _RefusedError("a key stands there twice")
-    return content
-
-
 def _manifest(document: Any) -> Manifest:
     _check_keys("the manifest", document, _KEYS)
     if document["format"] != FORMAT or type(document["format"]) is not int:
@@ -223,7 +212,10 @@ def _manifest(document: Any) -> Manifest:
     if document["complete"] is not True:
         raise _RefusedError("complete must be true")
     files = {name: _digest(name, entry) for name, entry in _of(document, "files", dict).items()}
-    _check_no_nesting(files)
+    for name in files:
+        inside = [str(parent) for parent in PurePosixPath(name).parents if str(parent) in files]
+        if inside:
+            raise _RefusedError(f"{name!r} lies in {inside[0]!r}, which is a file")
     components = {key: _component(key, entry, files) for key, entry in _of(document, "components", dict).items()}
     return Manifest(
         step=_count(document, "step"),
@@ -241,10 +233,7 @@ def _manifest(document: Any) -> Manifest:
     )
 
 
-_KEYS = {
-    *("format", "step", "run_id", "created_at", "world_size", "components", "files", "layout", "config", "versions"),
-    *("metrics", "persistent", "extra", "complete", "blake3"),
-}
+_KEYS = {"format", *Manifest.__dataclass_fields__, "complete", "blake3"}
 
 
 def _digest(name: str, entry: Any) -> FileDigest:
@@ -259,10 +248,9 @@ def _digest(name: str, entry: Any) -> FileDigest:
 def _component(key: str, entry: Any, files: dict[str, FileDigest]) -> ComponentEntry:
     _check_keys(f"component {key}", entry, set(ComponentEntry.__dataclass_fields__))
     pattern = _of(entry, "sharing_pattern", str)
-    if pattern not in {known.value for known in SharingPattern}:
-        raise _RefusedError(
-            f"sharing_pattern={pattern!r} of {key} must be one of {[item.value for item in SharingPattern]}"
-        )
+    known = [item.value for item in SharingPattern]
+    if pattern not in known:
+        raise _RefusedError(f"sharing_pattern={pattern!r} of {key} must be one of {known}")
     names, ranks = _of(entry, "files", list), _of(entry, "ranks", list)
     unknown = [name for name in names if not isinstance(name, str) or name not in files]
     if unknown:
@@ -281,13 +269,6 @@ def _check_path(name: str) -> None:
         raise _RefusedError(f"path {name[:200]!r} must be of printable characters, without a backslash, at most 4096")
 
 
-def _check_no_nesting(files: dict[str, FileDigest]) -> None:
-    for name in files:
-        inside = [str(parent) for parent in PurePosixPath(name).parents if str(parent) in files]
-        if inside:
-            raise _RefusedError(f"{name!r} lies in {inside[0]!r}, which is a file")
-
-
 def _check_keys(where: str, entry: Any, expected: set[str]) -> None:
     if not isinstance(entry, dict):
         _wrong(where, "a dictionary", entry)
@@ -301,11 +282,11 @@ def _of(entry: dict[str, Any], key: str, kind: type[Any]) -> Any:
     return entry[key]
 
 
-def _values(entry: dict[str, Any], key: str, *kinds: type[Any]) -> dict[str, Any]:
+def _values(entry: dict[str, Any], key: str, kind: type[Any]) -> dict[str, Any]:
     values: dict[str, Any] = _of(entry, key, dict)
     for name, value in values.items():
-        if type(value) not in kinds:
-            _wrong(f"{key}.{name}", " or ".join(kind.__name__ for kind in kinds), value)
+        if type(value) is not kind:
+            _wrong(f"{key}.{name}", kind.__name__, value)
     return values
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
-from onstep.checkpoint.discovery import CheckpointInfo, checkpoints, verify_shown
+from onstep.checkpoint.discovery import ASIDE, CheckpointInfo, checkpoints, named_folders, verify_shown
 from onstep.checkpoint.store import FileStore
 from onstep.errors import CheckpointError, ConfigError
 
@@ -67,7 +67,8 @@ def to_delete(
     own = [info for info in own if newest is None or info.step <= newest]
     if not own:
         return []
-    kept = {own[-1].step, *protected, *_kept_persistent(own, retention), *_newest_temporary(own)}
+    newest_temporary = [info.step for info in own if not info.manifest.persistent][-1:]
+    kept = {own[-1].step, *protected, *_kept_persistent(own, retention), *newest_temporary}
     return [info for info in own if info.step not in kept]
 
 
@@ -95,10 +96,6 @@ def _kept_persistent(own: list[CheckpointInfo], retention: Retention) -> set[int
     return kept | {info.step for info in _ranked(persistent, retention)[: retention.keep_best_n]}
 
 
-def _newest_temporary(own: list[CheckpointInfo]) -> set[int]:
-    return {info.step for info in [info for info in own if not info.manifest.persistent][-1:]}
-
-
 def _ranked(infos: Iterable[CheckpointInfo], retention: Retention) -> list[CheckpointInfo]:
     greater = retention.greater_is_better
     if greater is None:
@@ -107,11 +104,6 @@ def _ranked(infos: Iterable[CheckpointInfo], retention: Retention) -> list[Check
     valued = [(metric_value(info, retention.metric), info) for info in infos]
     ranked = [(sign * value, info.step, info) for value, info in valued if value is not None]
     return [info for _, _, info in sorted(ranked, key=lambda item: item[:2])]
-
-
-ASIDE = "aside"
-"""Folder, among the checkpoints, of those that belong to branches the run has left: `aside/branch-<n>/`."""
-_CHECKPOINT = re.compile(r"checkpoint-([0-9]+)")
 
 
 def best_verified(root: Path, retention: Retention, report: Callable[[str], None]) -> CheckpointInfo | None:
@@ -146,31 +138,14 @@ def set_aside(store: FileStore, root: Path, step: int) -> Path | None:
     Raises:
         CheckpointError: when one cannot be moved.
     """
-    newer = sorted((found for found in _steps(root) if found[0] > step), reverse=True)
+    newer = [folder for found, kind, folder in named_folders(root) if found > step and not kind]
     if not newer:
         return None
-    branch = _new_branch(root / ASIDE)
+    branches = (root / ASIDE / f"branch-{number}" for number in count(1))
+    branch = next(path for path in branches if not os.path.lexists(path))
     store.make_root(branch)
-    for _, path in newer:
+    for path in newer:
         store.rename(path, branch / path.name)
     store.sync_folder(branch)
     store.sync_folder(root)
     return branch
-
-
-def _steps(root: Path) -> list[tuple[int, Path]]:
-    try:
-        with os.scandir(root) as entries:
-            folders = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(f"{root} cannot be listed ({error.strerror}); see to its permissions.") from error
-    return [(int(match[1]), folder) for folder in folders if (match := _CHECKPOINT.fullmatch(folder.name))]
-
-
-def _new_branch(aside: Path) -> Path:
-    number = 1
-    while os.path.lexists(aside / f"branch-{number}"):
-        number += 1
-    return aside / f"branch-{number}"

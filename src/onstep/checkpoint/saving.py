@@ -1,32 +1,42 @@
-"""What a save is asked to write, the states that it takes, and the manifest that makes it a checkpoint."""
+"""What a save is asked to write, the states that it takes, whether replicas agree, their files and the manifest."""
 
 from __future__ import annotations
 
 import copy
+import json
 import platform
 import shutil
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from onstep.checkpoint.codec import encode_state
-from onstep.checkpoint.component_io import EncodedState, WrittenFile
-from onstep.checkpoint.components import StateComponent
+from blake3 import blake3
+from torch import Tensor
+
+from onstep.checkpoint.codec import document_to_bytes, encode_state
+from onstep.checkpoint.components import ComponentFiles, Placement, StateComponent
 from onstep.checkpoint.manifest import ComponentEntry, Manifest
-from onstep.checkpoint.placement import Placement
+from onstep.checkpoint.store import FileStore
+from onstep.checkpoint.tensor_file import FileDigest, bytes_of, write_tensors
 from onstep.checkpoint.tensor_header import ordered_names
 from onstep.checkpoint.transaction import SaveTransaction
-from onstep.distributed.rank_errors import attempt
+from onstep.distributed import World
+from onstep.distributed.world import together
 from onstep.errors import CheckpointError, ConfigError
 
 LIBRARIES = ("onstep", "torch", "numpy", "safetensors")
 """Whose versions a manifest keeps, beside Python's."""
 
+Fingerprints = list[tuple[str, str]]
+FIRST_VALUES = 10
+"""Values of each tensor that the level `quick` compares replicas by."""
 SPACE_MARGIN = 1.05
 """Free space that a save asks for, in multiples of its tensors' bytes."""
 
@@ -50,11 +60,9 @@ class SaveRequest:
 
     def frozen(self) -> SaveRequest:
         """The same request, out of reach of what is done to this one while it is saved."""
-        plain = copy.deepcopy((self.config, self.metrics, self.layout, self.extra))
-        config, metrics, layout, extra = plain
-        return SaveRequest(
-            self.step, list(self.components), config, metrics, layout, persistent=self.persistent, extra=extra
-        )
+        config, metrics, layout, extra = copy.deepcopy((self.config, self.metrics, self.layout, self.extra))
+        own = list(self.components)
+        return replace(self, components=own, config=config, metrics=metrics, layout=layout, extra=extra)
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,47 @@ class SavedCheckpoint:
     step: int
     path: Path
     metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class EncodedState:
+    """The state of a component as this rank will write it."""
+
+    key: str
+    """Its component."""
+    files: ComponentFiles
+    tensors: dict[str, Tensor]
+    document: Any
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file that lies in the folder of a save, fsynced."""
+
+    key: str
+    """Its component."""
+    path: str
+    """Relative to the checkpoint."""
+    digest: FileDigest
+
+
+def write_states(store: FileStore, folder: Path, states: Sequence[EncodedState]) -> list[WrittenFile]:
+    """Write the files of this rank; each is on disk on return, its folder not yet.
+
+    Raises:
+        OSError: for what the file system refuses.
+    """
+    written = []
+    for state in states:
+        key, files = state.key, state.files
+        store.make_folder(folder / key)
+        if state.tensors:
+            with store.open(folder / files.tensors) as file:
+                write_tensors(file, state.tensors)
+            written.append(WrittenFile(key, files.tensors, file.digest))
+        content = document_to_bytes(state.document, key)
+        written.append(WrittenFile(key, files.document, store.write_file(folder / files.document, content)))
+    return written
 
 
 @dataclass
@@ -82,10 +131,9 @@ def check_keys(components: Sequence[StateComponent]) -> None:
     Raises:
         ConfigError: naming the key.
     """
-    keys = [component.key for component in components]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise ConfigError(f"{keys.count(key)} components have the key {key!r}; give each a key of its own.")
+    for key, count in Counter(component.key for component in components).items():
+        if count > 1:
+            raise ConfigError(f"{count} components have the key {key!r}; give each a key of its own.")
 
 
 @cache
@@ -102,7 +150,7 @@ def versions() -> Mapping[str, str]:
 
 def build_manifest(request: SaveRequest, run_id: str, world_size: int, everyone: list[list[WrittenFile]]) -> Manifest:
     """The manifest of the files that all ranks have written; `everyone` is in rank order."""
-    files = {written.path: written.digest for one in everyone for written in one}
+    entries = {component.key: _entry(component, everyone) for component in request.components}
     return Manifest(
         step=request.step,
         run_id=run_id,
@@ -114,12 +162,8 @@ def build_manifest(request: SaveRequest, run_id: str, world_size: int, everyone:
         metrics=request.metrics,
         persistent=request.persistent,
         extra=request.extra,
-        components={
-            component.key: entry
-            for component in request.components
-            if (entry := _entry(component, everyone)) is not None
-        },
-        files=files,
+        components={key: entry for key, entry in entries.items() if entry is not None},
+        files={written.path: written.digest for one in everyone for written in one},
     )
 
 
@@ -185,7 +229,7 @@ class TakenStates:
     @property
     def size_bytes(self) -> int:
         """Bytes of the tensors that this rank writes."""
-        return sum(state.size_bytes for state in self.encoded)
+        return sum(tensor.nbytes for state in self.encoded for tensor in state.tensors.values())
 
 
 def take_states(components: Sequence[StateComponent], placement: Placement) -> TakenStates:
@@ -198,22 +242,86 @@ def take_states(components: Sequence[StateComponent], placement: Placement) -> T
     check_keys(components)
     taken = TakenStates()
     for component in components:
-        placement.files(component)  # an unknown group is no failure of the component
-        _, error = attempt(partial(_take, taken, component, placement))
-        if error is None:
-            continue
-        if component.required:
-            error.add_note(f"while the state of component {component.key!r} was taken")
-            raise error
-        taken.states.pop(component.key, None)
-        taken.left_out[component.key] = f"{type(error).__name__}: {error}"
+        files = placement.files(component)  # an unknown group is no failure of the component
+        try:
+            state = component.stateful.state_dict()
+            if placement.writes(component):
+                tensors, document = encode_state(state, component.key)
+                in_file_order = {name: tensors[name] for name in ordered_names(tensors)}
+                taken.encoded.append(EncodedState(component.key, files, in_file_order, document))
+            taken.states[component.key] = state
+        except Exception as error:  # what fails is the component's own code
+            if component.required:
+                error.add_note(f"while the state of component {component.key!r} was taken")
+                raise
+            taken.left_out[component.key] = f"{type(error).__name__}: {error}"
     return taken
 
 
-def _take(taken: TakenStates, component: StateComponent, placement: Placement) -> None:
-    state = component.stateful.state_dict()
-    taken.states[component.key] = state
-    if placement.writes(component):
-        tensors, document = encode_state(state, component.key)
-        in_file_order = {name: tensors[name] for name in ordered_names(tensors)}
-        taken.encoded.append(EncodedState(component, placement.files(component), in_file_order, document))
+def check_replicas(world: World, component: StateComponent, state: dict[str, Any] | None, doing: str) -> None:
+    """Compare the component's state across all ranks, as thoroughly as its `validation_level` says. Collective.
+
+    Levels: `quick` compares the structure and the first values of each tensor, `tensor` all tensors, `full` every
+    other value too. On which device a tensor lies makes no difference. None stands for the state of an optional
+    component that could not be had; then nothing is compared.
+
+    Raises:
+        CheckpointError: on all ranks, naming the component, the ranks that differ and the first path where they do.
+    """
+    if not component.validate_replication or component.validation_level == "none" or world.size == 1:
+        return
+    prints = together(world, lambda: fingerprints(state, component.validation_level), doing)
+    overall = None if state is None else blake3(json.dumps(prints).encode()).hexdigest()
+    everywhere = world.gather(overall)
+    if None in everywhere or len(set(everywhere)) == 1:
+        return
+    raise CheckpointError(f"{doing} failed: {_difference(component.key, world.gather(prints))}")
+
+
+def fingerprints(state: Any, level: str) -> Fingerprints:
+    """Each path of a state with a short text of what is there; equal states give equal ones."""
+    return list(_fingerprints(state, "", level))
+
+
+def _fingerprints(state: Any, path: str, level: str) -> Iterator[tuple[str, str]]:
+    if isinstance(state, Tensor):
+        yield path, _of_tensor(state, level)
+    elif isinstance(state, Mapping):
+        yield path, f"{type(state).__name__} of {len(state)}"
+        for name, item in state.items():
+            step = f".{name}" if isinstance(name, str) else f"[{name!r}]"
+            yield from _fingerprints(item, path + step, level)
+    elif isinstance(state, (list, tuple)):
+        yield path, f"{type(state).__name__} of {len(state)}"
+        for i, item in enumerate(state):
+            yield from _fingerprints(item, f"{path}[{i}]", level)
+    else:
+        yield path, _of_value(state, level)
+
+
+def _of_tensor(tensor: Tensor, level: str) -> str:
+    values = tensor.detach().reshape(-1)[:FIRST_VALUES] if level == "quick" else tensor
+    return f"{tensor.dtype} {tuple(tensor.shape)} {blake3(bytes_of(values)).hexdigest(length=16)}"
+
+
+def _of_value(value: Any, level: str) -> str:
+    kind = type(value).__name__
+    if level != "full":
+        return kind
+    tensors, document = encode_state(value)  # arrays become tensors
+    content = [json.dumps(document), *(_of_tensor(tensor, level) for tensor in tensors.values())]
+    return f"{kind} {blake3(' '.join(content).encode()).hexdigest(length=16)}"
+
+
+def _difference(key: str, everywhere: list[Fingerprints]) -> str:
+    """What differs, judged by rank 0's state."""
+    first = everywhere[0]
+    different = [rank for rank, prints in enumerate(everywhere) if prints != first]
+    pairs = zip_longest(first, everywhere[different[0]], fillvalue=("", "nothing"))
+    here, there = next((here, there) for here, there in pairs if here != there)
+    ranks = "ranks " if len(different) > 1 else "rank "
+    return (
+        f"component {key!r} is REPLICATED, but not the same on rank 0 and on {ranks}{', '.join(map(str, different))}; "
+        f"first at {key}{here[0] or there[0]}: {here[1]} on rank 0, {there[1]} on rank {different[0]}. Find out "
+        f"why the ranks diverge, or give the component another sharing pattern."
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,8 +20,7 @@ class WarmBuffers:
     """
 
     def __init__(self) -> None:
-        self._plain = _Arena(is_pinned=False)
-        self._pinned = _Arena(is_pinned=True)
+        self.release()
 
     @property
     def size_bytes(self) -> int:
@@ -50,18 +50,18 @@ class WarmBuffers:
         self._pinned = _Arena(is_pinned=True)
 
 
+@dataclass(frozen=True)
 class Snapshot:
     """Copies that may still be under way from a GPU."""
 
-    def __init__(self, copies: list[Tensor], events: list[torch.cuda.Event]) -> None:
-        self._copies = copies
-        self._events = events
+    copies: list[Tensor]
+    events: list[torch.cuda.Event]
 
     def wait(self) -> list[Tensor]:
         """The copies in the order of the tensors, once they are complete; may be called from another thread."""
-        for event in self._events:
+        for event in self.events:
             event.synchronize()
-        return self._copies
+        return self.copies
 
 
 class _Arena:
@@ -87,17 +87,14 @@ class _Arena:
         return self._places
 
     def _divided(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        needed = sum(_aligned(tensor.nbytes) for tensor in tensors)
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+        needed = sum(sizes)
         if needed > self._memory.numel():
             self._memory, self._places = self._memory[:0], []  # the old memory goes before the new is taken
             self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=self._is_pinned)
         places, start = [], 0
-        for tensor in tensors:
+        for tensor, size in zip(tensors, sizes, strict=True):
             part = self._memory[start : start + tensor.nbytes]
             places.append(part.view(tensor.dtype).view(tensor.shape))
-            start += _aligned(tensor.nbytes)
+            start += size
         return places
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -79,13 +79,11 @@ class FileStore:
 
     def open(self, path: Path) -> StoredFile:
         """Create a file to write; there must be none of that name."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        return StoredFile(path, self._do(Operation("open", path), lambda: os.open(path, flags, 0o666)), self._do)
+        return StoredFile(path, self._create(path, os.O_WRONLY), self._do)
 
     def open_lock(self, path: Path) -> int:
         """Create an empty file to hold a lock on, and give its descriptor."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        return self._do(Operation("open", path), lambda: os.open(path, flags, 0o666))
+        return self._create(path, os.O_RDWR)
 
     def write_file(self, path: Path, content: bytes) -> FileDigest:
         """Write a whole new file, durably (but for its entry in the folder)."""
@@ -111,6 +109,10 @@ class FileStore:
         if not folder.name.startswith((TRASH, TEMPORARY)):
             folder = self._throw_away(folder)
         self._empty(folder)
+
+    def _create(self, path: Path, access: int) -> int:
+        flags = access | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return self._do(Operation("open", path), lambda: os.open(path, flags, 0o666))
 
     def _throw_away(self, folder: Path) -> Path:
         trash = folder.with_name(f"{TRASH}{folder.name.lstrip('.')}-{secrets.token_hex(4)}")
@@ -278,12 +280,9 @@ def _explained(operation: Operation, error: OSError) -> str:
         what += f" to {operation.target}"
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return f"{what} failed: {reason}; see to the disk, then save again."
-    free = f"{_free_bytes(operation.path)} bytes are free"
-    return f"{what} failed: {reason}; {operation.size} bytes are needed, {free}: make room, or keep fewer checkpoints."
-
-
-def _free_bytes(path: Path) -> int | str:
     try:
-        return shutil.disk_usage(path.parent).free
+        free: int | str = shutil.disk_usage(operation.path.parent).free
     except OSError:
-        return "unknown"
+        free = "unknown"
+    needed = f"{operation.size} bytes are needed, {free} bytes are free"
+    return f"{what} failed: {reason}; {needed}: make room, or keep fewer checkpoints."

@@ -20,7 +20,7 @@ def load_strict(text: bytes, where: str) -> Any:
     try:
         return json.loads(
             text.decode("utf-8"),
-            object_pairs_hook=_without_repetition,
+            object_pairs_hook=without_repetition,
             parse_int=_short_int,
             parse_constant=_no_constant,
         )
@@ -29,7 +29,8 @@ def load_strict(text: bytes, where: str) -> Any:
         raise CheckpointError(f"{where} is no valid JSON: {reason}.") from error
 
 
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` that refuses a name which occurs twice."""
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("a name occurs twice in one object")

@@ -135,17 +135,15 @@ def _joined(buffers: Iterator[memoryview]) -> Iterator[bytes | memoryview]:
     waiting: list[memoryview] = []
     waiting_bytes = 0
     for buffer in buffers:
-        if buffer.nbytes >= SMALL_BYTES:
-            if waiting:
-                yield b"".join(waiting)
-                waiting, waiting_bytes = [], 0
-            yield buffer
-            continue
-        waiting.append(buffer)
-        waiting_bytes += buffer.nbytes
-        if waiting_bytes >= CHUNK_BYTES:
+        is_small = buffer.nbytes < SMALL_BYTES
+        if waiting and (not is_small or waiting_bytes >= CHUNK_BYTES):
             yield b"".join(waiting)
             waiting, waiting_bytes = [], 0
+        if is_small:
+            waiting.append(buffer)
+            waiting_bytes += buffer.nbytes
+        else:
+            yield buffer
     if waiting_bytes:
         yield b"".join(waiting)
 
@@ -165,8 +163,7 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor: its own memory if that is plain, else that of a copy."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return _memory(plain)
+    return _memory(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous())
 
 
 def _memory(tensor: Tensor) -> memoryview:
@@ -197,7 +194,14 @@ def read_tensors(path: str | Path, *, device: torch.device | str = "cpu") -> dic
     """
     with _opened(path) as file:
         infos = _header_of(file, path)
-        return {name: _read_tensor(file, path, name, info).to(device) for name, info in infos.items()}
+        return {name: _read_next(file, path, name, info).to(device) for name, info in infos.items()}
+
+
+def read_tensor(path: str | Path, name: str, info: TensorInfo) -> Tensor:
+    """One tensor of a file, as `read_header` describes it; raises as `read_tensors`."""
+    with _opened(path) as file:
+        file.seek(info.start)
+        return _read_next(file, path, name, info)
 
 
 def _opened(path: str | Path) -> FileIO:
@@ -207,11 +211,10 @@ def _opened(path: str | Path) -> FileIO:
     except OSError as error:
         reason = "it is a symbolic link" if Path(path).is_symlink() else error.strerror
         raise CheckpointError(f"{path} cannot be read: {reason}.") from error
-    file = FileIO(descriptor, "r") if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
-    if file is None:
-        os.close(descriptor)
-        raise CheckpointError(f"{path} is no tensor file: it is not a regular file.")
-    return file
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return FileIO(descriptor, "r")
+    os.close(descriptor)
+    raise CheckpointError(f"{path} is no tensor file: it is not a regular file.")
 
 
 def _header_of(file: FileIO, path: str | Path) -> dict[str, TensorInfo]:
@@ -222,8 +225,7 @@ def _header_of(file: FileIO, path: str | Path) -> dict[str, TensorInfo]:
     return parse_header(str(path), bytes(text), file_size)
 
 
-def _read_tensor(file: FileIO, path: str | Path, name: str, info: TensorInfo) -> Tensor:
-    """The tensor that comes next in the file."""
+def _read_next(file: FileIO, path: str | Path, name: str, info: TensorInfo) -> Tensor:
     tensor = torch.empty(info.shape, dtype=info.dtype)
     _fill(file, path, _memory(tensor))
     if info.dtype == torch.bool and bool((tensor.view(torch.uint8) > 1).any()):

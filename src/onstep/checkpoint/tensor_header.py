@@ -79,18 +79,23 @@ def build_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> 
     Raises:
         UnsupportedStateError: for a tensor, name or metadata that the format cannot hold.
     """
-    header: dict[str, Any] = {METADATA_KEY: _checked_metadata(metadata)}
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise UnsupportedStateError(f"metadata of a tensor file maps text to text, got {key!r}: {value!r}.")
+    header: dict[str, Any] = {METADATA_KEY: {"format": "pt", **metadata}}
     dtypes = {name: _dtype_name(name, tensor) for name, tensor in tensors.items()}
     position = 0
     for name in ordered_names(tensors):
         end = position + tensors[name].nbytes
-        header[name] = {
-            "dtype": dtypes[name],
-            "shape": list(tensors[name].shape),
-            "data_offsets": [position, end],
-        }
+        header[name] = {"dtype": dtypes[name], "shape": list(tensors[name].shape), "data_offsets": [position, end]}
         position = end
-    text = _utf8(header)
+    try:
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UnsupportedStateError(
+            f"the name of a tensor or a metadata value is no valid text ({error.reason}); use names without lone "
+            f"surrogates."
+        ) from error
     text += b" " * (-len(text) % LENGTH_BYTES)
     if len(text) > MAX_HEADER_BYTES:
         raise UnsupportedStateError(
@@ -98,23 +103,6 @@ def build_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> 
             f"small tensors into larger ones."
         )
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
-
-
-def _utf8(header: Mapping[str, Any]) -> bytes:
-    try:
-        return json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise UnsupportedStateError(
-            f"the name of a tensor or a metadata value is no valid text ({error.reason}); use names without lone "
-            f"surrogates."
-        ) from error
-
-
-def _checked_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
-    for key, value in metadata.items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise UnsupportedStateError(f"metadata of a tensor file maps text to text, got {key!r}: {value!r}.")
-    return {"format": "pt", **metadata}
 
 
 def _dtype_name(name: str, tensor: Tensor) -> str:
@@ -184,7 +172,9 @@ def parse_header(where: str, text: bytes, file_size: int) -> dict[str, TensorInf
     header = load_strict(text, f"{where} is no tensor file: its header")
     if not isinstance(header, dict):
         _refuse(where, "its header is no JSON object")
-    _check_read_metadata(where, header.pop(METADATA_KEY, {}))
+    metadata = header.pop(METADATA_KEY, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        _refuse(where, f"{METADATA_KEY} does not map text to text")
     start = LENGTH_BYTES + len(text)
     infos = {name: _tensor_info(where, name, entry, start) for name, entry in header.items()}
     ordered = dict(sorted(infos.items(), key=lambda item: (item[1].start, item[1].size_bytes)))
@@ -197,11 +187,6 @@ def parse_header(where: str, text: bytes, file_size: int) -> dict[str, TensorInf
     if position != file_size:
         _refuse(where, f"it has {file_size} bytes, its header accounts for {position}; it was cut short or added to")
     return ordered
-
-
-def _check_read_metadata(where: str, metadata: Any) -> None:
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        _refuse(where, f"{METADATA_KEY} does not map text to text")
 
 
 def _tensor_info(where: str, full_name: str, entry: Any, data_start: int) -> TensorInfo:

@@ -132,7 +132,9 @@ class SaveTransaction:
         """
         self._check_not_foreign()
         self._store.make_root(self._root)
-        self._lock = self._take_lock()
+        while (lock := SaveLock.take(self._store, self._root / f"{TEMPORARY}{self._unique}.lock")) is None:
+            self._name_anew()
+        self._lock = lock
         self._store.make_folder(self.folder)
 
     def commit(self, manifest: Manifest, *, replace: bool = False) -> Path:
@@ -146,15 +148,25 @@ class SaveTransaction:
             CheckpointError: when a file is not there as listed, when a verified checkpoint of this step is in the way,
                 or when the disk refuses; the checkpoints before it are as they were.
         """
-        self._check_files(manifest)
+        if manifest.step != self.step:
+            raise CheckpointError(f"a manifest of step {manifest.step} cannot make a checkpoint of step {self.step}.")
+        for name, digest in manifest.files.items():
+            check_file(self.folder, name, digest, hashed=False)
         if not replace:
             self._check_not_in_the_way()
-        for folder in _folders_below(self.folder):
+        below = [Path(path) for path, _, _ in os.walk(self.folder) if Path(path) != self.folder]
+        for folder in sorted(below, reverse=True):  # inner ones first
             self._store.sync_folder(folder)
         self._store.write_file(self.folder / MANIFEST, manifest.to_bytes())
         self._store.sync_folder(self.folder)
-        self._publish()
-        self._point_here()
+        self._check_not_foreign()
+        if os.path.lexists(self.target):
+            self._store.rename(self.target, self._superseded)
+        self._store.rename(self.folder, self.target)
+        self._store.sync_folder(self._root)  # from here on it is a durable checkpoint
+        self._store.write_file(self._pointer, f"{self.target.name}\n".encode())
+        self._store.rename(self._pointer, self._root / LATEST)
+        self._store.sync_folder(self._root)
         self._store.remove_tree(self._superseded)
         self._release()
         return self.target
@@ -162,7 +174,7 @@ class SaveTransaction:
     def abandon(self) -> None:
         """Remove what the save has left, after a failure; what cannot be removed is left to a later sweep."""
         try:
-            if _exists(self._superseded) and not _exists(self.target):
+            if os.path.lexists(self._superseded) and not os.path.lexists(self.target):
                 self._store.rename(self._superseded, self.target)
             self._store.remove_tree(self._superseded)
             self._store.remove_tree(self.folder)
@@ -179,11 +191,6 @@ class SaveTransaction:
     def _pointer(self) -> Path:
         return self._root / f"{TEMPORARY}{self._unique}.latest"
 
-    def _take_lock(self) -> SaveLock:
-        while (lock := SaveLock.take(self._store, self._root / f"{TEMPORARY}{self._unique}.lock")) is None:
-            self._name_anew()
-        return lock
-
     def _release(self) -> None:
         if self._lock is None:
             return
@@ -194,14 +201,14 @@ class SaveTransaction:
 
     def _check_not_foreign(self) -> None:
         target = self.target
-        if _exists(target) and (target.is_symlink() or not _exists(target / MANIFEST)):
+        if os.path.lexists(target) and (target.is_symlink() or not os.path.lexists(target / MANIFEST)):
             raise CheckpointError(
                 f"{target} exists and is no checkpoint (it has no {MANIFEST} of its own); move it away, or save to "
                 f"another folder."
             )
 
     def _check_not_in_the_way(self) -> None:
-        if not _exists(self.target):
+        if not os.path.lexists(self.target):
             return
         try:
             verify(self.target)
@@ -209,24 +216,6 @@ class SaveTransaction:
             logger.warning("A damaged checkpoint makes way for one of the same step: %s", error)
         else:
             raise CheckpointError(f"{self.target} exists and is verified; commit with replace=True to take its place.")
-
-    def _check_files(self, manifest: Manifest) -> None:
-        if manifest.step != self.step:
-            raise CheckpointError(f"a manifest of step {manifest.step} cannot make a checkpoint of step {self.step}.")
-        for name, digest in manifest.files.items():
-            check_file(self.folder, name, digest, hashed=False)
-
-    def _publish(self) -> None:
-        self._check_not_foreign()
-        if _exists(self.target):
-            self._store.rename(self.target, self._superseded)
-        self._store.rename(self.folder, self.target)
-        self._store.sync_folder(self._root)
-
-    def _point_here(self) -> None:
-        self._store.write_file(self._pointer, f"{self.target.name}\n".encode())
-        self._store.rename(self._pointer, self._root / LATEST)
-        self._store.sync_folder(self._root)
 
 
 def sweep(store: FileStore, root: Path, report: Callable[[str], None] = logger.warning) -> list[Path]:
@@ -272,33 +261,11 @@ def _sweep_one(store: FileStore, root: Path, path: Path) -> bool:
         return False
     if match["end"]:
         store.unlink(path)
-    elif match["kind"] == "superseded" and _is_needed(root, path):
-        _put_back(store, root, path)
+        return True
+    stood_at = root / match["save"].rpartition("-")[0]
+    if match["kind"] == "superseded" and not os.path.lexists(stood_at) and os.path.lexists(path / MANIFEST):
+        store.rename(path, stood_at)  # the checkpoint that it made way for never came
+        store.sync_folder(root)
         return False
-    else:
-        store.remove_tree(path)
+    store.remove_tree(path)
     return True
-
-
-def _is_needed(root: Path, superseded: Path) -> bool:
-    """Whether the checkpoint it made way for never came."""
-    return not _exists(_place_of(root, superseded)) and _exists(superseded / MANIFEST)
-
-
-def _put_back(store: FileStore, root: Path, superseded: Path) -> None:
-    store.rename(superseded, _place_of(root, superseded))
-    store.sync_folder(root)
-
-
-def _place_of(root: Path, superseded: Path) -> Path:
-    return root / superseded.name.removeprefix(SUPERSEDED).rpartition("-")[0]
-
-
-def _folders_below(folder: Path) -> list[Path]:
-    """All folders in it, inner ones first."""
-    return sorted((Path(path) for path, _, _ in os.walk(folder) if Path(path) != folder), reverse=True)
-
-
-def _exists(path: Path) -> bool:
-    """Whether there is anything of that name, be it a link to nowhere."""
-    return os.path.lexists(path)

@@ -10,13 +10,11 @@ from typing import Annotated
 
 import typer
 
+from onstep.cli.application import application
 from onstep.cli.exit_codes import ERROR
 from onstep.errors import OnstepError
 
-app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
+app = application(
     no_args_is_help=True,
     help="Look at the checkpoints of a run, check them, compare two, take the weights out of one.\n\n"
     "PATH is a checkpoint, a folder of checkpoints or a run; a run may be named as below runs/. PATH@STEP is the "
@@ -65,7 +63,7 @@ def verify(
 
     Each bad file is named. Exit code 1 if one is bad.
     """
-    from onstep.cli.checkpoint_verify import folders_to_verify, is_intact
+    from onstep.cli.checkpoint_list import folders_to_verify, is_intact
 
     verdicts = [is_intact(folder) for folder in folders_to_verify(path, everything=everything)]
     if not all(verdicts):
@@ -88,12 +86,12 @@ def diff(
         from onstep.cli.checkpoint_diff import report
         from onstep.cli.checkpoint_paths import find
 
-        found = report(find(a), find(b), everything=everything)
+        lines, is_equal = report(find(a), find(b), everything=everything)
     except OnstepError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(TROUBLE) from None
-    print("\n".join(found.lines))
-    if not found.is_equal:
+    print("\n".join(lines))
+    if not is_equal:
         raise typer.Exit(DIFFERENT)
 
 
@@ -112,9 +110,9 @@ def export(
     safetensors: one file of all weights. hf: a folder that AutoModelForCausalLM.from_pretrained of transformers opens,
     with the tokenizer's files; for Onstep's own models.
     """
+    from onstep.analysis.tables import printable
     from onstep.cli.checkpoint_export import export_hf, export_safetensors
     from onstep.cli.checkpoint_paths import find
-    from onstep.cli.tables import printable
 
     info = find(path)
     is_file = form is Format.SAFETENSORS or (form is None and out.suffix == ".safetensors")

@@ -6,14 +6,14 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from onstep.analysis.tables import printable, shortened, table, terminal_width
 from onstep.checkpoint import CheckpointInfo
 from onstep.checkpoint.compare import Comparison, TensorDifference, ValueDifference, compare
-from onstep.cli.tables import counted, date_shown, number_shown, printable, shortened, size_shown, table, terminal_width
+from onstep.cli.tables import counted, date_shown, number_shown, size_shown
 from onstep.config import ChangeClass, from_dict
-from onstep.config.derived import fill
 from onstep.config.differences import changes, describe
+from onstep.config.validate import fill
 from onstep.errors import ConfigError
 
 TENSORS_SHOWN = 10
@@ -23,24 +23,22 @@ _VALUE_WIDTH = 40
 _INDEX = re.compile(r"\.[0-9]+(\.|$)")
 
 
-@dataclass(frozen=True)
-class Report:
-    """What is printed, and whether the two are the same."""
-
-    lines: list[str]
-    is_equal: bool
-
-
-def report(a: CheckpointInfo, b: CheckpointInfo, *, everything: bool) -> Report:
-    """Compare two verified checkpoints.
+def report(a: CheckpointInfo, b: CheckpointInfo, *, everything: bool) -> tuple[list[str], bool]:
+    """Compare two verified checkpoints: what is printed, and whether they are the same.
 
     Raises:
         CheckpointError: for a file that is not what the writer writes.
     """
     found = compare(a, b, everything=everything)
     config_lines, same_config = _config(a, b)
+    width = max(len(str(a.path)), len(str(b.path)))
+    heads = [
+        f"{letter}  {info.path!s:<{width}}  step {info.step}, {date_shown(info.manifest.created_at)}, "
+        f"{counted(info.manifest.world_size, 'rank')}, run {info.manifest.run_id[:8] or '-'}"
+        for letter, info in (("A", a), ("B", b))
+    ]
     sections = [
-        _heads(a, b),
+        heads,
         config_lines,
         _components(found),
         _tensors(found, everything),
@@ -49,16 +47,7 @@ def report(a: CheckpointInfo, b: CheckpointInfo, *, everything: bool) -> Report:
     lines = [line for section in sections if section for line in ("", *section)][1:]
     is_equal = found.is_equal and same_config
     verdict = "The two are equal." if is_equal else "The two are different."
-    return Report([printable(line) for line in lines] + ["", verdict + _left_out(found, everything)], is_equal)
-
-
-def _heads(a: CheckpointInfo, b: CheckpointInfo) -> list[str]:
-    width = max(len(str(a.path)), len(str(b.path)))
-    return [
-        f"{letter}  {info.path!s:<{width}}  step {info.step}, {date_shown(info.manifest.created_at)}, "
-        f"{counted(info.manifest.world_size, 'rank')}, run {info.manifest.run_id[:8] or '-'}"
-        for letter, info in (("A", a), ("B", b))
-    ]
+    return [printable(line) for line in lines] + ["", verdict + _left_out(found, everything)], is_equal
 
 
 def _config(a: CheckpointInfo, b: CheckpointInfo) -> tuple[list[str], bool]:
@@ -115,16 +104,13 @@ def _by_difference(one: TensorDifference) -> tuple[bool, float]:
 
 
 def _tensor_row(one: TensorDifference) -> tuple[str, ...]:
-    shapes = list(dict.fromkeys(_shape(shape) for shape in one.shapes))
+    told = ("not there" if shape is None else "x".join(map(str, shape)) or "()" for shape in one.shapes)
+    shapes = list(dict.fromkeys(told))
     dtypes = list(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in one.dtypes if dtype is not None))
     shape = " / ".join(shapes) + (f" {' / '.join(dtypes)}" if len(dtypes) > 1 else "")
     largest = "equal" if one.is_equal else number_shown(one.largest)
     relative = "" if one.is_equal else number_shown(one.relative)
     return (f"{one.state} {one.name}", shape, largest, relative, number_shown(one.norms[0]), number_shown(one.norms[1]))
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "not there" if shape is None else "x".join(map(str, shape)) or "()"
 
 
 def _values(found: Comparison, everything: bool) -> list[str]:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from torch import Tensor
 
+from onstep.analysis.tables import printable
 from onstep.checkpoint import CheckpointInfo, FileStore, ModelState, write_tensors
-from onstep.checkpoint.contents import read_weights
+from onstep.checkpoint.loading import read_weights
 from onstep.checkpoint.manifest import MANIFEST
-from onstep.checkpoint.model_state import mismatches
+from onstep.checkpoint.states import mismatches
 from onstep.checkpoint.store import TEMPORARY
-from onstep.cli.tables import printable
 from onstep.config import ConfigContainer, from_dict
 from onstep.config.parts import TokenizerConfig
 from onstep.data import Tokenizer, build_tokenizer, tokenizer_in_run
@@ -70,7 +70,8 @@ def export_hf(info: CheckpointInfo, out: Path, *, force: bool) -> list[str]:
         if tokenizer is not None:
             tokenizer.save(temporary)
         for path in temporary.iterdir():
-            _sync(path)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
         store.sync_folder(temporary)
 
     _put_in_place(store, out, write)
@@ -170,11 +171,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

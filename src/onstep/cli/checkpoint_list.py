@@ -1,4 +1,4 @@
-"""`onstep checkpoint list`: what lies in a folder of checkpoints, as a table or as JSON."""
+"""`onstep checkpoint list|verify`: what lies in a folder of checkpoints, and every file against its hash."""
 
 from __future__ import annotations
 
@@ -7,11 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onstep.checkpoint import CheckpointInfo, Retention, best
-from onstep.checkpoint.inventory import Entry, EntryState, inventory, left_branches, mark_resumable
+from tqdm import tqdm
+
+from onstep.analysis.tables import printable, table, terminal_width
+from onstep.checkpoint import CheckpointInfo, Retention, best, read_manifest
+from onstep.checkpoint.discovery import (
+    Entry,
+    EntryState,
+    damage,
+    inventory,
+    left_branches,
+    mark_resumable,
+    unlisted_files,
+)
 from onstep.checkpoint.retention import metric_value
-from onstep.cli.checkpoint_paths import retention_of
-from onstep.cli.tables import counted, date_shown, metric_shown, printable, size_shown, table, terminal_width
+from onstep.cli.checkpoint_paths import CHECKPOINT_NAME, folder_of, locate, retention_of
+from onstep.cli.tables import counted, date_shown, metric_shown, size_shown
+from onstep.errors import CheckpointError
 
 _NOISE = ("epoch", "runtime", "per_second")
 """Ends of the names of metrics that say nothing of how good a checkpoint is."""
@@ -152,3 +164,46 @@ def _record(listing: Listing, entry: Entry) -> dict[str, Any]:
         "is_best": entry is listing.best,
         "is_resumed_from": entry is listing.taken,
     }
+
+
+def folders_to_verify(words: str, *, everything: bool) -> list[Path]:
+    """The newest checkpoint, or the one that is named; with `everything` all beside it.
+
+    Raises:
+        CheckpointError: when there is none.
+    """
+    if not everything:
+        return [folder_of(words)]
+    root = locate(words).root
+    folders = [entry.path for entry in inventory(root) if CHECKPOINT_NAME.fullmatch(entry.path.name)]
+    if not folders:
+        raise CheckpointError(f"{root} has no checkpoints to verify; give a run, or a folder of checkpoints.")
+    return folders
+
+
+def is_intact(folder: Path) -> bool:
+    """Hash a checkpoint, with a bar where there is a terminal, and print what is wrong with it."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        print(f"{folder}: BAD\n  {printable(str(error))}")
+        return False
+    with tqdm(
+        total=manifest.size_bytes, desc=folder.name, unit="B", unit_scale=True, leave=False, disable=None, delay=0.5
+    ) as bar:
+
+        def show(count: int) -> None:
+            bar.update(count)
+
+        problems = damage(folder, show)
+    files = counted(len(manifest.files), "file")
+    if problems:
+        print(f"{folder}: BAD, {len(problems)} of {files}" if len(problems) > 1 else f"{folder}: BAD")
+    else:
+        print(f"{folder}: good, {files}, {size_shown(manifest.size_bytes)}")
+    for line in problems:
+        print(f"  {printable(line)}")
+    extra = unlisted_files(folder, manifest)
+    if extra:
+        print(f"  besides: {printable(', '.join(extra))}, not in the manifest, so never read")
+    return not problems

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from onstep.analysis.run_liveness import run_record
 from onstep.checkpoint import CheckpointInfo, Retention, checkpoints, resolve, verify
-from onstep.checkpoint.inventory import inventory
+from onstep.checkpoint.discovery import inventory
 from onstep.checkpoint.manifest import MANIFEST
 from onstep.checkpoint.retention import best_verified
 from onstep.config.part import nearest
@@ -16,7 +16,7 @@ from onstep.errors import CheckpointError
 
 BEST = "best"
 _CHOSEN = re.compile(r"(?P<path>.+)@(?P<choice>[0-9]+|best)")
-_CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
+CHECKPOINT_NAME = re.compile(r"checkpoint-[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def locate(words: str) -> Location:
     folder = _existing(path)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; give a checkpoint, a folder of checkpoints, or a run.")
-    if (folder / MANIFEST).exists() or _CHECKPOINT.fullmatch(folder.resolve().name):
+    if (folder / MANIFEST).exists() or CHECKPOINT_NAME.fullmatch(folder.resolve().name):
         return Location(folder.parent, folder, choice)
     return Location(_root_of(folder), None, choice)
 
@@ -82,7 +82,7 @@ def folder_of(words: str) -> Path:
         return place.checkpoint
     if place.choice == BEST:
         return find(words).path
-    named = [entry for entry in inventory(place.root) if _CHECKPOINT.fullmatch(entry.path.name)]
+    named = [entry for entry in inventory(place.root) if CHECKPOINT_NAME.fullmatch(entry.path.name)]
     wanted = [entry for entry in named if place.choice is None or entry.step == int(place.choice)]
     if not wanted:
         steps = ", ".join(str(entry.step) for entry in named) or "none"
@@ -125,14 +125,8 @@ def _root_of(folder: Path) -> Path:
         return folder
     if (folder / "checkpoints").is_dir():
         return folder / "checkpoints"
-    elsewhere = _saved_elsewhere(folder)
-    return folder if elsewhere is None else elsewhere
-
-
-def _saved_elsewhere(folder: Path) -> Path | None:
-    """The run's `checkpoint.save`, if it has one that is there."""
     try:
         save = run_record(folder)["config"]["checkpoint"]["save"]
     except (KeyError, TypeError):
-        return None
-    return Path(save) if isinstance(save, str) and Path(save).is_dir() else None
+        return folder
+    return Path(save) if isinstance(save, str) and Path(save).is_dir() else folder

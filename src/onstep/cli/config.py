@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import sys
@@ -11,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from onstep.cli.application import application
 from onstep.config import ConfigContainer, apply_overrides, dump_yaml, load_yaml, merge, resolve
 from onstep.config.part import nearest
 from onstep.errors import ConfigError
@@ -67,7 +67,10 @@ def load_callback(name: str) -> Any:
     """
     module_name, colon, attribute = name.partition(":")
     if not colon or not attribute:
-        raise ConfigError(f"A callback is named module:Class, got {name!r}{_built_in(name)}.")
+        from onstep import callbacks
+
+        remedy = f"; write callbacks=[onstep.callbacks:{name}]" if name in callbacks.__all__ else ""
+        raise ConfigError(f"A callback is named module:Class, got {name!r}{remedy}.")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -79,13 +82,6 @@ def load_callback(name: str) -> Any:
         raise ConfigError(f"callbacks={name}: module {module_name} has no {attribute!r}.{hint}")
     found = getattr(module, attribute)
     return found() if isinstance(found, type) else found
-
-
-def _built_in(name: str) -> str:
-    """The remedy where a word is the name of a built-in callback alone."""
-    from onstep import callbacks
-
-    return f"; write callbacks=[onstep.callbacks:{name}]" if name in callbacks.__all__ else ""
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -102,14 +98,11 @@ def _names(text: str) -> list[str]:
     text = text.strip()
     if not text.startswith("["):
         return [text]
-    try:
-        listed = ast.literal_eval(text)
-        return [str(each) for each in listed]
-    except (ValueError, SyntaxError):
-        return [each.strip() for each in text.strip("[]").split(",") if each.strip()]
+    names = [name.strip().strip("'\"") for name in text.strip("[]").split(",")]
+    return [name for name in names if name]
 
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
+app = application(no_args_is_help=True)
 
 
 @app.command()

@@ -14,10 +14,7 @@ from onstep.errors import ConfigError, OnstepError
 if TYPE_CHECKING:
     from onstep.models import Transformer
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
-
-@app.command()
 def generate(
     run: Annotated[str, typer.Argument(help="Folder of a run, such as runs/tiny_gpt.")],
     prompt: Annotated[str, typer.Argument(help="Text to continue.")] = "",

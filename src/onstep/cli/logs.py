@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-_COMMANDS: dict[str, tuple[str, str]] = {
-    "list": ("onstep.cli.logs_summary", "list_"),
-    "summary": ("onstep.cli.logs_summary", "summary"),
-    "tail": ("onstep.cli.logs_tail", "tail"),
-    "plot": ("onstep.cli.logs_plot", "plot"),
-    "compare": ("onstep.cli.logs_summary", "compare"),
-    "report": ("onstep.cli.logs_plot", "report"),
-    "replay": ("onstep.cli.logs_replay", "replay"),
+from onstep.cli.application import application, application_at
+
+_COMMANDS = {
+    "list": "logs_summary:list_",
+    "summary": "logs_summary:summary",
+    "tail": "logs_tail:tail",
+    "plot": "plot:plot",
+    "compare": "logs_summary:compare",
+    "report": "plot:report",
+    "replay": "logs_replay:replay",
 }
-"""Command name: module and function."""
 
 
 class _LateGroup(TyperGroup):
@@ -27,21 +27,10 @@ class _LateGroup(TyperGroup):
         return list(_COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in _COMMANDS:
-            return None
-        module, function = _COMMANDS[cmd_name]
-        single = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-        single.command(cmd_name)(getattr(importlib.import_module(module), function))
-        return typer.main.get_command(single)
+        return typer.main.get_command(application_at(_COMMANDS[cmd_name])) if cmd_name in _COMMANDS else None
 
 
-app = typer.Typer(
-    cls=_LateGroup,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-)
+app = application(cls=_LateGroup, no_args_is_help=True)
 
 
 @app.callback()

@@ -74,7 +74,8 @@ def read_logs(words: Sequence[str], labels: Sequence[str] = (), *, expand: bool 
         DataError: for a file that is no log.
     """
     paths = [path for word in words for path in _paths(word, expand=expand)] if words else [find_log(None)]
-    logs = [TrainingLog.from_file(path) for path in _without_repeats(paths)]
+    paths = list({path.resolve(): path for path in reversed(paths)}.values())[::-1]  # each once, where it came first
+    logs = [TrainingLog.from_file(path) for path in paths]
     chosen = split_labels(labels, len(logs))
     if chosen and len(chosen) != len(logs):
         raise ConfigError(f"--labels must name each of the {len(logs)} runs, got {len(chosen)}: {', '.join(chosen)}.")
@@ -147,7 +148,3 @@ def _paths(word: str, *, expand: bool) -> list[Path]:
     if len(found) > 1:
         print(f"{word} has {len(found)} runs; the newest is taken: {found[0].parent}", file=sys.stderr)
     return [find_log(word)]
-
-
-def _without_repeats(paths: Sequence[Path]) -> list[Path]:
-    return list({path.resolve(): path for path in reversed(paths)}.values())[::-1]

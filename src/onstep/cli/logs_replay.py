@@ -7,6 +7,7 @@ import logging
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,7 @@ from onstep.analysis.training_log import TrainingLog
 from onstep.cli.logs_reading import find_log
 from onstep.config.reporting import name_list
 from onstep.errors import ConfigError, OnstepError
-from onstep.journal import Journal, Record
+from onstep.journal import Journal
 from onstep.sinks import make_sink, recorded_run
 from onstep.sinks import replay as send
 
@@ -49,14 +50,20 @@ def replay(
     logging.basicConfig(format="%(message)s")
     logging.getLogger("onstep.sinks").setLevel(logging.INFO)  # trackers say there where they record
     target = journal.parent if output is None else output
-    if to in _LOCAL:
-        _refuse_files_in_use(journal, target)
+    folder = journal.parent
+    is_live = to in _LOCAL and (is_locked(folder / ".run.lock") or is_locked(journal))
+    if is_live and target.resolve() == folder.resolve():
+        raise ConfigError(
+            f"{folder} is a live run, whose files this would replace; give another folder: --output DIR, or wait for "
+            f"its end."
+        )
     run_sent = recorded_run(journal, target)
     if journal.name == FOREIGN_FILE_NAME:
         run_sent = dataclasses.replace(run_sent, name=name_of_place(journal).replace("/", "-"))
+    bar = partial(tqdm, unit="record", leave=False, disable=None, delay=BAR_DELAY_SECONDS)
     try:
         with _as_journal(journal) as readable:
-            num_sent = send(readable, sink, run_sent, names=shown, progress=_with_bar)
+            num_sent = send(readable, sink, run_sent, names=shown, progress=bar)
     except OnstepError:
         raise
     except Exception as error:  # any tracker's own
@@ -78,23 +85,3 @@ def _as_journal(path: Path) -> Iterator[Path]:
                 head = {"timestamp": written, "global_step": 0}
                 journal.append({**head, **{key: value for key, value in record.items() if key != "step"}})
         yield journal.path
-
-
-def _refuse_files_in_use(journal: Path, target: Path) -> None:
-    """Two writers cannot share the files of a run that is alive.
-
-    Raises:
-        ConfigError: when they would.
-    """
-    folder = journal.parent
-    is_live = is_locked(folder / ".run.lock") or is_locked(journal)
-    if is_live and target.resolve() == folder.resolve():
-        raise ConfigError(
-            f"{folder} is a live run, whose files this would replace; give another folder: --output DIR, or wait for "
-            f"its end."
-        )
-
-
-def _with_bar(records: list[Record]) -> Iterator[Record]:
-    """The records, under a progress bar where there is a terminal and it takes a while."""
-    yield from tqdm(records, unit="record", leave=False, disable=None, delay=BAR_DELAY_SECONDS)

@@ -14,17 +14,20 @@ import typer
 from onstep.analysis.export import export
 from onstep.analysis.log_files import find_log_files, names_in_path
 from onstep.analysis.run_liveness import status_of
-from onstep.analysis.summary import Summary, compute_summary_statistics
-from onstep.analysis.summary_formats import (
+from onstep.analysis.summary import (
     ONE_LINE_HEADER,
+    Summary,
+    compute_summary_statistics,
     format_summary_json,
     format_summary_markdown,
     format_summary_one_line,
     format_summary_text,
 )
+from onstep.analysis.tables import table
 from onstep.analysis.training_log import TrainingLog
-from onstep.cli.logs_reading import find_log
-from onstep.cli.tables import date_shown, size_shown, table
+from onstep.cli.application import Labels
+from onstep.cli.logs_reading import find_log, read_logs
+from onstep.cli.tables import date_shown, size_shown
 from onstep.errors import ConfigError, DataError
 
 
@@ -106,15 +109,11 @@ def compare(
         ),
     ],
     form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="text, md or json.")] = "text",
-    labels: Annotated[
-        list[str] | None, typer.Option(metavar="A,B", help="A name for each run; may be given once for each.")
-    ] = None,
+    labels: Labels = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file.")] = None,
 ) -> None:
     """Compare runs: last and best values side by side, and the keys of the configuration that differ."""
-    from onstep.analysis.comparison import compare_runs
-    from onstep.analysis.comparison_formats import format_comparison
-    from onstep.cli.logs_reading import read_logs
+    from onstep.analysis.comparison import compare_runs, format_comparison
 
     logs = read_logs(paths, labels or [], expand=True)
     if len(logs) < 2:

@@ -8,20 +8,17 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from onstep.analysis.log_tail import LogTail
+from onstep.analysis.log_reading import LogTail
 from onstep.analysis.run_liveness import ending_of, is_locked
+from onstep.analysis.tables import printable, shortened
 from onstep.analysis.training_log import TrainingLog
 from onstep.cli.logs_reading import find_log
-from onstep.cli.tables import printable, shortened
 from onstep.errors import ConfigError
 from onstep.journal import Record
-
-Show = Callable[[Sequence[Record]], None]
 
 POLL_SECONDS = 0.5
 _POLLS_TO_END = 2
@@ -45,14 +42,16 @@ def tail(
     With --follow those to come as well, through resumes and rollbacks, until the run has ended or Ctrl-C.
     """
     log = LogTail(find_log(path))
-    show = _show_json if as_json else _show_line
+    as_text = json.dumps if as_json else one_line
     records = log.last(number)
     if not records and number:
-        records = _records_of_other_layout(log.path, number, follow=follow)
+        records = list(TrainingLog.from_file(log.path).records[-number:])
+        if records and follow:
+            raise ConfigError(f"{log.path} has no record a line, so it cannot be followed; leave --follow out.")
     try:
-        show(records)
+        _show(records, as_text)
         if follow:
-            _follow(log, show, has_final=any(map(_is_final, records)))
+            _follow(log, as_text, has_final=any(map(_is_final, records)))
     except KeyboardInterrupt:
         return
     except BrokenPipeError:  # the reader of the pipe has seen enough
@@ -66,7 +65,7 @@ def one_line(record: Record) -> str:
     return printable("  ".join([*head, *rest]))
 
 
-def _follow(log: LogTail, show: Show, *, has_final: bool) -> None:
+def _follow(log: LogTail, as_text: Callable[[Record], str], *, has_final: bool) -> None:
     """Show what comes until nothing more can."""
     num_quiet = 0
     while True:
@@ -75,7 +74,7 @@ def _follow(log: LogTail, show: Show, *, has_final: bool) -> None:
         if log.was_rewritten:
             _tell("the log is another from here on: the run went back, was continued or begun anew")
             has_final = False
-        show(records)
+        _show(records, as_text)
         has_final = has_final or any(map(_is_final, records))
         num_quiet = 0 if records else num_quiet + 1
         if ending is None and has_final and num_quiet >= _QUIET_POLLS and not is_locked(log.path):
@@ -86,21 +85,9 @@ def _follow(log: LogTail, show: Show, *, has_final: bool) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _records_of_other_layout(path: Path, number: int, *, follow: bool) -> list[Record]:
-    records = TrainingLog.from_file(path).records[-number:]
-    if records and follow:
-        raise ConfigError(f"{path} has no record a line, so it cannot be followed; leave --follow out.")
-    return list(records)
-
-
-def _show_line(records: Sequence[Record]) -> None:
+def _show(records: Sequence[Record], as_text: Callable[[Record], str]) -> None:
     for record in records:
-        print(one_line(record), flush=True)
-
-
-def _show_json(records: Sequence[Record]) -> None:
-    for record in records:
-        print(json.dumps(record), flush=True)
+        print(as_text(record), flush=True)
 
 
 def _tell(text: str) -> None:

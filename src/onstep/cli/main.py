@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import sys
@@ -12,19 +11,37 @@ from onstep.cli.exit_codes import ERROR, OK
 from onstep.errors import OnstepError
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("onstep.cli.train", "Train a model: onstep train [config.yaml] [key=value ...]"),
-    "finetune": ("onstep.cli.finetune", "Train trained weights further: onstep finetune [RECIPE] [key=value ...]"),
-    "generate": ("onstep.cli.generate", 'Continue a text with a trained run: onstep generate runs/NAME "def "'),
-    "config": ("onstep.cli.config", "Show a configuration: onstep config show|defaults"),
-    "recipes": ("onstep.cli.recipes", "Named configurations: onstep recipes list|show NAME"),
-    "memory": ("onstep.cli.memory", "Tell what memory a training takes: onstep memory RECIPE [key=value ...]"),
-    "why": ("onstep.cli.why", "Explain why a run stopped, saved or went back: onstep why RUN [--step N]; --features"),
-    "checkpoint": ("onstep.cli.checkpoint", "Look into checkpoints: onstep checkpoint list|verify|diff|export PATH"),
-    "logs": ("onstep.cli.logs", "Read logs of runs: onstep logs list|summary|tail|plot|compare|report|replay [RUN]"),
-    "plot": ("onstep.cli.plot", "Plot what diagnostics recorded: onstep plot heatmap [FILE]"),
-    "verify-resume": ("onstep.cli.verify_resume", "Prove that kills change nothing: onstep verify-resume CONFIG.yaml"),
+    "train": ("train:train", "Train a model: onstep train [config.yaml] [key=value ...]"),
+    "finetune": (
+        "train:finetune",
+        "Train trained weights further: onstep finetune [RECIPE] [key=value ...]",
+    ),
+    "generate": (
+        "generate:generate",
+        'Continue a text with a trained run: onstep generate runs/NAME "def "',
+    ),
+    "config": ("config:app", "Show a configuration: onstep config show|defaults"),
+    "recipes": ("recipes:app", "Named configurations: onstep recipes list|show NAME"),
+    "memory": ("recipes:memory", "Tell what memory a training takes: onstep memory RECIPE [key=value ...]"),
+    "why": (
+        "why:why",
+        "Explain why a run stopped, saved or went back: onstep why RUN [--step N]; --features",
+    ),
+    "checkpoint": (
+        "checkpoint:app",
+        "Look into checkpoints: onstep checkpoint list|verify|diff|export PATH",
+    ),
+    "logs": (
+        "logs:app",
+        "Read logs of runs: onstep logs list|summary|tail|plot|compare|report|replay [RUN]",
+    ),
+    "plot": ("plot:app", "Plot what diagnostics recorded: onstep plot heatmap [FILE]"),
+    "verify-resume": (
+        "verify_resume:verify_resume",
+        "Prove that kills change nothing: onstep verify-resume CONFIG.yaml",
+    ),
 }
-"""Command name: module with its `app`, and one line of help."""
+"""Command name: the function, or the application of a group, and one line of help."""
 _TRAINING = ("train", "finetune", "verify-resume")
 """Commands that run the user's own code; their OSErrors keep the traceback that says where."""
 _DRAWING = ("logs", "plot")
@@ -66,16 +83,14 @@ def overview() -> str:
 
 
 def _run(name: str, arguments: list[str]) -> int:
-    app = importlib.import_module(COMMANDS[name][0]).app
+    from onstep.cli.application import application_at
+
+    app = application_at(COMMANDS[name][0])
     try:
         result = app(args=arguments, prog_name=f"onstep {name}", standalone_mode=True)
     except OnstepError as error:
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
-        text = str(error)
-        if name in _DRAWING:
-            from onstep.cli.main import in_options
-
-            text = in_options(text)
+        text = in_options(str(error)) if name in _DRAWING else str(error)
         print(f"error: {text}{notes}", file=sys.stderr)
         return ERROR
     except BrokenPipeError:  # the reader of the pipe has seen enough
@@ -84,22 +99,12 @@ def _run(name: str, arguments: list[str]) -> int:
     except OSError as error:
         if name in _TRAINING:
             raise
-        print(f"error: {_told(error)}", file=sys.stderr)
+        file = f"{error.filename}: " if error.strerror and error.filename is not None else ""
+        print(f"error: {file}{error.strerror or error}", file=sys.stderr)
         return ERROR
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else ERROR if exit_.code else OK
     return result if isinstance(result, int) else OK
-
-
-def _told(error: OSError) -> str:
-    """What the system refused, and of which file."""
-    if error.strerror is None:
-        return str(error)
-    return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
 
 
 _OPTIONS = {
@@ -121,3 +126,7 @@ def in_options(message: str) -> str:
     """
     message = _BEGIN.sub(lambda match: f"{_FIRST_WORDS[match[1]]} must", message)
     return _NAME.sub(lambda match: _OPTIONS[match[1]], message)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

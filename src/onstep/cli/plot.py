@@ -1,18 +1,151 @@
-"""`onstep plot heatmap`."""
+"""`onstep logs plot|report` and `onstep plot heatmap`: figures of runs, and a page of figures."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from onstep.cli.application import Labels, application
 from onstep.errors import ConfigError
 
-app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
+if TYPE_CHECKING:
+    from onstep.analysis.training_log import TrainingLog
+
+Picture = Annotated[Path | None, typer.Option("--output", "-o", help="The picture; default in tmp/.")]
+PictureFormat = Annotated[str | None, typer.Option("--format", metavar="FORMAT", help="png, svg or pdf.")]
+EditPicture = Annotated[bool, typer.Option("--edit", "-e", help="Open the picture in $VISUAL, $EDITOR or a viewer.")]
+ShowPicture = Annotated[bool, typer.Option(help="Open the picture in the system's viewer.")]
+FigureTitle = Annotated[str | None, typer.Option(help="Above the figure.")]
+
+_WIDTH, _ROW_HEIGHT = 12.0, 4.0
+
+
+def plot(
+    paths: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PATH ...]",
+            help="Logs, run folders, or names below runs/; of a folder of runs the newest; default the newest run.",
+        ),
+    ] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Keys of the records; default loss,eval_loss,learning_rate, where there."),
+    ] = None,
+    x_axis: Annotated[str, typer.Option(metavar="AXIS", help="step, epoch, time, tokens or flops.")] = "step",
+    smooth: Annotated[
+        int | None, typer.Option(metavar="N", help="Points of the moving mean; 1: none; default by the length.")
+    ] = None,
+    log_scale: Annotated[bool, typer.Option("--log-scale", help="Logarithmic y axes.")] = False,
+    output: Picture = None,
+    form: PictureFormat = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="The runs after it are drawn with those before it.")
+    ] = False,
+    labels: Labels = None,
+    title: FigureTitle = None,
+    loss_curves: Annotated[
+        bool, typer.Option("--loss-curves", help="The losses; of one run with its learning rate.")
+    ] = False,
+    grad_norm: Annotated[bool, typer.Option("--grad-norm", help="The gradient norm.")] = False,
+    ignore_outliers: Annotated[bool, typer.Option(help="Choose y limits without a few points far outside.")] = True,
+    perplexity: Annotated[bool, typer.Option("--perplexity", help="exp(loss) in place of losses.")] = False,
+    x_min: Annotated[float | None, typer.Option(help="Left end; minutes for time.")] = None,
+    x_max: Annotated[float | None, typer.Option(help="Right end.")] = None,
+    y_min: Annotated[float | None, typer.Option(help="Lower end.")] = None,
+    y_max: Annotated[float | None, typer.Option(help="Upper end.")] = None,
+    edit: EditPicture = False,
+    show: ShowPicture = False,
+) -> None:
+    """Draw curves of one run or several, and print where the picture is.
+
+    Several runs share the axes: onstep logs plot base low-lr --loss-curves --x-axis tokens
+    """
+    from onstep.analysis.training_log import natural_order
+    from onstep.cli.logs_reading import as_file_name, file_prefix, hand_over, output_path, read_logs
+
+    names = _metric_names(metrics, loss_curves=loss_curves, grad_norm=grad_norm)
+    logs = natural_order(read_logs(paths or [], labels or []))
+    if compare and len(logs) < 2:
+        raise ConfigError("--compare needs two runs or more; give their folders or names.")
+    kind = "grad_norm" if grad_norm else "loss_curves" if loss_curves else "training_plot"
+    if names is not None:
+        kind = f"plot_{as_file_name('_'.join(names))}"
+    target = output_path(output, form, file_prefix(logs) + kind)
+    options = {
+        "x_axis": x_axis, "smooth_window": smooth, "log_scale": log_scale, "output_path": target, "title": title,
+        "ignore_outliers": ignore_outliers, "x_min": x_min, "x_max": x_max, "y_min": y_min, "y_max": y_max,
+    }  # fmt: skip
+    if not grad_norm:
+        options["perplexity"] = perplexity
+    elif perplexity:
+        raise ConfigError("--perplexity is about losses; leave it away with --grad-norm.")
+    _draw(logs, names, options, loss_curves=loss_curves, grad_norm=grad_norm)
+    hand_over(target, edit=edit, show=show)
+
+
+def _metric_names(metrics: str | None, *, loss_curves: bool, grad_norm: bool) -> list[str] | None:
+    """The keys that were asked for.
+
+    Raises:
+        ConfigError: when more than one kind of figure was asked for.
+    """
+    if (metrics is not None) + loss_curves + grad_norm > 1:
+        raise ConfigError("--metrics, --loss-curves and --grad-norm are different figures; choose one of them.")
+    if metrics is None:
+        return None
+    names = [name.strip() for name in metrics.split(",") if name.strip()]
+    if not names:
+        raise ConfigError(f"--metrics must name at least one key, got {metrics!r}.")
+    return names
+
+
+def _draw(
+    logs: list[TrainingLog], names: list[str] | None, options: dict[str, Any], *, loss_curves: bool, grad_norm: bool
+) -> None:
+    from onstep.analysis.plots import default_metrics, plot_grad_norm, plot_loss_curves, plot_training_metrics
+
+    if loss_curves:
+        plot_loss_curves(logs, **options)
+    elif grad_norm:
+        plot_grad_norm(logs, **options)
+    else:
+        chosen = names or default_metrics(logs, options["x_axis"])
+        rows = (len(chosen) + 1) // 2
+        plot_training_metrics(logs, chosen, figsize=(_WIDTH, max(6.0, _ROW_HEIGHT * rows)), **options)
+
+
+def report(
+    paths: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PATH ...]",
+            help="Logs, run folders, names below runs/, or a folder of runs for all of them; default the newest run.",
+        ),
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The HTML file; default in tmp/.")] = None,
+    labels: Labels = None,
+    title: Annotated[str | None, typer.Option(help="The heading of the page.")] = None,
+    edit: Annotated[bool, typer.Option("--edit", "-e", help="Open the page in $VISUAL, $EDITOR or a browser.")] = False,
+    show: Annotated[bool, typer.Option(help="Open the page in the browser.")] = False,
+) -> None:
+    """Write a page with a chart for each metric, a summary and the differences of the configurations.
+
+    One HTML file that works without a network. Needs plotly: pip install 'onstep[reports]'
+    """
+    from onstep.analysis.report import write_report
+    from onstep.analysis.training_log import natural_order
+    from onstep.cli.logs_reading import file_prefix, hand_over, output_path, read_logs
+
+    logs = natural_order(read_logs(paths or [], labels or [], expand=True))
+    target = output_path(output, None, f"{file_prefix(logs)}report", known=("html", "htm"))
+    write_report(logs, target, title)
+    hand_over(target, edit=edit, show=show)
+
+
+app = application(
     no_args_is_help=True,
     help="Draw what is logged for each parameter. Curves of a run's log: onstep logs plot",
 )
@@ -43,19 +176,17 @@ def heatmap(
         str | None, typer.Option("--filter", "-f", metavar="REGEX", help="Only parameters whose names have it.")
     ] = None,
     step_stride: Annotated[int, typer.Option(metavar="N", help="Show every so many records.")] = 1,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="The picture; default in tmp/.")] = None,
-    form: Annotated[str | None, typer.Option("--format", metavar="FORMAT", help="png, svg or pdf.")] = None,
-    edit: Annotated[
-        bool, typer.Option("--edit", "-e", help="Open the picture in $VISUAL, $EDITOR or a viewer.")
-    ] = False,
-    title: Annotated[str | None, typer.Option(help="Above the figure.")] = None,
+    output: Picture = None,
+    form: PictureFormat = None,
+    edit: EditPicture = False,
+    title: FigureTitle = None,
     log_scale: Annotated[bool, typer.Option("--log-scale", help="Logarithmic colours.")] = False,
     vmin: Annotated[float | None, typer.Option(help="Value of the lowest colour.")] = None,
     vmax: Annotated[float | None, typer.Option(help="Value of the highest colour.")] = None,
     figsize: Annotated[
         tuple[float, float] | None, typer.Option(metavar="W H", help="Inches; default as large as it needs.")
     ] = None,
-    show: Annotated[bool, typer.Option(help="Open the picture in the system's viewer.")] = False,
+    show: ShowPicture = False,
 ) -> None:
     """Draw a norm of every parameter over the steps, and print where the picture is."""
     from onstep.analysis.heatmap import plot_parameter_heatmap

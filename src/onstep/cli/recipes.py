@@ -1,22 +1,26 @@
-"""`onstep recipes list|show`."""
+"""`onstep recipes list|show`, and `onstep memory`: what a training of one needs."""
 
 from __future__ import annotations
 
 import inspect
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from onstep.cli.tables import table
-from onstep.config import ConfigContainer, diff, dump_yaml
+from onstep.analysis.tables import table
+from onstep.cli.application import application
+from onstep.cli.config import configuration
+from onstep.config import ConfigContainer, diff, dump_yaml, resolve
+from onstep.errors import ConfigError
+from onstep.metrics.console import format_si
 from onstep.metrics.flops import num_floating_point_operations
-from onstep.metrics.formatting import format_si
-from onstep.metrics.model_shape import ModelShape
-from onstep.metrics.parameter_counts import num_active_parameters, num_parameters
+from onstep.metrics.memory_estimate import MemoryEstimate, estimate_training_memory, format_training_memory_estimate
+from onstep.metrics.model_shape import ModelShape, num_active_parameters, num_parameters
 from onstep.recipes import RECIPES, get_recipe, summary
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
+app = application(no_args_is_help=True)
 
 BYTE_VOCABULARY = 257
 """Tokens of the built-in tokenizer, where a recipe leaves the vocabulary to it."""
@@ -78,3 +82,63 @@ def _row(name: str) -> tuple[str, str, str, str, str]:
     flops = num_floating_point_operations(config, 1) / shape.seq_length
     total, active = format_si(num_parameters(shape)), format_si(num_active_parameters(shape))
     return (name, total, active, format_si(flops), summary(name))
+
+
+GPU_SIZES = (8, 16, 24, 32, 40, 48, 80, 96, 141, 192, 288)
+"""Memory of GPUs that there are, in GB as they are sold."""
+USABLE = 0.9
+"""The share of it that the estimate may take; the rest is for the allocator's gaps and the kernels."""
+
+
+def memory(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="RECIPE | CONFIG.yaml [KEY=VALUE ...]", help="A recipe or a file, and single values."),
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks that share the global batch.")] = 1,
+) -> None:
+    """Tell what memory a training takes on each device, before it starts: onstep memory qwen25_500m
+
+    What makes it smaller: train.micro_batch_size=1, model.recompute_granularity=full, peft.peft_scheme=lora.
+    """
+    config = _configuration(words or [], ranks)
+    estimate = estimate_training_memory(config)
+    if estimate is None:
+        raise ConfigError("no formula is known for the memory of this model.")
+    print(format_training_memory_estimate(estimate))
+    recomputed = ", its layers recomputed" if config.model.recompute_granularity == "full" else ""
+    print(
+        f"\nOn each device, for a micro-batch of {config.train.micro_batch_size} x {config.model.seq_length:,} tokens "
+        f"in {config.mixed_precision or 'float32'}{recomputed}, with {config.optimizer.optimizer}.\n{fits(estimate)}"
+    )
+
+
+def fits(estimate: MemoryEstimate) -> str:
+    """Which GPUs it fits."""
+    sizes = [size for size in GPU_SIZES if estimate.total <= USABLE * size * 1024**3]
+    if not sizes:
+        return f"It fits no single GPU of up to {GPU_SIZES[-1]} GB, and every rank holds all of it."
+    return f"It fits a GPU of {sizes[0]} GB, with a tenth to spare for the allocator and the kernels."
+
+
+def _configuration(words: list[str], ranks: int) -> ConfigContainer:
+    """The configuration of the words, with the weights' model where they are there to be looked at."""
+    named = [word for word in words if "=" not in word and not Path(word).is_file()]
+    recipe = named[0] if len(named) == 1 else None
+    config, _ = configuration([word for word in words if word != recipe], recipe)
+    weights = config.checkpoint.pretrained_checkpoint
+    is_any = str(config.run.recipe).startswith("any_")
+    if is_any and weights is None and config.checkpoint.load is None:
+        raise ConfigError(
+            f"{config.run.recipe} is whatever model the weights are of; say which: "
+            "checkpoint.pretrained_checkpoint=DIR."
+        )
+    if is_any or (weights is not None and Path(weights).exists()):
+        from onstep.training.pretrained import fill_from_pretrained
+
+        config = fill_from_pretrained(config)
+    elif config.checkpoint.finetune and weights is None and config.checkpoint.load is None:
+        config.checkpoint.pretrained_checkpoint = "the weights"  # which ones is nothing to the memory
+    if config.dataset.kind != "text" and not config.dataset.paths:
+        config.dataset.paths = ["the data"]
+    return sized(resolve(config, ranks))

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -15,14 +22,12 @@ from typing import Annotated, NoReturn
 import typer
 from tqdm import tqdm
 
+from onstep.cli.application import Imports, Recipe
 from onstep.cli.config import configuration
 from onstep.cli.exit_codes import ERROR
-from onstep.cli.user_job import JobError, UserJob
 from onstep.config import ConfigContainer, resolve
 from onstep.config.lengths import train_iters
-from onstep.errors import ConfigError
-
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+from onstep.errors import ConfigError, OnstepError
 
 WORDS = (
     "checkpoint.certify=true",
@@ -44,6 +49,146 @@ _CAUSES = {
     "weights": "The optimizer, or what a callback does to weights or gradients, has a state that no checkpoint holds.",
 }
 
+POLL_SECONDS = 0.002
+TEARDOWN_SECONDS = 60.0
+"""How long torchrun may take to end the other ranks after one was killed."""
+_STEP = re.compile(rb'"step": (\d+)')
+
+
+class JobError(OnstepError):
+    """The job ended with an error of its own."""
+
+
+@dataclass(frozen=True)
+class UserJob:
+    """`onstep train` with the user's words, in a run folder of its own."""
+
+    words: tuple[str, ...]
+    """Everything after `onstep train`."""
+    ranks: int
+    output_dir: Path
+    """The run is `<output_dir>/run`."""
+
+    @property
+    def run(self) -> Path:
+        """The run's folder."""
+        return self.output_dir / "run"
+
+    @property
+    def log(self) -> Path:
+        """What its processes print."""
+        return self.output_dir / "output.txt"
+
+    def newest_checkpoint(self) -> int:
+        """The step that the next start continues from; 0 without a checkpoint."""
+        names = (path.name.partition("-")[2] for path in (self.run / "checkpoints").glob("checkpoint-*"))
+        return max((int(step) for step in names if step.isdigit()), default=0)
+
+    def step(self) -> int:
+        """The last step in the certificate of rank 0, also while it is written; 0 without one."""
+        try:
+            with (self.run / "certificate" / "rank_0.json").open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+                found = _STEP.findall(file.read())
+        except FileNotFoundError:
+            return 0
+        return int(found[-1]) if found else 0
+
+    def start(self) -> Attempt:
+        """Start it, or continue it where it was killed."""
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
+        own = [f"run.output_dir={self.output_dir}", "run.name=run", "run.fresh=false"]
+        with self.log.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, *launcher[: 4 * (self.ranks > 1)], "-m", "onstep", "train", *self.words, *own],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for us; we end the job
+            )
+        return Attempt(self, process)
+
+
+class Attempt:
+    """One start of a job. As a context manager it leaves no process behind."""
+
+    def __init__(self, job: UserJob, process: subprocess.Popen[bytes]) -> None:
+        self._job = job
+        self._process = process
+
+    def wait_for(self, reached: Callable[[], bool], tell: Callable[[int], None]) -> bool:
+        """Wait until something holds (True) or the job is done (False); `tell` is told the step meanwhile.
+
+        Raises:
+            JobError: when the job fails by itself.
+        """
+        while not reached():
+            code = self._process.poll()
+            if code is not None:
+                tell(self._job.step())
+                if code != 0:
+                    lines = self._job.log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
+                    last_words = "\n".join(f"  {line}" for line in lines)
+                    raise JobError(
+                        f"the job failed by itself, with exit code {code}:\n{last_words}\n"
+                        f"All it printed is in {self._job.log}"
+                    )
+                return False
+            tell(self._job.step())
+            time.sleep(POLL_SECONDS)
+        return True
+
+    def kill(self, chance: random.Random) -> str | None:
+        """SIGKILL for the job, or for one of its ranks; returns for whom, None if the job was done before."""
+        members = _children_of(self._process.pid) if self._job.ranks > 1 else []
+        victim = chance.randrange(self._job.ranks)
+        is_alone = chance.random() < 0.5 and len(members) == self._job.ranks
+        if is_alone:
+            with suppress(ProcessLookupError):
+                os.kill(members[victim], signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(TEARDOWN_SECONDS)
+        self.kill_all()
+        if self._process.returncode == 0:
+            return None
+        return f"rank {victim}" if is_alone else "all"
+
+    def kill_all(self) -> None:
+        """End whatever of the job still lives."""
+        if self._process.poll() is None:
+            os.kill(self._process.pid, signal.SIGSTOP)  # it starts nothing new
+            for pid in [*_descendants_of(self._process.pid), self._process.pid]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill_all()
+
+
+def _descendants_of(parent: int) -> list[int]:
+    below = _children_of(parent)
+    for one in below:
+        below += _children_of(one)
+    return below
+
+
+def _children_of(parent: int) -> list[int]:
+    """The processes that a process has started, by age."""
+    if Path("/proc/self/task").exists():
+        found: list[int] = []
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for task in Path(f"/proc/{parent}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+        return sorted(found)
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    pairs = [line.split() for line in listed.splitlines()]
+    return sorted(int(pid) for pid, of in pairs if int(of) == parent)
+
 
 @dataclass(frozen=True)
 class Kill:
@@ -56,7 +201,6 @@ class Kill:
     """The step that the job continues from; 0 without a checkpoint."""
 
 
-@app.command()
 def verify_resume(
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [KEY=VALUE ...]", help="The job, as for onstep train.")
@@ -67,10 +211,8 @@ def verify_resume(
     folder: Annotated[
         Path | None, typer.Option(help="Keep both runs here; default: a temporary folder in run.output_dir.")
     ] = None,
-    recipe: Annotated[str | None, typer.Option(help="Named configuration to start from; default tiny_gpt.")] = None,
-    imports: Annotated[
-        list[str] | None, typer.Option("--import", help="Python file with your code; may be given again.")
-    ] = None,
+    recipe: Recipe = None,
+    imports: Imports = None,
 ) -> None:
     """Run a job twice, once in peace and once killed (SIGKILL) at random moments, and compare them step by step.
 
@@ -83,13 +225,17 @@ def verify_resume(
     planned = train_iters(resolve(config, ranks), world_size=ranks)
     where, is_temporary = _made(folder, Path(config.run.output_dir))
     more = [word for path in imports or [] for word in ("--import", path)] + (["--recipe", recipe] if recipe else [])
-    whole = UserJob((*(words or []), *more, *WORDS, *_quiet(config)), ranks, where / "whole")
+    if not _saves(config):  # where we choose when to save, saves must not bring evaluations that `whole` does not have
+        more.append("validation.eval_on_save=false")
+    whole = UserJob((*(words or []), *more, *WORDS), ranks, where / "whole")
     try:
         seconds = _run_in_peace(whole, planned)
         steps = whole.step()
         killed = replace(whole, output_dir=where / "killed")
         if not _saves(config):
-            killed = replace(killed, words=(*killed.words, f"checkpoint.save_interval={_chosen_interval(steps)}"))
+            interval = max(1, steps // 10)
+            print(f"The job sets no checkpoint.save_interval; the killed run saves every {interval} steps.")
+            killed = replace(killed, words=(*killed.words, f"checkpoint.save_interval={interval}"))
         moments = kill_steps(steps, kills, random.Random(seed))
         landed = _run_killed(killed, moments, steps, seconds, random.Random(seed + 1))
         is_equal = _judge(whole, killed, landed)
@@ -139,17 +285,6 @@ def _saves(config: ConfigContainer) -> bool:
     return bool(checkpoint.save_interval or checkpoint.non_persistent_save_interval or checkpoint.save_each_epoch)
 
 
-def _quiet(config: ConfigContainer) -> list[str]:
-    """Where we choose when to save, saves must not bring evaluations that the uninterrupted run does not have."""
-    return [] if _saves(config) else ["validation.eval_on_save=false"]
-
-
-def _chosen_interval(steps: int) -> int:
-    interval = max(1, steps // 10)
-    print(f"The job sets no checkpoint.save_interval; the killed run saves every {interval} steps.")
-    return interval
-
-
 def _run_in_peace(job: UserJob, planned: int | None) -> float:
     """The uninterrupted run; returns the seconds that a step takes."""
     first: float | None = None
@@ -196,7 +331,7 @@ def _show(bar: tqdm[NoReturn], step: int) -> None:
 
 
 def _judge(whole: UserJob, killed: UserJob, landed: list[Kill]) -> bool:
-    from onstep.training.resume_proof import certificates, first_difference
+    from onstep.training.certificate import certificates, first_difference
 
     steps, ranks = whole.step(), len(certificates(whole.run))
     where = ", ".join(f"{one.step} ({one.victim})" if ranks > 1 else str(one.step) for one in landed)

@@ -14,8 +14,6 @@ from onstep.analysis.run_liveness import run_record
 from onstep.config.part import nearest
 from onstep.errors import ConfigError
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-
 Decision = dict[str, Any]
 
 _WHAT = {
@@ -48,7 +46,6 @@ _STATUS = {
 }
 
 
-@app.command()
 def why(
     words: Annotated[
         list[str] | None,
@@ -140,7 +137,10 @@ def headline(folder: Path, decisions: Iterable[Decision]) -> str:
 
 def explain(decisions: Iterable[Decision], step: int | None = None) -> list[str]:
     """One entry for each decision, of one step or of all; logs and evaluations only where a step is asked about."""
-    chosen = [one for one in decisions if (_is_about(one, step) if step is not None else _is_notable(one))]
+    if step is None:
+        chosen = [one for one in decisions if one.get("flag") not in _EVERYDAY]
+    else:  # also those made later because of it: a device tells late of a bad step
+        chosen = [one for one in decisions if step in (one.get("step"), _details(one).get("bad_step"))]
     if not chosen:
         return ["No decisions are on record." if step is None else f"Nothing was decided at step {step}."]
     return [line for one in chosen for line in _lines(one)]
@@ -153,15 +153,6 @@ def _is_since(decision: Decision, started: Any) -> bool:
     return not known or timestamp >= started
 
 
-def _is_about(decision: Decision, step: int) -> bool:
-    """Whether it was made at this step, or later because of it: a device tells late of a bad step."""
-    return step in (decision.get("step"), _details(decision).get("bad_step"))
-
-
-def _is_notable(decision: Decision) -> bool:
-    return decision.get("flag") not in _EVERYDAY
-
-
 def _lines(decision: Decision) -> list[str]:
     flag, details = str(decision.get("flag", "?")), _details(decision)
     what = _WHAT.get(flag, flag)
@@ -172,7 +163,10 @@ def _lines(decision: Decision) -> list[str]:
         what = f"checkpoint of step {details.get('checkpoint_step')} saved"
     if flag == "rolled_back":
         what = f"rolled back to step {details.get('to_step')}"
-    lines = [f"step {decision.get('step', '?')}: {what}, {_by_whom(decision)} ({_when(decision)})"]
+    timestamp = decision.get("timestamp")
+    is_known = isinstance(timestamp, int | float)
+    when = f"{datetime.fromtimestamp(timestamp or 0):%Y-%m-%d %H:%M:%S}" if is_known else "no time"
+    lines = [f"step {decision.get('step', '?')}: {what}, {_by_whom(decision)} ({when})"]
     if flag in ("skip", "rollback", "should_training_stop", "raised") and "anomaly" in details:
         lines.append(f"    loss {details.get('loss')}, gradient norm {details.get('grad_norm')}")
     if flag in ("skip", "rollback") and details.get("sample_ids") is not None:
@@ -196,11 +190,6 @@ def _by_whom(decision: Decision) -> str:
     where = f" during {event}" if event else ""
     on = f" on rank {rank}" if rank else ""
     return f"by {decision.get('author', 'somebody')}{where}{on}" + (f": {reason}" if reason else "")
-
-
-def _when(decision: Decision) -> str:
-    timestamp = decision.get("timestamp")
-    return f"{datetime.fromtimestamp(timestamp):%Y-%m-%d %H:%M:%S}" if isinstance(timestamp, int | float) else "no time"
 
 
 def _details(decision: Decision) -> dict[str, Any]:

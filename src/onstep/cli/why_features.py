@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from onstep.cli.tables import printable
+from onstep.analysis.tables import printable
 from onstep.config import ConfigContainer
 from onstep.training import GlobalState
 from onstep.training.feature import HOOKS, Feature

@@ -1,10 +1,21 @@
 """The configuration of a run: dataclasses, YAML, `a.b=c` overrides and `TrainingArguments`."""
 
 from onstep.config.conversion import args_to_config, config_to_args
+from onstep.config.data_rules import parse_split
 from onstep.config.differences import ABSENT, Change, changes, classify, decide, describe, meaning
-from onstep.config.keys import diff, nearest_key, to_flat
 from onstep.config.lengths import steps_of_epochs, steps_per_epoch, train_iters
-from onstep.config.load import apply_overrides, dump_yaml, from_dict, load_yaml, merge, parse_yaml, save_yaml
+from onstep.config.load import (
+    apply_overrides,
+    diff,
+    dump_yaml,
+    from_dict,
+    load_yaml,
+    merge,
+    nearest_key,
+    parse_yaml,
+    save_yaml,
+    to_flat,
+)
 from onstep.config.part import ChangeClass, ConfigPart
 from onstep.config.parts import (
     AnomalyConfig,
@@ -28,7 +39,6 @@ from onstep.config.parts import (
     ValidationConfig,
 )
 from onstep.config.reporting import LoggerConfig, ProfilingConfig
-from onstep.config.rules import parse_split
 from onstep.config.training_arguments import TrainingArguments, UnknownArgumentError
 from onstep.config.validate import resolve, validate
 

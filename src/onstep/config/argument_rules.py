@@ -1,13 +1,13 @@
-"""The rules of single `TrainingArguments` fields, by name."""
+"""What a field of `TrainingArguments` allows and means, by name, and the fields that have no effect."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
-from onstep.config.part import nearest
+from onstep.config.part import BOUNDS, nearest
 from onstep.errors import ConfigError
 
 T = TypeVar("T")
@@ -18,15 +18,16 @@ LOG_LEVELS = {"passive": None, "detail": 10, "debug": 10, "info": 20, "warning":
 OPTIMIZERS = {"adamw_torch_fused": "adam", "adamw_torch": "adam", "sgd": "sgd"}
 """`optim` and the optimizer that it means."""
 
-SCHEDULES = (
-    "linear",
-    "cosine",
-    "cosine_with_min_lr",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-    "warmup_stable_decay",
-)
+STYLES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "inverse_sqrt": "inverse-square-root",
+    "warmup_stable_decay": "WSD",
+}
+"""`lr_scheduler_type` and our `lr_decay_style`."""
 
 RENAMED = {
     "warmup_ratio": "warmup_steps: below 1 it is a share of the run",
@@ -59,14 +60,9 @@ def argument(
     choices: tuple[Any, ...] = (),
     may_be_none: bool = False,
 ) -> T:
-    """A field of `TrainingArguments`.
+    """A field of `TrainingArguments` with Hugging Face's default; `key` is the same value in the configuration.
 
-    Args:
-        default: Hugging Face's.
-        key: the value of the configuration that is the same.
-        bound: what a number must be.
-        choices: all values that there are.
-        may_be_none: None in the configuration is None here; else it has no name here.
+    None in the configuration is None here where it `may_be_none`; else it has no name here.
     """
     return field(default=default, metadata={"argument": Argument(key, bound, choices, may_be_none)})
 
@@ -76,31 +72,30 @@ def rules_of(args: Any) -> dict[str, Argument]:
     return {one.name: one.metadata["argument"] for one in fields(args) if "argument" in one.metadata}
 
 
-class Values(Protocol):
-    """Anything with the fields of `TrainingArguments`."""
-
-    def __getattribute__(self, name: str, /) -> Any: ...
-
-
-def check_arguments(args: Values) -> None:
-    """Check the implemented fields.
-
-    Raises:
-        ConfigError: naming the field, the value and the rule.
-    """
-    rules = rules_of(args)
-    for name, rule in rules.items():
-        if rule.choices and getattr(args, name) not in rule.choices:
-            raise _not_supported(name, getattr(args, name), rule.choices)
-    for name, rule in rules.items():
+def check_arguments(args: Any) -> None:
+    """Refuse (ConfigError) values of the implemented fields; the message names the field, the value and the rule."""
+    for name, rule in rules_of(args).items():
         value = getattr(args, name)
-        if rule.bound and value is not None and not (0 <= value < math.inf and (value > 0 or rule.bound == ">= 0")):
+        if rule.choices and value not in rule.choices:
+            hint = nearest(value, [choice for choice in rule.choices if choice]) if isinstance(value, str) else ""
+            spelled = ", ".join(repr(choice) for choice in rule.choices)
+            raise ConfigError(f"TrainingArguments.{name}={value!r} is not supported; use one of {spelled}.{hint}")
+        if rule.bound and value is not None and not (BOUNDS[rule.bound].holds(value) and value < math.inf):
             raise ConfigError(f"TrainingArguments.{name}={value} must be {rule.bound} and finite.")
-    _check_length(args)
-    _check_interval("logging_steps", args.logging_strategy, args.logging_steps)
-    _check_interval("eval_steps", args.eval_strategy, args.eval_steps)
-    _check_interval("save_steps", args.save_strategy, args.save_steps)
-    _check_precision(args)
+    if args.max_steps <= 0 and not 0 < args.num_train_epochs < math.inf:
+        raise ConfigError(
+            f"TrainingArguments.num_train_epochs={args.num_train_epochs} must be > 0; for a length in steps set "
+            f"max_steps > 0."
+        )
+    for what in ("logging", "eval", "save"):
+        if getattr(args, f"{what}_strategy") == "steps":
+            _check_interval(f"{what}_steps", getattr(args, f"{what}_steps"))
+    given = {"bf16=True": "bf16"} if args.bf16 else {}
+    given |= {"fp16=True": "fp16"} if args.fp16 else {}
+    given |= {f"mixed_precision={args.mixed_precision!r}": args.mixed_precision} if args.mixed_precision else {}
+    if len(set(given.values())) > 1:  # several arguments may say the precision, and must say the same
+        first, second, *_ = given
+        raise ConfigError(f"TrainingArguments: {first} contradicts {second}; drop one of them.")
     if args.save_total_limit is not None and args.save_total_limit < 1:
         raise ConfigError(
             f"TrainingArguments.save_total_limit={args.save_total_limit} would keep no checkpoint; use None for all, "
@@ -111,13 +106,19 @@ def check_arguments(args: Values) -> None:
         raise ConfigError(f"TrainingArguments.include_for_metrics has {foreign[0]!r}; it may hold 'inputs' and 'loss'.")
 
 
-def check_best_model(args: Values) -> None:
-    """Refuse what can never give a best checkpoint: it is one that was evaluated, by one metric.
+def _check_interval(name: str, value: float | None) -> None:
+    if not value:
+        raise ConfigError(
+            f"TrainingArguments.{name}={value} must be > 0 with the strategy 'steps'; use 'no' for never."
+        )
+    if value > 1 and value != int(value):
+        raise ConfigError(f"TrainingArguments.{name}={value} must be a whole number of steps, or a share below 1.")
+
+
+def check_best_model(args: Any) -> None:
+    """Refuse (ConfigError) what can never give a best checkpoint: it is one that was evaluated, by one metric.
 
     What `config_overrides` change about checkpoints or evaluations is left to the rules of the configuration.
-
-    Raises:
-        ConfigError: naming the fields, the rule and the remedy.
 
     Source: the rules of transformers 5.23 for load_best_model_at_end and save_strategy='best'.
     """
@@ -144,7 +145,7 @@ def check_best_model(args: Values) -> None:
         )
 
 
-def _saves_meet_evaluations(args: Values) -> bool:
+def _saves_meet_evaluations(args: Any) -> bool:
     if args.save_strategy == "best":
         return True
     if args.eval_on_save:
@@ -158,37 +159,107 @@ def _saves_meet_evaluations(args: Values) -> bool:
     return bool(Fraction(str(args.save_steps)) % Fraction(str(args.eval_steps)) == 0)
 
 
-def _not_supported(name: str, value: Any, choices: tuple[Any, ...]) -> ConfigError:
-    known = [choice for choice in choices if choice is not None]
-    hint = nearest(value, known) if isinstance(value, str) else ""
-    spelled = ", ".join(repr(choice) for choice in choices)
-    return ConfigError(f"TrainingArguments.{name}={value!r} is not supported; use one of {spelled}.{hint}")
+_SHARDING = "sharded training comes with a later version"
+_HUB = "nothing is uploaded; push the folder of the final weights yourself"
+_COMPILE = "pass a compiled model instead"
+
+_DEFAULT_ACCELERATOR: dict[str, Any] = {
+    "split_batches": False,
+    "dispatch_batches": None,
+    "even_batches": True,
+    "use_seedable_sampler": True,
+    "non_blocking": False,
+    "gradient_accumulation_kwargs": None,
+}
 
 
-def _check_precision(args: Values) -> None:
-    """Several arguments may say the precision; they must say the same."""
-    given = {"bf16=True": "bf16"} if args.bf16 else {}
-    given |= {"fp16=True": "fp16"} if args.fp16 else {}
-    given |= {f"mixed_precision={args.mixed_precision!r}": args.mixed_precision} if args.mixed_precision else {}
-    if len(set(given.values())) > 1:
-        first, second, *_ = given
-        raise ConfigError(f"TrainingArguments: {first} contradicts {second}; drop one of them.")
+def reserved(default: T, reason: str = "", *, same: tuple[Any, ...] = ()) -> T:
+    """A field that has no effect: only its default is accepted, and what is the `same` in Hugging Face's `to_dict()`.
+
+    `reason` is why, or what to do instead, where there is more to say than 'not supported yet'.
+    """
+    return field(default=default, metadata={"reason": reason, "same": same})
 
 
-def _check_length(args: Values) -> None:
-    epochs = args.num_train_epochs
-    if args.max_steps <= 0 and not 0 < epochs < math.inf:
+@dataclass(kw_only=True)
+class ReservedArguments:
+    """Hugging Face's and Forgather's names with no effect here. Hugging Face's first, in its order."""
+
+    optim_args: Any = reserved(
+        None, "what the optimizer takes is in config_overrides, such as {'optimizer.sgd_momentum': 0.9}"
+    )
+    optim_target_modules: Any = None
+    average_tokens_across_devices: bool = reserved(True, "the loss is the mean over the tokens of all ranks")
+    label_smoothing_factor: float = 0.0
+    bf16_full_eval: bool = False
+    fp16_full_eval: bool = False
+    tf32: bool | None = None
+    activation_checkpointing: bool | None = reserved(None, same=(False,))
+    activation_checkpointing_kwargs: Any = None
+    gradient_checkpointing: bool | None = reserved(None, same=(False,))
+    gradient_checkpointing_kwargs: Any = None
+    torch_compile: bool = reserved(False, _COMPILE)
+    torch_compile_backend: str | None = reserved(None, _COMPILE)
+    torch_compile_mode: str | None = reserved(None, _COMPILE)
+    use_liger_kernel: bool = False
+    liger_kernel_config: Any = None
+    use_cache: bool = False
+    neftune_noise_alpha: float | None = None
+    torch_empty_cache_steps: int | None = None
+    auto_find_batch_size: bool = False
+    logging_nan_inf_filter: bool = reserved(True, same=(False,))
+    include_num_input_tokens_seen: Any = reserved("no", same=(False,))
+    log_level_replica: str = "warning"
+    trackio_static_space_id: Any = None
+    eval_do_concat_batches: bool = True
+    eval_use_gather_object: bool = False
+    batch_eval_metrics: bool = False
+    save_on_each_node: bool = reserved(False, "checkpoints are on storage that all nodes see")
+    push_to_hub: bool = reserved(False, _HUB)
+    hub_token: str | None = reserved(None, _HUB, same=("<HUB_TOKEN>",))
+    hub_private_repo: bool | None = None
+    hub_model_id: str | None = None
+    hub_strategy: str = "every_save"
+    hub_always_push: bool = False
+    hub_revision: str | None = None
+    ignore_data_skip: bool = reserved(False, "a resumed run goes on at the very sample where it was")
+    full_determinism: bool = False
+    accelerator_config: Any = reserved(None, same=(_DEFAULT_ACCELERATOR, {}))
+    parallelism_config: Any = reserved(None, _SHARDING)
+    dataloader_prefetch_factor: int | None = None
+    dataloader_multiprocessing_context: str | None = None
+    dataloader_in_order: bool = True
+    length_column_name: str = "length"
+    ddp_static_graph: bool | None = reserved(None, same=(False,))
+    fsdp: Any = reserved(None, _SHARDING, same=("", False, []))
+    fsdp_config: Any = reserved(None, _SHARDING, same=({},))
+    deepspeed: Any = reserved(None, _SHARDING)
+    debug: Any = reserved("", same=(None, []))
+    skip_memory_metrics: bool = True
+
+    overwrite_output_dir: bool = reserved(
+        False, "config_overrides={'run.fresh': True} starts a new run beside the old one"
+    )
+    epoch_train_steps: int = reserved(100000, "give the length of a run over data without a length as max_steps")
+    gc_threshold: float = 0.5
+    save_safetensors: bool = reserved(True, "checkpoints hold safetensors and JSON, never a pickle")
+    fuse_optim_with_backward: bool = reserved(False, "the update follows the whole backward pass")
+    speed_metrics_start_step: int = reserved(1, "the speed of a run is measured from the end of its first step")
+    set_dataset_epoch: bool = reserved(True, "a dataset with set_epoch is told the epoch")
+
+
+REASONS = {one.name: one.metadata["reason"] for one in fields(ReservedArguments) if one.metadata.get("reason")}
+
+
+def check_reserved(arguments: ReservedArguments) -> None:
+    """Refuse (ConfigError) a reserved name that has another value than its default; a token is not shown."""
+    for one in fields(ReservedArguments):
+        value = getattr(arguments, one.name)
+        if value == one.default or any(value == same for same in one.metadata.get("same", ())):
+            continue
+        shown = "<hidden>" if one.name.endswith("_token") else repr(value)
+        reason = f" ({REASONS[one.name]})" if one.name in REASONS else ""
         raise ConfigError(
-            f"TrainingArguments.num_train_epochs={epochs} must be > 0; for a length in steps set max_steps > 0."
+            f"TrainingArguments.{one.name}={shown} is not supported yet{reason}; "
+            f"leave it at its default {one.default!r}."
         )
-
-
-def _check_interval(name: str, strategy: str, value: float | None) -> None:
-    if strategy != "steps":
-        return
-    if not value:
-        raise ConfigError(
-            f"TrainingArguments.{name}={value} must be > 0 with the strategy 'steps'; use 'no' for never."
-        )
-    if value > 1 and value != int(value):
-        raise ConfigError(f"TrainingArguments.{name}={value} must be a whole number of steps, or a share below 1.")

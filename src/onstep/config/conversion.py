@@ -6,12 +6,10 @@ import os
 from dataclasses import fields
 from typing import Any
 
-from onstep.config.argument_rules import LOG_LEVELS, OPTIMIZERS, rules_of
-from onstep.config.hf_schedules import schedule_arguments, set_schedule
-from onstep.config.keys import diff
+from onstep.config.argument_rules import LOG_LEVELS, OPTIMIZERS, STYLES, rules_of
 from onstep.config.lengths import share_of, steps_of_epochs
-from onstep.config.load import merge
-from onstep.config.parts import ConfigContainer, DistributedDataParallelConfig
+from onstep.config.load import diff, merge
+from onstep.config.parts import ConfigContainer, DistributedDataParallelConfig, OptimizerConfig, SchedulerConfig
 from onstep.config.reporting import tracker_list
 from onstep.config.training_arguments import TrainingArguments, is_greater_better, made_silently
 from onstep.errors import ConfigError
@@ -27,8 +25,25 @@ DDP_FIELDS = {
 }
 """Arguments whose None is the default of a field of `config.ddp`."""
 
-SHARES = ("logging_steps", "eval_steps", "save_steps")
+INTERVALS = {
+    "logging": ("logger", "log_interval", "log_on_each_epoch"),
+    "eval": ("validation", "eval_interval", "eval_each_epoch"),
+    "save": ("checkpoint", "save_interval", "save_each_epoch"),
+}
+"""What has a strategy: the section of the configuration, and its fields for a number of steps and for each epoch."""
+
+SHARES = tuple(f"{what}_steps" for what in INTERVALS)
 """Intervals that may be a share of the run; a configuration holds the number of steps that the share meant."""
+
+WSD_STYLES = {"linear": "linear", "cosine": "cosine", "1-sqrt": "minus_sqrt"}
+"""`decay_type` of Hugging Face's warmup_stable_decay and our `lr_wsd_decay_style`."""
+
+_KWARGS: dict[str, tuple[str, ...]] = {
+    "cosine": ("num_cycles",),
+    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
+    "inverse_sqrt": ("timescale",),
+    "warmup_stable_decay": ("num_decay_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"),
+}
 
 
 def args_to_config(
@@ -46,14 +61,14 @@ def args_to_config(
     config = ConfigContainer()
     for name, (part, key) in SAME_VALUE.items():
         setattr(getattr(config, part), key, getattr(args, name))
-    _set_run(args, config)
-    _set_length_and_batch(args, config, world_size)
-    _set_evaluation(args, config, num_samples_per_epoch)
+    _set_run(args, config, world_size)
+    total_steps = _total_steps(args, config, num_samples_per_epoch)
+    _set_intervals(args, config, total_steps)
+    _set_evaluation(args, config)
     _set_optimizer(args, config)
-    set_schedule(args, config, _total_steps(args, config, num_samples_per_epoch))
-    _set_logging(args, config, num_samples_per_epoch)
-    _set_checkpoints(args, config, num_samples_per_epoch)
-    _set_distributed(args, config)
+    _set_schedule(args, config, total_steps)
+    _set_checkpoints(args, config)
+    _set_surroundings(args, config)
     config.trainer = _without_a_name(args, config, world_size)
     if args.config_overrides:
         merge(config, args.config_overrides)
@@ -90,15 +105,12 @@ def _without_a_name(args: TrainingArguments, config: ConfigContainer, world_size
     return {name: value for name, value in differing.items() if not (name in SHARES and value and value < 1)}
 
 
-def _set_run(args: TrainingArguments, config: ConfigContainer) -> None:
+def _set_run(args: TrainingArguments, config: ConfigContainer, world_size: int) -> None:
     path = os.path.normpath(args.output_dir or "trainer_output")
     folder, name = os.path.split(path)
     if name in ("", ".", ".."):
         folder, name = os.path.split(os.path.abspath(path))
     config.run.output_dir, config.run.name = folder or ".", name
-
-
-def _set_length_and_batch(args: TrainingArguments, config: ConfigContainer, world_size: int) -> None:
     if args.max_steps > 0:
         config.train.train_iters = args.max_steps
     else:
@@ -108,15 +120,30 @@ def _set_length_and_batch(args: TrainingArguments, config: ConfigContainer, worl
     config.dataset.shuffle = args.train_sampling_strategy == "random"
 
 
-def _set_evaluation(args: TrainingArguments, config: ConfigContainer, num_samples: int | None) -> None:
+def _set_intervals(args: TrainingArguments, config: ConfigContainer, total_steps: int | None) -> None:
+    """What is due by steps, of which a value below 1 is a share of the run, and what by epochs."""
+    config.logger.log_interval = 0
+    for what, (section, by_steps, by_epoch) in INTERVALS.items():
+        strategy, value = getattr(args, f"{what}_strategy"), getattr(args, f"{what}_steps")
+        part = getattr(config, section)
+        setattr(part, by_epoch, strategy == "epoch")
+        if strategy != "steps":
+            continue
+        if value < 1 and total_steps is None:
+            raise ConfigError(
+                f"TrainingArguments.{what}_steps={value} is a share of the run, whose length in steps is not known "
+                "here; give a number of steps, or max_steps."
+            )
+        setattr(part, by_steps, int(value) if value >= 1 else share_of(total_steps or 0, value))
+
+
+def _set_evaluation(args: TrainingArguments, config: ConfigContainer) -> None:
     validation = config.validation
     validation.eval_iters = args.max_eval_steps if args.max_eval_steps > 0 else None
     if args.metric_for_best_model and args.greater_is_better == is_greater_better(args.metric_for_best_model):
         validation.greater_is_better = None
-    validation.eval_each_epoch = args.eval_strategy == "epoch"
     validation.eval_after_training = args.eval_strategy == "steps"
     if args.eval_strategy == "steps":
-        validation.eval_interval = _steps("eval_steps", args, config, num_samples)
         validation.start_eval_at_iter = share_of(1, args.eval_delay) or None
     elif args.eval_strategy == "epoch":
         validation.start_eval_at_epoch = float(args.eval_delay) or None
@@ -134,20 +161,8 @@ def _set_optimizer(args: TrainingArguments, config: ConfigContainer) -> None:
         config.mixed_precision = "fp16_mixed"
 
 
-def _set_logging(args: TrainingArguments, config: ConfigContainer, num_samples: int | None) -> None:
-    config.logger.log_interval = 0
-    if args.logging_strategy == "steps":
-        config.logger.log_interval = _steps("logging_steps", args, config, num_samples)
-    config.logger.log_on_each_epoch = args.logging_strategy == "epoch"
-    config.logger.logging_level = LOG_LEVELS[args.log_level]
-    config.logger.report_to = tracker_list(args.report_to, "TrainingArguments.report_to") or None
-
-
-def _set_checkpoints(args: TrainingArguments, config: ConfigContainer, num_samples: int | None) -> None:
+def _set_checkpoints(args: TrainingArguments, config: ConfigContainer) -> None:
     checkpoint, strategy = config.checkpoint, args.save_strategy
-    if strategy == "steps":
-        checkpoint.save_interval = _steps("save_steps", args, config, num_samples)
-    checkpoint.save_each_epoch = strategy == "epoch"
     checkpoint.save_on_best = strategy == "best"
     checkpoint.save_at_end = strategy in ("steps", "epoch")
     checkpoint.save_optim = checkpoint.save_rng = not args.save_only_model
@@ -159,7 +174,9 @@ def _set_checkpoints(args: TrainingArguments, config: ConfigContainer, num_sampl
     checkpoint.resume = args.resume_from_checkpoint is not False
 
 
-def _set_distributed(args: TrainingArguments, config: ConfigContainer) -> None:
+def _set_surroundings(args: TrainingArguments, config: ConfigContainer) -> None:
+    config.logger.logging_level = LOG_LEVELS[args.log_level]
+    config.logger.report_to = tracker_list(args.report_to, "TrainingArguments.report_to") or None
     config.dist.distributed_timeout_minutes = args.ddp_timeout / 60
     config.dist.device = "cpu" if args.use_cpu else None
     for name, key in DDP_FIELDS.items():
@@ -178,29 +195,18 @@ def _total_steps(args: TrainingArguments, config: ConfigContainer, num_samples: 
     return steps_of_epochs(args.num_train_epochs, num_samples, batch, args.dataloader_drop_last)
 
 
-def _steps(name: str, args: TrainingArguments, config: ConfigContainer, num_samples: int | None) -> int:
-    """An interval in steps; below 1 it is a share of the run."""
-    value = getattr(args, name)
-    if value >= 1:
-        return int(value)
-    total = _total_steps(args, config, num_samples)
-    if total is None:
-        raise ConfigError(
-            f"TrainingArguments.{name}={value} is a share of the run, whose length in steps is not known here; "
-            "give a number of steps, or max_steps."
-        )
-    return share_of(total, value)
-
-
 def _named_arguments(config: ConfigContainer, world_size: int) -> dict[str, Any]:
     """The configuration in the words that `TrainingArguments` has; the rest is missing or nearly right."""
     named = {name: getattr(getattr(config, part), key) for name, (part, key) in SAME_VALUE.items()}
     named |= _named_run(config, world_size)
-    named |= _named_evaluation(config)
-    named |= _named_logging(config)
+    named |= _named_intervals(config)
     named |= _named_checkpoints(config)
     named |= _named_distributed(config)
-    named |= schedule_arguments(config.scheduler, config.optimizer)
+    named |= _named_schedule(config.scheduler, config.optimizer)
+    levels = {level: name for name, level in LOG_LEVELS.items()}
+    named["log_level"] = levels.get(config.logger.logging_level, "passive")
+    named["report_to"] = tracker_list(config.logger.report_to, "logger.report_to")
+    named["max_eval_steps"] = config.validation.eval_iters or -1
     named["optim"] = "sgd" if config.optimizer.optimizer == "sgd" else "adamw_torch_fused"
     named["max_grad_norm"] = config.optimizer.clip_grad or 0.0
     named["bf16"] = config.mixed_precision in ("bf16_mixed", "bf16-mixed")
@@ -226,43 +232,33 @@ def _named_run(config: ConfigContainer, world_size: int) -> dict[str, Any]:
     return named
 
 
-def _named_evaluation(config: ConfigContainer) -> dict[str, Any]:
-    validation = config.validation
-    named: dict[str, Any] = {"eval_strategy": "no", "max_eval_steps": validation.eval_iters or -1}
-    if validation.eval_interval is not None:
-        named |= {"eval_strategy": "steps", "eval_steps": validation.eval_interval}
-        named["eval_delay"] = validation.start_eval_at_iter or 0
-    elif validation.eval_each_epoch:
-        named |= {"eval_strategy": "epoch", "eval_delay": validation.start_eval_at_epoch or 0}
-    return named
-
-
-def _named_logging(config: ConfigContainer) -> dict[str, Any]:
-    logger = config.logger
-    levels = {level: name for name, level in LOG_LEVELS.items()}
-    named: dict[str, Any] = {"logging_strategy": "no", "log_level": levels.get(logger.logging_level, "passive")}
-    named["report_to"] = tracker_list(logger.report_to, "logger.report_to")
-    if logger.log_interval > 0:
-        named |= {"logging_strategy": "steps", "logging_steps": logger.log_interval}
-    elif logger.log_on_each_epoch:
-        named["logging_strategy"] = "epoch"
+def _named_intervals(config: ConfigContainer) -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for what, (section, by_steps, by_epoch) in INTERVALS.items():
+        part = getattr(config, section)
+        steps = getattr(part, by_steps) or 0
+        if steps > 0:
+            named |= {f"{what}_strategy": "steps", f"{what}_steps": steps}
+        else:
+            named[f"{what}_strategy"] = "epoch" if getattr(part, by_epoch) else "no"
+    if named["eval_strategy"] == "steps":
+        named["eval_delay"] = config.validation.start_eval_at_iter or 0
+    elif named["eval_strategy"] == "epoch":
+        named["eval_delay"] = config.validation.start_eval_at_epoch or 0
+    if named["save_strategy"] == "no" and config.checkpoint.save_on_best:
+        named["save_strategy"] = "best"
     return named
 
 
 def _named_checkpoints(config: ConfigContainer) -> dict[str, Any]:
     checkpoint = config.checkpoint
-    named: dict[str, Any] = {"save_strategy": "no"}
-    if checkpoint.save_interval is not None:
-        named |= {"save_strategy": "steps", "save_steps": checkpoint.save_interval}
-    elif checkpoint.save_each_epoch:
-        named["save_strategy"] = "epoch"
-    elif checkpoint.save_on_best:
-        named["save_strategy"] = "best"
+    named: dict[str, Any] = {
+        "save_only_model": not (checkpoint.save_optim or checkpoint.save_rng),
+        "save_total_limit": checkpoint.most_recent_k if checkpoint.most_recent_k > 0 else None,
+        "resume_from_checkpoint": checkpoint.load or (None if checkpoint.resume else False),
+    }
     if checkpoint.keep_best_n > 0:
         named |= {"preserve_best_model": True, "preserve_n_best": checkpoint.keep_best_n}
-    named["save_only_model"] = not (checkpoint.save_optim or checkpoint.save_rng)
-    named["save_total_limit"] = checkpoint.most_recent_k if checkpoint.most_recent_k > 0 else None
-    named["resume_from_checkpoint"] = checkpoint.load or (None if checkpoint.resume else False)
     return named
 
 
@@ -277,3 +273,101 @@ def _named_distributed(config: ConfigContainer) -> dict[str, Any]:
         if value != getattr(default, key):
             named[name] = max(1, round(value)) if key == "bucket_cap_mb" else value
     return named
+
+
+def _set_schedule(args: TrainingArguments, config: ConfigContainer, total_steps: int | None) -> None:
+    """A warm-up that is a share of the run becomes a number of steps where `total_steps` is known.
+
+    Source: transformers 5.23, optimization.py; the curves of both are compared in the tests.
+    """
+    kwargs = _checked_kwargs(args)
+    config.scheduler.lr_decay_style = STYLES[args.lr_scheduler_type]
+    if args.lr_scheduler_type != "constant":
+        if args.warmup_steps >= 1 or total_steps is not None:
+            config.scheduler.lr_warmup_iters = args.get_warmup_steps(total_steps or 0)
+        elif args.warmup_steps > 0:
+            config.scheduler.lr_warmup_fraction = float(args.warmup_steps)
+    if args.lr_scheduler_type == "cosine_with_min_lr":
+        config.optimizer.min_lr = _min_lr(args.learning_rate, kwargs)
+    elif args.lr_scheduler_type == "warmup_stable_decay":
+        _set_wsd(args, kwargs, config)
+
+
+def _named_schedule(scheduler: SchedulerConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
+    """The schedule in Hugging Face's words, as near as they come; {} for a WSD curve that they cannot say."""
+    share = scheduler.lr_warmup_fraction
+    warmup: int | float = scheduler.lr_warmup_iters
+    if not warmup and share is not None and share < 1:  # Hugging Face's `warmup_steps` below 1 is a share
+        warmup = share
+    style, min_lr = scheduler.lr_decay_style, optimizer.min_lr
+    named: dict[str, Any] = {"lr_scheduler_type": style}
+    if style == "WSD":
+        named = _wsd_arguments(scheduler, optimizer)
+    elif style == "cosine" and min_lr is not None:
+        named = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": min_lr}}
+    elif style == "constant":
+        named = {"lr_scheduler_type": "constant_with_warmup" if warmup else "constant"}
+    elif style == "inverse-square-root":
+        named = {"lr_scheduler_type": "inverse_sqrt"} if warmup else {}
+    return {**named, "warmup_steps": warmup}
+
+
+def _checked_kwargs(args: TrainingArguments) -> dict[str, Any]:
+    kwargs = args.lr_scheduler_kwargs
+    if isinstance(kwargs, str):
+        raise ConfigError(f"TrainingArguments.lr_scheduler_kwargs={kwargs!r} must be a dictionary.")
+    kwargs = kwargs or {}
+    name = args.lr_scheduler_type
+    for key in kwargs:
+        if key not in _KWARGS.get(name, ()):
+            allowed = ", ".join(_KWARGS.get(name, ())) or "nothing"
+            raise ConfigError(f"lr_scheduler_kwargs of {name!r} has {key!r}; supported here: {allowed}.")
+    if kwargs.get("num_cycles", 0.5) != 0.5:
+        raise ConfigError(f"lr_scheduler_kwargs num_cycles={kwargs['num_cycles']} must be 0.5: one half of a cosine.")
+    if kwargs.get("warmup_type", "linear") != "linear":
+        raise ConfigError(f"lr_scheduler_kwargs warmup_type={kwargs['warmup_type']!r} must be 'linear'.")
+    if name == "inverse_sqrt":
+        timescale = kwargs.get("timescale")
+        if args.warmup_steps == 0:
+            raise ConfigError("lr_scheduler_type='inverse_sqrt' takes warmup_steps > 0: its time scale is the warm-up.")
+        if timescale is not None and timescale != args.warmup_steps:
+            raise ConfigError(f"lr_scheduler_kwargs timescale={timescale} must equal warmup_steps={args.warmup_steps}.")
+    return kwargs
+
+
+def _min_lr(lr: float, kwargs: dict[str, Any]) -> float:
+    given = [kwargs[key] for key in ("min_lr", "min_lr_rate") if kwargs.get(key) is not None]
+    if len(given) != 1:
+        raise ConfigError(
+            "lr_scheduler_type='cosine_with_min_lr' takes lr_scheduler_kwargs with one of min_lr, min_lr_rate."
+        )
+    return float(given[0]) if kwargs.get("min_lr") is not None else lr * float(given[0])
+
+
+def _set_wsd(args: TrainingArguments, kwargs: dict[str, Any], config: ConfigContainer) -> None:
+    steps, decay_type = kwargs.get("num_decay_steps"), kwargs.get("decay_type", "cosine")
+    if not isinstance(steps, int) or steps <= 0:
+        raise ConfigError(
+            "lr_scheduler_type='warmup_stable_decay' takes lr_scheduler_kwargs={'num_decay_steps': <steps>}."
+        )
+    if decay_type not in WSD_STYLES:
+        raise ConfigError(f"lr_scheduler_kwargs decay_type={decay_type!r} must be {' | '.join(WSD_STYLES)}.")
+    config.scheduler.lr_wsd_decay_iters = steps
+    config.scheduler.lr_wsd_decay_style = WSD_STYLES[decay_type]
+    ratio = float(kwargs.get("min_lr_ratio", 0.0))
+    if ratio:
+        # Hugging Face's warm-up of this schedule starts at the minimum, not at 0.
+        config.optimizer.min_lr = config.scheduler.lr_warmup_init = args.learning_rate * ratio
+
+
+def _wsd_arguments(scheduler: SchedulerConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
+    names = {ours: theirs for theirs, ours in WSD_STYLES.items()}
+    if scheduler.lr_wsd_decay_iters is None or scheduler.lr_wsd_decay_style not in names:
+        return {}
+    kwargs: dict[str, Any] = {
+        "num_decay_steps": scheduler.lr_wsd_decay_iters,
+        "decay_type": names[scheduler.lr_wsd_decay_style],
+    }
+    if optimizer.min_lr and optimizer.lr:
+        kwargs["min_lr_ratio"] = optimizer.min_lr / optimizer.lr
+    return {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": kwargs}

@@ -23,13 +23,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from onstep.config.derived import fill
-from onstep.config.keys import leaves, to_flat, typed_copy
-from onstep.config.load import from_dict, merge
+from onstep.config.load import OPTIONS, from_dict, leaves, merge, not_a_choice, to_flat, typed_copy
 from onstep.config.part import TRAJECTORY, ChangeClass, ConfigPart
 from onstep.config.parts import ConfigContainer
-from onstep.config.rules import OPTIONS, not_a_choice
-from onstep.config.validate import validate
+from onstep.config.validate import fill, validate
 from onstep.errors import ConfigError
 
 OPEN_SECTIONS = ("trainer", "env_vars")
@@ -138,7 +135,7 @@ def changes(stored: ConfigContainer | Mapping[str, Any], today: ConfigContainer)
     old, new = _flat(before), _flat(today)
     found = [
         Change(key, old.get(key, ABSENT), new.get(key, ABSENT), classify(key))
-        for key in _in_order(new, old)
+        for key in new | old
         if old.get(key, ABSENT) != new.get(key, ABSENT)
     ]
     differing = {one.key for one in found}
@@ -184,7 +181,11 @@ def decide(found: Sequence[Change], today: ConfigContainer, policy: str, world_s
     put_back = [*of_the_schedule] if scheduler.use_checkpoint_opt_param_scheduler else []
     put_back += moved if policy == "keep" else []
     for one in put_back:
-        _put_back(config, one)
+        section, _, name = one.key.partition(".")
+        if one.old is ABSENT:  # an entry of a dictionary
+            getattr(config, section).pop(name)
+        else:
+            merge(config, {one.key: one.old})
     if put_back:
         validate(config, world_size)
     return config
@@ -228,51 +229,25 @@ def _read(stored: ConfigContainer | Mapping[str, Any]) -> tuple[ConfigContainer,
     """A stored configuration; the keys that it lacks; the values whose keys do not exist any more."""
     if isinstance(stored, ConfigContainer):
         return stored, [], {}
-    known, gone = _split(stored, ConfigContainer(), "")
+    blank = ConfigContainer()
+    known: dict[str, Any] = {}
+    gone: dict[str, Any] = {}
+    keys = {key for key, _, _ in leaves(blank)} | set(blank.field_names())
+    for section, values in stored.items():
+        has_fields = isinstance(getattr(blank, section, None), ConfigPart) and isinstance(values, Mapping)
+        inner = {f"{section}.{name}": value for name, value in values.items()} if has_fields else {section: values}
+        for key, value in inner.items():
+            (known if key in keys else gone)[key] = value
     config = from_dict(known)
     missing = [key for key, _, _ in leaves(config) if key not in known]
     return fill(config, 1), missing, gone
 
 
-def _split(values: Mapping[str, Any], part: ConfigPart, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Stored values by dotted key: those that this version has, and those that it has not."""
-    known: dict[str, Any] = {}
-    gone: dict[str, Any] = {}
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        current = getattr(part, name) if name in part.field_names() else None
-        if name not in part.field_names():
-            gone[key] = value
-        elif isinstance(current, ConfigPart) and isinstance(value, Mapping):
-            inner, inner_gone = _split(value, current, f"{key}.")
-            known |= inner
-            gone |= inner_gone
-        else:
-            known[key] = value
-    return known, gone
-
-
 def _flat(config: ConfigContainer) -> dict[str, Any]:
-    """Every value by its dotted key, the entries of open dictionaries too."""
     flat = to_flat(config)
     for section in OPEN_SECTIONS:
         flat |= {f"{section}.{name}": value for name, value in flat.pop(section).items()}
     return flat
-
-
-def _in_order(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:
-    return [*new, *(key for key in old if key not in new)]
-
-
-def _put_back(config: ConfigContainer, change: Change) -> None:
-    section, _, name = change.key.partition(".")
-    if section in OPEN_SECTIONS:
-        entries = getattr(config, section)
-        entries.pop(name, None)
-        if change.old is not ABSENT:
-            entries[name] = change.old
-    else:
-        merge(config, {change.key: change.old})
 
 
 def _listed(found: Sequence[Change]) -> str:

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onstep.config.part import SAFE, ConfigPart, nearest, option
+from onstep.config.part import SAFE, Bound, ConfigPart, nearest, option
 from onstep.errors import ConfigError
+
+_TIMING_LEVEL = Bound(
+    "-1 (nothing), 0 (set-up, saves, evaluations), 1 (also the parts of a step) or 2 (also its micro-batches)",
+    lambda level: -1 <= level <= 2,
+)
 
 
 @dataclass
@@ -34,7 +39,7 @@ class LoggerConfig(ConfigPart):
     """Report the L2 norm of all parameters."""
     log_throughput: bool = option(False, SAFE)
     """Show TFLOP/s per device in the console line."""
-    timing_log_level: int = option(0, SAFE)
+    timing_log_level: int = option(0, SAFE, _TIMING_LEVEL)
     """What is timed: -1 nothing | 0 set-up, saves and evaluations | 1 also the parts of a step | 2 also its
     micro-batches. With 1 and 2 the device is waited for, and times are printed at logged steps."""
     timing_log_option: str = option("minmax", SAFE, choices=("max", "minmax", "all"))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onstep.config.part import INCOMPATIBLE, SAFE, TRAJECTORY, ConfigPart, option
+from onstep.config.part import INCOMPATIBLE, SAFE, TRAJECTORY, Bound, ConfigPart, option
+
+_SHARE = Bound("above 0 and below 1: the share of a healthy speed; such as 0.7", lambda share: 0 < share < 1)
 
 
 @dataclass
@@ -146,7 +148,7 @@ class StragglerDetectionConfig(ConfigPart):
     """Listen on that port."""
     disable_straggler_on_startup: bool = option(False, SAFE)
     """Wait for that request before anything is measured."""
-    threshold: float = option(0.7, SAFE)
+    threshold: float = option(0.7, SAFE, _SHARE)
     """A rank is slow whose speed, by its own data and computation, is below this share of the median rank's."""
     stop_if_detected: bool = option(False, SAFE)
     """Save and leave when a rank is slow."""
@@ -166,9 +168,9 @@ class NVRxStragglerDetectionConfig(ConfigPart):
     """Compare each GPU with its own past."""
     num_gpu_perf_scores_to_print: int = option(5, SAFE, bound=">= 0")
     """Best and worst scores to print; 0 prints none."""
-    gpu_relative_perf_threshold: float = option(0.7, SAFE)
+    gpu_relative_perf_threshold: float = option(0.7, SAFE, _SHARE)
     """A GPU below this share of the fastest is slow."""
-    gpu_individual_perf_threshold: float = option(0.7, SAFE)
+    gpu_individual_perf_threshold: float = option(0.7, SAFE, _SHARE)
     """A GPU below this share of its own best is slow."""
     stop_if_detected: bool = option(False, SAFE)
     """Save and leave when a GPU is slow."""

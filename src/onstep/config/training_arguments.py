@@ -12,12 +12,19 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
 from typing import Any, TypeVar
 
-from onstep.config.argument_rules import LOG_LEVELS, OPTIMIZERS, RENAMED, SCHEDULES, argument, check_arguments
+from onstep.config.argument_rules import (
+    LOG_LEVELS,
+    OPTIMIZERS,
+    RENAMED,
+    STYLES,
+    ReservedArguments,
+    argument,
+    check_arguments,
+    check_reserved,
+)
 from onstep.config.lengths import share_of
-from onstep.config.part import nearest
+from onstep.config.part import coerce, field_types, nearest
 from onstep.config.reporting import DEFAULT_PROJECT, tracker_list
-from onstep.config.reserved_arguments import ReservedArguments, check_reserved
-from onstep.config.typed import coerce, field_types
 from onstep.errors import ConfigError
 
 Arguments = TypeVar("Arguments", bound=type)
@@ -73,7 +80,7 @@ class TrainingArguments(ReservedArguments):
     max_steps: int = -1
     """Optimizer steps, where > 0."""
     learning_rate: float = argument(5e-5, "optimizer.lr", bound=">= 0")
-    lr_scheduler_type: str = argument("linear", choices=SCHEDULES)
+    lr_scheduler_type: str = argument("linear", choices=tuple(STYLES))
     """linear | cosine | cosine_with_min_lr | constant | constant_with_warmup | inverse_sqrt | warmup_stable_decay"""
     lr_scheduler_kwargs: dict[str, Any] | str | None = None
     warmup_steps: int | float = argument(0, bound=">= 0")
@@ -228,18 +235,15 @@ class TrainingArguments(ReservedArguments):
             self.eval_steps = self.logging_steps
         if self.eval_strategy != "no":
             self.do_eval = True
-        self._settle_best()
-        if self.greater_is_better is None and self.metric_for_best_model is not None:
-            self.greater_is_better = is_greater_better(self.metric_for_best_model)
-
-    def _settle_best(self) -> None:
-        """One metric chooses the best checkpoints, under whichever of its two names it was given."""
+        # one metric chooses the best checkpoints, under whichever of its two names it was given
         if self.metric_for_best_model is None and self.preserve_best_model:
             self.metric_for_best_model = self.best_model_metric
         if self.metric_for_best_model is None and self.load_best_model_at_end:
             self.metric_for_best_model = "loss"
         if self.greater_is_better is None and self.preserve_best_model:
             self.greater_is_better = self.best_model_greater_is_better
+        if self.greater_is_better is None and self.metric_for_best_model is not None:
+            self.greater_is_better = is_greater_better(self.metric_for_best_model)
 
     @property
     def train_batch_size(self) -> int:

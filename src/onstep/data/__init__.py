@@ -7,32 +7,23 @@ with a loss on the answers (`build_chat_file`, `PackedDataset`). Loaders hand a 
 iterator, `EvalLoader` for evaluation; `as_step_source` makes a `StepSource` of whatever a user gives.
 """
 
-from onstep.data.blend import BlendedDataset
-from onstep.data.boundaries import Boundaries
 from onstep.data.bpe import learn_bpe
-from onstep.data.build import build_datasets, tokenizer_source
-from onstep.data.chat_dataset import ChatDataset, PackedDataset
-from onstep.data.chat_file import ChatFile, build_chat_file
+from onstep.data.build import build_datasets, split_documents, split_tokens, tokenizer_source
+from onstep.data.chat_dataset import ChatDataset, ChatFile, PackedDataset, build_chat_file
 from onstep.data.chat_records import ChatFiles, ChatKeys, ChatRows, ChatSource
 from onstep.data.chat_template import EncodedChat, PlainTemplate, TokenizerTemplate, template_for
-from onstep.data.collate import PaddingCollator, default_data_collator
-from onstep.data.corpus import default_corpus_files, find_files, iter_documents
+from onstep.data.corpus import DocumentSource, default_corpus_files, find_files, iter_documents
 from onstep.data.eval_loader import EvalLoader
-from onstep.data.fetch import is_map_style
+from onstep.data.fetch import PaddingCollator, default_data_collator, is_map_style
 from onstep.data.indexed_file import IndexedFile, write_indexed_dataset
-from onstep.data.iterable_loader import IterableLoader
-from onstep.data.iterator_reader import IteratorReader
 from onstep.data.loader import TrainLoader
 from onstep.data.made_once import default_cache_dir
-from onstep.data.order import SampleOrder
-from onstep.data.rows import RowLayout
-from onstep.data.sources import DocumentSource
-from onstep.data.splits import split_documents, split_tokens
+from onstep.data.order import RowLayout, SampleOrder
 from onstep.data.step_batches import Batch, StepBatches, StepSource
-from onstep.data.step_source import ForeignReader, as_step_source
-from onstep.data.token_build import build_token_file
-from onstep.data.token_dataset import TokenDataset
-from onstep.data.token_file import TokenFile
+from onstep.data.step_source import ForeignReader, IteratorReader, as_step_source
+from onstep.data.stream import IterableLoader
+from onstep.data.token_dataset import BlendedDataset, Boundaries, TokenDataset
+from onstep.data.token_file import TokenFile, build_token_file
 from onstep.data.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer, tokenizer_in_run
 
 __all__ = [

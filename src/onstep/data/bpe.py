@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from onstep.data.corpus import not_utf8
-from onstep.data.made_once import cache_folder, made_once
-from onstep.data.sources import DocumentSource
+from onstep.data.corpus import DocumentSource, not_utf8
+from onstep.data.made_once import made_once, write_text
 from onstep.data.tokenizers import TokenizersTokenizer
 from onstep.errors import DataError, MissingExtraError
 
@@ -46,18 +44,13 @@ def learn_bpe(
     size = DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
     if size < SMALLEST_VOCAB_SIZE:
         raise DataError(f"tokenizer.vocab_size={size} must be >= {SMALLEST_VOCAB_SIZE}: all bytes and the end token")
-    digest = hashlib.blake2b(f"{_FORMAT}\0{size}".encode(), digest_size=16)
-    source.add_to(digest)
-    path = cache_folder(cache_dir) / f"{digest.hexdigest()}.bpe.json"
 
-    def make() -> TokenizersTokenizer:
-        text = _learn(source, size, "Learning BPE" if show_progress else None)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+    def make(path: Path) -> TokenizersTokenizer:
+        write_text(path, _learn(source, size, "Learning BPE" if show_progress else None))
         return TokenizersTokenizer(path)
 
-    return made_once(path, lambda: _find(path), make, wait_for_other=wait_for_other)
+    described = f"{_FORMAT}\0{size}"
+    return made_once(source, described, ".bpe.json", cache_dir, _find, make, wait_for_other=wait_for_other)
 
 
 def _find(path: Path) -> TokenizersTokenizer | None:
@@ -86,34 +79,31 @@ def _learn(source: DocumentSource, size: int, label: str | None) -> str:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    counts = _Counted(source, label)
-    tokenizer.train_from_iterator(counts.pieces(), trainer)
-    # A process that is forked after the library's threads were used, such as a data loader's worker, must not use them;
-    # unless told so, the library warns in each.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if not counts.num_letters:
-        raise DataError(f"the corpus is empty: no text in {source.name}; give files with text")
-    return json.dumps(json.loads(tokenizer.to_str()), indent=1, ensure_ascii=False)
+    num_letters = 0
 
-
-class _Counted:
-    """The texts of a source in pieces, counted."""
-
-    def __init__(self, source: DocumentSource, label: str | None) -> None:
-        self._source = source
-        self._label = label
-        self.num_letters = 0
-
-    def pieces(self) -> Iterator[str]:
-        """Pieces of the documents, each of whole lines where lines are not longer than a piece."""
-        for document in self._source.documents(self._label):
+    def texts() -> Iterator[str]:
+        nonlocal num_letters
+        for document in source.documents(label):
             try:
                 text = document.data.decode("utf-8")
             except UnicodeDecodeError as error:
                 raise not_utf8(document, error) from error
-            self.num_letters += len(text)
-            start = 0
-            while start < len(text):
-                end = text.find("\n", start + _PIECE_LETTERS) + 1 or len(text)
-                yield text[start:end]
-                start = end
+            num_letters += len(text)
+            yield from _pieces(text)
+
+    tokenizer.train_from_iterator(texts(), trainer)
+    # A process that is forked after the library's threads were used, such as a data loader's worker, must not use them;
+    # unless told so, the library warns in each.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not num_letters:
+        raise DataError(f"the corpus is empty: no text in {source.name}; give files with text")
+    return json.dumps(json.loads(tokenizer.to_str()), indent=1, ensure_ascii=False)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The text in pieces, each of whole lines where lines are not longer than a piece."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + _PIECE_LETTERS) + 1 or len(text)
+        yield text[start:end]
+        start = end

@@ -1,23 +1,174 @@
-"""Training sequences of conversations, with a loss on the answers."""
+"""Training sequences of conversations, with a loss on the answers, and the token files that they are cut from."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from onstep.data.boundaries import IGNORE_INDEX
-from onstep.data.chat_file import ChatFile
-from onstep.data.packing import first_fit
+from onstep.data.chat_records import ChatSource
+from onstep.data.chat_template import EncodedChat, template_for
+from onstep.data.made_once import made_once
+from onstep.data.token_dataset import IGNORE_INDEX
+from onstep.data.token_file import TokenFile, check_ids, find_token_file, token_dtype, write_tokens
+from onstep.data.tokenizers import Tokenizer
 from onstep.errors import DataError
 
 _LOGGER = logging.getLogger(__name__)
 
 _Ids = npt.NDArray[np.int64]
+
+_FORMAT = "onstep chat 1"
+_NEVER = np.iinfo(np.int64).max
+
+
+@dataclass
+class ChatFile:
+    """Conversations of a corpus. It travels to workers by its paths.
+
+    `values` holds ``2 * id + (1 if trained on)`` for each token, one conversation after the other; `index` holds where
+    each ends and where its first token stands that is trained on.
+    """
+
+    values: TokenFile
+    index: TokenFile
+
+    def __len__(self) -> int:
+        """Conversations."""
+        return self.index.num_tokens // 2
+
+    @property
+    def lengths(self) -> _Ids:
+        """Tokens of each conversation."""
+        return np.diff(self._table[:, 0], prepend=0)
+
+    @property
+    def first_trained(self) -> _Ids:
+        """The first token of each conversation, from its start, that is a label; far beyond its end for none."""
+        return self._table[:, 1]
+
+    def read(self, number: int) -> EncodedChat:
+        """The tokens of one conversation."""
+        start = int(self._table[number - 1, 0]) if number else 0
+        values = self.values.read(start, int(self._table[number, 0])).astype(np.int64)
+        return EncodedChat(values >> 1, (values & 1).astype(np.bool_))
+
+    @property
+    def _table(self) -> _Ids:
+        table: _Ids = self.index.tokens.reshape(-1, 2)
+        return table
+
+
+def build_chat_file(
+    source: ChatSource,
+    tokenizer: Tokenizer,
+    cache_dir: str | Path | None,
+    *,
+    show_progress: bool,
+    wait_for_other: bool = False,
+) -> ChatFile:
+    """The tokens of the conversations of `source`, from the cache or made now; see `build_token_file` for the sharing.
+
+    Raises:
+        DataError: for conversations that are not of the documented form, or none at all.
+    """
+    template = template_for(tokenizer)
+
+    entries: list[tuple[int, int]] = []
+
+    def values() -> Iterator[npt.NDArray[Any]]:
+        end = 0
+        for messages, place in source.conversations("Tokenizing" if show_progress else None):
+            chat = template.encode(messages, place)
+            check_ids(chat.ids, tokenizer, place)
+            end += chat.ids.size
+            labels = chat.trained[1:]  # the very first token of a conversation follows nothing
+            entries.append((end, int(labels.argmax()) + 1 if labels.any() else _NEVER))
+            yield 2 * chat.ids + chat.trained
+
+    def make(path: Path) -> ChatFile:
+        """Writes the values, then the index, without which they are not found."""
+        empty = f"the corpus is empty: no conversations in {source.name}"
+        written = write_tokens(path, token_dtype(2 * tokenizer.vocab_size), values(), path.stem, empty)
+        table = np.array(entries, dtype=np.int64)
+        return ChatFile(written, write_tokens(_index_path(path), "<i8", [table], _index_source(written), empty))
+
+    described = f"{_FORMAT}\0{template.fingerprint}"
+    return made_once(source, described, ".tokens", cache_dir, _find, make, wait_for_other=wait_for_other)
+
+
+def _index_path(path: Path) -> Path:
+    return path.with_name(f"{path.stem}-index.tokens")
+
+
+def _find(path: Path) -> ChatFile | None:
+    values, index = find_token_file(path), find_token_file(_index_path(path))
+    if values is None or index is None or index.source != _index_source(values):
+        return None
+    return ChatFile(values, index)
+
+
+def _index_source(values: TokenFile) -> str:
+    return f"{values.source} {values.content_hash}"
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The items of each bin, one bin after the other."""
+
+    items: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    """Where in `items` each bin ends."""
+
+    def __len__(self) -> int:
+        """Bins."""
+        return int(self.ends.size)
+
+    def bin(self, number: int) -> list[int]:
+        """The items of one bin, in the order they came."""
+        start = int(self.ends[number - 1]) if number else 0
+        found: list[int] = self.items[start : int(self.ends[number])].tolist()
+        return found
+
+
+def first_fit(lengths: Sequence[int], capacity: int) -> Packing:
+    """Each item, in order, goes into the first bin that has room for it, else into a new one.
+
+    Every length must be between 1 and `capacity`. A tree over the bins' room finds the bin: items times the logarithm
+    of bins.
+
+    Source: Johnson et al., "Worst-Case Performance Bounds for Simple One-Dimensional Packing Algorithms" (1974).
+    """
+    size = 1
+    while size < len(lengths):
+        size *= 2
+    room = [capacity] * (2 * size)  # the largest room below each node; node 1 is the root, leaves begin at `size`
+    bins = np.empty(len(lengths), dtype=np.int64)
+    for number, length in enumerate(lengths):
+        node = 1
+        while node < size:
+            node *= 2
+            if room[node] < length:
+                node += 1
+        bins[number] = node - size
+        room[node] -= length
+        node //= 2
+        while node:
+            left, right = room[2 * node], room[2 * node + 1]
+            largest = left if left > right else right
+            if room[node] == largest:
+                break
+            room[node] = largest
+            node //= 2
+    return Packing(np.argsort(bins, kind="stable"), np.cumsum(np.bincount(bins)))
 
 
 class ChatDataset(Dataset[dict[str, torch.Tensor]]):
@@ -105,18 +256,9 @@ class PackedDataset(ChatDataset):
     each conversation is in exactly one.
     """
 
-    def __init__(
-        self,
-        chats: ChatFile,
-        seq_length: int,
-        pad_id: int,
-        *,
-        start: int = 0,
-        end: int | None = None,
-        warns: bool = True,
-    ) -> None:
-        super().__init__(chats, seq_length, pad_id, start=start, end=end, warns=warns)
-        self._packing = first_fit(self._lengths.tolist(), seq_length)
+    @cached_property
+    def _packing(self) -> Packing:
+        return first_fit(self._lengths.tolist(), self.seq_length)
 
     def __len__(self) -> int:
         return len(self._packing)

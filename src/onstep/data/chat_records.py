@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from onstep.data.corpus import Document
+from onstep.data.corpus import Document, add_file, read_record
 from onstep.data.hf_rows import fingerprint_of, rows_of
-from onstep.data.sources import add_file
+from onstep.data.made_once import Source
 from onstep.errors import DataError
 
 Message = dict[str, Any]
@@ -55,15 +54,8 @@ class ChatKeys:
         ]
 
 
-class ChatSource(Protocol):
+class ChatSource(Source, Protocol):
     """Conversations in a fixed order."""
-
-    @property
-    def name(self) -> str:
-        """What messages call it."""
-
-    def add_to(self, digest: Any) -> None:
-        """Update the hash `digest` with all that the conversations depend on."""
 
     def conversations(self, label: str | None) -> Iterator[tuple[list[Message], str]]:
         """The messages of each and its place; `label` names the progress bar, None shows none."""
@@ -73,13 +65,10 @@ class ChatFiles:
     """The conversations of JSONL files, a record a line."""
 
     def __init__(self, files: Sequence[Path], keys: ChatKeys) -> None:
+        self.name = ", ".join(map(str, files[:3]))
+        """The first files."""
         self._files = files
         self._keys = keys
-
-    @property
-    def name(self) -> str:
-        """The first files."""
-        return ", ".join(map(str, self._files[:3]))
 
     def add_to(self, digest: Any) -> None:
         """The keys and each file's content."""
@@ -97,7 +86,7 @@ class ChatFiles:
                         bar.update(len(line))
                         if line.strip():
                             place = f"{path}:{number}"
-                            yield self._keys.read(_record(line, place), place), place
+                            yield self._keys.read(read_record(line, place), place), place
 
 
 class ChatRows:
@@ -138,16 +127,6 @@ class ChatTexts:
                 content = message.get("content")
                 if isinstance(content, str) and content:
                     yield Document(content.encode("utf-8", "surrogatepass"), Path(place))
-
-
-def _record(line: bytes, place: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError as error:  # malformed JSON or bytes that are not UTF-8
-        raise DataError(f"{place} is not a JSON record: {error}; each line must hold one JSON object") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{place} holds a JSON {type(record).__name__}; each line must hold one JSON object")
-    return record
 
 
 def _checked(messages: Any, place: str) -> list[Message]:

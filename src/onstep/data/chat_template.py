@@ -174,11 +174,7 @@ class TokenizerTemplate:
         return list(encoding["input_ids"]), [(start + a, start + b) for a, b in encoding["offset_mapping"]]
 
     def _encode_with_text(self, messages: Sequence[Message], text: str, whole: _Encoded, place: str) -> _Encoded:
-        """The ids where special tokens that stand in the messages are text, not those of the template.
-
-        Raises:
-            DataError: where they cannot be told apart.
-        """
+        """The ids where special tokens that stand in the messages are text, not those of the template."""
         guarded = [{key: self._guarded(value) for key, value in message.items()} for message in messages]
         parts = _GUARDS.split(self._render(guarded, place))
         ends = np.cumsum([len(part) for part in parts]).tolist()

@@ -7,9 +7,8 @@ from itertools import islice
 from typing import Any
 
 from onstep.data.fetch import Collate, is_map_style, length_of, samples_in
-from onstep.data.order import SampleOrder
+from onstep.data.order import RowLayout, SampleOrder, rows_of_epoch
 from onstep.data.row_reader import RowReader
-from onstep.data.rows import RowLayout, rows_of_epoch
 from onstep.data.step_batches import StepBatches, step_of
 from onstep.data.stream import StreamReader
 from onstep.errors import DataError
@@ -18,7 +17,7 @@ from onstep.errors import DataError
 class EvalLoader:
     """Gives the global batches of a dataset in order, the shorter tail included.
 
-    A global batch is `num_microbatches` rows (see `onstep.data.rows`); in the tail a rank without a sample repeats one
+    A global batch is `num_microbatches` rows (see `onstep.data.order`); in the tail a rank without a sample repeats one
     as a filler, so that every rank has the same number of micro-batches. Iterable datasets, and with
     ``already_batched=True`` loaders of ready batches, work too; they must start afresh each time they are iterated.
     Random numbers drawn in workers are the same in each pass.
@@ -46,12 +45,11 @@ class EvalLoader:
         self._num_microbatches = num_microbatches
         self._already_batched = already_batched
         self._dataset = dataset
-        self._indexed: RowReader | None = None
-        self._streamed: StreamReader | None = None
+        self._reader: RowReader | StreamReader
         if is_map_style(dataset) and not already_batched:
-            self._indexed = RowReader(dataset, collate_fn, num_workers=num_workers, pin_memory=pin_memory)
+            self._reader = RowReader(dataset, collate_fn, num_workers=num_workers, pin_memory=pin_memory)
         else:
-            self._streamed = StreamReader(
+            self._reader = StreamReader(
                 dataset, self._layout, collate_fn, already_batched, num_workers=num_workers, pin_memory=pin_memory
             )
         if length_of(dataset) == 0:
@@ -93,8 +91,7 @@ class EvalLoader:
             yield step_of(taken)
 
     def _open(self) -> Iterator[StepBatches]:
-        if self._streamed is not None:
-            return self._streamed.open()
-        assert self._indexed is not None
+        if isinstance(self._reader, StreamReader):
+            return self._reader.open()
         order = SampleOrder(len(self._dataset), seed=0, epoch=0, shuffle=False)
-        return self._indexed.open(rows_of_epoch(order, self._layout, start=0), epoch=0)
+        return self._reader.open(rows_of_epoch(order, self._layout, start=0), epoch=0)

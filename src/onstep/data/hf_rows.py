@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from tqdm import tqdm
 
-from onstep.data.corpus import Document
+from onstep.data.corpus import JSONL_SUFFIXES, Document, is_visible
 from onstep.errors import DataError, MissingExtraError
+
+T = TypeVar("T")
 
 _READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".json": ("json", {}),
@@ -26,28 +28,23 @@ _READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".tsv": ("csv", {"sep": "\t"}),
 }
 """Which of the library's readers takes a file; none of them runs what it reads."""
-_SPLIT_WORDS = {
-    "validation": "validation",
-    "valid": "validation",
-    "val": "validation",
-    "dev": "validation",
-    "test": "test",
-    "testing": "test",
-    "eval": "test",
-    "evaluation": "test",
-}
+_READ_BY_LIBRARY = frozenset(_READERS) - JSONL_SUFFIXES
 _VALIDATION, _TEST = ("validation", "valid", "val", "dev"), ("test",)
+_SPLIT_WORDS = {
+    **dict.fromkeys(_VALIDATION, "validation"),
+    **dict.fromkeys((*_TEST, "testing", "eval", "evaluation"), "test"),
+}
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _ROWS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
-class OwnSplits:
+class OwnSplits(Generic[T]):
     """A dataset's splits: the one to train on, and what it has of its own to evaluate on."""
 
-    train: Any
-    valid: Any
-    test: Any
+    train: T
+    valid: T | None
+    test: T | None
 
 
 class RowSource:
@@ -59,7 +56,8 @@ class RowSource:
 
     def __init__(self, dataset: Any, text_key: str, name: str) -> None:
         if text_key not in dataset.column_names:
-            raise DataError(f"{name} has no column {text_key!r} (it has {_listed(dataset)}); set dataset.text_key")
+            columns = ", ".join(map(repr, dataset.column_names)) or "none"
+            raise DataError(f"{name} has no column {text_key!r} (it has {columns}); set dataset.text_key")
         self.name = name
         self._rows = dataset.select_columns([text_key])
         self._text_key = text_key
@@ -101,7 +99,7 @@ def fingerprint_of(dataset: Any) -> str:
 
 def load_own_splits(
     paths: Sequence[str], *, subset: str | None, split: str, columns: Sequence[str], show_progress: bool
-) -> OwnSplits:
+) -> OwnSplits[Any]:
     """The split `split` of the datasets in `paths`, one after the other, and their own validation and test splits.
 
     A path is a folder of `save_to_disk`, a json, parquet, arrow or csv file, a glob or folder of such, or a name on the
@@ -132,8 +130,8 @@ def load_own_splits(
             raise DataError(
                 f"the dataset {path!r} has no split {split!r}; set dataset.hf_split to one of {list(found)}"
             )
-    join = _Joiner(datasets, columns)
-    return OwnSplits(join(loaded, split), join(loaded, valid_name), join(loaded, test_name))
+    by_name = [[found[name] for found in loaded if name in found] for name in (split, valid_name, test_name)]
+    return OwnSplits(*(_joined(datasets, parts, columns) for parts in by_name))
 
 
 def is_rows(path: str) -> bool:
@@ -142,34 +140,25 @@ def is_rows(path: str) -> bool:
     if given.is_dir():
         if _is_saved(given):
             return True
-        suffixes = {file.suffix for file in _visible_files(given)}
-        return bool(suffixes & {".parquet", ".arrow", ".csv", ".tsv", ".json"})
+        return any(file.suffix in _READ_BY_LIBRARY for file in _visible_files(given))
     if given.is_file() or glob.has_magic(path):
-        return given.suffix in {".parquet", ".arrow", ".csv", ".tsv", ".json"}
+        return given.suffix in _READ_BY_LIBRARY
     return bool(_HUB_NAME.fullmatch(path)) and given.suffix not in _READERS
 
 
-class _Joiner:
-    """Datasets one after the other, with the columns that are read."""
+def _joined(datasets: Any, parts: Sequence[Any], columns: Sequence[str]) -> Any:
+    """Datasets one after the other, with the columns that are read; None for no dataset.
 
-    def __init__(self, datasets: Any, columns: Sequence[str]) -> None:
-        self._datasets = datasets
-        self._columns = columns
-
-    def __call__(self, loaded: Sequence[dict[str, Any]], split: str | None) -> Any:
-        parts = [found[split] for found in loaded if split in found]
-        if not parts:
-            return None
-        parts = [self._read_columns(part) for part in parts]
-        try:
-            return parts[0] if len(parts) == 1 else self._datasets.concatenate_datasets(parts)
-        except ValueError as error:
-            raise DataError(f"the datasets of dataset.paths differ in their columns: {error}") from error
-
-    def _read_columns(self, part: Any) -> Any:
-        """A dataset with the columns that are read; one with none of them as it is, for the message that says so."""
-        columns = [column for column in self._columns if column in part.column_names]
-        return part.select_columns(columns) if columns else part
+    One that has none of the columns stays as it is, for the message that says so.
+    """
+    read = [[column for column in columns if column in part.column_names] for part in parts]
+    chosen = [part.select_columns(names) if names else part for part, names in zip(parts, read, strict=True)]
+    if len(chosen) < 2:
+        return chosen[0] if chosen else None
+    try:
+        return datasets.concatenate_datasets(chosen)
+    except ValueError as error:
+        raise DataError(f"the datasets of dataset.paths differ in their columns: {error}") from error
 
 
 def _load(datasets: Any, path: str, subset: str | None) -> dict[str, Any]:
@@ -205,15 +194,11 @@ def _load_files(datasets: Any, path: str) -> dict[str, Any]:
         )
     by_split: dict[str, list[str]] = {}
     for file in files:
-        name = _split_in_name(file.relative_to(given)) if given.is_dir() else "train"
+        words = re.split(r"[^a-z]+", str(file.relative_to(given)).lower()) if given.is_dir() else []
+        name = next((_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS), "train")
         by_split.setdefault(name, []).append(str(file.absolute()))
     reader, options = _READERS[files[0].suffix]
     return dict(datasets.load_dataset(reader, data_files=by_split, **options))
-
-
-def _split_in_name(path: Path) -> str:
-    words = re.split(r"[^a-z]+", str(path).lower())
-    return next((_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS), "train")
 
 
 def _is_saved(folder: Path) -> bool:
@@ -222,11 +207,7 @@ def _is_saved(folder: Path) -> bool:
 
 def _visible_files(folder: Path) -> list[Path]:
     found = (Path(root, name) for root, _, names in os.walk(folder) for name in names)
-    return sorted(f for f in found if not any(part.startswith(".") for part in f.relative_to(folder).parts))
-
-
-def _listed(dataset: Any) -> str:
-    return ", ".join(map(repr, dataset.column_names)) or "none"
+    return sorted(file for file in found if is_visible(file, folder))
 
 
 @contextmanager

@@ -50,7 +50,13 @@ class IndexedFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], vocab_size: int | None = None) -> None:
-        self.index_path, self.tokens_path = indexed_paths(path)
+        self.index_path, self.tokens_path = _paths_of(path)
+        for file in (self.index_path, self.tokens_path):
+            if not file.is_file():
+                raise DataError(
+                    f"{file} is missing; dataset.paths of kind=megatron names pairs of files by their prefix (without "
+                    ".bin or .idx)"
+                )
         self._vocab_size = vocab_size
         self.dtype, num_sequences, num_indices = _read_header(self.index_path)
         lengths_at = _HEADER.size
@@ -124,7 +130,7 @@ class IndexedFile:
         return np.asarray(np.memmap(self.index_path, dtype=dtype, mode="r", offset=offset, shape=(count,)))
 
     def _map_tokens(self) -> npt.NDArray[Any]:
-        size = _size_of(self.tokens_path)
+        size = self.tokens_path.stat().st_size
         if size == 0 or size % self.dtype.itemsize:
             raise DataError(
                 f"{self.tokens_path} has {size} bytes, but whole ids of {self.dtype.itemsize} bytes are needed; "
@@ -203,22 +209,6 @@ def write_indexed_dataset(
     return IndexedFile(index_path)
 
 
-def indexed_paths(path: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Index and tokens for a prefix or for either file.
-
-    Raises:
-        DataError: naming the file that is missing.
-    """
-    paths = _paths_of(path)
-    for file in paths:
-        if not file.is_file():
-            raise DataError(
-                f"{file} is missing; dataset.paths of kind=megatron names pairs of files by their prefix (without .bin "
-                "or .idx)"
-            )
-    return paths
-
-
 def _paths_of(path: str | os.PathLike[str]) -> tuple[Path, Path]:
     text = os.fspath(Path(path).expanduser())
     prefix = text[:-4] if text.endswith((".bin", ".idx")) else text
@@ -227,7 +217,7 @@ def _paths_of(path: str | os.PathLike[str]) -> tuple[Path, Path]:
 
 def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
     """Type of the ids, number of sequences, number of document indices."""
-    size = _size_of(path)
+    size = path.stat().st_size
     with path.open("rb") as index:
         head = index.read(_HEADER.size)
     if not head.startswith(_MAGIC):
@@ -256,7 +246,3 @@ def _checked(documents: Iterable[Any], vocab_size: int, end_id: int | None) -> I
                 f"vocab_size {vocab_size}"
             )
         yield ids
-
-
-def _size_of(path: Path) -> int:
-    return path.stat().st_size

@@ -7,9 +7,8 @@ from itertools import islice
 from typing import Any
 
 from onstep.data.fetch import Collate
-from onstep.data.order import SampleOrder, ids_in_force
+from onstep.data.order import RowLayout, SampleOrder, ids_in_force, rows_of_epoch
 from onstep.data.row_reader import RowReader
-from onstep.data.rows import RowLayout, rows_of_epoch
 from onstep.data.step_batches import StepBatches, step_of
 from onstep.errors import DataError
 

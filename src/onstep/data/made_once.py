@@ -1,14 +1,15 @@
-"""Files in the user's cache that one process makes and all others wait for."""
+"""Files in the user's cache, named by what they are made from: one process makes them, all others wait for it."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -23,28 +24,69 @@ _HEAD_START_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 
 
-def made_once(path: Path, find: Callable[[], T | None], make: Callable[[], T], *, wait_for_other: bool = False) -> T:
-    """What `find` gives, or what `make` makes under a lock where it gives None.
+class Source(Protocol):
+    """What a file is made from."""
 
-    Any number of processes may call this at once, for the same `path`; ``wait_for_other`` lets another go first (the
-    one that shows the progress bar).
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    def add_to(self, digest: Any) -> None:
+        """Update the hash `digest` with all that the content depends on.
+
+        Raises:
+            DataError: where that cannot be read.
+        """
+
+
+def made_once(
+    source: Source,
+    described: str,
+    suffix: str,
+    cache_dir: str | Path | None,
+    find: Callable[[Path], T | None],
+    make: Callable[[Path], T],
+    *,
+    wait_for_other: bool = False,
+) -> T:
+    """What `find(path)` gives, or what `make(path)` makes under a lock where it gives None.
+
+    Any number of processes may call this at once; ``wait_for_other`` lets another go first (the one that shows the
+    progress bar).
+
+    Args:
+        described: whatever else than `source` the content depends on; the name of the file is a hash of both.
+        cache_dir: None is `default_cache_dir()`.
 
     Raises:
-        DataError: where the folder of `path` cannot be written to.
+        DataError: where the source cannot be read, or the cache not be written to.
     """
-    found = _wait_for(find) if wait_for_other else find()
+    digest = hashlib.blake2b(described.encode(), digest_size=16)
+    source.add_to(digest)
+    folder = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+    path = folder / f"{digest.hexdigest()}{suffix}"
+    deadline = time.monotonic() + (_HEAD_START_SECONDS if wait_for_other else 0.0)
+    while (found := find(path)) is None and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
     if found is not None:
         return found
-    with _writing_to(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
         with _locked(path):
-            found = find()
-            return make() if found is None else found
+            found = find(path)
+            return make(path) if found is None else found
+    except OSError as error:
+        raise DataError(
+            f"cannot keep token files in {str(folder)!r}: {error.strerror or error}; set dataset.cache_dir or "
+            "ONSTEP_CACHE to a folder that can be written to and has room"
+        ) from error
 
 
-def cache_folder(cache_dir: str | Path | None) -> Path:
-    """The folder that `dataset.cache_dir` means."""
-    return default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+def write_text(path: Path, text: str) -> None:
+    """Replace a file whole."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def default_cache_dir() -> Path:
@@ -53,13 +95,6 @@ def default_cache_dir() -> Path:
     if own:
         return Path(own).expanduser()
     return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "onstep"
-
-
-def _wait_for(find: Callable[[], T | None]) -> T | None:
-    deadline = time.monotonic() + _HEAD_START_SECONDS
-    while (found := find()) is None and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-    return found
 
 
 @contextmanager
@@ -74,14 +109,3 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-@contextmanager
-def _writing_to(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            f"cannot keep token files in {str(folder)!r}: {error.strerror or error}; set dataset.cache_dir or "
-            "ONSTEP_CACHE to a folder that can be written to and has room"
-        ) from error

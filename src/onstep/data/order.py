@@ -1,9 +1,17 @@
-"""The order in which the samples of an epoch are taken, and those that it leaves out."""
+"""The order in which the samples of an epoch are taken, those that it leaves out, and how the others are dealt out.
+
+They are dealt out in rows. A row is one micro-batch on every rank: ``world_size * micro_batch_size`` consecutive
+positions of the epoch, of which rank r has its r-th share. A step takes whole rows, so its samples are the same however
+a global batch is split.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +49,8 @@ class SampleOrder:
             raise DataError(f"num_samples must be >= 0, got {num_samples}")
         self._domain = num_samples
         self._shuffle = shuffle
-        self._keys = _keys_of(seed, epoch)
+        digest = hashlib.blake2b(f"onstep order {seed} {epoch}".encode(), digest_size=8 * _NUM_ROUNDS).digest()
+        self._keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
         self._table = self._sorted_by_hash() if shuffle and num_samples <= _SORTED_UP_TO else None
         num_bits = max(num_samples - 1, 1).bit_length()
         self._low_bits = np.uint64(num_bits // 2)
@@ -73,7 +82,7 @@ class SampleOrder:
             return positions
         if self._table is not None:
             return self._table[positions]
-        return self._walk(positions.astype(np.uint64), self._network).astype(np.int64)
+        return self._walk(positions.astype(np.uint64), range(_NUM_ROUNDS)).astype(np.int64)
 
     def positions_of(self, ids: IntArray) -> IntArray:
         """Where the samples `ids` stand in the whole epoch, before any is left out: the inverse of the permutation.
@@ -90,31 +99,25 @@ class SampleOrder:
             return ids
         if self._table is not None:
             return np.argsort(self._table)[ids]
-        return self._walk(ids.astype(np.uint64), self._inverse_network).astype(np.int64)
+        return self._walk(ids.astype(np.uint64), range(_NUM_ROUNDS)[::-1]).astype(np.int64)
 
     def _sorted_by_hash(self) -> IntArray:
         words = _mix(np.arange(self._domain, dtype=np.uint64) ^ self._keys[0])
         return np.argsort(_mix(words ^ self._keys[1]), kind="stable").astype(np.int64)
 
-    def _walk(self, words: _Words, network: Callable[[_Words], _Words]) -> _Words:
-        """Applies the network until each word is a sample of the dataset: fewer than two rounds on average."""
-        words = network(words)
+    def _walk(self, words: _Words, rounds: range) -> _Words:
+        """Applies the network until each word is a sample of the dataset: fewer than two times on average."""
+        words = self._network(words, rounds)
         outside = np.flatnonzero(words >= self._domain)
         while outside.size:
-            words.flat[outside] = network(words.flat[outside])
+            words.flat[outside] = self._network(words.flat[outside], rounds)
             outside = outside[words.flat[outside] >= self._domain]
         return words
 
-    def _network(self, words: _Words) -> _Words:
-        return self._rounds(words, range(_NUM_ROUNDS))
-
-    def _inverse_network(self, words: _Words) -> _Words:
-        return self._rounds(words, reversed(range(_NUM_ROUNDS)))
-
-    def _rounds(self, words: _Words, numbers: Iterable[int]) -> _Words:
+    def _network(self, words: _Words, rounds: range) -> _Words:
         """Each round is its own inverse, so the network backwards is its rounds in reverse."""
         low, high = words & self._low_mask, words >> self._low_bits
-        for number in numbers:
+        for number in rounds:
             key = self._keys[number]
             if number % 2:
                 low ^= _mix(high ^ key) & self._low_mask
@@ -138,13 +141,91 @@ def ids_in_force(entries: Iterable[Sequence[int]], epoch: int) -> list[int]:
     return sorted({sample_id for added_in, sample_id in entries if added_in < epoch})
 
 
-def _keys_of(seed: int, epoch: int) -> _Words:
-    digest = hashlib.blake2b(f"onstep order {seed} {epoch}".encode(), digest_size=8 * _NUM_ROUNDS).digest()
-    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
-
-
 def _mix(words: _Words) -> _Words:
     """A 64-bit hash of each word. Source: Steele, Lea, Flood (2014), SplitMix64's finalizer (variant 13)."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
+
+
+_BLOCK_SAMPLES = 4096
+"""Samples whose indices are computed at once; one numpy call for each row would cost more than reading it."""
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Where the samples of this rank stand in a row.
+
+    Raises:
+        DataError: for sizes that cannot be.
+    """
+
+    micro_batch_size: int
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.micro_batch_size < 1:
+            raise DataError(f"micro_batch_size must be >= 1, got {self.micro_batch_size}")
+        if not 0 <= self.rank < self.world_size:
+            raise DataError(f"rank must be >= 0 and < world_size, got rank {self.rank} of {self.world_size}")
+
+    @property
+    def row_size(self) -> int:
+        """Samples of a row over all ranks."""
+        return self.micro_batch_size * self.world_size
+
+    @property
+    def own_start(self) -> int:
+        """Where this rank's samples start within a row."""
+        return self.rank * self.micro_batch_size
+
+    def num_rows(self, num_samples: int) -> int:
+        """Rows that hold `num_samples`, the last one perhaps partly filled."""
+        return -(-num_samples // self.row_size)
+
+    def check_global_batch(self, global_batch_size: int) -> None:
+        """Check that a global batch consists of whole rows.
+
+        Raises:
+            DataError: naming the sizes.
+        """
+        if global_batch_size < 1 or global_batch_size % self.row_size:
+            near = max(1, round(global_batch_size / self.row_size)) * self.row_size
+            raise DataError(
+                f"global_batch_size must be a multiple of micro_batch_size * world_size = {self.micro_batch_size} * "
+                f"{self.world_size} = {self.row_size}, got {global_batch_size}; the nearest is {near}"
+            )
+
+
+Row: TypeAlias = tuple[list[int], bool, int, int]
+"""What one rank has of one row, a plain tuple because there is one for every micro-batch:
+
+- the dataset indices to fetch: of this rank, or the one sample that a filler repeats;
+- whether it is a filler;
+- samples of the row over all ranks;
+- where this rank's first sample stands in the epoch; for a filler, where it would. No two rows share one.
+"""
+
+
+def rows_of_epoch(order: SampleOrder, layout: RowLayout, start: int) -> Iterator[Row]:
+    """The rows from position `start` to the end of the epoch, the partly filled last one included.
+
+    Starting anywhere costs the same. Indices are computed a block at a time, as they are asked for.
+    """
+    return chain.from_iterable(_blocks_of_epoch(order, layout, start))
+
+
+def _blocks_of_epoch(order: SampleOrder, layout: RowLayout, start: int) -> Iterator[Iterable[Row]]:
+    row_size = layout.row_size
+    end_of_full = start + (order.num_samples - start) // row_size * row_size
+    block_size = max(1, _BLOCK_SAMPLES // layout.micro_batch_size) * row_size
+    own = np.arange(layout.own_start, layout.own_start + layout.micro_batch_size, dtype=np.int64)
+    for block_start in range(start, end_of_full, block_size):
+        row_starts = np.arange(block_start, min(block_start + block_size, end_of_full), row_size, dtype=np.int64)
+        positions = row_starts[:, None] + own
+        yield zip(order.at(positions).tolist(), repeat(False), repeat(row_size), positions[:, 0].tolist())
+    if end_of_full < order.num_samples:
+        ids = order.indices(end_of_full, order.num_samples).tolist()
+        own_ids = ids[layout.own_start : layout.own_start + layout.micro_batch_size]
+        yield [(own_ids or ids[:1], not own_ids, len(ids), end_of_full + layout.own_start)]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
+import signal
+import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,11 +18,48 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from onstep.data.fetch import Collate, as_it_is, fetch_function, pin, should_pin
-from onstep.data.rows import Row
+from onstep.data.order import Row
 from onstep.data.step_batches import StepBatches
-from onstep.data.workers import batches_from_workers, end_workers, outlive_the_group
 from onstep.errors import DataError
 from onstep.pulse import PULSE
+
+
+def batches_from_workers(loader: DataLoader[Any]) -> Iterator[Any]:
+    """One pass over `loader`, whose workers end with it, also after an error, unless they are persistent."""
+    iterator = iter(loader)
+    try:
+        for batch in iterator:
+            PULSE.beats += 1
+            yield batch
+    finally:
+        if not loader.persistent_workers:
+            end_workers(iterator)
+
+
+def end_workers(iterator: Any) -> None:
+    """End the worker processes of an iterator of a DataLoader.
+
+    Torch has no public name for it. Without, they end when the iterator is collected, which after an error comes late
+    and takes five seconds; a public `close` would let this go.
+    """
+    iterator._shutdown_workers()
+
+
+def outlive_the_group(worker_id: int) -> None:
+    """`worker_init_fn`: SIGTERM ends a worker only when its own parent sends it.
+
+    A scheduler that stops a job signals the whole process group. The main process then finishes its step and saves, for
+    which it may need the batches that its workers still read.
+    """
+    parent = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def end_with_parent() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 class RowReader:
@@ -46,24 +87,31 @@ class RowReader:
             raise DataError(f"num_workers must be >= 0, got {num_workers}; 0 reads in this process")
         self._dataset = dataset
         self._collate_fn = collate_fn
-        self._num_workers = num_workers
+        self._has_workers = num_workers > 0
         self._pins_memory = should_pin(pin_memory)
-        self._persistent_workers = persistent_workers
-        self._seed = seed
-        self._generator = torch.Generator().manual_seed(seed % 2**63)
         self._feed = _RowFeed()
+        self._make_loader = partial(
+            DataLoader,
+            _FetchedBatches(dataset, collate_fn, seed),
+            batch_sampler=self._feed,
+            collate_fn=as_it_is,
+            num_workers=num_workers,
+            pin_memory=self._pins_memory,
+            persistent_workers=persistent_workers,
+            generator=torch.Generator().manual_seed(seed % 2**63),
+            worker_init_fn=outlive_the_group,
+        )
         self._loader: DataLoader[Any] | None = None
 
     def open(self, rows: Iterator[Row], epoch: int) -> Iterator[StepBatches]:
         """The micro-batches of `rows` of `epoch`, in order. What was open before must not be read any more."""
-        return self._read_in_workers(rows, epoch) if self._num_workers else self._read_here(rows)
+        return self._read_in_workers(rows, epoch) if self._has_workers else self._read_here(rows)
 
     def close(self) -> None:
         """End the workers that are kept over epochs; those of one epoch end with its iterator."""
-        kept = self._loader._iterator if self._loader is not None else None
-        self._loader = None
-        if kept is not None:
-            end_workers(kept)
+        loader, self._loader = self._loader, None
+        if loader is not None and loader._iterator is not None:
+            end_workers(loader._iterator)
 
     def _read_here(self, rows: Iterator[Row]) -> Iterator[StepBatches]:
         fetch, pins_memory = fetch_function(self._dataset, self._collate_fn), self._pins_memory
@@ -83,18 +131,6 @@ class RowReader:
             ids, is_filler, num_samples, _ = handed_out.popleft()
             own = [] if is_filler else ids
             yield StepBatches([batch], [own], num_samples, [is_filler], [len(own)])
-
-    def _make_loader(self) -> DataLoader[Any]:
-        return DataLoader(
-            _FetchedBatches(self._dataset, self._collate_fn, self._seed),
-            batch_sampler=self._feed,
-            collate_fn=as_it_is,
-            num_workers=self._num_workers,
-            pin_memory=self._pins_memory,
-            persistent_workers=self._persistent_workers,
-            generator=self._generator,
-            worker_init_fn=outlive_the_group if self._num_workers else None,
-        )
 
 
 _Task: TypeAlias = tuple[int, int, list[int]]

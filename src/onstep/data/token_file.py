@@ -1,11 +1,14 @@
-"""The tokens of a corpus in one memory-mapped file, with a manifest that tells whether the file is whole."""
+"""The tokens of a corpus in one memory-mapped file: made once for all processes and runs, and read in place.
+
+A manifest beside it tells whether the file is whole.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from onstep.data.corpus import Document, DocumentSource, FileSource, not_utf8
+from onstep.data.made_once import made_once, write_text
+from onstep.data.tokenizers import Tokenizer
 from onstep.errors import DataError
+from onstep.pulse import PULSE
 
 _CHECKED_BLOCKS = 64
 _BLOCK_BYTES = 64 * 1024
@@ -53,6 +60,15 @@ class TokenFile:
         return {key: value for key, value in self.__dict__.items() if key != "_tokens"}
 
 
+def check_ids(ids: npt.NDArray[Any], tokenizer: Tokenizer, place: str) -> None:
+    """Refuse, as of `place`, ids that the tokenizer's vocabulary does not have."""
+    if ids.size and not (ids.min() >= 0 and ids.max() < tokenizer.vocab_size):
+        raise DataError(
+            f"{place} has token ids from {ids.min()} to {ids.max()}, but they must be >= 0 and below the "
+            f"tokenizer's vocab_size {tokenizer.vocab_size}; check the tokenizer"
+        )
+
+
 def token_dtype(vocab_size: int) -> str:
     """The smallest type on disk that holds every id."""
     return "<u2" if vocab_size <= 2**16 else "<u4"
@@ -87,17 +103,9 @@ def write_tokens(path: Path, dtype: str, documents: Iterable[npt.NDArray[Any]], 
     finally:
         temporary.unlink(missing_ok=True)
     token_file = TokenFile(path, dtype, num_tokens, num_documents, digest.hexdigest(), source)
-    write_manifest(token_file)
+    manifest = asdict(token_file) | {"path": path.name, "check": _sample_hash(path)}
+    write_text(manifest_path(path), json.dumps(manifest, indent=1))  # which declares the tokens whole, at once
     return token_file
-
-
-def write_manifest(token_file: TokenFile) -> None:
-    """Declare the tokens at `token_file.path` whole. The manifest appears at once or not at all."""
-    manifest = asdict(token_file) | {"path": token_file.path.name, "check": _sample_hash(token_file.path)}
-    path = manifest_path(token_file.path)
-    temporary = path.with_suffix(".json.tmp")
-    temporary.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def find_token_file(path: Path) -> TokenFile | None:
@@ -129,3 +137,68 @@ def _sample_hash(path: Path) -> str:
             tokens.seek(offset)
             digest.update(tokens.read(_BLOCK_BYTES))
     return digest.hexdigest()
+
+
+_FORMAT = "onstep tokens 1"
+
+
+def build_token_file(
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    cache_dir: str | Path | None,
+    text_key: str,
+    *,
+    show_progress: bool,
+    wait_for_other: bool = False,
+) -> TokenFile:
+    """The token file of `files`, from the cache or made now.
+
+    Any number of processes may call this at once: one makes the file under a lock and the others wait for it. A broken
+    file is made again. ``wait_for_other`` lets another process go first (the one that shows the progress bar).
+
+    Args:
+        cache_dir: where token files are kept; None is `default_cache_dir()`.
+        text_key: key of a JSONL record that holds the text.
+
+    Raises:
+        DataError: for a corpus that is empty, unreadable or not text, and for a cache that cannot be written.
+    """
+    source = FileSource(files, text_key)
+    return tokens_of(source, tokenizer, cache_dir, show_progress=show_progress, wait_for_other=wait_for_other)
+
+
+def tokens_of(
+    source: DocumentSource,
+    tokenizer: Tokenizer,
+    cache_dir: str | Path | None,
+    *,
+    show_progress: bool,
+    wait_for_other: bool = False,
+) -> TokenFile:
+    """The token file of the documents of `source`; else as `build_token_file`.
+
+    Raises:
+        DataError: as `build_token_file`.
+    """
+
+    def make(path: Path) -> TokenFile:
+        documents = (
+            _encoded(tokenizer, document) for document in source.documents("Tokenizing" if show_progress else None)
+        )
+        empty = f"the corpus is empty: no text in {source.name}; give files with text"
+        return write_tokens(path, token_dtype(tokenizer.vocab_size), documents, path.stem, empty)
+
+    described = f"{_FORMAT}\0{tokenizer.fingerprint}\0{tokenizer.eos_id}"
+    return made_once(source, described, ".tokens", cache_dir, find_token_file, make, wait_for_other=wait_for_other)
+
+
+def _encoded(tokenizer: Tokenizer, document: Document) -> npt.NDArray[Any]:
+    """The ids of a document, with the end token where the tokenizer has one."""
+    PULSE.beats += 1
+    try:
+        ids = np.asarray(tokenizer.encode(document.data))
+    except UnicodeDecodeError as error:
+        raise not_utf8(document, error) from error
+    check_ids(ids, tokenizer, document.place)
+    # As uint32, because the end token need not fit the type that the tokenizer gave.
+    return ids if tokenizer.eos_id is None else np.append(ids, np.uint32(tokenizer.eos_id))

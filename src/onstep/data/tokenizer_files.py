@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from onstep.config.parts import TokenizerConfig
+from onstep.data.made_once import write_text
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +17,7 @@ CONFIG_FILE = "tokenizer_config.json"
 OUR_KEY = "onstep_tokenizer_type"
 """Key of `tokenizer_config.json` by which a copied folder of weights keeps its ids here."""
 _TOKENIZER_FILES = ("tokenizer.json", CONFIG_FILE, "tokenizer.model")
+_NO_CODE = "no_code_here.OpenWithoutTrustRemoteCode"
 _PROBE = (
     "It's 2024: 12345 + 67.5 = ?!  don't, caf\u00e9 cafe\u0301 \u4f60\u597d\n\n\ttwo  spaces   \r\n and a #@!... end\n"
 )
@@ -44,13 +45,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace a file whole."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-
-
 def keep_ids_in_transformers(folder: Path, encode: Callable[[str], list[int]]) -> None:
     """See to it that `AutoTokenizer` gives the ids of `encode` for a folder that has a model beside the tokenizer.
 
@@ -68,7 +62,11 @@ def keep_ids_in_transformers(folder: Path, encode: Callable[[str], list[int]]) -
     if found == expected:
         return
     before = read_config(folder)
-    write_text(folder / CONFIG_FILE, _without_the_models_class(before))
+    # In this form `transformers` reads `tokenizer.json` as it is. It looks for the class that a model type stands for
+    # unless an `auto_map` names code of the folder. There is no such code, and none is looked for without
+    # `trust_remote_code`; then the named class is taken.
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "auto_map": {"AutoTokenizer": [None, _NO_CODE]}}
+    write_text(folder / CONFIG_FILE, json.dumps({**before, **named}, indent=2) + "\n")
     if _ids_in_transformers(folder) == expected:
         return
     write_text(folder / CONFIG_FILE, json.dumps(before, indent=2) + "\n")
@@ -89,16 +87,3 @@ def _ids_in_transformers(folder: Path) -> list[int] | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return list(tokenizer(_PROBE, add_special_tokens=False)["input_ids"])
-
-
-def _without_the_models_class(config: dict[str, Any]) -> str:
-    """The configuration in a form that has `transformers` read `tokenizer.json` as it is.
-
-    It looks for the class that a model type stands for unless an `auto_map` names code of the folder. There is no such
-    code, and none is looked for without `trust_remote_code`; then the named class is taken.
-    """
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", "auto_map": {"AutoTokenizer": [None, _NO_CODE]}}
-    return json.dumps({**config, **named}, indent=2) + "\n"
-
-
-_NO_CODE = "no_code_here.OpenWithoutTrustRemoteCode"

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from onstep.config.part import nearest
 from onstep.config.parts import TokenizerConfig
-from onstep.data.tokenizer_files import OUR_KEY, keep_ids_in_transformers, write_text
+from onstep.data.made_once import write_text
+from onstep.data.tokenizer_files import OUR_KEY, keep_ids_in_transformers
 from onstep.errors import DataError, MissingExtraError
 
 TokenIds = Sequence[int] | npt.NDArray[Any]
@@ -161,11 +162,15 @@ class HuggingFaceTokenizer:
         if not path.is_dir():
             raise DataError(f"tokenizer_model {str(path)!r} is no folder; huggingface needs a local tokenizer folder")
         self.path = path
-        self._tokenizer = _load_transformers(path)
-        vocab: dict[str, int] = self._tokenizer.get_vocab()
+        self.library_tokenizer = _load_transformers(path)
+        """The tokenizer of `transformers`."""
+        vocab: dict[str, int] = self.library_tokenizer.get_vocab()
         self.vocab_size = _size_of_vocab(vocab, path)
-        self.eos_id: int | None = self._tokenizer.eos_token_id
-        self.fingerprint = f"huggingface 2-{_digest(self._description(vocab))}"
+        self.eos_id: int | None = self.library_tokenizer.eos_token_id
+        backend = getattr(self.library_tokenizer, "backend_tokenizer", None)
+        rules = backend.to_str() if backend is not None else json.dumps(sorted(vocab.items()))
+        described = f"{type(self.library_tokenizer).__name__}\0{self.eos_id}\0{rules}"
+        self.fingerprint = f"huggingface 2-{_digest(described.encode())}"
 
     def encode(self, document: bytes) -> list[int]:
         """Ids of the UTF-8 text of `document`."""
@@ -173,19 +178,16 @@ class HuggingFaceTokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of `text`, however long; a special token in it is that token."""
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        return list(self.library_tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def encode_content(self, text: str) -> list[int]:
         """Ids of `text`, however long; a special token in it is text."""
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)[
-            "input_ids"
-        ]
-        return ids
+        encoding = self.library_tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+        return list(encoding["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, without special tokens."""
-        text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+        text: str = self.library_tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
 
     def save(self, folder: Path) -> list[Path]:
@@ -193,16 +195,6 @@ class HuggingFaceTokenizer:
         copied = [Path(shutil.copy(self.path / name, folder)) for name in FILES if (self.path / name).is_file()]
         keep_ids_in_transformers(folder, self.encode_content)
         return copied
-
-    @property
-    def library_tokenizer(self) -> Any:
-        """The tokenizer of `transformers`."""
-        return self._tokenizer
-
-    def _description(self, vocab: dict[str, int]) -> bytes:
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        rules = backend.to_str() if backend is not None else json.dumps(sorted(vocab.items()))
-        return f"{type(self._tokenizer).__name__}\0{self.eos_id}\0{rules}".encode()
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:

@@ -1,8 +1,7 @@
 """The ranks of a run: the world, what ranks agree on, and data parallelism."""
 
 from onstep.distributed.data_parallel import data_parallel, no_sync
-from onstep.distributed.rank_errors import attempt, raise_together
-from onstep.distributed.world import World, open_world, world_size_from_environment
+from onstep.distributed.world import World, attempt, open_world, raise_together, world_size_from_environment
 
 __all__ = [
     "World",

@@ -1,12 +1,14 @@
-"""Tensors that are split over ranks (DTensors of FSDP2 and tensor parallelism), seen from one rank."""
+"""Tensors that are split over ranks (DTensors of FSDP2 and tensor parallelism, sequences), seen from one rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 if TYPE_CHECKING:
@@ -48,9 +50,11 @@ def local_part(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     dtensor = as_dtensor(tensor)
     if dtensor is None:
         return tensor
+    from torch.distributed.tensor import Replicate
+
     other = None if like is None else as_dtensor(like)
     placements = dtensor.placements if other is None else other.placements
-    placements = tuple(_without_partial(one) for one in placements)
+    placements = tuple(Replicate() if one.is_partial() else one for one in placements)
     if placements != dtensor.placements:
         dtensor = dtensor.redistribute(placements=placements)
     return dtensor.to_local()
@@ -72,7 +76,31 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _without_partial(placement: Any) -> Any:
-    from torch.distributed.tensor import Replicate
+def gather_sequence(part: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The parts of all ranks of `group` along dimension 0, in the order of the ranks. Collective over the group.
 
-    return Replicate() if placement.is_partial() else placement
+    For a result from which every rank computes the same loss: the gradient of a rank's part is its own slice of the
+    gradient that arrives here, not a sum over ranks.
+
+    Args:
+        part: (seq / ranks, ...), of the same shape on every rank.
+        group: None, or one rank alone, gives `part` back.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return part
+    gathered: Tensor = _GatherSequence.apply(part, group)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.length, ctx.rank = part.shape[0], dist.get_rank(group)
+        whole = part.new_empty(part.shape[0] * dist.get_world_size(group), *part.shape[1:])
+        dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        start = ctx.rank * ctx.length
+        return gradient[start : start + ctx.length], None

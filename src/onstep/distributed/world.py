@@ -1,4 +1,4 @@
-"""The ranks of a run: who am I, on which device, and the few things that ranks must agree on.
+"""The ranks of a run: who am I, on which device, and the few things that ranks must agree on, errors among them.
 
 A world of one takes the same path as a world of many: it has a process group too (callbacks may ask
 `torch.distributed.get_rank()`), and communication is skipped in this package, nowhere else.
@@ -9,11 +9,11 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from onstep.config.parts import DistributedInitConfig
-from onstep.errors import CollectiveAfterErrorError, ConfigError
+from onstep.errors import CheckpointError, CollectiveAfterErrorError, ConfigError
 
 _groups_made = itertools.count()
 """Numbers the groups of this process. Every rank makes the same ones, so each group has the same number on all."""
@@ -78,27 +78,24 @@ class World:
 
     def agree(self, votes: list[int]) -> list[int]:
         """The largest vote of all ranks at each place. Collective, on the CPU."""
-        if self.size == 1:
+        if not self._communicates("agree"):
             return votes
-        self._check("agree")
         tensor = torch.tensor(votes, dtype=torch.int64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control_group)
         return [int(vote) for vote in tensor.numpy()]
 
     def gather(self, item: Any) -> list[Any]:
         """Every rank's item, in rank order, on every rank. Collective; for small Python objects."""
-        if self.size == 1:
+        if not self._communicates("gather"):
             return [item]
-        self._check("gather")
         items: list[Any] = [None] * self.size
         dist.all_gather_object(items, item, group=self.control_group)
         return items
 
     def gather_numbers(self, numbers: list[float]) -> list[list[float]]:
         """Every rank's numbers, in rank order, on every rank; all give equally many. Collective, on the CPU."""
-        if self.size == 1:
+        if not self._communicates("gather_numbers"):
             return [numbers]
-        self._check("gather_numbers")
         mine = torch.tensor(numbers, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(rows, mine, group=self.control_group)
@@ -106,40 +103,38 @@ class World:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in place. Collective, on the tensor's device."""
-        if self.size > 1:
-            self._check("sum")
+        if self._communicates("sum"):
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
         return tensor
 
     def max(self, tensor: Tensor) -> Tensor:
         """The largest over all ranks, in place. Collective, on the tensor's device."""
-        if self.size > 1:
-            self._check("max")
+        if self._communicates("max"):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
 
     def share(self, item: Any, source: int = 0) -> Any:
         """The item of rank `source`, on every rank. Collective; for small Python objects."""
-        if self.size == 1:
+        if not self._communicates("share"):
             return item
-        self._check("share")
         items = [item]
         dist.broadcast_object_list(items, src=source, group=self.control_group)
         return items[0]
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""
-        if self.size > 1:
-            self._check("barrier")
+        if self._communicates("barrier"):
             dist.barrier(group=self.control_group)
 
-    def _check(self, collective: str) -> None:
-        if self._error is not None:
+    def _communicates(self, collective: str) -> bool:
+        """Whether there are other ranks; raises where one of them may not have met this rank's error."""
+        if self.size > 1 and self._error is not None:
             raise CollectiveAfterErrorError(
                 f"World.{collective} was called on rank {self.rank} of {self.size} after {self._error}; no rank starts "
                 "a collective after an error, because the others may not have met it: ask them before, and not in what "
                 "is called because of the error (on_exception, on_train_end, on_run_end)"
             )
+        return self.size > 1
 
     def close(self) -> None:
         """Destroy the process group if `open_world` made it; no collective, so also right after an exception."""
@@ -158,10 +153,14 @@ def open_world(config: DistributedInitConfig) -> World:
     Raises:
         ConfigError: for a device that this machine does not have, or a broken environment.
     """
-    size, rank, local_rank = (_from_environment(name, fallback) for name, fallback in _ENVIRONMENT)
+    size, rank = _from_environment("WORLD_SIZE", 1), _from_environment("RANK", 0)
+    local_rank = _from_environment("LOCAL_RANK", 0)
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
-    _check_place(rank, size)
+    if not 0 <= rank < size:
+        raise ConfigError(
+            f"$RANK must be at least 0 and below $WORLD_SIZE, got rank {rank} of {size}; start the ranks with torchrun."
+        )
     device = _device(config.device, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -179,22 +178,12 @@ def world_size_from_environment() -> int:
     return dist.get_world_size() if dist.is_initialized() else _from_environment("WORLD_SIZE", 1)
 
 
-_ENVIRONMENT = (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
-
-
 def _from_environment(name: str, fallback: int) -> int:
     value = os.environ.get(name, "")
     try:
         return int(value) if value else fallback
     except ValueError:
         raise ConfigError(f"${name} must be a whole number as torchrun sets it, got {value!r}; unset it.") from None
-
-
-def _check_place(rank: int, size: int) -> None:
-    if not 0 <= rank < size:
-        raise ConfigError(
-            f"$RANK must be at least 0 and below $WORLD_SIZE, got rank {rank} of {size}; start the ranks with torchrun."
-        )
 
 
 def _timeout(config: DistributedInitConfig) -> timedelta:
@@ -232,3 +221,44 @@ def _init_group(config: DistributedInitConfig, size: int, rank: int, device: tor
     # so does the second group of a process find the addresses of the first, whose ranks no longer listen there
     store = PrefixStore(f"onstep/attempt_{attempt}/group_{next(_groups_made)}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_timeout(config))
+
+
+T = TypeVar("T")
+
+
+def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What the work gives, or the error it ends with: for work whose end all ranks must hear of."""
+    try:
+        return work(), None
+    except Exception as error:  # noqa: BLE001 - the caller raises it on every rank with `raise_together`
+        return None, error
+
+
+def raise_together(world: World, error: Exception | None, doing: str) -> None:
+    """Raise on all ranks if there is an error on any. Collective.
+
+    Raises:
+        CheckpointError: naming each rank that failed and why; on a failed rank with the error as its cause.
+        ConfigError: likewise, where the first failed rank met one.
+    """
+    notes = world.gather(None if error is None else (isinstance(error, ConfigError), _described(error)))
+    failed = [(rank, note) for rank, note in enumerate(notes) if note is not None]
+    if not failed:
+        return
+    kind = ConfigError if failed[0][1][0] else CheckpointError
+    texts = [(rank, text.rstrip(".")) for rank, (_, text) in failed]
+    causes = "; ".join(f"rank {rank}: {text}" if world.size > 1 else text for rank, text in texts)
+    raise kind(f"{doing} failed: {causes}.") from error
+
+
+def together(world: World, work: Callable[[], T], doing: str) -> T:
+    """What the work gives on this rank, once it ended well on all; else as `raise_together`. Collective."""
+    result, error = attempt(work)
+    raise_together(world, error, doing)
+    return cast(T, result)
+
+
+def _described(error: Exception) -> str:
+    kind = "" if isinstance(error, (CheckpointError, ConfigError)) else f"{type(error).__name__}: "
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return f"{kind}{error}{notes}"

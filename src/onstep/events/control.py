@@ -109,7 +109,10 @@ class Control(TrainerControl):
         if name in FLAGS:
             value = bool(value)
             if "requests" in self.__dict__ and value != self.__dict__[name]:
-                self._note_change(name, value)
+                if value:
+                    self._note(name)
+                else:  # withdrawn by a later callback before anybody acted on it
+                    self.requests = [request for request in self.requests if request.flag != name]
         elif name.startswith("should_"):
             raise AttributeError(
                 f"control has no flag {name!r} and nobody would read it; its flags: {', '.join(FLAGS)}."
@@ -171,8 +174,7 @@ class Control(TrainerControl):
             ConfigError: for another key, or a value that it cannot have.
         """
         check_setting(key, value)
-        details = {"key": key, "value": value}
-        self.requests.append(Request("set", self.author, self.event, reason, self.rank, details))
+        self._note("set", reason, key=key, value=value)
 
     def ask(self, request: Request) -> None:
         """Put a request in somebody's name, such as that of the anomaly gate."""
@@ -193,25 +195,23 @@ class Control(TrainerControl):
 
     def _ask_once(self, flag: str, reason: str) -> None:
         if not any(request.flag == flag for request in self.requests):
-            self.requests.append(Request(flag, self.author, self.event, reason, self.rank))
+            self._note(flag, reason)
 
     def _ask(self, flag: str, reason: str) -> None:
         if not self.__dict__[flag]:
-            self.requests.append(Request(flag, self.author, self.event, reason, self.rank))
+            self._note(flag, reason)
             self.__dict__[flag] = True
 
-    def _note_change(self, flag: str, asked: bool) -> None:
-        if asked:
-            self.requests.append(Request(flag, self.author, self.event, "", self.rank))
-        else:  # withdrawn by a later callback before anybody acted on it
-            self.requests = [request for request in self.requests if request.flag != flag]
+    def _note(self, flag: str, reason: str = "", **details: object) -> None:
+        self.requests.append(Request(flag, self.author, self.event, reason, self.rank, details))
 
     def take(self, returned: object) -> None:
         """Adopt the flags of a control that a callback returned; its stop flags can only be added to.
 
         Whatever else a callback returns means nothing.
         """
-        if returned is self or not _is_control(returned):
+        own = getattr(returned, "__dict__", {})  # a mock claims to have everything
+        if returned is self or not any(flag in own or hasattr(type(returned), flag) for flag in FLAGS):
             return
         for flag in FLAGS:
             before = self.__dict__[flag]
@@ -263,7 +263,8 @@ def check_setting(key: str, value: object) -> None:
         ConfigError: naming key, value and rule.
     """
     if key not in SETTABLE:
-        raise ConfigError(f"{key!r} cannot be set while a run goes on.{nearest(key, list(SETTABLE))} {_settable()}")
+        hint = nearest(key, list(SETTABLE))
+        raise ConfigError(f"{key!r} cannot be set while a run goes on.{hint} These can: {', '.join(SETTABLE)}.")
     kind, least = SETTABLE[key]
     if value is None:
         return
@@ -271,13 +272,3 @@ def check_setting(key: str, value: object) -> None:
     if not is_number or (kind is int and not isinstance(value, int)) or value < least:  # type: ignore[operator]
         what = "a whole number" if kind is int else "a number"
         raise ConfigError(f"{key} must be {what} >= {least}, or None for the configured value; got {value!r}.")
-
-
-def _settable() -> str:
-    return f"These can: {', '.join(SETTABLE)}."
-
-
-def _is_control(returned: object) -> bool:
-    """Whether an object really has one of the flags; a mock claims to have everything."""
-    own = getattr(returned, "__dict__", {})
-    return any(flag in own or hasattr(type(returned), flag) for flag in FLAGS)

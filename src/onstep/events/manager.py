@@ -64,7 +64,6 @@ class CallbackManager:
         self._registrations: list[Registration] = []
         self._disabled: dict[int, Any] = {}
         """By id; the objects are kept, so that no id is given out again."""
-        self._heard: set[str] = set()
         self._followers = _Followers()
         self.listeners = Listeners()
         self.callback_clock = CallbackClock()
@@ -139,7 +138,7 @@ class CallbackManager:
 
     def has_callbacks(self, event_name: str) -> bool:
         """Whether anybody listens to an event; False for an unknown one."""
-        return event_name in self._heard
+        return event_name in VALID_EVENTS and bool(getattr(self.listeners, event_name))
 
     def explain(self, event_name: str) -> str:
         """The order in which an event's callbacks are told, one a line.
@@ -269,7 +268,6 @@ class CallbackManager:
         for event in VALID_EVENTS:
             told = (one for registration in self._registrations for one in registration.listeners.get(event, ()))
             setattr(self.listeners, event, tuple(told))
-        self._heard = {event for event in VALID_EVENTS if getattr(self.listeners, event)}
         for follower in self._followers:
             follower.refresh()
 

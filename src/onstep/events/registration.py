@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -55,10 +56,11 @@ def registration_of(callback: Any) -> Registration:
     listeners: dict[str, list[Listener]] = {}
     style = _style_of(callback)
     for name, method in _event_methods(callback):
+        by_name: Style | None = None if name in VALID_EVENTS else "hf"
         for moment in moments_named(name):
             told = listeners.setdefault(moment.name, [])
             if all(method != listener.original for listener in told):  # one method under both names is told once
-                told.append(_listener(method, moment, style or _style_of_name(name), callback))
+                told.append(_listener(method, moment, style or by_name, callback))
     misses = _near_misses(callback)
     if not listeners and style is None:
         raise TypeError(
@@ -109,45 +111,27 @@ def _option(owner: Any, name: str, allowed: tuple[str, ...]) -> str:
 
 
 def _every(handle: Handler, moment: Moment, every: int) -> Handler:
-    if moment.per_step is not None:
-        offset = moment.per_step
+    offset, tellings = moment.per_step, itertools.count(1)
 
-        def at_steps(context: CallbackContext) -> None:
-            if (context.state.train_state.step + offset) % every == 0:
-                handle(context)
-
-        return at_steps
-    told = 0
-
-    def at_tellings(context: CallbackContext) -> None:
-        nonlocal told
-        told += 1
-        if told % every == 0:
+    def at_times(context: CallbackContext) -> None:
+        number = next(tellings) if offset is None else context.state.train_state.step + offset
+        if number % every == 0:
             handle(context)
 
-    return at_tellings
-
-
-def _is_hf_base(cls: type) -> bool:
-    """`transformers.TrainerCallback` and its kin, recognised without importing transformers."""
-    return cls.__name__ == "TrainerCallback" and cls.__module__.split(".")[0] in ("transformers", "forgather")
+    return at_times
 
 
 def _is_marker(cls: type) -> bool:
-    return cls in (Callback, TrainerCallback) or _is_hf_base(cls)
+    """Whether a class is a base class of callbacks; that of transformers is recognised without importing it."""
+    is_theirs = cls.__name__ == "TrainerCallback" and cls.__module__.split(".")[0] in ("transformers", "forgather")
+    return is_theirs or cls in (Callback, TrainerCallback)
 
 
 def _style_of(callback: Any) -> Style | None:
-    for cls in type(callback).__mro__:
-        if cls is Callback:
-            return "context"
-        if cls is TrainerCallback or _is_hf_base(cls):
-            return "hf"
-    return None
-
-
-def _style_of_name(name: str) -> Style | None:
-    return "hf" if name not in VALID_EVENTS else None
+    marker = next((cls for cls in type(callback).__mro__ if _is_marker(cls)), None)
+    if marker is None:
+        return None
+    return "context" if marker is Callback else "hf"
 
 
 def _event_methods(callback: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -175,11 +159,8 @@ def _is_empty(attribute: Any) -> bool:
     code = getattr(inspect.unwrap(getattr(attribute, "__func__", attribute)), "__code__", None)
     if code is None:
         return False
-    return code.co_code in _EMPTY_BODIES and not code.co_names and set(code.co_consts) <= {None, _doc(attribute)}
-
-
-def _doc(attribute: Any) -> str | None:
-    return getattr(attribute, "__doc__", None)
+    words = getattr(attribute, "__doc__", None)
+    return code.co_code in _EMPTY_BODIES and not code.co_names and set(code.co_consts) <= {None, words}
 
 
 def _bare() -> None: ...

@@ -19,19 +19,16 @@ ACCEPTED = (
     "keywords with **kwargs"
 )
 
-_BASE_KEYWORDS: frozenset[str] = frozenset(
-    {
-        *("args", "state", "control", "model", "processing_class", "optimizer", "lr_scheduler"),
-        *("train_dataloader", "eval_dataloader", "trainer"),
-    }
-)
+_LEADING = ("args", "state", "control")
+"""What `transformers` hands over by position; a handler may call these three whatever it likes."""
+
+_OBJECTS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader", "trainer")
+
+_BASE_KEYWORDS = frozenset((*_LEADING, *_OBJECTS))
 """What every Hugging Face-style handler is called with."""
 
 HF_KEYWORDS: frozenset[str] = _BASE_KEYWORDS.union({"tokenizer"}, *(m.own_fields for m in MOMENTS))
 """Every keyword that some event hands to a Hugging Face-style handler."""
-
-_LEADING = ("args", "state", "control")
-"""What `transformers` hands over by position; a handler may call these three whatever it likes."""
 
 _SEE_ALL = frozenset({"locals", "vars", "dir", "eval", "exec", "breakpoint", "currentframe", "_getframe"})
 """What shows a function its own variables without naming them."""
@@ -41,14 +38,18 @@ _CONTEXT_NAMES = frozenset({"context", "ctx"})
 
 
 class _Shape:
-    """What a callable's parameters look like, `self` already bound."""
+    """What a callable's parameters look like, `self` already bound; by name."""
 
     def __init__(self, parameters: list[inspect.Parameter]) -> None:
         kinds = inspect.Parameter
-        self.positional = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
-        self.required = [p.name for p in self.positional if p.default is kinds.empty]
-        self.keyword_only = [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
-        self.required_keywords = [p.name for p in self.keyword_only if p.default is kinds.empty]
+        positional = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+        keyword_only = [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
+        self.positional = [p.name for p in positional]
+        self.num_positional_only = sum(p.kind is kinds.POSITIONAL_ONLY for p in positional)
+        self.required = [p.name for p in positional if p.default is kinds.empty]
+        self.keyword_only = [p.name for p in keyword_only]
+        self.required_keywords = [p.name for p in keyword_only if p.default is kinds.empty]
+        self.names = {*self.positional, *self.keyword_only}
         self.takes_args = any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
         self.takes_kwargs = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
 
@@ -59,40 +60,29 @@ class _Shape:
         return len(self.required) <= 1 and bool(self.positional or self.takes_args) and not self.required_keywords
 
     def fits_hf_by_keyword(self) -> bool:
-        required = {*self.required, *self.required_keywords}
-        if not required <= HF_KEYWORDS or self._positional_only(self.positional) or self._renames_leading():
+        required, leading = {*self.required, *self.required_keywords}, self.positional[: len(_LEADING)]
+        renames_leading = len(leading) == len(_LEADING) and HF_KEYWORDS.isdisjoint(leading)
+        if not required <= HF_KEYWORDS or self.num_positional_only or renames_leading:
             return False
         return self.takes_kwargs or bool(required)
 
     def fits_hf_by_position(self) -> bool:
-        if not (self.takes_args or len(self.positional) >= len(_LEADING)) or not self._keeps_leading():
+        leading, further = self.positional[: len(_LEADING)], self.positional[len(_LEADING) :]
+        in_place = zip(leading, _LEADING, strict=False)
+        keeps_leading = all(ours == theirs or ours not in HF_KEYWORDS for ours, theirs in in_place)
+        if not keeps_leading or not {*further, *self.keyword_only}.isdisjoint(_LEADING):
             return False
         required = {*self.required[len(_LEADING) :], *self.required_keywords}
-        return required <= HF_KEYWORDS and not self._positional_only(self.positional[len(_LEADING) :])
+        takes_leading = self.takes_args or len(leading) == len(_LEADING)
+        return takes_leading and required <= HF_KEYWORDS and self.num_positional_only <= len(_LEADING)
 
     def looks_like_hf(self) -> bool:
         """Whether the signature alone says Hugging Face, with no base class to tell."""
-        if self.takes_args or self.names() & _CONTEXT_NAMES:
+        if self.takes_args or self.names & _CONTEXT_NAMES:
             return False
         if self.fits_hf_by_keyword():
             return self.takes_kwargs or bool(self.required_keywords) or len(self.required) >= 2
         return self.takes_kwargs and len(self.required) >= len(_LEADING) and self.fits_hf_by_position()
-
-    def names(self) -> set[str]:
-        return {p.name for p in (*self.positional, *self.keyword_only)}
-
-    def _renames_leading(self) -> bool:
-        leading = self.positional[: len(_LEADING)]
-        return len(leading) == len(_LEADING) and not any(p.name in HF_KEYWORDS for p in leading)
-
-    def _keeps_leading(self) -> bool:
-        further = {p.name for p in (*self.positional[len(_LEADING) :], *self.keyword_only)}
-        in_place = zip(self.positional, _LEADING, strict=False)
-        return further.isdisjoint(_LEADING) and all(p.name == lead or p.name not in HF_KEYWORDS for p, lead in in_place)
-
-    @staticmethod
-    def _positional_only(parameters: list[inspect.Parameter]) -> bool:
-        return any(p.kind is inspect.Parameter.POSITIONAL_ONLY for p in parameters)
 
 
 def as_handler(fn: Callable[..., Any], moment: Moment, style: Style | None = None) -> Handler:
@@ -138,7 +128,7 @@ def _shape_of(fn: Callable[..., Any]) -> _Shape | None:
         shape = _Shape(list(inspect.signature(fn, follow_wrapped=False).parameters.values()))
     except ValueError:  # some builtins have no signature: they can only be called with the context
         return None
-    if shape.takes_args and shape.takes_kwargs and not shape.names():  # a decorator that passes everything on
+    if shape.takes_args and shape.takes_kwargs and not shape.names:  # a decorator that passes everything on
         return _Shape(list(inspect.signature(fn).parameters.values()))
     return shape
 
@@ -165,7 +155,7 @@ def _hf_handler(fn: Callable[..., Any], moment: Moment, shape: _Shape) -> Handle
         if returned is not None:
             context.control.take(returned)
 
-    if tuple(p.name for p in shape.positional) == _LEADING and not shape.keyword_only and _ignores_keywords(fn):
+    if tuple(shape.positional) == _LEADING and not shape.keyword_only and _ignores_keywords(fn):
         return told_the_leading
     if shape.fits_hf_by_keyword() and not (shape.takes_args and by_position):
         return told_by_keyword
@@ -188,7 +178,7 @@ def _selection(moment: Moment, shape: _Shape) -> Callable[[dict[str, Any]], dict
 
     What a handler demands and the event lacks is None.
     """
-    names = shape.names()
+    names = shape.names
     known = _BASE_KEYWORDS.union(moment.own_fields)
     demanded = HF_KEYWORDS.intersection((*shape.required, *shape.required_keywords))
     further = demanded.union(names & {"tokenizer"}) - known

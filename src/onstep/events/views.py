@@ -16,17 +16,12 @@ if TYPE_CHECKING:
 class WorldView(Protocol):
     """The ranks of the run."""
 
-    @property
-    def rank(self) -> int:
-        """This process's number, from 0."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank trains."""
+    rank: int
+    """This process's number, from 0."""
+    size: int
+    """Number of ranks."""
+    device: torch.device
+    """Where this rank trains."""
 
     @property
     def is_main(self) -> bool:
@@ -36,13 +31,24 @@ class WorldView(Protocol):
 class RunView(Protocol):
     """The run as callbacks see it: `context.state`."""
 
-    @property
-    def cfg(self) -> ConfigContainer:
-        """The validated configuration."""
-
-    @property
-    def train_state(self) -> TrainState:
-        """The progress."""
+    cfg: ConfigContainer
+    """The validated configuration."""
+    train_state: TrainState
+    """The progress."""
+    control: Control
+    """Where to ask for a stop, save, evaluation or log."""
+    run_folder: Any
+    """The folder of the run, with its `path`; None for a run without one."""
+    tokenizer: Any
+    """The tokenizer of the data; None where nobody gave one."""
+    tensorboard_logger: Any
+    """TensorBoard, with `add_scalar`; None where Megatron Bridge's tags do not go there."""
+    wandb_logger: Any
+    """W&B, with `log`; None likewise."""
+    mlflow_logger: Any
+    """MLflow, with `log_metrics`; None likewise."""
+    comet_logger: Any
+    """Comet, with `log_metrics`; None likewise."""
 
     @property
     def trainer_state(self) -> TrainerState:
@@ -55,18 +61,6 @@ class RunView(Protocol):
     @property
     def world(self) -> WorldView:
         """The ranks."""
-
-    @property
-    def control(self) -> Control:
-        """Where to ask for a stop, save, evaluation or log."""
-
-    @property
-    def run_folder(self) -> Any:
-        """The folder of the run, with its `path`; None for a run without one."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer of the data; None where nobody gave one."""
 
     @property
     def processing_class(self) -> Any:
@@ -92,29 +86,12 @@ class RunView(Protocol):
     def flops_per_token(self) -> float:
         """Floating-point operations of training on one token, as far as they are known."""
 
-    @property
-    def tensorboard_logger(self) -> Any:
-        """TensorBoard, with `add_scalar`; None where Megatron Bridge's tags do not go there."""
-
-    @property
-    def wandb_logger(self) -> Any:
-        """W&B, with `log`; None likewise."""
-
-    @property
-    def mlflow_logger(self) -> Any:
-        """MLflow, with `log_metrics`; None likewise."""
-
-    @property
-    def comet_logger(self) -> Any:
-        """Comet, with `log_metrics`; None likewise."""
-
 
 class OptimizerView(Protocol):
     """What every optimizer of a run has, ours and foreign ones."""
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of parameters with their options, as in `torch.optim`."""
+    param_groups: list[dict[str, Any]]
+    """Groups of parameters with their options, as in `torch.optim`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Its state, as in `torch.optim`."""

@@ -19,13 +19,12 @@ if TYPE_CHECKING:
     )
     from onstep.metrics.model_shape import ModelShape
     from onstep.metrics.parameter_norms import report_l2_norm_grad
-    from onstep.metrics.params_l2_norm import calc_dtensor_params_l2_norm, calc_params_l2_norm
+    from onstep.metrics.params_l2_norm import calc_dtensor_params_l2_norm, calc_params_l2_norm, param_is_not_shared
     from onstep.metrics.reductions import (
         logical_and_across_model_parallel_group,
         reduce_max_memory_across_pp_group,
         reduce_max_stat_across_model_parallel_group,
     )
-    from onstep.metrics.shared_parameters import param_is_not_shared
     from onstep.metrics.spectral_norms import SpectralNorms
     from onstep.metrics.throughput import report_runtime, report_throughput
 
@@ -44,7 +43,7 @@ _HOMES = {
     "logical_and_across_model_parallel_group": "onstep.metrics.reductions",
     "model_flops_utilization": "onstep.metrics.flops",
     "num_floating_point_operations": "onstep.metrics.flops",
-    "param_is_not_shared": "onstep.metrics.shared_parameters",
+    "param_is_not_shared": "onstep.metrics.params_l2_norm",
     "peak_of": "onstep.metrics.device_peaks",
     "reduce_max_memory_across_pp_group": "onstep.metrics.reductions",
     "reduce_max_stat_across_model_parallel_group": "onstep.metrics.reductions",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from onstep.metrics.model_shape import ModelShape
-from onstep.metrics.parameter_counts import num_lora_parameters
+from onstep.metrics.model_shape import ModelShape, num_lora_parameters
 
 _FORWARD_AND_BACKWARD = 3
 """A matrix product is followed by two in the backward pass: for its input and for its weights."""
@@ -58,9 +57,12 @@ def num_floating_point_operations(
         return 0.0
     squares = tokens * shape.seq_length if sum_sq_seq_len is None else sum_sq_seq_len
     scores = shape.all_layers * shape.query_width * (squares / tokens)
-    matrices = (
-        _feed_forward(shape) + shape.all_layers * _attention(shape) + _multi_token_prediction(shape) + _output(shape)
-    )
+    matrices = shape.all_layers * shape.attention_matrices
+    matrices += shape.num_dense_layers * shape.block_matrices(shape.ffn_hidden_size)
+    met_experts = shape.moe_ffn_hidden_size * shape.moe_topk + shape.shared_expert_size
+    matrices += shape.num_moe_layers * shape.block_matrices(met_experts)
+    matrices += shape.joining_matrices + 3 * shape.mtp_depth * shape.hidden_size
+    matrices += shape.hidden_size * shape.vocab_size * (shape.mtp_depth + 1)
     peft = getattr(cfg, "peft", None)
     if peft is None or peft.peft_scheme is None:
         passes = _FORWARD_AND_BACKWARD * (matrices + scores)
@@ -78,26 +80,3 @@ def model_flops_utilization(flops_per_second: float, peak_flops: float | None) -
         peak_flops: FLOP/s that the device can do in the precision of the run; None is unknown.
     """
     return None if not peak_flops else flops_per_second / peak_flops
-
-
-def _feed_forward(shape: ModelShape) -> float:
-    """Multiply-adds of a token in all feed-forward blocks."""
-    moe = shape.num_moe_layers
-    dense = shape.all_layers - moe
-    widths = dense * shape.ffn_hidden_size
-    widths += moe * (shape.moe_ffn_hidden_size * shape.moe_topk + shape.shared_expert_size)
-    return shape.hidden_size * shape.num_projections * widths
-
-
-def _attention(shape: ModelShape) -> float:
-    """Multiply-adds of a token in the projections of one layer's attention."""
-    gate = shape.query_width if shape.has_output_gate else 0
-    return shape.hidden_size * (2 * shape.query_width + 2 * shape.key_width + gate)
-
-
-def _multi_token_prediction(shape: ModelShape) -> float:
-    return shape.mtp_depth * (3 * shape.hidden_size + 2 * shape.hidden_size**2)
-
-
-def _output(shape: ModelShape) -> float:
-    return shape.hidden_size * shape.vocab_size * (shape.mtp_depth + 1)

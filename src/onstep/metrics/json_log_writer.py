@@ -65,12 +65,7 @@ class JsonLogWriter:
         """
         self.close()
         with _naming(logging_dir):
-            path = self._path_to_train(Path(logging_dir) / self.file_name)
-            try:
-                self._make_ready(path, step)
-                self._open(path)
-            except JournalHeldError as error:
-                self._open_own(path, error)
+            self._open_or_own(self._path_to_train(Path(logging_dir) / self.file_name), step)
         self._resume_step = None
 
     def reopen(self, logging_dir: str | Path) -> None:
@@ -83,12 +78,7 @@ class JsonLogWriter:
             return
         with _naming(logging_dir):
             path = Path(logging_dir) / self.file_name
-            if self.path is not None and self.path.exists():
-                path = self.path
-            try:
-                self._open(path)
-            except JournalHeldError as error:
-                self._open_own(path, error)
+            self._open_or_own(self.path if self.path is not None and self.path.exists() else path)
 
     def write_record(self, step: int, epoch: float, data: Mapping[str, Any]) -> None:
         """Append a record; when this returns, it is in the file. Nothing happens while the writer is closed.
@@ -149,16 +139,13 @@ class JsonLogWriter:
             logger.warning("%s, the journal to continue, is gone; recording in %s", self.path, target)
             self._num_records = None
             return target
-        if self.path.resolve() != target.resolve() and (self.path.parent / "run.json").exists():
-            return self._fork(self.path, target)
-        return self.path
-
-    def _fork(self, path: Path, target: Path) -> Path:
-        """Take over the records of the run that the checkpoint is of, and leave that run's file alone."""
+        if self.path.resolve() == target.resolve() or not (self.path.parent / "run.json").exists():
+            return self.path
+        # the checkpoint is of another run, whose file is left alone
         if target.exists():
             set_aside(target)
-        fork(path, target, num_records=self._num_records)
-        logger.info("%s begins with the records of %s", target, path)
+        fork(self.path, target, num_records=self._num_records)
+        logger.info("%s begins with the records of %s", target, self.path)
         return target
 
     def _make_ready(self, path: Path, step: int) -> None:
@@ -168,16 +155,12 @@ class JsonLogWriter:
         if self._resume_step is not None:
             last_step = max(step, self._resume_step) if self._num_records is None else None
             aside = align(path, last_step, num_records=self._num_records)
-        elif step > 0 or self._is_own_beginning(path):
+        elif step > 0 or (path == self.path and self.last_step <= 0):  # no more than an evaluation by this writer
             aside = align(path, step)
         else:
             aside = set_aside(path)
         if aside is not None:
             logger.warning("%s: what this run does not continue is kept in %s", path, aside)
-
-    def _is_own_beginning(self, path: Path) -> bool:
-        """Whether the file holds no more than an evaluation by this writer before training."""
-        return path == self.path and self.last_step <= 0
 
     def _open(self, path: Path) -> None:
         self.journal = Journal.open(path)
@@ -186,10 +169,16 @@ class JsonLogWriter:
         self._num_records = len(records)
         self.last_step = records[-1].get("global_step", -1) if records else -1
 
-    def _open_own(self, path: Path, error: JournalHeldError) -> None:
-        own = numbered_name(path)
-        logger.warning("%s Recording in %s.", error, own)
-        self._open(own)
+    def _open_or_own(self, path: Path, step: int | None = None) -> None:
+        """Open the file, made ready for a training from `step`; one of our own where another live run writes it."""
+        try:
+            if step is not None:
+                self._make_ready(path, step)
+            self._open(path)
+        except JournalHeldError as error:
+            own = numbered_name(path)
+            logger.warning("%s Recording in %s.", error, own)
+            self._open(own)
 
     def _write_what_waits(self, journal: Journal) -> None:
         """Append what is not in the file yet; a full disk costs a warning, and the records wait for room."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from onstep.metrics.model_shape import ModelShape
-from onstep.metrics.parameter_counts import (
+from onstep.metrics.model_shape import (
+    ModelShape,
     num_expert_matrix_parameters,
     num_layer_matrix_parameters,
     num_lora_parameters,
@@ -68,15 +68,16 @@ def estimate_training_memory(cfg: Any) -> MemoryEstimate | None:
     if is_lora := peft is not None and peft.peft_scheme is not None:
         added = num_lora_parameters(shape, peft.dim, peft.target_modules)
     trainable = added if is_lora else base
-    matrices = added if is_lora else num_layer_matrix_parameters(shape)
+    layer_matrices = num_layer_matrix_parameters(shape)
+    all_matrices = layer_matrices + num_expert_matrix_parameters(shape) + shape.hidden_size * shape.vocab_size + added
     is_mixed = cfg.mixed_precision is not None
     return MemoryEstimate(
         num_parameters=base + added,
         num_trainable=trainable,
         weights=_FLOAT32 * (base + added),
         gradients=_FLOAT32 * trainable,
-        optimizer=_optimizer_bytes(cfg.optimizer, trainable, matrices),
-        weight_copies=2 * (_matrices(shape) + added) if is_mixed else 0,
+        optimizer=_optimizer_bytes(cfg.optimizer, trainable, added if is_lora else layer_matrices),
+        weight_copies=2 * all_matrices if is_mixed else 0,
         activations=_activation_bytes(shape, cfg, is_mixed),
     )
 
@@ -97,16 +98,12 @@ def format_training_memory_estimate(estimate: MemoryEstimate) -> str:
     return "\n".join([*lines, *(f"{name:<14}{size / _MIB:>12,.1f} MiB" for name, size in rows.items() if size)])
 
 
-def theoretical_memory_line(estimate: MemoryEstimate) -> str:
-    """Megatron Bridge's line about weights, gradients and optimizer, in MiB."""
-    return f"Theoretical memory footprints: weight and optimizer={estimate.weights_and_optimizer / _MIB:.2f} MB"
-
-
 def report_theoretical_memory(cfg: Any) -> None:
-    """Print `theoretical_memory_line` of a configuration; nothing for a model that no formula is known for."""
+    """Print Megatron Bridge's line about weights, gradients and optimizer; nothing where no formula is known."""
     estimate = estimate_training_memory(cfg)
     if estimate is not None:
-        print(theoretical_memory_line(estimate), flush=True)  # noqa: T201 - this line is what was asked for
+        line = f"Theoretical memory footprints: weight and optimizer={estimate.weights_and_optimizer / _MIB:.2f} MB"
+        print(line, flush=True)  # noqa: T201 - this line is what was asked for
 
 
 def _optimizer_bytes(optimizer: Any, trainable: int, matrices: int) -> int:
@@ -116,12 +113,6 @@ def _optimizer_bytes(optimizer: Any, trainable: int, matrices: int) -> int:
     if optimizer.optimizer == "muon":
         return _FLOAT32 * matrices + 2 * _FLOAT32 * (trainable - matrices)
     return 2 * _FLOAT32 * trainable
-
-
-def _matrices(shape: ModelShape) -> int:
-    """Weights of all matrix products, the output's too."""
-    output = shape.hidden_size * shape.vocab_size
-    return num_layer_matrix_parameters(shape) + num_expert_matrix_parameters(shape) + output
 
 
 def _activation_bytes(shape: ModelShape, cfg: Any, is_mixed: bool) -> int:

@@ -1,11 +1,13 @@
-"""The sizes of a transformer that FLOPs and memory follow from, read from its configuration."""
+"""The sizes of a transformer that FLOPs and memory follow from, and how many weights it has by them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from onstep.config.model_rules import LORA_PROJECTIONS
 from onstep.errors import ConfigError
 
 _FFN_MULTIPLE = 64
@@ -81,6 +83,21 @@ class ModelShape:
         """[Lm]"""
         return sum(self.moe_layers)
 
+    @property
+    def attention_matrices(self) -> int:
+        """Weights in the matrices of one layer's attention."""
+        gate = self.query_width if self.has_output_gate else 0
+        return self.hidden_size * (2 * self.query_width + 2 * self.key_width + gate)
+
+    @property
+    def joining_matrices(self) -> int:
+        """Weights in what joins embedding and hidden state in multi-token prediction."""
+        return self.mtp_depth * 2 * self.hidden_size**2
+
+    def block_matrices(self, width: int) -> int:
+        """Weights in the matrices of a feed-forward block of this width."""
+        return self.num_projections * self.hidden_size * width
+
     @classmethod
     def of(cls, model: Any, seq_length: int | None = None) -> ModelShape | None:
         """The shape of a configuration with Megatron's field names; None where no formula is known for it.
@@ -95,15 +112,15 @@ class ModelShape:
         Raises:
             ConfigError: without a size of the vocabulary.
         """
-        if not _has_known_attention(model):
+        heads = getattr(model, "num_attention_heads", None)
+        is_other_kind = getattr(model, "multi_latent_attention", False) or getattr(model, "is_hybrid_model", False)
+        if heads is None or is_other_kind:
             return None
-        hidden, heads = model.hidden_size, model.num_attention_heads
-        depth = _whole(model, "mtp_num_layers")
+        hidden, depth = model.hidden_size, _whole(model, "mtp_num_layers")
         is_moe = bool(_whole(model, "num_moe_experts"))
         is_gated = bool(getattr(model, "gated_linear_unit", True))
         ffn = getattr(model, "ffn_hidden_size", None) or _default_ffn(hidden, is_gated)
         learns_positions = getattr(model, "position_embedding_type", "rope") == "learned_absolute"
-        length = model.seq_length if seq_length is None else seq_length
         return cls(
             num_layers=model.num_layers,
             hidden_size=hidden,
@@ -112,7 +129,7 @@ class ModelShape:
             num_query_groups=getattr(model, "num_query_groups", None) or heads,
             kv_channels=getattr(model, "kv_channels", None) or hidden // heads,
             vocab_size=_vocabulary(model),
-            seq_length=length,
+            seq_length=model.seq_length if seq_length is None else seq_length,
             num_projections=3 if is_gated else 2,
             ties_embeddings=bool(getattr(model, "share_embeddings_and_output_weights", False)),
             has_output_gate=bool(getattr(model, "attention_output_gate", False)),
@@ -134,11 +151,6 @@ class ModelShape:
 def _default_ffn(hidden: int, is_gated: bool) -> int:
     """The width that a configuration leaves open, as `onstep.models.sizes` has it."""
     return math.ceil(8 * hidden / (3 * _FFN_MULTIPLE)) * _FFN_MULTIPLE if is_gated else 4 * hidden
-
-
-def _has_known_attention(model: Any) -> bool:
-    is_other_kind = getattr(model, "multi_latent_attention", False) or getattr(model, "is_hybrid_model", False)
-    return getattr(model, "num_attention_heads", None) is not None and not is_other_kind
 
 
 def _whole(model: Any, name: str) -> int:
@@ -169,3 +181,90 @@ def _moe_layers(model: Any, mtp_depth: int) -> tuple[bool, ...]:
                 f"give one entry for each layer, or a whole number."
             )
     return (*pattern, *[pattern[-1]] * mtp_depth)
+
+
+def num_parameters(shape: ModelShape) -> int:
+    """Weights of a model of this shape: of the built-in transformer all of them, exactly."""
+    layers = shape.all_layers * (_attention(shape) + 2 * _norm(shape))
+    layers += shape.num_dense_layers * _feed_forward(shape, shape.ffn_hidden_size)
+    layers += shape.num_moe_layers * _experts(shape)
+    # embedding, positions, last norm and output; what joins embedding and hidden state in multi-token prediction
+    vocabulary = shape.hidden_size * shape.vocab_size * (1 if shape.ties_embeddings else 2)
+    joining = shape.joining_matrices + shape.mtp_depth * 3 * _norm(shape)
+    return layers + vocabulary + shape.hidden_size * shape.num_positions + _norm(shape) + joining
+
+
+def num_active_parameters(shape: ModelShape) -> int:
+    """Weights that a token meets: all but those of the experts that it does not go to."""
+    unused = shape.num_experts - shape.moe_topk if shape.num_moe_layers else 0
+    return num_parameters(shape) - shape.num_moe_layers * unused * _feed_forward(shape, shape.moe_ffn_hidden_size)
+
+
+def num_layer_matrix_parameters(shape: ModelShape) -> int:
+    """Weights in matrices between embedding and output, without the experts' stacked ones: what Muon is for."""
+    moe = shape.block_matrices(shape.shared_expert_size) + shape.hidden_size * shape.num_experts
+    dense = shape.num_dense_layers * shape.block_matrices(shape.ffn_hidden_size)
+    return shape.all_layers * shape.attention_matrices + dense + shape.num_moe_layers * moe + shape.joining_matrices
+
+
+def num_expert_matrix_parameters(shape: ModelShape) -> int:
+    """Weights in the matrices of all experts that a router chooses from."""
+    return shape.num_moe_layers * shape.num_experts * shape.block_matrices(shape.moe_ffn_hidden_size)
+
+
+def num_lora_parameters(shape: ModelShape, dim: int, target_modules: Sequence[str] | None = None) -> int:
+    """Weights that LoRA of rank `dim` adds: `dim * (inputs + outputs)` for each matrix that it goes to.
+
+    Of a layer with experts it goes to the attention only.
+    """
+    query, key, block = (shape.hidden_size + n for n in (shape.query_width, shape.key_width, shape.ffn_hidden_size))
+    inputs_and_outputs = {
+        "attention.query": query,
+        "attention.key": key,
+        "attention.value": key,
+        "attention.output": query,
+        "feed_forward.gate": block if shape.num_projections == 3 else 0,
+        "feed_forward.up": block,
+        "feed_forward.down": block,
+    }
+    added = 0
+    for index in range(shape.num_layers):
+        has_experts = bool(shape.moe_layers) and shape.moe_layers[index]
+        for ours, size in inputs_and_outputs.items():
+            names = (f"layers.{index}.{ours}", f"model.layers.{index}.{LORA_PROJECTIONS[ours]}")
+            is_wanted = target_modules is None or any(is_target(name, target_modules) for name in names)
+            if is_wanted and not (has_experts and ours.startswith("feed_forward.")):
+                added += dim * size
+    return added
+
+
+def is_target(name: str, target_modules: Sequence[str]) -> bool:
+    """Whether a module's name is one of `target_modules`, or ends with one after a dot."""
+    return any(name == target or name.endswith(f".{target}") for target in target_modules)
+
+
+def _norm(shape: ModelShape, width: int | None = None) -> int:
+    return (2 if shape.norm_bias else 1) * (shape.hidden_size if width is None else width)
+
+
+def _attention(shape: ModelShape) -> int:
+    weights = shape.attention_matrices
+    weights += shape.query_width + 2 * shape.key_width if shape.qkv_bias else 0
+    weights += shape.hidden_size if shape.linear_bias else 0
+    weights += 2 * _norm(shape, shape.kv_channels) if shape.qk_norm else 0
+    return weights
+
+
+def _feed_forward(shape: ModelShape, width: int) -> int:
+    """A block of `num_projections` matrices, the last of which leads back to the hidden size."""
+    biases = (shape.num_projections - 1) * width + shape.hidden_size if shape.linear_bias else 0
+    return shape.block_matrices(width) + biases
+
+
+def _experts(shape: ModelShape) -> int:
+    """The experts of a layer, their router, the shared expert and its gate."""
+    weights = shape.num_experts * (_feed_forward(shape, shape.moe_ffn_hidden_size) + shape.hidden_size)
+    if shape.shared_expert_size:
+        weights += _feed_forward(shape, shape.shared_expert_size)
+        weights += shape.hidden_size if shape.shared_expert_gate else 0
+    return weights

@@ -36,7 +36,8 @@ def named_parameters(model: Model) -> dict[str, Tensor]:
             if parameter in seen:
                 continue
             seen.add(parameter)
-            name = _plain(name)
+            for part in _WRAPPER_PARTS:
+                name = name.replace(part, "")
             found[f"chunks.{number}.{name}" if name in found else name] = parameter
     return found
 
@@ -88,12 +89,6 @@ def reshard(model: Model) -> None:
         for module in chunk.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def _plain(name: str) -> str:
-    for part in _WRAPPER_PARTS:
-        name = name.replace(part, "")
-    return name
 
 
 def _why_not(parameter: Tensor) -> str | None:

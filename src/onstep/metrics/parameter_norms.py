@@ -1,14 +1,13 @@
 """Norms of parameters and gradients: by foreach calls, accumulated in float64, with one read of the device.
 
 The parts that a rank holds of sharded tensors (FSDP2, tensor parallelism) are combined into the norms of the whole
-tensors, all of them in one reduction. Pipeline stages hold other tensors altogether: `merge_stages` brings their norms
-together, over the pipeline's process group.
+tensors, all of them in one reduction.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,19 +80,6 @@ def report_l2_norm_grad(model: Model) -> dict[str, float]:
     return report
 
 
-def merge_stages(norms: Mapping[str, float], group: Any) -> dict[str, float]:
-    """The norms of all pipeline stages, in the order of the stages, on every rank of `group`. Collective.
-
-    A name that an earlier stage has is prefixed ``stages.<rank in group>.``.
-    """
-    of_stages: list[Mapping[str, float]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(of_stages, dict(norms), group=group)
-    merged: dict[str, float] = {}
-    for number, of_stage in enumerate(of_stages):
-        merged |= {f"stages.{number}.{name}" if name in merged else name: norm for name, norm in of_stage.items()}
-    return merged
-
-
 def local_parameter_norms(model: Model, order: float = 2.0) -> LocalNorms:
     """The norms of this rank's parts of the parameters, without waiting for the device."""
     reshard(model)
@@ -129,9 +115,8 @@ def local_norms(tensors: Mapping[str, Tensor], order: float = 2.0) -> LocalNorms
         groups.setdefault((numbers.device, numbers.dtype), {})[name] = numbers
     norms: dict[str, Tensor] = {}
     with torch.no_grad():
-        for (device, dtype), members in groups.items():
-            norm_all = _norm_of_each(device, dtype)
-            norms |= zip(members, norm_all(list(members.values()), order), strict=True)
+        for members in groups.values():
+            norms |= zip(members, _norms_alike(list(members.values()), order), strict=True)
         values = [norms[name] for name in tensors]
         if not values:
             return LocalNorms.none(order)
@@ -150,25 +135,20 @@ def full_norms(local: LocalNorms, model: Model) -> dict[str, float]:
     if not local.names:
         return {}
     reshard(model)
-    values = local.values
-    for split, places in _places_by_split(local, model).items():
+    values, parameters = local.values, measurable_parameters(model)
+    by_split: dict[Split, list[int]] = {}
+    for place, name in enumerate(local.names):
+        if name in parameters:
+            by_split.setdefault(split_of(parameters[name]), []).append(place)
+    for split, places in by_split.items():
+        if not split:
+            continue
         index = torch.tensor(places, device=values.device)
         part = values[index]
         for mesh, dim in split:
             part = _combined(part, local.order, mesh.get_group(dim))
         values = values.index_copy(0, index, part)
     return dict(zip(local.names, values.tolist(), strict=True))
-
-
-def _places_by_split(local: LocalNorms, model: Model) -> dict[Split, list[int]]:
-    """Where the norms stand that are to be combined alike."""
-    parameters = measurable_parameters(model)
-    places: dict[Split, list[int]] = {}
-    for place, name in enumerate(local.names):
-        split = split_of(parameters[name]) if name in parameters else ()
-        if split:
-            places.setdefault(split, []).append(place)
-    return places
 
 
 def _combined(norms: Tensor, order: float, group: Any) -> Tensor:
@@ -193,17 +173,18 @@ def _numbers(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype.itemsize == 1 else tensor
 
 
-def _norm_of_each(device: torch.device, dtype: torch.dtype) -> Callable[[list[Tensor], float], list[Tensor]]:
-    if dtype == torch.float64:
-        return _norms_scaled
-    return _norms_in_pieces if device.type == "cpu" else _norms_of_non_empty
+def _norms_alike(tensors: list[Tensor], order: float) -> list[Tensor]:
+    """Norms of tensors of one device and type. Squares of float64 may leave the range of float64."""
+    if tensors[0].dtype == torch.float64:
+        return [_scaled_norm(tensor, order) for tensor in tensors]
+    return _norms_in_pieces(tensors, order) if tensors[0].device.type == "cpu" else _norms_of_non_empty(tensors, order)
 
 
 def _norms_of_non_empty(tensors: list[Tensor], order: float) -> list[Tensor]:
     """A rank's part of a small tensor may be empty, of which torch knows no largest value."""
     filled = [tensor for tensor in tensors if tensor.numel()]
     norms = iter(torch._foreach_norm(filled, order, torch.float64) if filled else ())
-    return [next(norms) if tensor.numel() else _zero(tensor) for tensor in tensors]
+    return [next(norms) if tensor.numel() else tensor.new_zeros((), dtype=torch.float64) for tensor in tensors]
 
 
 def _norms_in_pieces(tensors: list[Tensor], order: float) -> list[Tensor]:
@@ -220,19 +201,10 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
     return torch.split(tensor, rows)
 
 
-def _norms_scaled(tensors: list[Tensor], order: float) -> list[Tensor]:
-    """Norms of float64 tensors, whose squares may leave the range of float64."""
-    return [_scaled_norm(tensor, order) for tensor in tensors]
-
-
 def _scaled_norm(tensor: Tensor, order: float) -> Tensor:
     if tensor.numel() == 0:
-        return _zero(tensor)
+        return tensor.new_zeros((), dtype=torch.float64)
     largest = tensor.abs().amax()
     scale = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
     norm: Tensor = torch.linalg.vector_norm(tensor / scale, order)
     return norm * scale
-
-
-def _zero(like: Tensor) -> Tensor:
-    return torch.zeros((), dtype=torch.float64, device=like.device)

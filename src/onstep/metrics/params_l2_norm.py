@@ -7,25 +7,22 @@ below 1e-150 leave its range (`onstep.metrics.parameter_norms` measures those).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from onstep.distributed.shards import Split, as_dtensor, local_part, split_of
-from onstep.errors import ShardingError
+from onstep.errors import ConfigError, ShardingError
 from onstep.metrics.named_parameters import chunks_of, measurable_parameters, reshard
 from onstep.metrics.parameter_norms import local_norms
 from onstep.metrics.reductions import device_of, has_others
-from onstep.metrics.shared_parameters import is_counted, is_expert, param_is_not_shared
 
 _GROUPS = ("tp", "expt_tp", "dp_cp", "expt_dp", "mp", "tp_ep_pp")
 
 
-@dataclass(frozen=True)
-class _Kind:
+class _Kind(NamedTuple):
     """What parameters have in common that are summed and reduced together; the same on all ranks that share them."""
 
     split: Split
@@ -90,7 +87,7 @@ def calc_dtensor_params_l2_norm(params: Iterable[Tensor]) -> float:
         kinds.setdefault(split_of(dtensor), {})[str(number)] = dtensor.to_local()
     total = _zero(())
     for split, tensors in kinds.items():
-        total = total.to(next(iter(tensors.values())).device) + _over_mesh(_squares(tensors), split)
+        total = total.to(next(iter(tensors.values())).device) + _squares(tensors, split)
     return float(total.sqrt())
 
 
@@ -99,7 +96,9 @@ def unread_params_l2_norm(
 ) -> Tensor:
     """What `calc_params_l2_norm` gives, as a 0-d float64 tensor on the device of the parameters. Collective."""
     reshard(model)
-    groups = _groups_of(model)
+    collection = getattr(chunks_of(model)[0], "pg_collection", None)
+    found = {name: getattr(collection, name, None) for name in _GROUPS}
+    groups = {name: group if has_others(group) else None for name, group in found.items()}
     ranks = [0 if groups[name] is None else dist.get_rank(groups[name]) for name in ("tp", "expt_tp")]
     takes_main = bool(getattr(model_config, "bf16", False)) and not force_create_fp32_copy
     params = measurable_parameters(model)
@@ -113,32 +112,62 @@ def unread_params_l2_norm(
             tensors[name] = local_part(value)
     sums = {(expert, part): _zero(params.values()) for expert in (False, True) for part in (False, True)}
     for kind, tensors in kinds.items():
-        squares = _over_mesh(_squares(tensors), kind.split)  # of all, since the other ranks of the mesh take part
+        squares = _squares(tensors, kind.split)  # of all, since the other ranks of the mesh take part
         if counted[kind]:
             place = (kind.is_expert, kind.is_part)
             sums[place] = sums[place] + squares.to(sums[place].device)
     return _over_ranks(sums, groups).sqrt()
 
 
+def param_is_not_shared(param: Tensor) -> bool:
+    """Whether `param` counts here: False for one whose attribute `shared` says that another rank counts it.
+
+    So it is with an embedding that is tied across pipeline stages: it is on two of them, and one parameter.
+    """
+    return not getattr(param, "shared", False)
+
+
+def is_expert(param: Any) -> bool:
+    """Whether `param` belongs to experts that differ between ranks: its attribute `allreduce` is False."""
+    return not getattr(param, "allreduce", True)
+
+
+def is_counted(name: str, param: Any, tensor_rank: int, expert_tensor_rank: int) -> bool:
+    """Whether this rank counts `param`, so that all ranks of the model together count each parameter once.
+
+    A parameter that is split over tensor-parallel ranks (`tensor_model_parallel`) counts on each of them, with its part
+    there; any other is the same on all of them, and counts on the first.
+
+    Args:
+        name: for the error.
+        param: a parameter.
+        tensor_rank: this rank's place in the group of tensor parallelism.
+        expert_tensor_rank: the same for experts.
+
+    Raises:
+        ConfigError: experts are marked as shared, which nothing could count.
+    """
+    is_shared = not param_is_not_shared(param)
+    if is_expert(param) and is_shared:
+        raise ConfigError(
+            f"the expert parameter {name} is marked as shared, but experts belong to one rank; set shared=False"
+        )
+    rank = expert_tensor_rank if is_expert(param) else tensor_rank
+    return not is_shared and (getattr(param, "tensor_model_parallel", False) or rank == 0)
+
+
 def _over_ranks(sums: Mapping[tuple[bool, bool], Tensor], groups: Mapping[str, Any]) -> Tensor:
     """The sum of all squares, from this rank's by (of experts, of parts that optimizers keep)."""
     dense = sums[False, False] + _summed(sums[False, True], groups["dp_cp"])
     experts = sums[True, False] + _summed(sums[True, True], groups["expt_dp"])
-    if _have_same_ranks(groups["mp"], groups["tp_ep_pp"]):
-        return _summed(dense + experts, groups["mp"])
-    return _summed(dense, groups["mp"]) + _summed(experts, groups["tp_ep_pp"])
-
-
-def _groups_of(model: nn.Module | Sequence[nn.Module]) -> dict[str, Any]:
-    collection = getattr(chunks_of(model)[0], "pg_collection", None)
-    found = {name: getattr(collection, name, None) for name in _GROUPS}
-    return {name: group if has_others(group) else None for name, group in found.items()}
-
-
-def _have_same_ranks(group: Any, other: Any) -> bool:
-    if group is None or other is None:
-        return group is other
-    return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(other)
+    of_dense, of_experts = groups["mp"], groups["tp_ep_pp"]
+    if None in (of_dense, of_experts):
+        are_same = of_dense is of_experts
+    else:
+        are_same = dist.get_process_group_ranks(of_dense) == dist.get_process_group_ranks(of_experts)
+    if are_same:
+        return _summed(dense + experts, of_dense)
+    return _summed(dense, of_dense) + _summed(experts, of_experts)
 
 
 def _kind_and_value(param: Any, takes_main: bool) -> tuple[_Kind, Tensor | None]:
@@ -172,12 +201,9 @@ def _fully_sharded(model: nn.Module | Sequence[nn.Module]) -> list[Tensor]:
     return list(params.values())
 
 
-def _squares(tensors: Mapping[str, Tensor]) -> Tensor:
-    """The sum of the squares of all values, 0-d float64."""
-    return local_norms(tensors).values.square().sum()
-
-
-def _over_mesh(squares: Tensor, split: Split) -> Tensor:
+def _squares(tensors: Mapping[str, Tensor], split: Split) -> Tensor:
+    """The sum of the squares of all values over the mesh that they are split over, 0-d float64."""
+    squares = local_norms(tensors).values.square().sum()
     for mesh, dim in split:
         squares = _summed(squares, mesh.get_group(dim))
     return squares

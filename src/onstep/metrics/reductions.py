@@ -15,10 +15,6 @@ from torch import Tensor
 
 from onstep.errors import ConfigError
 
-_LEAST = -(2**63)
-_NAN = 2**63 - 1
-"""Above every float in `_ordered`, so that a NaN of any rank is what all ranks see."""
-
 
 def reduce_max_memory_across_pp_group(
     memory_report: Mapping[str, int | float], pp_group: Any
@@ -61,19 +57,20 @@ def reduce_max_stat_across_model_parallel_group(stat: float | None, mp_group: An
     if not has_others(mp_group):
         return stat
     known = None if stat is None else _number(stat)
-    is_float = isinstance(known, float)
-    words = [known is not None and not is_float, is_float, _LEAST, _LEAST]
-    if known is not None:
-        words[2 + is_float] = _ordered(known) if isinstance(known, float) else known
-    largest = torch.tensor([int(word) for word in words], dtype=torch.int64, device=device_of(mp_group))
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mp_group)
-    has_whole, has_float, whole, ordered = largest.tolist()
-    if not has_float:
-        return int(whole) if has_whole else None
-    among_floats = _from_ordered(ordered)
-    if math.isnan(among_floats) or not has_whole:
-        return among_floats
-    return max(among_floats, float(whole))
+    kind, word = 0, 0
+    if isinstance(known, float):
+        kind, word = 2, struct.unpack("<q", struct.pack("<d", known))[0]
+    elif known is not None:
+        kind, word = 1, known
+    own = torch.tensor([kind, word], dtype=torch.int64, device=device_of(mp_group))
+    of_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(mp_group))]
+    dist.all_gather(of_ranks, own, group=mp_group)
+    pairs = torch.stack(of_ranks).tolist()
+    whole = [number for kind, number in pairs if kind == 1]
+    floats = [struct.unpack("<d", struct.pack("<q", bits))[0] for kind, bits in pairs if kind == 2]
+    if not floats:
+        return max(whole, default=None)
+    return math.nan if any(map(math.isnan, floats)) else max([*floats, *map(float, whole)])
 
 
 def logical_and_across_model_parallel_group(input: bool, mp_group: Any) -> bool:
@@ -89,7 +86,12 @@ def logical_and_across_model_parallel_group(input: bool, mp_group: Any) -> bool:
     Raises:
         ConfigError: `input` is anything else, such as None, a text or another number.
     """
-    says_yes = _truth(input)
+    value: object = input
+    if isinstance(value, (Tensor, np.generic)) and math.prod(value.shape) == 1:
+        value = value.item()
+    if not (isinstance(value, (bool, int)) and value in (0, 1)):
+        raise ConfigError(f"what ranks are to agree on must be true or false, got {input!r}; pass a bool")
+    says_yes = bool(value)
     if not has_others(mp_group):
         return says_yes
     all_say = torch.tensor(int(says_yes), dtype=torch.int32, device=device_of(mp_group))
@@ -99,17 +101,13 @@ def logical_and_across_model_parallel_group(input: bool, mp_group: Any) -> bool:
 
 def has_others(group: Any) -> bool:
     """Whether `group` is a process group with other ranks in it; None, and a run without any group, has none."""
-    return group is not None and dist.is_available() and dist.is_initialized() and _size(group) > 1
+    size = getattr(group, "size", None)  # which a group without this rank does not have
+    return dist.is_available() and dist.is_initialized() and callable(size) and size() > 1
 
 
 def device_of(group: Any) -> torch.device:
     """Where tensors must be for collectives over `group`."""
     return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
-
-
-def _size(group: Any) -> int:
-    size = getattr(group, "size", None)
-    return int(size()) if callable(size) else 1
 
 
 def _check_stat(stat: Any) -> None:
@@ -125,36 +123,9 @@ def _number(stat: Any) -> int | float:
     value = stat.item() if isinstance(stat, Tensor) and stat.numel() == 1 else stat
     if isinstance(value, (Integral, np.bool_)):
         whole = int(value)
-        if not _LEAST <= whole < -_LEAST:
+        if not -(2**63) <= whole < 2**63:
             raise ConfigError(f"a whole number to reduce must fit into 64 bits, got {whole}; pass it as a float")
         return whole
     if not isinstance(value, Real):
         raise ConfigError(f"a statistic to reduce must be one number or None, got {value!r}; pass None for none")
     return float(value)
-
-
-def _truth(answer: Any) -> bool:
-    has_one = isinstance(answer, (Tensor, np.generic)) and math.prod(answer.shape) == 1
-    value = answer.item() if has_one else answer
-    if not (isinstance(value, (bool, int)) and value in (0, 1)):
-        raise ConfigError(f"what ranks are to agree on must be true or false, got {answer!r}; pass a bool")
-    return bool(value)
-
-
-def _ordered(value: float) -> int:
-    """An integer of 64 bits that is larger for the larger of two floats, and largest for NaN.
-
-    The bits of a float are its sign and its magnitude, and magnitudes are ordered as integers are.
-    """
-    if math.isnan(value):
-        return _NAN
-    (bits,) = struct.unpack("<q", struct.pack("<d", value))
-    return int(bits if bits >= 0 else -(bits + 2**63))
-
-
-def _from_ordered(ordered: int) -> float:
-    if ordered == _NAN:
-        return math.nan
-    bits = ordered if ordered >= 0 else -ordered - 2**63
-    value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
-    return value

@@ -60,6 +60,7 @@ class SpectralNorms:
         self.num_steps = num_steps
         self._vectors: dict[str, Tensor] = {}
 
+    @torch.no_grad()
     def measure(self, model: Model) -> dict[str, float]:
         """The spectral norm of every parameter by name, a tied one once, in the order of the modules.
 
@@ -71,7 +72,18 @@ class SpectralNorms:
         parameters = measurable_parameters(model)
         vectors = {name: local_part(one) for name, one in parameters.items() if one.dim() < 2}
         norms = full_norms(local_norms(vectors, math.inf), model)
-        norms |= self._measure_matrices({name: one for name, one in parameters.items() if one.dim() >= 2})
+        matrices = {name: one for name, one in parameters.items() if one.dim() >= 2}
+        waiting = [_Batch(matrices, names, self._vectors) for names in _batches(matrices)]
+        while waiting:
+            for batch in waiting:
+                batch.iterate(batch.next_iterations(self.num_steps))
+            for batch, read in zip(waiting, _read([batch.recurrence() for batch in waiting]), strict=True):
+                batch.conclude(read)
+            for batch in waiting:
+                if batch.is_settled:
+                    norms |= batch.norms
+                    self._vectors |= batch.left_vectors()
+            waiting = [batch for batch in waiting if not batch.is_settled]
         return {name: norms.get(name, 0.0) for name in parameters}
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,22 +93,6 @@ class SpectralNorms:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Start the next measurement from the vectors of `state_dict`."""
         self._vectors = dict(state_dict["vectors"])
-
-    def _measure_matrices(self, matrices: Mapping[str, Tensor]) -> dict[str, float]:
-        with torch.no_grad():
-            waiting = [_Batch(matrices, names, self._vectors) for names in _batches(matrices)]
-            norms: dict[str, float] = {}
-            while waiting:
-                for batch in waiting:
-                    batch.iterate(batch.next_iterations(self.num_steps))
-                for batch, read in zip(waiting, _read([batch.recurrence() for batch in waiting]), strict=True):
-                    batch.conclude(read)
-                for batch in waiting:
-                    if batch.is_settled:
-                        norms |= batch.norms
-                        self._vectors |= batch.left_vectors()
-                waiting = [batch for batch in waiting if not batch.is_settled]
-            return norms
 
 
 class _Batch:
@@ -109,7 +105,8 @@ class _Batch:
         self._parameters = [matrices[name] for name in names]
         self._rows, self._columns = _shape(self._parameters[0])
         first = self._parameters[0]
-        self._dtype = _working_type(first.dtype)
+        is_tiny = first.dtype.itemsize == 1  # float8, which torch does not promote
+        self._dtype = torch.float32 if is_tiny else torch.promote_types(first.dtype, torch.float32)
         known = {name: starts[name] for name in names if name in starts and self._fits(starts[name])}
         self._is_cold = len(known) < len(names)
         self._left = _starts(names, self._rows, known, self._dtype, first.device)[:, None]
@@ -128,8 +125,15 @@ class _Batch:
         return min(wanted, self._most() - done)
 
     def iterate(self, count: int) -> None:
-        """Extend the bidiagonal forms by `count` iterations: ``A V_k = U_(k+1) B_k``. Nothing is read."""
-        matrices, largest, scale = self._scaled_matrices()
+        """Extend the bidiagonal forms by `count` iterations: ``A V_k = U_(k+1) B_k``. Nothing is read.
+
+        A factor on each side brings the largest absolute value of each matrix near 1.
+        """
+        shape = self._rows, self._columns
+        each = [whole(parameter).detach().to(self._dtype).reshape(shape) for parameter in self._parameters]
+        matrices = each[0][None] if len(each) == 1 else torch.stack(each)
+        largest = torch.stack(torch._foreach_norm(each, math.inf))[:, None]
+        scale = torch.where(largest.isfinite() & (largest > 0), largest, 1.0).rsqrt()
         done = self._right.shape[1]
         self._left = _extended(self._left, count)
         self._right = _extended(self._right, count)
@@ -179,15 +183,6 @@ class _Batch:
     def _most(self) -> int:
         return min(self._rows, self._columns, MOST_ITERATIONS)
 
-    def _scaled_matrices(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The matrices, (num_matrices, rows, columns), and of each its largest absolute value, (num_matrices, 1), and
-        the factor on each side that brings it near 1."""
-        matrices = [_matrix(parameter, self._dtype) for parameter in self._parameters]
-        stacked = matrices[0][None] if len(matrices) == 1 else torch.stack(matrices)
-        largest = torch.stack(torch._foreach_norm(matrices, math.inf))[:, None]
-        is_usable = largest.isfinite() & (largest > 0)
-        return stacked, largest, torch.where(is_usable, largest, 1.0).rsqrt()
-
     def _append(self, basis: Tensor, place: int, image: Tensor) -> Tensor:
         """Put what is new in `image` into the basis as its vector `place`; its length, (num_matrices,) float64.
 
@@ -214,11 +209,6 @@ def require_count(name: str, value: Any) -> None:
         raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}; 10 is the default")
 
 
-def _working_type(dtype: torch.dtype) -> torch.dtype:
-    """The type to compute in: at least float32; torch promotes no float8."""
-    return torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
-
-
 def _batches(matrices: Mapping[str, Tensor]) -> list[list[str]]:
     """Names of matrices alike in shape, type, device and split, as many as may be copied together."""
     alike: dict[Any, list[str]] = {}
@@ -234,10 +224,6 @@ def _batches(matrices: Mapping[str, Tensor]) -> list[list[str]]:
 
 def _shape(parameter: Tensor) -> tuple[int, int]:
     return parameter.shape[0], math.prod(parameter.shape[1:])
-
-
-def _matrix(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    return whole(parameter).detach().to(dtype).reshape(_shape(parameter))
 
 
 def _starts(

@@ -1,9 +1,9 @@
-"""How much a run gets done in a second, over a window of its latest steps."""
+"""How much a run gets done in a second, and where its time went."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from onstep.config.parts import TrainingConfig
 from onstep.distributed import shards
@@ -57,22 +57,15 @@ def report_throughput(
             "train.global_batch_size is None, and a throughput needs the samples of a step; set it, or hand batch_size."
         )
     batches_per_second = (window_size - 1) / elapsed
-    rates = {
-        "batches_per_sec": batches_per_second,
-        "samples_per_sec": batches_per_second * samples,
-        "tokens_per_sec": batches_per_second * samples * seq_length,
-    }
-    if not rates["tokens_per_sec"]:
-        del rates["tokens_per_sec"]
+    rates = {"batches_per_sec": batches_per_second, "samples_per_sec": batches_per_second * samples}
+    if tokens_per_second := batches_per_second * samples * seq_length:
+        rates["tokens_per_sec"] = tokens_per_second
     devices = world_size or shards.world_size()
-    sizes = {"throughput/global_batch_size": samples}
+    report = {f"throughput/{name}": rate for name, rate in rates.items()}
+    report |= {f"throughput/device/{name}": rate / devices for name, rate in rates.items()}
     if train_config.micro_batch_size is not None:
-        sizes = {"throughput/micro_batch_size": train_config.micro_batch_size, **sizes}
-    return {
-        **{f"throughput/{name}": rate for name, rate in rates.items()},
-        **{f"throughput/device/{name}": rate / devices for name, rate in rates.items()},
-        **sizes,
-    }
+        report["throughput/micro_batch_size"] = train_config.micro_batch_size
+    return report | {"throughput/global_batch_size": samples}
 
 
 SECONDS_OF_UNIT = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
@@ -123,3 +116,98 @@ def report_runtime(
         "time/batches": train_state.step,
         "time/total": elapsed / unit,
     }
+
+
+class TimeLedger:
+    """Charges all time that passes to the account that is open, less the time that callbacks took.
+
+    The accounts sum to the time between `start` and the last `enter`, `recharge` or `balance`, exactly: no second is
+    measured twice and none is left out.
+
+    Args:
+        accounts: names of the accounts; the first is the one that time goes to unless another is entered.
+        reading: now, in seconds, and the seconds that callbacks took until now; of one look at one clock.
+    """
+
+    CALLBACKS = "callbacks"
+
+    def __init__(self, accounts: tuple[str, ...], reading: Callable[[], tuple[float, float]]) -> None:
+        self._reading = reading
+        self._default = self.account = accounts[0]
+        self._seconds: dict[str, float] = dict.fromkeys((*accounts, self.CALLBACKS), 0.0)
+        self._last, self._last_callbacks = reading()
+
+    def enter(self, account: str | None = None) -> None:
+        """Charge what has passed to the open account, and open another one (None: the first)."""
+        self._charge()
+        self.account = account or self._default
+        assert self.account in self._seconds
+
+    def recharge(self, account: str) -> None:
+        """What has passed since the last entry belongs to `account`: only now it is known. It is the open one now."""
+        self.account = account
+        self._charge()
+
+    def of(self, *accounts: str) -> float:
+        """Seconds charged to some accounts so far; what has passed since the last entry is not in it yet."""
+        return sum(self._seconds[account] for account in accounts)
+
+    def balance(self) -> dict[str, float]:
+        """Seconds of every account since the start, up to now."""
+        self._charge()
+        return dict(self._seconds)
+
+    def _charge(self) -> None:
+        now, callbacks = self._reading()
+        in_callbacks = callbacks - self._last_callbacks
+        self._seconds[self.CALLBACKS] += in_callbacks
+        self._seconds[self.account] += now - self._last - in_callbacks
+        self._last, self._last_callbacks = now, callbacks
+
+
+class CountedSeconds:
+    """Sums the seconds of steps, and takes back those of steps that a rollback has undone.
+
+    Args:
+        start_step: completed steps when the process began; going back to it undoes everything.
+    """
+
+    def __init__(self, start_step: int) -> None:
+        self.total = 0.0
+        """Seconds of all steps that count so far."""
+        self.in_interval = 0.0
+        """The part of them since the last `next_interval`."""
+        self._steps = self._counted_steps = 0
+        self._at_step = {start_step: 0.0}
+
+    def add_step(self, seconds: float, is_applied: bool) -> None:
+        """A step took `seconds`; one whose update was left out does not count."""
+        self._steps += 1
+        if is_applied:
+            self._counted_steps += 1
+            self._add(seconds)
+
+    def add_wait(self, seconds: float) -> None:
+        """The device took `seconds` more for the steps of this interval; counts as far as they do."""
+        if self._steps:
+            self._add(seconds * self._counted_steps / self._steps)
+
+    def mark(self, step: int) -> None:
+        """Training may come back to here: a checkpoint is taken."""
+        self._at_step[step] = self.total
+
+    def go_back(self, step: int) -> None:
+        """What came after `step` is undone; a step without a mark stands for the nearest mark before it."""
+        self._at_step = {marked: seconds for marked, seconds in self._at_step.items() if marked <= step}
+        kept = self._at_step[max(self._at_step)] if self._at_step else 0.0
+        undone, self.total = self.total - kept, kept
+        self.in_interval = max(0.0, self.in_interval - undone)
+
+    def next_interval(self) -> None:
+        """Begin a new interval; what was counted stays counted."""
+        self.in_interval = 0.0
+        self._steps = self._counted_steps = 0
+
+    def _add(self, seconds: float) -> None:
+        self.total += seconds
+        self.in_interval += seconds

@@ -1,17 +1,29 @@
 """Decoder-only transformers (Llama, Qwen, GPT-2), value heads, generation, conversion to and from `transformers`."""
 
-from onstep.models.chunks import ModelHook, ModelList, ensure_model_list
 from onstep.models.context import KeyValueCache
-from onstep.models.experts import MixtureOfExperts, is_moe_layer
+from onstep.models.feed_forward import MixtureOfExperts, is_moe_layer
 from onstep.models.generation import generate
-from onstep.models.heads import LinearForLastLayer, create_value_head_hook, make_value_model
-from onstep.models.hf_config import config_from_hf, hf_config_dict
-from onstep.models.hf_directory import from_hf_state_dict, hf_obstacle, load_hf, save_hf, to_hf_state_dict
-from onstep.models.init import init_weights
+from onstep.models.heads import (
+    LinearForLastLayer,
+    ModelHook,
+    ModelList,
+    create_value_head_hook,
+    ensure_model_list,
+    make_value_model,
+)
+from onstep.models.hf_directory import (
+    config_from_hf,
+    from_hf_state_dict,
+    hf_config_dict,
+    hf_obstacle,
+    load_hf,
+    save_hf,
+    to_hf_state_dict,
+)
 from onstep.models.router import Router
 from onstep.models.routing_record import is_recomputing
 from onstep.models.sizes import check_model_config, ffn_hidden_size, head_width, num_query_groups
-from onstep.models.transformer import Transformer, build_transformer
+from onstep.models.transformer import Transformer, build_transformer, init_weights
 
 __all__ = [
     "KeyValueCache",

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from onstep.errors import OnstepError
+from onstep.errors import ConfigError, OnstepError
+from onstep.models.rotary import RotaryTables
 
 
 class KeyValueCache:
@@ -68,21 +69,83 @@ class SequenceContext:
     """Earlier positions, for generation."""
 
 
-def document_mask(document_ids: Tensor) -> Tensor:
-    """Which keys a query may look at in packed sequences: those of its own document up to its own position.
+def learned_positions(table: nn.Embedding, start: int, length: int, position_ids: Tensor | None) -> Tensor:
+    """What a model with learned positions adds to the embedding of its tokens, (seq, hidden) or (batch, seq, hidden).
 
-    Args:
-        document_ids: (batch, seq), the same number for the tokens of one document.
-
-    Returns:
-        (batch, 1, seq, seq), bool.
+    Raises:
+        ConfigError: positions beyond the table. Of `position_ids` on a GPU it is not asked, since that would wait for
+            the device; there they are CUDA's error.
     """
-    same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
-    return same.tril().unsqueeze(1)
+    if position_ids is None:
+        check_positions(table, start + length)
+        return table.weight[start : start + length]
+    if position_ids.device.type == "cpu" and position_ids.numel():
+        least, largest = (int(one) for one in position_ids.aminmax())
+        if least < 0 or largest >= table.num_embeddings:
+            raise ConfigError(
+                f"position_ids go from {least} to {largest}, but learned positions are those from 0 to "
+                f"{table.num_embeddings - 1} (model.seq_length={table.num_embeddings}); give others, or train a model "
+                "with rotary positions (position_embedding_type=rope)."
+            )
+    rows: Tensor = table(position_ids)
+    return rows
 
 
-def document_positions(document_ids: Tensor) -> Tensor:
-    """Positions (batch, seq), int64, that count from 0 at the start of each run of equal `document_ids`."""
+def check_positions(table: nn.Embedding, end: int) -> None:
+    """Refuse sequences that are longer than a table of learned positions.
+
+    Raises:
+        ConfigError: naming both lengths.
+    """
+    if end > table.num_embeddings:
+        raise ConfigError(
+            f"the sequence has {end} positions, but learned positions end at model.seq_length={table.num_embeddings}; "
+            "shorten it, or train a model with rotary positions (position_embedding_type=rope)."
+        )
+
+
+def sequence_context(
+    rotary: RotaryTables | None,
+    tokens: Tensor,
+    cache: KeyValueCache | None,
+    position_ids: Tensor | None,
+    document_ids: Tensor | None,
+) -> SequenceContext:
+    """What the layers must know of `tokens`.
+
+    Raises:
+        ConfigError: documents together with a cache, or either beyond the length from which on dynamic angles change.
+    """
+    if cache is not None and document_ids is not None:
+        raise ConfigError("document_ids and a key/value cache do not go together; generate one document at a time.")
+    mask = None
+    if document_ids is not None:
+        mask = (document_ids.unsqueeze(2) == document_ids.unsqueeze(1)).tril().unsqueeze(1)
+    if rotary is None:
+        return SequenceContext(mask=mask, cache=cache)
+    start = 0 if cache is None else cache.length
+    end = start + tokens.shape[1]
+    if cache is not None and not rotary.keeps_angles(end):
+        raise ConfigError(
+            f"rope_scaling of type dynamic turns all positions of a sequence of {end} tokens anew (beyond "
+            "model.seq_length), so that earlier keys cannot be kept; call the model on the whole sequence without a "
+            "cache."
+        )
+    if document_ids is not None and not rotary.keeps_angles(end):
+        raise ConfigError(
+            f"document_ids of a sequence of {end} tokens do not go with rope_scaling of type dynamic: beyond "
+            "model.seq_length its angles follow from the length, and each document has its own; call the model on one "
+            "document at a time, or on shorter sequences."
+        )
+    cos, sin = rotary(start, end - start) if position_ids is None else rotary.at(position_ids)
+    return SequenceContext(cos, sin, mask, cache)
+
+
+def chosen_positions(position_ids: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
+    """The caller's positions (batch, seq), or those that count from 0 in each run of equal `document_ids`; None counts
+    from the first token on."""
+    if position_ids is not None or document_ids is None:
+        return position_ids
     index = torch.arange(document_ids.shape[1], device=document_ids.device).expand(document_ids.shape)
     starts = torch.ones_like(document_ids, dtype=torch.bool)
     starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]

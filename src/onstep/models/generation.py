@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from onstep.errors import ConfigError
-from onstep.models.context import KeyValueCache
-from onstep.models.positions import check_positions
+from onstep.models.context import KeyValueCache, check_positions
 from onstep.models.transformer import Transformer
 
 
@@ -52,25 +51,17 @@ class Sampling:
         `seen` (batch, seq) are the tokens of each row so far, to which the repetition penalty applies.
         """
         if seen is not None and self.repetition_penalty != 1.0:
-            logits = _penalize(logits, seen, self.repetition_penalty)
+            known, penalty = logits.gather(-1, seen), self.repetition_penalty
+            logits = logits.scatter(-1, seen, torch.where(known < 0, known * penalty, known / penalty))
         if self.temperature == 0:
             return logits.argmax(dim=-1, keepdim=True)
         scores = logits.float() / self.temperature
         if self.top_k is not None:
-            scores = _keep_top_k(scores, self.top_k)
+            smallest_kept = scores.topk(min(self.top_k, scores.shape[-1])).values[..., -1:]
+            scores = scores.masked_fill(scores < smallest_kept, -math.inf)
         if self.top_p is not None:
             scores = _keep_top_p(scores, self.top_p)
         return torch.multinomial(scores.softmax(dim=-1), num_samples=1, generator=generator)
-
-
-def _penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    scores = logits.gather(-1, seen)
-    return logits.scatter(-1, seen, torch.where(scores < 0, scores * penalty, scores / penalty))
-
-
-def _keep_top_k(scores: Tensor, k: int) -> Tensor:
-    smallest_kept = scores.topk(min(k, scores.shape[-1])).values[..., -1:]
-    return scores.masked_fill(scores < smallest_kept, -math.inf)
 
 
 def _keep_top_p(scores: Tensor, p: float) -> Tensor:
@@ -119,29 +110,11 @@ def generate(
         ConfigError: a value out of its range, more positions than a model with learned ones has, a model that ends in
             a value head, or one without a `Transformer` in it.
     """
-    transformer = unwrap(model)
-    _check_request(tokens, max_new_tokens)
-    _check_model(transformer, tokens.shape[1] + max_new_tokens)
-    sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
-    with _evaluation_mode(transformer):
-        return _continue(transformer, tokens, max_new_tokens, sampling, _new_generator(tokens.device, seed), eos_id)
-
-
-def unwrap(model: nn.Module) -> Transformer:
-    """The `Transformer` inside wrappers such as DistributedDataParallel.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    for module in model.modules():
-        if isinstance(module, Transformer):
-            return module
-    raise ConfigError(
-        f"generate needs an onstep Transformer, got {type(model).__name__}; pass a Transformer or a wrapper of one."
-    )
-
-
-def _check_request(tokens: Tensor, max_new_tokens: int) -> None:
+    transformer = inner_transformer(model)
+    if transformer is None:
+        raise ConfigError(
+            f"generate needs an onstep Transformer, got {type(model).__name__}; pass a Transformer or a wrapper of one."
+        )
     if tokens.dim() != 2 or tokens.shape[1] == 0:
         raise ConfigError(
             f"tokens must be (batch, seq) with at least one token a sequence, got shape {tuple(tokens.shape)}; "
@@ -149,25 +122,26 @@ def _check_request(tokens: Tensor, max_new_tokens: int) -> None:
         )
     if max_new_tokens < 0:
         raise ConfigError(f"max_new_tokens must be >= 0, got {max_new_tokens}.")
-
-
-def _check_model(model: Transformer, length: int) -> None:
-    if model.has_value_head:
+    if transformer.has_value_head:
         raise ConfigError(
             "the model ends in a value head, which gives no scores of tokens to choose from; generate with a model "
             "that has its language-model head."
         )
-    if model.position_embedding is not None:
-        check_positions(model.position_embedding, length)
-
-
-def _new_generator(device: torch.device, seed: int | None) -> torch.Generator:
-    generator = torch.Generator(device=device)
+    if transformer.position_embedding is not None:
+        check_positions(transformer.position_embedding, tokens.shape[1] + max_new_tokens)
+    sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
+    generator = torch.Generator(device=tokens.device)
     if seed is None:
         generator.seed()
     else:
         generator.manual_seed(seed)
-    return generator
+    with _evaluation_mode(transformer):
+        return _continue(transformer, tokens, max_new_tokens, sampling, generator, eos_id)
+
+
+def inner_transformer(model: nn.Module) -> Transformer | None:
+    """The `Transformer` inside wrappers such as DistributedDataParallel; None where there is none."""
+    return next((module for module in model.modules() if isinstance(module, Transformer)), None)
 
 
 @contextmanager

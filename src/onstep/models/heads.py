@@ -13,13 +13,29 @@ from torch.nn.functional import dropout as dropped
 from torch.nn.functional import linear
 
 from onstep.config.parts import ModelConfig
-from onstep.distributed.sequence_gather import gather_sequence
+from onstep.distributed.shards import gather_sequence
 from onstep.errors import ConfigError
-from onstep.models.chunks import ModelHook, ModelList, ensure_model_list
-from onstep.models.layer import REPLICATED, register_layer_type
 from onstep.models.multi_token_prediction import MultiTokenPrediction
 
 logger = logging.getLogger(__name__)
+
+ModelList = list[nn.Module]
+"""The chunks of a model that a rank holds."""
+
+ModelHook = Callable[[ModelList], ModelList | None]
+"""Changes the chunks of a model before they are wrapped for data parallelism; None means that it worked in place."""
+
+
+def ensure_model_list(model: nn.Module | ModelList) -> ModelList:
+    """The chunks as a list: a list stays the same object, anything else becomes its only element.
+
+    Args:
+        model: one chunk, or a list of chunks.
+    """
+    return model if isinstance(model, list) else [model]
+
+
+_ensure_model_list = ensure_model_list
 
 
 class LinearForLastLayer(nn.Linear):
@@ -117,7 +133,8 @@ def create_value_head_hook(hidden_size: int, sequence_parallel: bool, output_siz
 
     def put_value_head(model: nn.Module | ModelList) -> ModelList:
         chunks = ensure_model_list(model)
-        flags = _final_stage_flags(chunks)
+        marks = [getattr(chunk, "post_process", None) for chunk in chunks]
+        flags = [mark for mark in marks if isinstance(mark, bool)] or [True]  # one stage where none says
         if len(flags) != len(chunks):
             raise ValueError(
                 "Model list length and pipeline post-process list length must match. "
@@ -142,20 +159,14 @@ def make_value_model(hidden_size: int, sequence_parallel: bool) -> ModelHook:
     return create_value_head_hook(hidden_size, sequence_parallel)
 
 
-def _final_stage_flags(chunks: ModelList) -> list[bool]:
-    """For each chunk whether it is the last pipeline stage's, by its `post_process`; one stage where none has it."""
-    marks = [getattr(chunk, "post_process", None) for chunk in chunks]
-    known = [mark for mark in marks if isinstance(mark, bool)]
-    return known if known else [True]
-
-
 def _replace_output_layer(chunk: nn.Module, hidden_size: int, output_size: int, sequence_parallel: bool) -> None:
     if not hasattr(chunk, "output_layer"):
         raise ConfigError(
             f"{type(chunk).__name__} has no output_layer for a value head to replace; pass a Transformer, or a chunk "
             "with the output layer under that name."
         )
-    width = _hidden_size(chunk)
+    width = getattr(getattr(chunk, "config", None), "hidden_size", None)
+    width = width if isinstance(width, int) else getattr(chunk.output_layer, "in_features", None)
     if width is not None and width != hidden_size:
         raise ConfigError(
             f"a value head for hidden_size={hidden_size} does not fit {type(chunk).__name__}, whose hidden states are "
@@ -165,12 +176,6 @@ def _replace_output_layer(chunk: nn.Module, hidden_size: int, output_size: int, 
     group = getattr(getattr(chunk, "pg_collection", None), "tp", None)
     head = LinearForLastLayer(hidden_size, output_size, sequence_parallel, tp_group=group)
     chunk.output_layer = head
-
-
-def _hidden_size(chunk: nn.Module) -> int | None:
-    """Width of the hidden states, by the chunk's configuration or its output layer; None where neither says."""
-    width = getattr(getattr(chunk, "config", None), "hidden_size", None)
-    return width if isinstance(width, int) else getattr(chunk.output_layer, "in_features", None)
 
 
 def _leave_out_prediction(chunk: nn.Module) -> None:
@@ -184,6 +189,16 @@ def _leave_out_prediction(chunk: nn.Module) -> None:
         config.mtp_num_layers, config.mtp_loss_scaling_factor = None, ModelConfig().mtp_loss_scaling_factor
 
 
+_LAYER_TYPES: dict[str, str] = {}
+"""What conversions of checkpoints are told of layers, by class name."""
+
+
 def _register_linear_for_last_layer_mapping() -> None:
     """Tell conversions that a `LinearForLastLayer` is whole on every rank and has no name in `transformers`."""
-    register_layer_type(LinearForLastLayer.__name__, REPLICATED)
+    _LAYER_TYPES[LinearForLastLayer.__name__] = "replicated"
+
+
+def replicated_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers of `model` that other libraries' language models have no name for, by name."""
+    found = model.named_modules()
+    return {name: module for name, module in found if _LAYER_TYPES.get(type(module).__name__) == "replicated"}

@@ -1,4 +1,4 @@
-"""What a conversion must know of one of `transformers`' architectures."""
+"""What a conversion must know of one of `transformers`' architectures, and the checks that all conversions share."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from onstep.config.parts import ModelConfig
 from onstep.errors import ConfigError
+from onstep.models.sizes import ffn_hidden_size, head_width, num_query_groups
 
 Weights = Mapping[str, Tensor]
 
@@ -22,12 +23,19 @@ HF_ACTIVATIONS = {
     "relu": "relu",
     "relu2": "relu2",
 }
-"""`transformers`' activation functions by ours."""
+"""`transformers`' activation functions by ours; the first name of each is the one that is written."""
+
+SHARED_KEYS = {
+    "vocab_size": "vocab_size",
+    "initializer_range": "init_method_std",
+    "tie_word_embeddings": "share_embeddings_and_output_weights",
+}
+"""Keys of every `config.json`, and the options of `ModelConfig` that they hold."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture of `transformers`, as functions of our configuration and of its files.
+    """One architecture of `transformers`, as tables that are read in both directions and what no table can say.
 
     Weights go by name: ours are those of `Transformer.state_dict()`, `transformers`' those of its safetensors files.
     """
@@ -36,29 +44,59 @@ class Architecture:
     """Its name in `config.json`."""
     class_name: str
     """The class with a language-model head."""
+    options: Mapping[str, Any]
+    """The options of `ModelConfig` that all of its models have alike."""
+    keys: Mapping[str, str]
+    """Further keys of its `config.json`, and the options of `ModelConfig` that they hold."""
+    defaults: Mapping[str, Any]
+    """What `transformers` takes for keys that a `config.json` leaves out."""
+    modules: Mapping[str, str]
+    """`transformers`' names of our modules, `{}` for each number."""
     obstacles: Callable[[ModelConfig], list[str]]
-    """What of a configuration this architecture does not have, in words; empty where it can hold the model."""
+    """What of a configuration it does not have, in words; empty where it can hold the model."""
     describe: Callable[[ModelConfig], dict[str, Any]]
-    """Sizes and options in `config.json`'s names, without those that all architectures share."""
-    read: Callable[[Mapping[str, Any]], ModelConfig]
-    """The configuration that a `config.json` describes.
+    """What `config.json` says beside `keys`."""
+    read: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """Options of the model that a `config.json` (with the defaults) describes, beside `keys`.
 
     Raises:
-        ConfigError: a feature that `Transformer` does not have.
+        ConfigError: a missing size, or a feature that `Transformer` does not have.
     """
-    to_hf: Callable[[ModelConfig, Weights], dict[str, Tensor]]
-    """Our weights (all of them, or some) in `transformers`' names and shapes."""
-    from_hf: Callable[[ModelConfig, Weights], dict[str, Tensor]]
-    """`transformers`' weights in our names and shapes; those that it gave and no others."""
+    split: Callable[[Weights], dict[str, Tensor]]
+    """Our weights (all of them, or some) in `transformers`' shapes, under names that `modules` has."""
+    join: Callable[[Weights], dict[str, Tensor]]
+    """The way back from `split`."""
     clean: Callable[[Weights], dict[str, Tensor]]
     """The weights of a file without buffers that are not weights, in the names that `to_hf` gives."""
-    embedding: str
-    """`transformers`' name of the embedding matrix."""
-    output: str
-    """`transformers`' name of the output matrix."""
+
+    def to_hf(self, weights: Weights) -> dict[str, Tensor]:
+        """Our weights in `transformers`' names and shapes."""
+        return {_renamed(name, self.modules): tensor for name, tensor in self.split(weights).items()}
+
+    def from_hf(self, weights: Weights) -> dict[str, Tensor]:
+        """`transformers`' weights in our names and shapes; those that it gave and no others."""
+        ours = {theirs: name for name, theirs in self.modules.items()}
+        return self.join({_renamed(name, ours): tensor for name, tensor in weights.items()})
 
 
-def differing(config: ModelConfig, **expected: Any) -> list[str]:
+def _renamed(name: str, modules: Mapping[str, str]) -> str:
+    *module, kind = name.split(".")
+    pattern = ".".join("{}" if part.isdigit() else part for part in module)
+    return f"{modules[pattern].format(*filter(str.isdigit, module))}.{kind}"
+
+
+def described(config: ModelConfig, keys: Mapping[str, str]) -> dict[str, Any]:
+    """What `config.json` says under `keys`."""
+    resolved = {
+        "ffn_hidden_size": ffn_hidden_size(config),
+        "num_query_groups": num_query_groups(config),
+        "kv_channels": head_width(config),
+        "activation_func": next(name for name, ours in HF_ACTIVATIONS.items() if ours == config.activation_func),
+    }
+    return {theirs: resolved.get(ours, getattr(config, ours)) for theirs, ours in keys.items()}
+
+
+def differing(config: ModelConfig, expected: Mapping[str, Any]) -> list[str]:
     """The options of `config` that are not as expected, as `name=value`."""
     found = {name: getattr(config, name) for name in expected}
     return [f"{name}={value!r}" for name, value in found.items() if value != expected[name]]
@@ -90,17 +128,3 @@ def check_complete(hf_config: Mapping[str, Any], required: tuple[str, ...]) -> N
     missing = [name for name in required if hf_config.get(name) is None]
     if missing:
         raise ConfigError(f"config.json has no {', '.join(missing)}; a model needs {', '.join(required)}.")
-
-
-def our_activation(name: Any) -> str:
-    """Our name of an activation function.
-
-    Raises:
-        ConfigError: one that `Transformer` does not have.
-    """
-    if name not in HF_ACTIVATIONS:
-        raise ConfigError(
-            f"config.json has the activation function {name!r}, which Onstep's Transformer does not have; "
-            f"convert a model with one of {', '.join(HF_ACTIVATIONS)}."
-        )
-    return HF_ACTIVATIONS[name]

@@ -1,4 +1,4 @@
-"""A model as a folder that `transformers`' `from_pretrained` opens: `config.json` and `model.safetensors`."""
+"""Models to and from `transformers`: `config.json`, weights, and the folder that `from_pretrained` opens."""
 
 from __future__ import annotations
 
@@ -14,14 +14,94 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from onstep.config.part import nearest
 from onstep.config.parts import ModelConfig
 from onstep.errors import ConfigError, OnstepError
-from onstep.models.hf_config import architecture_of, config_from_hf, hf_config_dict
-from onstep.models.layer import replicated_layers
+from onstep.models.heads import replicated_layers
+from onstep.models.hf_architecture import HF_ACTIVATIONS, SHARED_KEYS, Architecture, described
+from onstep.models.hf_gpt2 import GPT2
+from onstep.models.hf_llama import LLAMA, QWEN2, QWEN3, QWEN3_MOE
+from onstep.models.sizes import check_model_config
 from onstep.models.transformer import Transformer, empty_transformer
+
+ARCHITECTURES: tuple[Architecture, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GPT2)
+"""In the order in which they are tried for a configuration."""
 
 _SHOWN = 5
 """Names listed in an error."""
+
+
+def architecture_of(config: ModelConfig) -> Architecture:
+    """The architecture that computes what a model of `config` computes.
+
+    Raises:
+        ConfigError: there is none; names the options that the most similar one does not have.
+    """
+    has_experts = config.num_moe_experts is not None
+    found = [(architecture.obstacles(config), architecture) for architecture in ARCHITECTURES]
+    obstacles, nearest_one = min(found, key=lambda one: (len(one[0]), has_experts and one[1] is not QWEN3_MOE))
+    if obstacles:
+        raise ConfigError(
+            f"none of transformers' architectures that Onstep converts computes this model; "
+            f"{nearest_one.class_name} comes nearest, but does not take {', '.join(obstacles)}. "
+            f"Keep the model in Onstep's checkpoints, or change it for a model that transformers is to open."
+        )
+    return nearest_one
+
+
+def hf_config_dict(config: ModelConfig, *, eos_id: int | None = None, dtype: str = "float32") -> dict[str, Any]:
+    """The `config.json` with which `transformers` builds the same model.
+
+    It becomes a Llama, a Qwen2 (biases of q, k and v), a Qwen3 (norms of queries and keys) or a GPT-2 (LayerNorm,
+    learned positions, no gate, biases). The longest sequence there is `seq_length`. Where the architecture has no
+    dropout of the residual stream `hidden_dropout` is left out; it matters in training only.
+
+    Args:
+        eos_id: token at which `transformers` ends a generated text; None is none.
+        dtype: of the stored weights, as `transformers` writes it.
+
+    Raises:
+        ConfigError: options or sizes that no architecture takes.
+    """
+    check_model_config(config)
+    architecture = architecture_of(config)
+    return {
+        "architectures": [architecture.class_name],
+        "model_type": architecture.model_type,
+        "dtype": dtype,
+        **described(config, SHARED_KEYS),
+        "bos_token_id": None,
+        "eos_token_id": eos_id,
+        **described(config, architecture.keys),
+        **architecture.describe(config),
+    }
+
+
+def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
+    """The configuration of the model that a `config.json` describes, for example a Llama, Qwen2, Qwen3 or GPT-2.
+
+    `seq_length` is the longest sequence there. What the file leaves out has `transformers`' default.
+
+    Raises:
+        ConfigError: another architecture, a missing size, or a feature that `Transformer` does not have.
+    """
+    model_type, known = hf_config.get("model_type"), {one.model_type: one for one in ARCHITECTURES}
+    if model_type not in known:
+        hint = nearest(model_type, list(known)) if isinstance(model_type, str) else ""
+        raise ConfigError(f"config.json has model_type {model_type!r}; only {', '.join(known)} can be converted.{hint}")
+    architecture = known[model_type]
+    values = {**architecture.defaults, **hf_config}
+    further = architecture.read(values)
+    options = {ours: values.get(theirs) for theirs, ours in {**SHARED_KEYS, **architecture.keys}.items()}
+    if options["activation_func"] not in HF_ACTIVATIONS:
+        raise ConfigError(
+            f"config.json has the activation function {options['activation_func']!r}, which Onstep's Transformer does "
+            f"not have; convert a model with one of {', '.join(HF_ACTIVATIONS)}."
+        )
+    options["activation_func"] = HF_ACTIVATIONS[options["activation_func"]]
+    config = ModelConfig(**{**options, **architecture.options, **further})
+    check_model_config(config)
+    return config
 
 
 def to_hf_state_dict(model: Transformer) -> dict[str, Tensor]:
@@ -34,7 +114,7 @@ def to_hf_state_dict(model: Transformer) -> dict[str, Tensor]:
     """
     architecture = architecture_of(model.config)
     check_heads(model, architecture.class_name)
-    return architecture.to_hf(model.config, model.state_dict())
+    return architecture.to_hf(model.state_dict())
 
 
 def hf_obstacle(model: Transformer) -> str | None:
@@ -71,19 +151,19 @@ def from_hf_state_dict(config: ModelConfig, state: Mapping[str, Tensor]) -> Tran
     model = empty_transformer(config)
     architecture = architecture_of(config)
     own = model.state_dict()
-    expected = architecture.to_hf(config, {name: tensor.to("meta") for name, tensor in own.items()})
+    expected = architecture.to_hf({name: tensor.to("meta") for name, tensor in own.items()})
     given = architecture.clean(state)
     if model.output is None:
-        embedding, output = given.get(architecture.embedding), given.get(architecture.output)
+        embedding_name, output_name = (f"{architecture.modules[ours]}.weight" for ours in ("embedding", "output"))
+        embedding, output = given.get(embedding_name), given.pop(output_name, None)
         if embedding is not None and output is not None and not torch.equal(embedding, output):
             raise OnstepError(
-                f"the weights hold an {architecture.output} that differs from {architecture.embedding}, but the "
+                f"the weights hold an {output_name} that differs from {embedding_name}, but the "
                 "configuration ties them; set tie_word_embeddings (share_embeddings_and_output_weights) to false."
             )
-        given = {name: tensor for name, tensor in given.items() if name != architecture.output}
     _check_weights(expected, given)
     with torch.no_grad():
-        for name, tensor in architecture.from_hf(config, given).items():
+        for name, tensor in architecture.from_hf(given).items():
             own[name].copy_(tensor)
     return model
 
@@ -139,8 +219,14 @@ def save_hf(
     config = hf_config_dict(model.config, eos_id=eos_id, dtype=dtype)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in to_hf_state_dict(model).items()}
     folder.mkdir(parents=True, exist_ok=True)
-    _save_weights(folder / WEIGHTS_FILE, tensors)
-    _save_text(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+    weights, text = folder / f"{WEIGHTS_FILE}.partial", folder / f"{CONFIG_FILE}.partial"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    umask = os.umask(0o077)
+    os.umask(umask)
+    weights.chmod(0o666 & ~umask)  # the library makes it readable by its owner only
+    os.replace(weights, folder / WEIGHTS_FILE)
+    text.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    os.replace(text, folder / CONFIG_FILE)
     for file in tokenizer_files:
         shutil.copy(file, folder)
 
@@ -165,34 +251,26 @@ def load_hf(directory: str | Path, config: ModelConfig | None = None) -> Transfo
     config = load_hf_config(folder) if config is None else config
     state: dict[str, Tensor] = {}
     for file in _weight_files(folder):
-        state |= _load_weights(file)
+        try:
+            state |= load_file(file)
+        except SafetensorError as error:
+            raise OnstepError(f"{file} is not a whole safetensors file ({error}); write or copy it anew.") from error
     return from_hf_state_dict(config, state)
-
-
-def _save_weights(path: Path, tensors: dict[str, Tensor]) -> None:
-    partial = path.with_name(path.name + ".partial")
-    save_file(tensors, partial, metadata={"format": "pt"})
-    partial.chmod(0o666 & ~_umask())  # the library makes it readable by its owner only
-    os.replace(partial, path)
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
-def _save_text(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 def _weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
     if (folder / INDEX_FILE).is_file():
-        return _shards(folder)
+        index = folder / INDEX_FILE
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise OnstepError(f"{index} has no weight_map from weights to files; write the folder anew.")
+        names = sorted({str(name) for name in weight_map.values()})
+        absent = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+        if absent:
+            raise OnstepError(f"{index} names {absent[0]!r}, which is no file of that folder; copy all shards into it.")
+        return [folder / name for name in names]
     pickles = [name for name in PICKLE_FILES if (folder / name).is_file()]
     if pickles:
         raise OnstepError(
@@ -200,25 +278,6 @@ def _weight_files(folder: Path) -> list[Path]:
             f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(NEW_FOLDER) writes safetensors."
         )
     raise OnstepError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; pass a folder with safetensors weights.")
-
-
-def _shards(folder: Path) -> list[Path]:
-    index = folder / INDEX_FILE
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise OnstepError(f"{index} has no weight_map from weights to files; write the folder anew.")
-    names = sorted({str(name) for name in weight_map.values()})
-    absent = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
-    if absent:
-        raise OnstepError(f"{index} names {absent[0]!r}, which is no file of that folder; copy all shards into it.")
-    return [folder / name for name in names]
-
-
-def _load_weights(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise OnstepError(f"{path} is not a whole safetensors file ({error}); write or copy it anew.") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,86 +1,52 @@
-"""Llama, Qwen2 and Qwen3 of `transformers`: one layout with different biases and norms."""
+"""Llama, Qwen2, Qwen3 and Qwen3-MoE of `transformers`: one layout with different biases, norms and experts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from onstep.config.parts import ModelConfig
-from onstep.models.hf_architecture import (
-    HF_ACTIVATIONS,
-    Architecture,
-    Weights,
-    check_complete,
-    check_features,
-    differing,
-    our_activation,
-)
+from onstep.errors import ConfigError
+from onstep.models.feed_forward import is_moe_layer
+from onstep.models.hf_architecture import Architecture, Weights, check_complete, check_features, differing
 from onstep.models.rotary import scaling_type
-from onstep.models.sizes import ffn_hidden_size, head_width, num_query_groups
+from onstep.models.sizes import ffn_hidden_size
 
 _NOT_OURS = ("rope_theta", "type", "partial_rotary_factor")
 _NEEDS_ORIGINAL = ("llama3", "yarn")
 _KNOWN = ("default", "linear", "dynamic", *_NEEDS_ORIGINAL)
 
 
-def rope_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_parameters` of transformers 5, over `rope_theta` and `rope_scaling` of transformers 4."""
     old = {"rope_theta": hf_config["rope_theta"]} if hf_config.get("rope_theta") is not None else {}
     return old | (hf_config.get("rope_scaling") or {}) | (hf_config.get("rope_parameters") or {})
 
 
-def our_scaling(hf_config: Mapping[str, Any], seq_length: int) -> dict[str, Any] | None:
-    """`model.rope_scaling` of a file; None where the positions are plain.
+def _our_scaling(hf_config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`model.rope_scaling` of a file with the settings `rope`; None where the positions are plain.
 
     Llama 3 and YaRN get the original length that a file leaves to its `max_position_embeddings`, so that another
     `seq_length` does not change the model.
     """
-    settings = rope_settings(hf_config)
-    kind = scaling_type(settings)
+    kind = scaling_type(rope)
     if kind == "default":
         return None
-    scaling = {name: value for name, value in settings.items() if name not in _NOT_OURS and value is not None}
-    scaling = {"rope_type": kind} | scaling
+    known = {name: value for name, value in rope.items() if name not in _NOT_OURS and value is not None}
+    scaling = {"rope_type": kind} | known
     if kind in _NEEDS_ORIGINAL:
-        original = hf_config.get("original_max_position_embeddings")
-        scaling.setdefault("original_max_position_embeddings", original or seq_length)
+        original = hf_config.get("original_max_position_embeddings") or hf_config["max_position_embeddings"]
+        scaling.setdefault("original_max_position_embeddings", original)
     else:
         scaling.pop("original_max_position_embeddings", None)  # not read there either
     return scaling
 
 
-def rope_features(hf_config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Settings of the positions that `Transformer` does not have; see `check_features`."""
-    settings = rope_settings(hf_config)
-    kind = scaling_type(settings)
-    share = settings.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
-    return {
-        "rope_type": (kind, kind if kind in _KNOWN else "default"),
-        "rope_parameters by layer type": (any(isinstance(value, dict) for value in settings.values()), False),
-        "partial_rotary_factor": (1.0 if share is None else share, 1.0),
-    }
-
-
-def describe_rope(config: ModelConfig) -> dict[str, Any]:
-    """The positions of `config` for transformers 5 and 4."""
-    scaling = None if config.rope_scaling is None else dict(config.rope_scaling)
-    if scaling is not None:
-        scaling = {"rope_type": scaling_type(scaling)} | {k: v for k, v in scaling.items() if k != "type"}
-    described = {
-        "rope_parameters": (scaling or {"rope_type": "default"}) | {"rope_theta": config.rotary_base},
-        "rope_theta": config.rotary_base,  # where transformers 4 looks
-    }
-    return described | ({} if scaling is None else {"rope_scaling": scaling})
-
-
-REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-
-_LLAMA_DEFAULTS = {"max_position_embeddings": 2048}
-"""What `transformers` takes where a `config.json` says nothing; a key/value head for each query head."""
-
-_QWEN_DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 _FULL_ATTENTION = ["full_attention"]
 
@@ -89,130 +55,101 @@ _REMEDY = (
     "v alone (Qwen2), of all matrices (Llama) or of none"
 )
 
-_OUTSIDE_LAYERS = {
-    "embedding.weight": "model.embed_tokens.weight",
-    "final_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
+_LLAMA = {
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "gated_linear_unit": True,
+    "qk_layernorm": False,
+    "num_moe_experts": None,
+    "mtp_num_layers": None,
+}
+_QWEN2 = _LLAMA | {"add_qkv_bias": True, "add_bias_linear": False}
+_QWEN3 = _LLAMA | {"qk_layernorm": True, "add_qkv_bias": False, "add_bias_linear": False}
+_QWEN3_MOE = _QWEN3 | {
+    "moe_router_score_function": "softmax",
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_shared_expert_intermediate_size": None,
 }
 
-_IN_LAYER = {
-    "attention_norm": "input_layernorm",
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.query_norm": "self_attn.q_norm",
-    "attention.key_norm": "self_attn.k_norm",
-    "attention.output": "self_attn.o_proj",
-    "feed_forward_norm": "post_attention_layernorm",
-    "feed_forward.gate": "mlp.gate_proj",
-    "feed_forward.up": "mlp.up_proj",
-    "feed_forward.down": "mlp.down_proj",
+_KEYS = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "head_dim": "kv_channels",
+    "hidden_act": "activation_func",
+    "max_position_embeddings": "seq_length",
+    "rms_norm_eps": "layernorm_epsilon",
 }
-_OUR_NAMES = {theirs: ours for ours, theirs in _IN_LAYER.items()}
+
+_LLAMA_DEFAULTS = {
+    "max_position_embeddings": 2048,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "attention_dropout": 0.0,
+}
+"""Without a default, there is a key/value head for each query head."""
+_QWEN_DEFAULTS = _LLAMA_DEFAULTS | {"max_position_embeddings": 32768, "num_key_value_heads": 32}
+_MOE_DEFAULTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1}
+"""Of keys that may also be null."""
+
+_MODULES = {
+    "embedding": "model.embed_tokens",
+    "final_norm": "model.norm",
+    "output": "lm_head",
+    "layers.{}.attention_norm": "model.layers.{}.input_layernorm",
+    "layers.{}.attention.query": "model.layers.{}.self_attn.q_proj",
+    "layers.{}.attention.key": "model.layers.{}.self_attn.k_proj",
+    "layers.{}.attention.value": "model.layers.{}.self_attn.v_proj",
+    "layers.{}.attention.query_norm": "model.layers.{}.self_attn.q_norm",
+    "layers.{}.attention.key_norm": "model.layers.{}.self_attn.k_norm",
+    "layers.{}.attention.output": "model.layers.{}.self_attn.o_proj",
+    "layers.{}.feed_forward_norm": "model.layers.{}.post_attention_layernorm",
+    "layers.{}.feed_forward.gate": "model.layers.{}.mlp.gate_proj",
+    "layers.{}.feed_forward.up": "model.layers.{}.mlp.up_proj",
+    "layers.{}.feed_forward.down": "model.layers.{}.mlp.down_proj",
+    "layers.{}.feed_forward.router": "model.layers.{}.mlp.gate",
+    "layers.{}.feed_forward.experts.{}.gate": "model.layers.{}.mlp.experts.{}.gate_proj",
+    "layers.{}.feed_forward.experts.{}.up": "model.layers.{}.mlp.experts.{}.up_proj",
+    "layers.{}.feed_forward.experts.{}.down": "model.layers.{}.mlp.experts.{}.down_proj",
+}
 
 
-def hf_name(name: str) -> str:
-    """`transformers`' name for the weight that `Transformer` calls `name`."""
-    if name in _OUTSIDE_LAYERS:
-        return _OUTSIDE_LAYERS[name]
-    _, index, rest = name.split(".", 2)
-    module, kind = rest.rsplit(".", 1)
-    return f"model.layers.{index}.{_IN_LAYER[module]}.{kind}"
-
-
-def our_name(name: str) -> str:
-    """`Transformer`'s name for the weight that `transformers` calls `name`."""
-    for ours, theirs in _OUTSIDE_LAYERS.items():
-        if name == theirs:
-            return ours
-    _, _, index, rest = name.split(".", 3)
-    module, kind = rest.rsplit(".", 1)
-    return f"layers.{index}.{_OUR_NAMES[module]}.{kind}"
-
-
-def describe_llama_like(config: ModelConfig) -> dict[str, Any]:
-    """What the family shares in `config.json`."""
-    return {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": ffn_hidden_size(config),
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": num_query_groups(config),
-        "head_dim": head_width(config),
-        "hidden_act": next(theirs for theirs, ours in HF_ACTIVATIONS.items() if ours == config.activation_func),
-        "max_position_embeddings": config.seq_length,
-        "rms_norm_eps": config.layernorm_epsilon,
-        **describe_rope(config),
-        "attention_dropout": config.attention_dropout,
+def _describe(config: ModelConfig) -> dict[str, Any]:
+    scaling = None if config.rope_scaling is None else dict(config.rope_scaling)
+    if scaling is not None:
+        scaling = {"rope_type": scaling_type(scaling)} | {k: v for k, v in scaling.items() if k != "type"}
+    described = {
+        "rope_parameters": (scaling or {"rope_type": "default"}) | {"rope_theta": config.rotary_base},
+        "rope_theta": config.rotary_base,  # where transformers 4 looks, as for rope_scaling
     }
+    described |= {} if scaling is None else {"rope_scaling": scaling}
+    return described | {"attention_dropout": config.attention_dropout}
 
 
-def read_llama_like(hf_config: Mapping[str, Any], defaults: Mapping[str, Any], **options: Any) -> ModelConfig:
-    """The configuration of a `config.json` of the family; what the file leaves out has `transformers`' default.
-
-    Args:
-        defaults: the architecture's own for what its file leaves out.
-        options: fields of the `ModelConfig` beside those that the family shares.
-
-    Raises:
-        ConfigError: a missing size, or a feature that `Transformer` does not have.
-    """
-    check_features(_features(hf_config), _REMEDY)
-    check_complete(hf_config, REQUIRED)
-    hf_config = {**defaults, **hf_config}
-    seq_length = hf_config["max_position_embeddings"]
-    shared = {
-        "num_layers": hf_config["num_hidden_layers"],
-        "hidden_size": hf_config["hidden_size"],
-        "ffn_hidden_size": hf_config["intermediate_size"],
-        "num_attention_heads": hf_config["num_attention_heads"],
-        "num_query_groups": hf_config.get("num_key_value_heads"),
-        "kv_channels": hf_config.get("head_dim"),
-        "vocab_size": hf_config["vocab_size"],
-        "seq_length": seq_length,
-        "rotary_base": float(rope_settings(hf_config).get("rope_theta") or 10000.0),
-        "rope_scaling": our_scaling(hf_config, seq_length),
-        "layernorm_epsilon": hf_config.get("rms_norm_eps", 1e-6),
-        "activation_func": our_activation(hf_config.get("hidden_act", "silu")),
-        "share_embeddings_and_output_weights": hf_config.get("tie_word_embeddings", False),
-        "init_method_std": hf_config.get("initializer_range", 0.02),
-        "attention_dropout": hf_config.get("attention_dropout", 0.0),
-    }
-    return ModelConfig(**(shared | options))
-
-
-def llama_like_obstacles(config: ModelConfig, **expected: Any) -> list[str]:
-    """What of `config` the family does not have, with further options of the model's own."""
-    family: dict[str, Any] = {
-        "normalization": "RMSNorm",
-        "position_embedding_type": "rope",
-        "gated_linear_unit": True,
-        "qk_layernorm": False,
-        "num_moe_experts": None,
-        "mtp_num_layers": None,
-    }
-    return differing(config, **(family | expected))
-
-
-def without_buffers(weights: Weights) -> dict[str, Tensor]:
-    """Without the frequencies that old files hold."""
-    return {name: tensor for name, tensor in weights.items() if not name.endswith("rotary_emb.inv_freq")}
-
-
-def _features(hf_config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return rope_features(hf_config) | {
+def _read(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    rope = _rope_settings(hf_config)
+    kind = scaling_type(rope)
+    share = rope.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
+    features = {
+        "rope_type": (kind, kind if kind in _KNOWN else "default"),
+        "rope_parameters by layer type": (any(isinstance(value, dict) for value in rope.values()), False),
+        "partial_rotary_factor": (1.0 if share is None else share, 1.0),
         "use_sliding_window": (bool(hf_config.get("use_sliding_window")), False),
         "layer_types": (sorted(set(hf_config.get("layer_types") or _FULL_ATTENTION)), _FULL_ATTENTION),
         "quantization_config": (hf_config.get("quantization_config") or None, None),
     }
-
-
-def _to_hf(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
-    return {hf_name(name): tensor for name, tensor in weights.items()}
-
-
-def _from_hf(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
-    return {our_name(name): tensor for name, tensor in weights.items()}
+    check_features(features, _REMEDY)
+    check_complete(hf_config, _REQUIRED)
+    return {
+        "rotary_base": float(rope.get("rope_theta") or 10000.0),
+        "rope_scaling": _our_scaling(hf_config, rope),
+        "attention_dropout": hf_config["attention_dropout"],
+    }
 
 
 def _uneven_heads(config: ModelConfig) -> list[str]:
@@ -223,64 +160,157 @@ def _uneven_heads(config: ModelConfig) -> list[str]:
     ]
 
 
-def _llama_obstacles(config: ModelConfig) -> list[str]:
-    has_biases = config.add_bias_linear
-    return llama_like_obstacles(config, add_qkv_bias=has_biases) + _uneven_heads(config)
-
-
-def _describe_llama(config: ModelConfig) -> dict[str, Any]:
-    has_biases = config.add_bias_linear
-    return describe_llama_like(config) | {"attention_bias": has_biases, "mlp_bias": has_biases}
-
-
-def _read_llama(hf_config: Mapping[str, Any]) -> ModelConfig:
+def _read_llama(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     attention, feed_forward = bool(hf_config.get("attention_bias")), bool(hf_config.get("mlp_bias"))
     if attention != feed_forward:
         check_features({"attention_bias": (attention, False), "mlp_bias": (feed_forward, False)}, _REMEDY)
-    return read_llama_like(hf_config, _LLAMA_DEFAULTS, add_qkv_bias=attention, add_bias_linear=attention)
-
-
-def _qwen2_obstacles(config: ModelConfig) -> list[str]:
-    return llama_like_obstacles(config, add_qkv_bias=True, add_bias_linear=False) + _uneven_heads(config)
-
-
-def _describe_qwen2(config: ModelConfig) -> dict[str, Any]:
-    return describe_llama_like(config) | {"use_sliding_window": False}
-
-
-def _read_qwen2(hf_config: Mapping[str, Any]) -> ModelConfig:
-    return read_llama_like(hf_config, _QWEN_DEFAULTS, add_qkv_bias=True)
-
-
-def _qwen3_obstacles(config: ModelConfig) -> list[str]:
-    return llama_like_obstacles(config, qk_layernorm=True, add_qkv_bias=False, add_bias_linear=False)
+    return _read(hf_config) | {"add_qkv_bias": attention, "add_bias_linear": attention}
 
 
 def _describe_qwen3(config: ModelConfig) -> dict[str, Any]:
-    return describe_llama_like(config) | {"use_sliding_window": False, "attention_bias": False}
+    return _describe(config) | {"use_sliding_window": False, "attention_bias": False}
 
 
-def _read_qwen3(hf_config: Mapping[str, Any]) -> ModelConfig:
+def _read_qwen3(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     check_features({"attention_bias": (bool(hf_config.get("attention_bias")), False)}, _REMEDY)
-    head_dim = hf_config.get("head_dim") or 128  # its default, whatever the hidden size
-    return read_llama_like(hf_config, _QWEN_DEFAULTS, qk_layernorm=True, kv_channels=head_dim)
+    return _read(hf_config) | {"kv_channels": hf_config.get("head_dim") or 128}  # whatever the hidden size
 
 
-def _architecture(model_type: str, class_name: str, obstacles: Any, describe: Any, read: Any) -> Architecture:
-    return Architecture(
-        model_type,
-        class_name,
-        obstacles,
-        describe,
-        read,
-        to_hf=_to_hf,
-        from_hf=_from_hf,
-        clean=without_buffers,
-        embedding=_OUTSIDE_LAYERS["embedding.weight"],
-        output=_OUTSIDE_LAYERS["output.weight"],
+def _describe_moe(config: ModelConfig) -> dict[str, Any]:
+    return _describe_qwen3(config) | {
+        "num_experts": config.num_moe_experts,
+        "num_experts_per_tok": config.moe_router_topk,
+        "moe_intermediate_size": config.moe_ffn_hidden_size or ffn_hidden_size(config),
+        "norm_topk_prob": not config.moe_router_pre_softmax,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [index for index in range(config.num_layers) if not is_moe_layer(config, index)],
+    }
+
+
+def _read_moe(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Coefficients of auxiliary losses are not taken over: `transformers` computes another loss with them.
+
+    Without experts, or without a layer that has them, it is a dense model, as there.
+    """
+    check_features(
+        {"attention_bias": (bool(hf_config.get("attention_bias")), False)}, "without biases, with a softmax router"
     )
+    sizes = {name: _first(hf_config.get(name), fallback) for name, fallback in _MOE_DEFAULTS.items()}
+    experts = _first(hf_config.get("num_local_experts"), sizes["num_experts"])  # transformers 5 writes the first
+    pattern = _pattern(hf_config, sizes["decoder_sparse_step"])
+    options = _read(hf_config)
+    if experts and any(pattern):
+        options |= {
+            "num_moe_experts": experts,
+            "moe_router_topk": sizes["num_experts_per_tok"],
+            "moe_ffn_hidden_size": sizes["moe_intermediate_size"],
+            "moe_router_pre_softmax": not hf_config.get("norm_topk_prob", False),
+            "moe_layer_freq": 1 if all(pattern) else pattern,
+        }
+    return options
 
 
-LLAMA = _architecture("llama", "LlamaForCausalLM", _llama_obstacles, _describe_llama, _read_llama)
-QWEN2 = _architecture("qwen2", "Qwen2ForCausalLM", _qwen2_obstacles, _describe_qwen2, _read_qwen2)
-QWEN3 = _architecture("qwen3", "Qwen3ForCausalLM", _qwen3_obstacles, _describe_qwen3, _read_qwen3)
+def _pattern(hf_config: Mapping[str, Any], step: int) -> list[int]:
+    """Of each layer whether it has experts, 1 or 0."""
+    if step < 1:
+        raise ConfigError(
+            f"config.json has decoder_sparse_step={step}, which must be >= 1; 1 is experts in each layer."
+        )
+    check_complete(hf_config, _REQUIRED)
+    dense = set(hf_config.get("mlp_only_layers") or ())
+    layers = range(hf_config["num_hidden_layers"])
+    return [int(index not in dense and (index + 1) % step == 0) for index in layers]
+
+
+def _first(value: Any, fallback: Any) -> Any:
+    return fallback if value is None else value
+
+
+def _split(weights: Weights) -> dict[str, Tensor]:
+    """Each expert's matrices by themselves: `experts.up_weight` becomes `experts.0.up.weight`, ..."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        prefix, experts, matrix = name.rpartition(".experts.")
+        found |= _each(prefix + experts, matrix.removesuffix("_weight"), tensor) if experts else {name: tensor}
+    return found
+
+
+def _join(weights: Weights) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    stacks: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in weights.items():
+        prefix, experts, rest = name.rpartition(".experts.")
+        if experts:
+            index, matrix, _ = rest.split(".")
+            stacks.setdefault(f"{prefix}{experts}{matrix}_weight", {})[int(index)] = tensor
+        else:
+            found[name] = tensor
+    return found | {name: torch.stack([by[i] for i in sorted(by)]) for name, by in stacks.items()}
+
+
+def _clean(weights: Weights) -> dict[str, Tensor]:
+    """Without the frequencies of old files; experts by themselves, which `transformers` 5 stacks in its modules."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        prefix, experts, matrix = name.rpartition(".mlp.experts.")
+        if matrix == "gate_up_proj":
+            gate, up = tensor.chunk(2, dim=1)
+            found |= _each(prefix + experts, "gate_proj", gate) | _each(prefix + experts, "up_proj", up)
+        elif matrix == "down_proj":
+            found |= _each(prefix + experts, matrix, tensor)
+        elif not name.endswith("rotary_emb.inv_freq"):
+            found[name] = tensor
+    return found
+
+
+def _each(prefix: str, matrix: str, stacked: Tensor) -> dict[str, Tensor]:
+    return {f"{prefix}{index}.{matrix}.weight": one for index, one in enumerate(stacked.unbind())}
+
+
+LLAMA = Architecture(
+    "llama",
+    "LlamaForCausalLM",
+    options=_LLAMA,
+    keys=_KEYS,
+    defaults=_LLAMA_DEFAULTS,
+    modules=_MODULES,
+    obstacles=lambda config: (
+        differing(config, _LLAMA | {"add_qkv_bias": config.add_bias_linear}) + _uneven_heads(config)
+    ),
+    describe=lambda config: (
+        _describe(config) | {"attention_bias": config.add_bias_linear, "mlp_bias": config.add_bias_linear}
+    ),
+    read=_read_llama,
+    split=_split,
+    join=_join,
+    clean=_clean,
+)
+QWEN2 = replace(
+    LLAMA,
+    model_type="qwen2",
+    class_name="Qwen2ForCausalLM",
+    options=_QWEN2,
+    defaults=_QWEN_DEFAULTS,
+    obstacles=lambda config: differing(config, _QWEN2) + _uneven_heads(config),
+    describe=lambda config: _describe(config) | {"use_sliding_window": False},
+    read=_read,
+)
+QWEN3 = replace(
+    QWEN2,
+    model_type="qwen3",
+    class_name="Qwen3ForCausalLM",
+    options=_QWEN3,
+    obstacles=lambda config: differing(config, _QWEN3),
+    describe=_describe_qwen3,
+    read=_read_qwen3,
+)
+QWEN3_MOE = replace(
+    QWEN3,
+    model_type="qwen3_moe",
+    class_name="Qwen3MoeForCausalLM",
+    options=_QWEN3_MOE,
+    defaults=_QWEN_DEFAULTS | {"num_key_value_heads": 4},
+    obstacles=lambda config: differing(config, _QWEN3_MOE | {"num_moe_experts": config.num_moe_experts or "a number"}),
+    describe=_describe_moe,
+    read=_read_moe,
+)

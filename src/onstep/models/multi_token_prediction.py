@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
 from onstep.config.parts import ModelConfig
-from onstep.models.layer import Layer
-from onstep.models.norms import build_norm
+from onstep.models.layer import build_norm
 from onstep.models.routing_record import RoutingStep, count_dtype, is_recomputing, with_token_losses
 
 IGNORE_INDEX = -100
+"""A label that has no loss."""
 
 Embed = Callable[[int], Tensor]
 """The embeddings (batch, seq, hidden) of the tokens so many places further on."""
@@ -86,40 +86,22 @@ class MultiTokenPrediction(nn.Module):
         found = []
         for depth, module in enumerate(self.depths, start=1):
             hidden = module(hidden, embed(depth), run_layer)
-            targets = further_labels(labels, depth, document_ids)
+            targets = shifted(labels, depth, fill=IGNORE_INDEX)
+            if document_ids is not None:
+                is_other = shifted(document_ids, depth, fill=-1) != document_ids
+                targets = targets.masked_fill(is_other, IGNORE_INDEX)
             scores = logits(hidden).float().flatten(0, 1)
             loss = cross_entropy(scores, targets.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
             found.append((loss.detach().sum(), targets.ne(IGNORE_INDEX).sum()))
             losses = with_token_losses(losses, loss.view_as(losses), self._weight)
         if self.step.counts and not (self.step.is_replay or is_recomputing()):
-            self._count(found)
+            if self.record is None or self.record.device != losses.device:
+                self.record = torch.zeros(len(found), 2, dtype=count_dtype(losses.device), device=losses.device)
+            dtype = self.record.dtype
+            self.record.add_(torch.stack([one.to(dtype) for pair in found for one in pair]).view(-1, 2))
         return losses
-
-    @torch.no_grad()
-    def _count(self, found: Sequence[tuple[Tensor, Tensor]]) -> None:
-        device = found[0][0].device
-        if self.record is None or self.record.device != device:
-            self.record = torch.zeros(len(found), 2, dtype=count_dtype(device), device=device)
-        dtype = self.record.dtype
-        self.record.add_(torch.stack([one.to(dtype) for pair in found for one in pair]).view(-1, 2))
 
 
 def shifted(x: Tensor, places: int, fill: int) -> Tensor:
     """`x` (batch, seq) moved to the left, the places that come free at the end filled."""
     return pad(x[:, places:], (0, min(places, x.shape[1])), value=fill)
-
-
-def further_labels(labels: Tensor, depth: int, document_ids: Tensor | None) -> Tensor:
-    """The targets of a depth: `labels` (batch, seq) moved left, -100 where there is none in the same document."""
-    targets = shifted(labels, depth, fill=IGNORE_INDEX)
-    if document_ids is None:
-        return targets
-    return targets.masked_fill(shifted(document_ids, depth, fill=-1) != document_ids, IGNORE_INDEX)
-
-
-def build_prediction(config: ModelConfig) -> MultiTokenPrediction | None:
-    """The depths that `mtp_num_layers` asks for; None is none."""
-    if not config.mtp_num_layers:
-        return None
-    indices = range(config.num_layers, config.num_layers + config.mtp_num_layers)
-    return MultiTokenPrediction(config, [Layer(config, index) for index in indices])

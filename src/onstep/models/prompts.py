@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 from onstep.config.part import nearest
 from onstep.errors import ConfigError
-from onstep.models.generation import Sampling, generate
-from onstep.models.transformer import Transformer
+from onstep.models.generation import Sampling, generate, inner_transformer
 
 _OWN_OPTIONS = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")
 """What our own `generate` understands of `transformers.GenerationConfig`."""
+_OWN_NAMES = f"the built-in transformer's: {', '.join(_OWN_OPTIONS)}"
 
 
 def is_own(model: Any) -> bool:
     """Whether `model` is, or wraps, one of our transformers."""
-    return isinstance(model, nn.Module) and any(isinstance(module, Transformer) for module in model.modules())
+    return isinstance(model, nn.Module) and inner_transformer(model) is not None
 
 
 def can_generate(model: Any) -> bool:
@@ -33,15 +33,12 @@ def check_options(model: Any, options: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: naming the nearest option there is, or the value and its rule.
     """
-    if not is_own(model):
-        _check_their_options(options)
-        return
+    known, names = (_OWN_OPTIONS, _OWN_NAMES) if is_own(model) else (_their_options(), "transformers.GenerationConfig")
     for name in options:
-        if name not in _OWN_OPTIONS:
-            raise ConfigError(
-                f"generation option {name!r} is not one of the built-in transformer's: {', '.join(_OWN_OPTIONS)}."
-                f"{nearest(name, list(_OWN_OPTIONS))}"
-            )
+        if name not in known:
+            raise ConfigError(f"generation option {name!r} is not one of {names}.{nearest(name, list(known))}")
+    if not is_own(model):
+        return
     length = options.get("max_new_tokens", 1)
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise ConfigError(f"generation option max_new_tokens must be a whole number >= 1, got {length!r}.")
@@ -51,16 +48,11 @@ def check_options(model: Any, options: Mapping[str, Any]) -> None:
         raise ConfigError(f"generation options must be numbers, got {dict(options)!r}: {error}.") from error
 
 
-def _check_their_options(options: Mapping[str, Any]) -> None:
-    """Refuse names that a `transformers.GenerationConfig` would keep, and nothing would read."""
+def _their_options() -> list[str]:
+    """What a `transformers.GenerationConfig` has; it would keep further names, and nothing would read them."""
     from transformers import GenerationConfig
 
-    known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]  # type: ignore[no-untyped-call]
-    for name in options:
-        if name not in known:
-            raise ConfigError(
-                f"generation option {name!r} is not one of transformers.GenerationConfig.{nearest(name, known)}"
-            )
+    return [name for name in vars(GenerationConfig()) if not name.startswith("_")]  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
@@ -85,9 +77,9 @@ def continue_prompts(
     check_options(model, options)
     options = {"max_new_tokens": max_new_tokens, **options}
     rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    if is_own(model):
-        return _continue_with_ours(model, tokenizer, prompts, rows, options, seed)
-    return _continue_with_theirs(model, tokenizer, prompts, rows, options, seed)
+    continue_rows = _continue_with_ours if is_own(model) else _continue_with_theirs
+    texts = continue_rows(model, tokenizer, rows, options, seed)
+    return [(prompts[number * len(prompts) // len(texts)], text) for number, text in enumerate(texts)]
 
 
 def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
@@ -123,26 +115,20 @@ def left_padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Ten
 
 
 def _continue_with_ours(
-    model: nn.Module,
-    tokenizer: Any,
-    prompts: Sequence[str],
-    rows: Sequence[list[int]],
-    options: dict[str, Any],
-    seed: int,
-) -> list[tuple[str, str]]:
+    model: nn.Module, tokenizer: Any, rows: Sequence[list[int]], options: dict[str, Any], seed: int
+) -> list[str]:
     """One prompt after the other: they differ in length, and our cache has no padding."""
-    sampling = _sampling_of(options)
     texts = []
-    for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+    for number, row in enumerate(rows):
         out = generate(
             model,
             torch.tensor([row], device=_device_of(model)),
             max_new_tokens=options["max_new_tokens"],
             seed=seed + number,
             eos_id=eos_of(tokenizer),
-            **sampling,
+            **_sampling_of(options),
         )
-        texts.append((prompt, decode_new(tokenizer, out[0, len(row) :].tolist())))
+        texts.append(decode_new(tokenizer, out[0, len(row) :].tolist()))
     return texts
 
 
@@ -158,8 +144,8 @@ def _sampling_of(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _continue_with_theirs(
-    model: Any, tokenizer: Any, prompts: Sequence[str], rows: Sequence[list[int]], options: dict[str, Any], seed: int
-) -> list[tuple[str, str]]:
+    model: Any, tokenizer: Any, rows: Sequence[list[int]], options: dict[str, Any], seed: int
+) -> list[str]:
     """All prompts in one batch, padded on the left."""
     from transformers import GenerationConfig
 
@@ -173,9 +159,7 @@ def _continue_with_theirs(
     torch.manual_seed(seed)
     config = GenerationConfig(**options)  # type: ignore[no-untyped-call]
     out = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=config)
-    each = len(out) // len(prompts)
-    texts = [decode_new(tokenizer, row) for row in out[:, ids.shape[1] :].tolist()]
-    return [(prompts[number // each], text) for number, text in enumerate(texts)]
+    return [decode_new(tokenizer, row) for row in out[:, ids.shape[1] :].tolist()]
 
 
 def _fitting(model: Any, rows: Sequence[list[int]], max_new_tokens: int) -> list[list[int]]:

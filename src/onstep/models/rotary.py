@@ -18,41 +18,6 @@ def scaling_type(scaling: Mapping[str, Any] | None) -> str:
     return "default" if not scaling else str(scaling.get("rope_type", scaling.get("type", "default")))
 
 
-def is_dynamic(scaling: Mapping[str, Any] | None) -> bool:
-    """Whether the frequencies change with the length of a sequence."""
-    return scaling_type(scaling) == "dynamic"
-
-
-def rotary_frequencies(
-    head_width: int, base: float, scaling: Mapping[str, Any] | None, seq_length: int, length: int
-) -> tuple[Tensor, float]:
-    """Angles by which the pairs of a head turn from one position to the next.
-
-    Args:
-        scaling: a checked `model.rope_scaling`.
-        seq_length: `model.seq_length`.
-        length: of the sequence; only dynamic scaling depends on it.
-
-    Returns:
-        (head_width / 2), float32 on the CPU in radians, and the factor of cosines and sines (1 except for YaRN).
-    """
-    kind = scaling_type(scaling)
-    if scaling is None or kind == "default":
-        return _plain(head_width, base), 1.0
-    if kind == "linear":
-        return _plain(head_width, base) / scaling["factor"], 1.0
-    if kind == "dynamic":
-        # A base that grows with the length, so that only slow frequencies are stretched ("NTK-aware"). Source: Peng
-        # et al., "YaRN" (2023), section 3.1 and appendix A
-        factor = scaling["factor"]
-        stretch = factor * max(length, seq_length) / seq_length - (factor - 1)
-        return _plain(head_width, float(base * stretch ** (head_width / (head_width - 2)))), 1.0
-    original = scaling.get("original_max_position_embeddings") or seq_length
-    if kind == "llama3":
-        return _llama3(_plain(head_width, base), scaling, original), 1.0
-    return _yarn(head_width, base, scaling, original), yarn_attention_factor(scaling)
-
-
 def yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
     """The factor of cosines and sines, which makes attention as sharp as it was on short sequences.
 
@@ -144,17 +109,15 @@ class RotaryTables(nn.Module):
         self._base = base
         self._length = length
         self._scaling = scaling
-        self._is_dynamic = is_dynamic(scaling)
+        self._is_dynamic = scaling_type(scaling) == "dynamic"
         self._compute(length, torch.device("cpu"))
 
     def forward(self, start: int, length: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions `start` to `start + length`, each (length, 1, head_width / 2)."""
         end = start + length
         if not self.keeps_angles(end):
-            frequencies, _ = self._of_length(end)
-            return _turns(
-                torch.arange(start, end, dtype=torch.float32, device="cpu"), frequencies, 1.0, self.cos.device
-            )
+            positions = torch.arange(start, end, dtype=torch.float32, device="cpu")
+            return _turns(positions, self._of_length(end)[0], 1.0, self.cos.device)
         if end > self.cos.shape[0]:
             self._compute(max(end, 2 * self.cos.shape[0]), self.cos.device)
         return self.cos[start:end], self.sin[start:end]
@@ -174,7 +137,24 @@ class RotaryTables(nn.Module):
         return length <= self._length or not self._is_dynamic
 
     def _of_length(self, length: int) -> tuple[Tensor, float]:
-        return rotary_frequencies(self._head_width, self._base, self._scaling, self._length, length)
+        """Angles by which the pairs of a head turn from one position to the next, (head_width / 2), float32 on the CPU
+        in radians, in a sequence of `length` positions; and the factor of cosines and sines (1 except for YaRN)."""
+        scaling, kind = self._scaling, scaling_type(self._scaling)
+        if scaling is None or kind == "default":
+            return _plain(self._head_width, self._base), 1.0
+        if kind == "linear":
+            return _plain(self._head_width, self._base) / scaling["factor"], 1.0
+        if kind == "dynamic":
+            # A base that grows with the length, so that only slow frequencies are stretched ("NTK-aware"). Source: Peng
+            # et al., "YaRN" (2023), section 3.1 and appendix A
+            factor = scaling["factor"]
+            stretch = factor * max(length, self._length) / self._length - (factor - 1)
+            base = float(self._base * stretch ** (self._head_width / (self._head_width - 2)))
+            return _plain(self._head_width, base), 1.0
+        original = scaling.get("original_max_position_embeddings") or self._length
+        if kind == "llama3":
+            return _llama3(_plain(self._head_width, self._base), scaling, original), 1.0
+        return _yarn(self._head_width, self._base, scaling, original), yarn_attention_factor(scaling)
 
     @torch.inference_mode(False)  # tables that grew during inference may serve training next
     def _compute(self, length: int, device: torch.device) -> None:

@@ -154,7 +154,13 @@ class Router(nn.Module):
         if self.expert_bias is not None:
             wanted = wanted + self.expert_bias.to(scores.dtype)
         experts = wanted.topk(self.topk, dim=-1).indices
-        weights = self._weights(logits, scores, experts)
+        if self._score_function == "softmax":
+            weights = (scores if self._pre_softmax else logits).gather(-1, experts)
+            weights = weights if self._pre_softmax else torch.softmax(weights, dim=-1)
+        else:
+            weights = scores.gather(-1, experts)
+            weights = normalized(weights) if self.topk > 1 else weights
+        weights = weights if self._scaling_factor is None else weights * self._scaling_factor
         load = torch.zeros(self.num_experts, dtype=torch.int64, device=logits.device)
         load.scatter_add_(0, experts.flatten(), torch.ones_like(experts.flatten()))
         return Routing(experts, weights, load, self.capacity(logits.shape[0]))
@@ -233,16 +239,6 @@ class Router(nn.Module):
         if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != bias.dtype:
             self.expert_bias = bias.to(self.expert_bias.device)
         return self
-
-    def _weights(self, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
-        if self._score_function == "softmax":
-            chosen = scores if self._pre_softmax else logits
-            weights = chosen.gather(-1, experts)
-            weights = weights if self._pre_softmax else torch.softmax(weights, dim=-1)
-        else:
-            weights = scores.gather(-1, experts)
-            weights = normalized(weights) if self.topk > 1 else weights
-        return weights if self._scaling_factor is None else weights * self._scaling_factor
 
     def _shares(self, counts: Tensor) -> Tensor:
         """The shares (experts,) of all choices of the step so far, over all ranks. Collective.

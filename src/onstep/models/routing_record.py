@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -80,7 +80,15 @@ def with_auxiliary_loss(x: Tensor, loss: Tensor, step: RoutingStep) -> Tensor:
     Args:
         loss: a tensor without dimensions.
     """
-    out: Tensor = _WithAuxiliaryLoss.apply(x, loss, step)  # type: ignore[no-untyped-call]
+    dtype, device = loss.dtype, loss.device
+
+    def start(gradient: Tensor) -> Tensor:
+        scale = step.loss_scale
+        if isinstance(scale, Tensor):
+            return scale.to(dtype=dtype, device=device).reshape(())
+        return torch.full((), scale, dtype=dtype, device=device)
+
+    out: Tensor = _WithFurtherLoss.apply(x, loss, start)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -91,32 +99,23 @@ def with_token_losses(losses: Tensor, further: Tensor, weight: float) -> Tensor:
         losses: of any shape: of each token, or their sum.
         further: of the same shape.
     """
-    out: Tensor = _WithTokenLosses.apply(losses, further, weight)  # type: ignore[no-untyped-call]
+    dtype = further.dtype
+
+    def start(gradient: Tensor) -> Tensor:
+        return gradient.to(dtype) * weight
+
+    out: Tensor = _WithFurtherLoss.apply(losses, further, start)  # type: ignore[no-untyped-call]
     return out
 
 
-class _WithAuxiliaryLoss(torch.autograd.Function):
+class _WithFurtherLoss(torch.autograd.Function):
+    """Gives `x` as it is, and to the further loss the gradient that `start` makes of the one of `x`."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, step: RoutingStep) -> Tensor:
-        ctx.step, ctx.dtype, ctx.device = step, loss.dtype, loss.device
+    def forward(ctx: Any, x: Tensor, loss: Tensor, start: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.start = start
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        scale = ctx.step.loss_scale
-        if isinstance(scale, Tensor):
-            start = scale.to(dtype=ctx.dtype, device=ctx.device).reshape(())
-        else:
-            start = torch.full((), scale, dtype=ctx.dtype, device=ctx.device)
-        return gradients[0], start, None
-
-
-class _WithTokenLosses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, losses: Tensor, further: Tensor, weight: float) -> Tensor:
-        ctx.weight, ctx.dtype = weight, further.dtype
-        return losses.view_as(losses)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        return gradients[0], gradients[0].to(ctx.dtype) * ctx.weight, None
+        return gradients[0], ctx.start(gradients[0]), None

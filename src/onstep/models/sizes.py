@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from onstep.config.derived import default_ffn_hidden_size
-from onstep.config.expert_rules import check_expert_options
-from onstep.config.model_rules import check_model
+from onstep.config.load import check_values
+from onstep.config.model_config import default_ffn_hidden_size
+from onstep.config.model_rules import check_expert_options, check_model
 from onstep.config.parts import ModelConfig
-from onstep.config.rules import check_values
 from onstep.errors import ConfigError
 
 _COUNTS = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "seq_length")
@@ -60,16 +57,12 @@ def check_model_config(config: ModelConfig) -> None:
         ConfigError: naming the first value that cannot work, the rule and the remedy.
     """
     vocabulary_size(config)
-    for name in _COUNTS:
-        _check_count(name, getattr(config, name))
-    for name in _OPTIONAL_COUNTS:
-        if getattr(config, name) is not None:
-            _check_count(name, getattr(config, name))
+    for name in _COUNTS + _OPTIONAL_COUNTS:
+        value = getattr(config, name)
+        if value is None and name in _OPTIONAL_COUNTS:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"model.{name} must be a whole number >= 1, got {value!r}.")
     check_values({f"model.{name}": getattr(config, name) for name in config.field_names()})
     check_model(config)
     check_expert_options(config)
-
-
-def _check_count(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"model.{name} must be a whole number >= 1, got {value!r}.")

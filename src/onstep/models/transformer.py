@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any, Literal
 
 import torch
@@ -12,28 +13,29 @@ from torch.utils.checkpoint import checkpoint
 
 from onstep.config.parts import ModelConfig
 from onstep.errors import ConfigError
-from onstep.models.attention import Attention
-from onstep.models.context import KeyValueCache, SequenceContext
-from onstep.models.heads import LinearForLastLayer
-from onstep.models.init import init_weights
-from onstep.models.layer import Layer
-from onstep.models.multi_token_prediction import MultiTokenPrediction, build_prediction, shifted
-from onstep.models.norms import build_norm
-from onstep.models.positions import (
-    build_position_embedding,
-    build_rotary,
+from onstep.models.context import (
+    KeyValueCache,
+    SequenceContext,
     chosen_positions,
     learned_positions,
     sequence_context,
 )
-from onstep.models.sizes import check_model_config, vocabulary_size
+from onstep.models.heads import LinearForLastLayer
+from onstep.models.layer import Attention, Layer, build_norm
+from onstep.models.multi_token_prediction import IGNORE_INDEX, MultiTokenPrediction, shifted
+from onstep.models.rotary import RotaryTables
+from onstep.models.sizes import check_model_config, head_width, vocabulary_size
 
-IGNORE_INDEX = -100
-"""A label that has no loss."""
+_RESIDUAL_OUTPUTS = (
+    "attention.output.weight",
+    "feed_forward.down.weight",
+    "experts.down_weight",
+    "shared_experts.down.weight",
+)
 
 
 class Transformer(nn.Module):
-    """The model of a `ModelConfig`, with weights drawn by the rule of `onstep.models.init` from torch's global RNG.
+    """The model of a `ModelConfig`, with weights drawn by the rule of `init_weights` from torch's global RNG.
 
     `config` is a copy: later changes to the one passed in do not reach the model. With tied embeddings there is no
     `output` module; the embedding matrix is read a second time. The output head may be replaced (see
@@ -49,12 +51,18 @@ class Transformer(nn.Module):
         config = self.config = copy.deepcopy(config)
         vocabulary = vocabulary_size(config)
         self.embedding = nn.Embedding(vocabulary, config.hidden_size)
-        self.position_embedding = build_position_embedding(config)
+        has_table = config.position_embedding_type == "learned_absolute"
+        self.position_embedding = nn.Embedding(config.seq_length, config.hidden_size) if has_table else None
         self.dropout = nn.Dropout(config.hidden_dropout)
-        self.rotary = build_rotary(config)
+        self.rotary: RotaryTables | None = None
+        if config.position_embedding_type == "rope":
+            self.rotary = RotaryTables(head_width(config), config.rotary_base, config.seq_length, config.rope_scaling)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_layers))
         self.final_norm = build_norm(config)
-        self.mtp = build_prediction(config)
+        self.mtp: MultiTokenPrediction | None = None
+        if config.mtp_num_layers:
+            further = range(config.num_layers, config.num_layers + config.mtp_num_layers)
+            self.mtp = MultiTokenPrediction(config, [Layer(config, index) for index in further])
         tied = config.share_embeddings_and_output_weights
         self.output: nn.Module | None = None if tied else nn.Linear(config.hidden_size, vocabulary, bias=False)
         init_weights(self, config)
@@ -90,17 +98,7 @@ class Transformer(nn.Module):
                 error), labels for a value head, none for multi-token prediction in training, documents together with a
                 cache, or beyond `config.seq_length` with dynamic rope scaling.
         """
-        if labels is not None and self.has_value_head:
-            raise ConfigError(
-                "the model ends in a value head, whose values have no cross-entropy with labels; call it without "
-                "labels and compute the loss from the values in your forward step."
-            )
-        if labels is None and self._trains_prediction:
-            raise ConfigError(
-                f"the model has model.mtp_num_layers={self.config.mtp_num_layers} to train, whose losses take "
-                "the labels, and it was called without; pass labels, or set model.mtp_num_layers to null for a loss of "
-                "your own."
-            )
+        self._check_labels(labels)
         hidden = self.hidden_states(tokens, cache, position_ids, document_ids)
         logits = self.logits(hidden)
         if labels is None:
@@ -109,9 +107,19 @@ class Transformer(nn.Module):
             logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction
         )
         losses = losses.view_as(labels) if reduction == "none" else losses
-        if self.mtp is not None and self.training and torch.is_grad_enabled():
-            losses = self._with_further_losses(self.mtp, losses, hidden, tokens, labels, position_ids, document_ids)
-        return losses
+        if self.mtp is None or not self.training or not torch.is_grad_enabled():
+            return losses
+        position_ids = chosen_positions(position_ids, document_ids)
+        context = sequence_context(self.rotary, tokens, None, position_ids, document_ids)
+        return self.mtp.attach(
+            losses,
+            hidden,
+            labels,
+            embed=lambda depth: self._embedded_later(tokens, position_ids, depth),
+            run_layer=lambda layer, x: self._run_layer(layer, x, context),
+            logits=self.logits,
+            document_ids=document_ids,
+        )
 
     def hidden_states(
         self,
@@ -185,35 +193,19 @@ class Transformer(nn.Module):
         out: Tensor = layer(x, context) if keeps else checkpoint(layer, x, context, use_reentrant=False)
         return out
 
-    def _with_further_losses(
-        self,
-        mtp: MultiTokenPrediction,
-        losses: Tensor,
-        hidden: Tensor,
-        tokens: Tensor,
-        labels: Tensor,
-        position_ids: Tensor | None,
-        document_ids: Tensor | None,
-    ) -> Tensor:
-        """`losses` as they are, with the gradients of multi-token prediction behind them."""
-        position_ids = chosen_positions(position_ids, document_ids)
-        context = sequence_context(self.rotary, tokens, None, position_ids, document_ids)
-        return mtp.attach(
-            losses,
-            hidden,
-            labels,
-            embed=lambda depth: self._embedded_later(tokens, position_ids, depth),
-            run_layer=lambda layer, x: self._run_layer(layer, x, context),
-            logits=self.logits,
-            document_ids=document_ids,
-        )
-
-    @property
-    def _trains_prediction(self) -> bool:
-        """Whether a backward pass must reach multi-token prediction."""
-        if self.mtp is None or not self.training or not torch.is_grad_enabled():
-            return False
-        return any(parameter.requires_grad for parameter in self.mtp.parameters())
+    def _check_labels(self, labels: Tensor | None) -> None:
+        if labels is not None and self.has_value_head:
+            raise ConfigError(
+                "the model ends in a value head, whose values have no cross-entropy with labels; call it without "
+                "labels and compute the loss from the values in your forward step."
+            )
+        further = [] if self.mtp is None else [one for one in self.mtp.parameters() if one.requires_grad]
+        if labels is None and further and self.training and torch.is_grad_enabled():
+            raise ConfigError(
+                f"the model has model.mtp_num_layers={self.config.mtp_num_layers} to train, whose losses take "
+                "the labels, and it was called without; pass labels, or set model.mtp_num_layers to null for a loss of "
+                "your own."
+            )
 
     def _embedded_later(self, tokens: Tensor, position_ids: Tensor | None, depth: int) -> Tensor:
         """The embeddings of the tokens `depth` places further on, at positions of their own; of token 0 at the end."""
@@ -243,7 +235,7 @@ def empty_transformer(config: ModelConfig) -> Transformer:
 
 
 def build_transformer(config: ModelConfig, seed: int | None = None) -> Transformer:
-    """A new float32 model on the CPU, its weights drawn by the rule of `onstep.models.init`.
+    """A new float32 model on the CPU, its weights drawn by the rule of `init_weights`.
 
     Args:
         seed: the weights follow from it alone, the same on every rank and for every device, and torch's global RNG is
@@ -256,3 +248,38 @@ def build_transformer(config: ModelConfig, seed: int | None = None) -> Transform
     generator = None if seed is None else torch.Generator(device="cpu").manual_seed(seed)
     init_weights(model, model.config, generator)
     return model
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, config: ModelConfig, generator: torch.Generator | None = None) -> None:
+    """Draw all parameters of `model` anew, in place. With `L` layers and `std = init_method_std`:
+
+    - embeddings and projections: normal with mean 0 and standard deviation `std`;
+    - the projections of a layer that write into the residual stream (attention output, down of feed-forward and
+      experts): `std / sqrt(2 L)`, so that the sum of the `2 L` contributions has the same spread for any depth;
+    - biases 0, norms 1.
+
+    The numbers are drawn in float32 on the CPU and copied, so they depend neither on the device nor on the dtype of
+    the parameters. Parameters on the meta device are left alone.
+
+    Args:
+        generator: a CPU generator; None draws from torch's global one.
+
+    Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), section 2.3; Shoeybi et al.,
+    "Megatron-LM" (2019), appendix B.1.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            continue
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif name.endswith("norm.weight"):
+            parameter.fill_(1.0)
+        else:
+            into_residual = name.endswith(_RESIDUAL_OUTPUTS)
+            std = config.init_method_std / (math.sqrt(2 * config.num_layers) if into_residual else 1.0)
+            drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+            parameter.copy_(drawn.normal_(0.0, std, generator=generator))
+    for name, buffer in model.named_buffers():
+        if name.endswith("expert_bias") and not buffer.is_meta:
+            buffer.zero_()

@@ -1,16 +1,20 @@
 """Optimizers, the finite gate, the loss scaler, and the schedules of learning rate and weight decay."""
 
-from onstep.optim.build import as_step_optimizer, build_loss_scaler, build_optimizer, wrap_optimizer
+from onstep.optim.build import as_step_optimizer, build_loss_scaler, build_optimizer, build_scheduler, wrap_optimizer
 from onstep.optim.finite_gate import DeviceFiniteGate, FiniteGate, HostFiniteGate, finite_gate
 from onstep.optim.foreign import ForeignOptimizer, MegatronOptimizer
 from onstep.optim.loss_scaler import LossScaler
 from onstep.optim.muon import MuonWithAdamW
 from onstep.optim.optimizer import TrainingOptimizer, count_zeros
-from onstep.optim.param_scheduler import OptimizerParamScheduler
-from onstep.optim.param_schedules import LrSchedule, WdSchedule, learning_rate, weight_decay
+from onstep.optim.param_scheduler import (
+    LrSchedule,
+    OptimizerParamScheduler,
+    TorchSchedulerAdapter,
+    WdSchedule,
+    learning_rate,
+    weight_decay,
+)
 from onstep.optim.protocol import ParamScheduler, ScalesRates, StepOptimizer
-from onstep.optim.scheduler_build import build_scheduler
-from onstep.optim.torch_scheduler import TorchSchedulerAdapter
 
 __all__ = [
     "DeviceFiniteGate",

@@ -1,26 +1,30 @@
-"""From the configuration of a run, or a user's own object, to the optimizer that the loop drives."""
+"""From the configuration of a run, or a user's own object, to the optimizer and the scheduler that the loop drives."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from onstep.config.optimizer_config import OptimizerConfig
 from onstep.config.optimizer_rules import check_param_groups
 from onstep.config.part import nearest
+from onstep.config.parts import OptimizerConfig, SchedulerConfig
 from onstep.errors import ConfigError
 from onstep.optim.foreign import ForeignOptimizer, MegatronOptimizer
 from onstep.optim.loss_scaler import LossScaler
 from onstep.optim.muon import MuonWithAdamW
 from onstep.optim.optimizer import TrainingOptimizer
-from onstep.optim.param_groups import param_groups
-from onstep.optim.parameter_roles import trainable_parameters
+from onstep.optim.param_groups import param_groups, trainable_parameters
+from onstep.optim.param_scheduler import OptimizerParamScheduler
+from onstep.optim.protocol import HasParamGroups
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "muon")
 _FUSED_DEVICES = ("cpu", "cuda")
+_ITERATION_FIELDS = ("lr_decay_iters", "lr_wsd_decay_iters", "lr_warmup_iters")
+_SAMPLE_FIELDS = ("lr_decay_samples", "lr_wsd_decay_samples", "lr_warmup_samples")
 
 Foreign = TypeVar("Foreign")
 Groups = list[dict[str, Any]]
@@ -65,7 +69,13 @@ def build_optimizer(
         raise ConfigError(
             "optimizer.optimizer=muon takes matrices between embedding and output, got none to train; use adam"
         )
-    optimizer = _muon(for_muon, others, config, config.lr) if for_muon else _plain(others, config, config.lr)
+    optimizer: torch.optim.Optimizer
+    if for_muon:
+        optimizer = _muon(for_muon, others, config, config.lr)
+    elif config.optimizer == "sgd":
+        optimizer = torch.optim.SGD(others, lr=config.lr, momentum=config.sgd_momentum, fused=_can_fuse(others))
+    else:
+        optimizer = _adamw(others, config, config.lr)
     return TrainingOptimizer(
         optimizer,
         clip_grad=config.clip_grad,
@@ -157,12 +167,6 @@ def as_step_optimizer(
     return optimizer
 
 
-def _plain(groups: Groups, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=config.sgd_momentum, fused=_can_fuse(groups))
-    return _adamw(groups, config, lr)
-
-
 def _muon(for_muon: Groups, others: Groups, config: OptimizerConfig, lr: float) -> MuonWithAdamW:
     muon = torch.optim.Muon(
         for_muon,
@@ -185,3 +189,132 @@ def _can_fuse(groups: Groups) -> bool:
     """Whether torch has fused kernels for all of these parameters."""
     params = [param for group in groups for param in group["params"]]
     return all(param.device.type in _FUSED_DEVICES and param.is_floating_point() for param in params)
+
+
+def build_scheduler(
+    optimizer: HasParamGroups,
+    scheduler_config: SchedulerConfig,
+    optimizer_config: OptimizerConfig,
+    *,
+    train_iters: int,
+    global_batch_size: int,
+    override_opt_param_scheduler: bool = False,
+    use_checkpoint_opt_param_scheduler: bool = False,
+    samples_after: Callable[[int], int] | None = None,
+) -> OptimizerParamScheduler:
+    """The scheduler that the configuration asks for, with the values at 0 samples already written.
+
+    Values that the configuration leaves open are the optimizer's: with `lr` None each group keeps its own learning rate
+    as its maximum, and a group without `wd_mult` (one that `build_optimizer` did not make) keeps its own weight decay
+    unless the scheduler's configuration sets one. Such values are written into the groups as `max_lr`, `start_wd` and
+    `end_wd`. A warm-up as long as the decay is shortened by one sample, with a UserWarning.
+
+    Args:
+        train_iters: optimizer steps of the run.
+        global_batch_size: samples of one step over all ranks.
+        samples_after: samples of the first so many steps of the run, where the batch grows.
+
+    Raises:
+        ConfigError: iteration and sample fields are mixed, `max_steps` is below `train_iters`, or a value does not make
+            a schedule (see `LrSchedule`, `WdSchedule`).
+    """
+    samples_after = samples_after or (lambda steps: steps * global_batch_size)
+    planned = train_iters if scheduler_config.max_steps is None else scheduler_config.max_steps
+    if planned < train_iters:
+        raise ConfigError(
+            f"scheduler.max_steps must be >= train_iters ({train_iters}), got {planned}; "
+            "raise it, or leave it None for a schedule as long as the run"
+        )
+    decay, warmup, wsd_decay = _lengths(scheduler_config, planned, samples_after)
+    if decay <= 0:
+        raise ConfigError(
+            f"a learning-rate schedule must decay over more than 0 samples, got {decay} "
+            f"({train_iters} steps); set train.train_iters or scheduler.lr_decay_iters"
+        )
+    max_lr = _adopt_lr(optimizer, optimizer_config)
+    _adopt_weight_decay(optimizer, scheduler_config)
+    start_wd, end_wd = scheduler_config.start_weight_decay, scheduler_config.end_weight_decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=scheduler_config.lr_warmup_init,
+        max_lr=max_lr,
+        min_lr=optimizer_config.min_lr or 0.0,
+        lr_warmup_steps=_warmup(scheduler_config, warmup, decay),
+        lr_decay_steps=decay,
+        lr_decay_style=scheduler_config.lr_decay_style,
+        start_wd=optimizer_config.weight_decay if start_wd is None else start_wd,
+        end_wd=optimizer_config.weight_decay if end_wd is None else end_wd,
+        wd_incr_steps=samples_after(planned),
+        wd_incr_style=scheduler_config.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=override_opt_param_scheduler,
+        wsd_decay_steps=wsd_decay,
+        lr_wsd_decay_style=scheduler_config.lr_wsd_decay_style,
+    )
+
+
+def _lengths(
+    config: SchedulerConfig, planned: int, samples_after: Callable[[int], int]
+) -> tuple[float, float, float | None]:
+    """Decay, warm-up and the decay of WSD in samples, whichever unit the configuration uses.
+
+    Raises:
+        ConfigError: it gives some in iterations and some in samples.
+    """
+    iterations = [name for name in _ITERATION_FIELDS if getattr(config, name)]
+    samples = [name for name in _SAMPLE_FIELDS if getattr(config, name)]
+    if iterations and samples:
+        raise ConfigError(
+            f"scheduler lengths must all be in iterations or all in samples, got {', '.join(iterations + samples)}; "
+            "unset one kind"
+        )
+    if samples:
+        decay = samples_after(planned) if config.lr_decay_samples is None else config.lr_decay_samples
+        return decay, config.lr_warmup_samples, config.lr_wsd_decay_samples
+    decay_iters = planned if config.lr_decay_iters is None else config.lr_decay_iters
+    decay, wsd_iters = samples_after(decay_iters), config.lr_wsd_decay_iters
+    wsd_decay = None if wsd_iters is None else decay - samples_after(max(0, decay_iters - wsd_iters))
+    return decay, samples_after(config.lr_warmup_iters), wsd_decay
+
+
+def _warmup(config: SchedulerConfig, warmup: float, decay: float) -> float:
+    """Samples of warm-up, shorter than the decay."""
+    fraction = config.lr_warmup_fraction
+    if fraction is not None:
+        if warmup:
+            raise ConfigError(
+                f"a warm-up must have one length, got lr_warmup_fraction {fraction} and {warmup} samples "
+                "(lr_warmup_iters or lr_warmup_samples); unset one"
+            )
+        if not 0 <= fraction <= 1:
+            raise ConfigError(f"lr_warmup_fraction must be between 0 and 1, got {fraction}; it is a share of the decay")
+        warmup = fraction * decay
+    if warmup < decay:
+        return warmup
+    warnings.warn(
+        f"a warm-up of {warmup} samples must be shorter than the decay of {decay}; it is capped to {decay - 1}",
+        UserWarning,
+        stacklevel=3,
+    )
+    return decay - 1
+
+
+def _adopt_lr(optimizer: HasParamGroups, config: OptimizerConfig) -> float:
+    """The configured learning rate, or the optimizer's own, of which each group then keeps its share."""
+    if config.lr is not None:
+        return config.lr
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    if len(set(rates)) > 1:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group.setdefault("max_lr", rate)
+    return max(rates)
+
+
+def _adopt_weight_decay(optimizer: HasParamGroups, config: SchedulerConfig) -> None:
+    """Keep the weight decay that a user gave to the groups of an own optimizer."""
+    if config.start_weight_decay is not None or config.end_weight_decay is not None:
+        return
+    for group in optimizer.param_groups:
+        if "weight_decay" in group and "wd_mult" not in group:
+            group.setdefault("start_wd", group["weight_decay"])
+            group.setdefault("end_wd", group["weight_decay"])

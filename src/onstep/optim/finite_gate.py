@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -13,42 +13,43 @@ COPY_INTERVAL = 5
 that the host is at most twice as many steps late."""
 
 
-class FiniteGate(Protocol):
+class FiniteGate(ABC):
     """Watches gradient norms and losses; `first_bad_step` is what the host knows so far."""
 
-    step: int
-    first_bad_step: int | None
+    def __init__(self) -> None:
+        self.step = 0
+        self.first_bad_step: int | None = None
 
     def begin_step(self, step: int) -> None:
         """Say which step the next observations belong to; `step` is >= 0 and never falls between resets."""
-        ...
+        self.step = step
 
+    @abstractmethod
     def observe_norm(self, norm: Tensor) -> float | None:
         """Close the gate if `norm`, a 0-d tensor >= 0, is not finite. Returns its value where the host can see it."""
-        ...
 
+    @abstractmethod
     def observe_gradients(self, gradients: list[Tensor]) -> None:
         """Close the gate if an element of `gradients` is not finite; costs less than their norm.
 
         They are of floating types and on the gate's device, and there is at least one.
         """
-        ...
 
+    @abstractmethod
     def observe_loss(self, loss: Tensor) -> None:
         """Close the gate if `loss`, a tensor of one element, is not finite.
 
         With several ranks, pass only what all of them see alike: a gate that closes on some of them lets them drift
         apart.
         """
-        ...
 
+    @abstractmethod
     def poll(self, force: bool = False) -> int | None:
         """The first bad step, or None while none is known; `force` waits for what the device knows."""
-        ...
 
     def reset(self) -> None:
         """Open the gate again."""
-        ...
+        self.first_bad_step = None
 
 
 def finite_gate(device: torch.device) -> FiniteGate:
@@ -56,38 +57,30 @@ def finite_gate(device: torch.device) -> FiniteGate:
     return HostFiniteGate() if device.type == "cpu" else DeviceFiniteGate(device)
 
 
-class HostFiniteGate:
+class HostFiniteGate(FiniteGate):
     """The gate where values are in host memory: it closes at once, without a read through PyTorch's dispatcher."""
 
     def __init__(self) -> None:
-        self.step = 0
-        self.first_bad_step: int | None = None
+        super().__init__()
         self._flag, self._one = torch.zeros(()), torch.ones(())
         self._seen = self._flag.numpy()  # the same memory
 
-    def begin_step(self, step: int) -> None:
-        """Say which step the next observations belong to."""
-        self.step = step
-
     def observe_norm(self, norm: Tensor) -> float:
-        """Close the gate if `norm` is not finite. Returns its value."""
-        value = _host_value(norm)
+        value = host_value(norm)
         if not math.isfinite(value):
             self._close()
         return value
 
     def observe_gradients(self, gradients: list[Tensor]) -> None:
-        """Close the gate if an element of `gradients` is not finite."""
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._flag, self._one)
         if self._seen.item():
             self._flag.zero_()
             self._close()
 
     def observe_loss(self, loss: Tensor) -> None:
-        """Close the gate if `loss` is not finite."""
         if loss.requires_grad:
             loss = loss.detach()
-        if not math.isfinite(loss.numpy().item() if loss.dtype is torch.float32 else _host_value(loss)):
+        if not math.isfinite(loss.numpy().item() if loss.dtype is torch.float32 else host_value(loss)):
             self._close()
 
     def _close(self) -> None:
@@ -95,15 +88,10 @@ class HostFiniteGate:
             self.first_bad_step = self.step
 
     def poll(self, force: bool = False) -> int | None:
-        """The first bad step, or None; always up to date."""
         return self.first_bad_step
 
-    def reset(self) -> None:
-        """Open the gate again."""
-        self.first_bad_step = None
 
-
-def _host_value(tensor: Tensor) -> float:
+def host_value(tensor: Tensor) -> float:
     """The value of a CPU tensor of one element, read through the memory that NumPy shares with it."""
     if tensor.dtype is torch.bfloat16:  # which NumPy does not have
         tensor = tensor.float()
@@ -111,16 +99,15 @@ def _host_value(tensor: Tensor) -> float:
     return value
 
 
-class DeviceFiniteGate:
+class DeviceFiniteGate(FiniteGate):
     """The gate where values are on an accelerator: it closes there, and the host learns of it by asynchronous copies.
 
     `found_inf` (float32, 0-d) is 1 once anything was not finite, in the form that fused optimizers of torch take.
-    Observing costs three small kernels and no wait.
+    Observing costs three small kernels and no wait, in the order of the current stream.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.step = 0
-        self.first_bad_step: int | None = None
+        super().__init__()
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
         # One-based, so that 0 says "none" and `found_inf > bad` holds exactly when a bad step is still unnamed.
@@ -133,21 +120,14 @@ class DeviceFiniteGate:
         self._is_copying = False
         self._updates_since_copy = 0
 
-    def begin_step(self, step: int) -> None:
-        """Say which step the next observations belong to."""
-        self.step = step
-
     def observe_norm(self, norm: Tensor) -> None:
-        """Close the gate if `norm` is not finite, in the order of the current stream."""
         self.observe_gradients([norm])
 
     def observe_gradients(self, gradients: list[Tensor]) -> None:
-        """Close the gate if an element of `gradients` is not finite, in the order of the current stream."""
         self._raise_flag(gradients)
         self._updates_since_copy += 1
 
     def observe_loss(self, loss: Tensor) -> None:
-        """Close the gate if `loss` is not finite, in the order of the current stream."""
         self._raise_flag([loss.detach()])
 
     def _raise_flag(self, values: list[Tensor]) -> None:
@@ -173,12 +153,11 @@ class DeviceFiniteGate:
         return self.first_bad_step
 
     def reset(self) -> None:
-        """Open the gate again."""
+        super().reset()
         self.found_inf.zero_()
         self._bad_step_plus_one.zero_()
         self._is_copying = False
         self._updates_since_copy = 0
-        self.first_bad_step = None
 
     def _start_copy(self) -> None:
         self._landing.copy_(self._bad_step_plus_one, non_blocking=True)

@@ -18,11 +18,9 @@ class MegatronOptimizer(HasParamGroups, HasState, Protocol):
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        ...
 
     def step(self) -> tuple[bool, Tensor | float | None, Tensor | int | None]:
         """Clip and update: (update_successful, grad_norm, num_zeros)."""
-        ...
 
 
 class ForeignOptimizer:
@@ -89,12 +87,15 @@ class ForeignOptimizer:
             The L2 norm of the raw gradients, 0-d; None where they overflowed, or where neither the caller nor the
             threshold needs it.
         """
-        gradients = self._gradients()
+        params = dict.fromkeys(param for chunk in self._model for param in chunk.parameters())
+        gradients = [param.grad for param in params if param.grad is not None]
         if self.scaler is not None:
             grad_scale = (1.0 if grad_scale is None else grad_scale) / self.scaler.scale
         if grad_scale is not None and gradients:
             torch._foreach_mul_(gradients, grad_scale)
-        norm = _norm(gradients) if gradients else torch.zeros((), device=self._device)
+        norm = torch.zeros((), device=self._device)
+        if gradients:
+            norm = torch.stack(torch._foreach_norm(gradients)).norm()
         loss, self._loss = self._loss, None
         self.grad_norm = self.num_zeros = self._raw_norm = None
         self.overflowed = self.scaler is not None and self.scaler.is_overflow(norm, loss)
@@ -119,12 +120,3 @@ class ForeignOptimizer:
             return False
         is_applied, self.grad_norm, self.num_zeros = self.optimizer.step()
         return bool(is_applied)
-
-    def _gradients(self) -> list[Tensor]:
-        parameters = dict.fromkeys(param for chunk in self._model for param in chunk.parameters())
-        return [param.grad for param in parameters if param.grad is not None]
-
-
-def _norm(gradients: list[Tensor]) -> Tensor:
-    norm: Tensor = torch.stack(torch._foreach_norm(gradients)).norm()
-    return norm

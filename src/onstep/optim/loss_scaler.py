@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onstep.errors import CheckpointError, ConfigError
+from onstep.optim.finite_gate import host_value
 
 GROWTH = 2.0
 BACKOFF = 0.5
@@ -92,22 +93,15 @@ class LossScaler:
             return False
         norm_is_finite, loss_is_finite = _are_finite(norm, norm if loss is None else loss)
         if norm_is_finite:
-            self._take_up_clean_step()
+            self.clean_steps += 1
+            if self.window is not None and self.clean_steps >= self.window:
+                self.clean_steps = 0
+                self.hysteresis_left = self.hysteresis
+                if self.scale * GROWTH <= LARGEST_SCALE:
+                    self.scale *= GROWTH
             return False
         if loss is not None and not loss_is_finite:
             return False
-        return self._take_up_overflow()
-
-    def _take_up_clean_step(self) -> None:
-        self.clean_steps += 1
-        if self.window is None or self.clean_steps < self.window:
-            return
-        self.clean_steps = 0
-        self.hysteresis_left = self.hysteresis
-        if self.scale * GROWTH <= LARGEST_SCALE:
-            self.scale *= GROWTH
-
-    def _take_up_overflow(self) -> bool:
         self.clean_steps = 0
         if self.scale <= self.min_scale:
             return False
@@ -146,6 +140,4 @@ def _are_finite(*values: Tensor) -> list[bool]:
     if any(value.device.type != "cpu" for value in values):
         flags: list[bool] = torch.stack([value.detach().isfinite().reshape(()) for value in values]).tolist()
         return flags
-    # bfloat16 is the one type that NumPy does not have
-    known = [value.detach().float() if value.dtype is torch.bfloat16 else value.detach() for value in values]
-    return [math.isfinite(value.numpy().item()) for value in known]
+    return [math.isfinite(host_value(value.detach())) for value in values]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from onstep.distributed.shards import Split, as_dtensor, is_sharded, local_part, split_of
+from onstep.distributed.shards import Split, is_sharded, local_part, split_of, whole
 from onstep.errors import CheckpointError, ConfigError
 from onstep.optim.finite_gate import DeviceFiniteGate, FiniteGate, HostFiniteGate, finite_gate
 from onstep.optim.loss_scaler import LossScaler
@@ -73,7 +73,9 @@ class TrainingOptimizer:
         self.grad_norm_skip_threshold = grad_norm_skip_threshold
         self.log_num_zeros_in_grad = log_num_zeros_in_grad
         self._order = list(order or [])
-        self.gate = finite_gate(_device_of(optimizer)) if gate is None else gate
+        if gate is None:
+            gate = finite_gate(next(param.device for group in optimizer.param_groups for param in group["params"]))
+        self.gate = gate
         # torch's own zero_grad spends most of its time on profiling; a subclass may mean something else by it.
         self._clears_plainly = type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad
         self._must_read = self._always_reads = False
@@ -151,7 +153,14 @@ class TrainingOptimizer:
         """
         state = dict(state_dict)
         scaler_state = state.pop("scaler", None)
-        _check_groups(self.param_groups, state.get("param_groups", []))
+        groups = (self.param_groups, state.get("param_groups", []))
+        sizes, saved_sizes = ([len(group["params"]) for group in of_one] for of_one in groups)
+        if sizes != saved_sizes:  # moments would be given to the wrong parameters
+            raise CheckpointError(
+                f"the optimizer has groups of {sizes} parameters and its saved state those of {saved_sizes}; resume "
+                f"with the saved optimizer.param_groups, with optimizer.decoupled_lr set or not as it was, and the "
+                f"same parameters frozen, or load without it (checkpoint.load_optim=false)"
+            )
         self.optimizer.load_state_dict(state)
         if self._scaler is not None:
             self._scaler.reset()
@@ -214,7 +223,8 @@ class TrainingOptimizer:
             return False
         if self._must_read and self.gate.poll(force=True) is not None:
             return False
-        if self.grad_norm_skip_threshold is not None and self._is_above(self.grad_norm_skip_threshold):
+        threshold, norm = self.grad_norm_skip_threshold, self._norm
+        if threshold is not None and norm is not None and norm > threshold:  # waits for an accelerator
             return False
         self._step()
         self._must_read = self._always_reads
@@ -230,10 +240,6 @@ class TrainingOptimizer:
         is_applied = self.apply()
         self.gate.begin_step(self.gate.step + 1)
         return is_applied, self.grad_norm, self.num_zeros
-
-    def _is_above(self, threshold: float) -> bool:
-        """Whether the norm of the prepared gradients is above `threshold`. Waits for an accelerator."""
-        return self._norm is not None and bool(self._norm > threshold)
 
     def _survey(self) -> None:
         """Note what prepare and apply need to know of the parameters, so that they need not look at every step."""
@@ -262,7 +268,11 @@ class TrainingOptimizer:
         """Give the gate's flag to the optimizer if it takes one, and note when the flag must be read instead."""
         if not isinstance(self.gate, DeviceFiniteGate):
             return
-        self._always_reads = self._spans_devices or not _takes_flag(self.optimizer)
+        # whether it honours a `found_inf` attribute: weights, state and step counts stay as they are
+        takes_flag = getattr(self.optimizer, "_step_supports_amp_scaling", False) and all(
+            group.get("fused", True) for group in self.optimizer.param_groups
+        )
+        self._always_reads = self._spans_devices or not takes_flag
         if self._always_reads:
             vars(self.optimizer).pop("found_inf", None)
         else:
@@ -283,7 +293,8 @@ class TrainingOptimizer:
             self.gate.observe_loss(self._observed_loss)
         norm = self._global_norm(grads)
         if self._scaler is not None:
-            grad_scale = self._unscaling(self._scaler, norm, grad_scale)
+            grad_scale = _like(norm, 1.0 if grad_scale is None else grad_scale) / self._scaler.scale
+            self.overflowed = self._scaler.is_overflow(norm, self._observed_loss)  # which may change the scale
         if grad_scale is not None:
             grad_scale = _like(norm, grad_scale)
             norm = norm * grad_scale
@@ -295,16 +306,6 @@ class TrainingOptimizer:
             self._multiply(grads, coefficient)
         return norm
 
-    def _unscaling(self, scaler: LossScaler, norm: Tensor, grad_scale: Tensor | float | None) -> Tensor:
-        """The factor that makes up for the loss scale too, 0-d; notes whether the scaled gradients overflowed.
-
-        Args:
-            norm: norm of the gradients as the backward pass left them.
-        """
-        factor = _like(norm, 1.0 if grad_scale is None else grad_scale) / scaler.scale
-        self.overflowed = scaler.is_overflow(norm, self._observed_loss)
-        return factor
-
     def _global_norm(self, grads: list[Tensor]) -> Tensor:
         """The L2 norm over all `grads`, 0-d."""
         if not grads:
@@ -313,7 +314,7 @@ class TrainingOptimizer:
         if self._spans_devices:
             norms = tuple(norm.to(self._device) for norm in norms)
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), 2.0)
-        return _whole(norm) if self._is_sharded else norm
+        return whole(norm) if self._is_sharded else norm
 
     def _coefficient(self, norm: Tensor, known_norm: float | None, grad_scale: Tensor | None) -> Tensor | None:
         """What the gradients are multiplied by, 0-d; None where that is known to be 1."""
@@ -331,22 +332,6 @@ class TrainingOptimizer:
             torch._foreach_mul_(grads, coefficient)
 
 
-def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
-    device: torch.device = next(param.device for group in optimizer.param_groups for param in group["params"])
-    return device
-
-
-def _check_groups(own: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-    """Refuse a state whose groups are others: moments would be given to the wrong parameters."""
-    sizes, saved_sizes = ([len(group["params"]) for group in groups] for groups in (own, saved))
-    if sizes != saved_sizes:
-        raise CheckpointError(
-            f"the optimizer has groups of {sizes} parameters and its saved state those of {saved_sizes}; resume with "
-            f"the saved optimizer.param_groups, with optimizer.decoupled_lr set or not as it was, and the same "
-            f"parameters frozen, or load without it (checkpoint.load_optim=false)"
-        )
-
-
 def _check_scalable(scaler: LossScaler | None, params: list[Tensor]) -> None:
     if scaler is not None and any(param.dtype is torch.float16 for param in params):
         raise ConfigError(
@@ -362,18 +347,6 @@ def _like(norm: Tensor, factor: Tensor | float) -> Tensor:
     return torch.full_like(norm, factor)
 
 
-def _takes_flag(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer` honours a `found_inf` attribute: weights, state and step counts stay as they are."""
-    is_able = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return is_able and all(group.get("fused", True) for group in optimizer.param_groups)
-
-
-def _whole(norm: Tensor) -> Tensor:
-    """The value of a norm over shards; every rank of the mesh must call it."""
-    dtensor = as_dtensor(norm)
-    return norm if dtensor is None else dtensor.full_tensor()
-
-
 def count_zeros(params: Iterable[Tensor], device: torch.device) -> Tensor:
     """The exact zeros among all gradients, each logical parameter once: a 0-d int64 tensor on `device`, unread.
 
@@ -384,16 +357,14 @@ def count_zeros(params: Iterable[Tensor], device: torch.device) -> Tensor:
     for param in params:
         grad = param.grad
         if grad is not None and not getattr(param, "shared", False):
-            counts.setdefault(split_of(grad), []).append(_zeros_of(local_part(grad), device))
+            part = local_part(grad)
+            values = part.coalesce().values() if part.is_sparse else part
+            zeros = (part.numel() - torch.count_nonzero(values)).to(device)
+            counts.setdefault(split_of(grad), []).append(zeros)
     total = torch.zeros((), dtype=torch.int64, device=device)
     for split, found in counts.items():
-        part = torch.stack(found).sum()
+        count = torch.stack(found).sum()
         for mesh, dim in split:
-            dist.all_reduce(part, op=dist.ReduceOp.SUM, group=mesh.get_group(dim))
-        total = total + part
+            dist.all_reduce(count, op=dist.ReduceOp.SUM, group=mesh.get_group(dim))
+        total = total + count
     return total
-
-
-def _zeros_of(grad: Tensor, device: torch.device) -> Tensor:
-    values = grad.coalesce().values() if grad.is_sparse else grad
-    return (grad.numel() - torch.count_nonzero(values)).to(device)

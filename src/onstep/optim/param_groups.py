@@ -1,22 +1,20 @@
-"""The parameter groups of an optimizer: who decays, who has a learning rate of its own, and whom Muon updates."""
+"""The parameter groups of an optimizer, and the roles they follow from: embedding, output matrix, matrix, vector."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from torch import Tensor, nn
 from torch.nn import Parameter
 
-from onstep.config.optimizer_config import OptimizerConfig
 from onstep.config.optimizer_rules import check_decoupled_entry
 from onstep.config.part import nearest
+from onstep.config.parts import OptimizerConfig
 from onstep.errors import ConfigError
-from onstep.optim.parameter_roles import ParameterRole
-
-IS_DECOUPLED = "is_decoupled_lr"
-"""Key of every group: whether it holds embedding and output matrices that have a learning rate of their own."""
+from onstep.events.context import unwrap
 
 
 @dataclass(frozen=True, order=True)
@@ -46,21 +44,17 @@ def param_groups(
     entries = [str(entry["match"]) for entry in config.param_groups]
     matched = {param: _first_match(role.name, entries) for param, role in roles.items()}
     _check_all_used(entries, set(matched.values()), [role.name for role in roles.values()])
+    has_decoupled_rate = config.decoupled_lr is not None or config.decoupled_min_lr is not None
     members: dict[_Place, list[Parameter]] = {}
     for param, role in roles.items():
         is_for_adam = config.optimizer != "muon" or not role.is_layer_matrix
-        is_coupled = not (has_decoupled_rate(config) and role.is_embedding_or_output)
+        is_coupled = not (has_decoupled_rate and role.is_embedding_or_output)
         members.setdefault(_Place(is_for_adam, matched[param], is_coupled, not role.is_decayed), []).append(param)
     groups = [(place, _group(place, members[place], config)) for place in sorted(members)]
     return (
         [group for place, group in groups if not place.is_for_adam],
         [group for place, group in groups if place.is_for_adam],
     )
-
-
-def has_decoupled_rate(config: OptimizerConfig) -> bool:
-    """Whether embedding and output matrices have a schedule of their own."""
-    return config.decoupled_lr is not None or config.decoupled_min_lr is not None
 
 
 def _first_match(name: str, entries: Sequence[str]) -> int:
@@ -72,7 +66,7 @@ def _group(place: _Place, params: list[Parameter], config: OptimizerConfig) -> d
         "params": params,
         "weight_decay": 0.0 if place.is_plain else config.weight_decay,
         "wd_mult": 0.0 if place.is_plain else 1.0,
-        IS_DECOUPLED: not place.is_coupled,
+        "is_decoupled_lr": not place.is_coupled,  # embedding and output matrices with a learning rate of their own
     }
     if not place.is_coupled:
         group |= {"max_lr": config.decoupled_lr, "min_lr": config.decoupled_min_lr}
@@ -111,3 +105,82 @@ def _nearest_names(entry: str, names: list[str]) -> str:
     of_words = next((found for word in unknown if (found := nearest(word, parts))), "")
     hint = of_words if "*" in entry else nearest(entry, names)
     return f"{hint} Names are such as {', '.join(names[:3])}."
+
+
+NESTED_OUTPUT_NAMES = ("lm_head", "embed_out", "output_layer", "classifier", "score", "qa_outputs", "v_head")
+"""Names of modules outside of lists of layers under which a model's last projection stands."""
+
+OUTPUT_NAMES = (*NESTED_OUTPUT_NAMES, "output", "out", "head", "fc", "fc_out", "value_head", "reward_head")
+"""Names of direct children of a model under which it stands: inside, some of these are parts of layers."""
+
+_WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@dataclass(frozen=True)
+class ParameterRole:
+    """A trainable parameter and what it is for."""
+
+    name: str
+    """Its first name in the bare model; of several chunks too, without a prefix."""
+    is_embedding_or_output: bool
+    is_decayed: bool
+    """Weight decay is for matrices and larger; biases and the scales of norms have none."""
+    is_layer_matrix: bool
+    """A matrix between the embedding and the output, of at least two rows and columns: what Muon is for."""
+
+
+def trainable_parameters(model_chunks: list[nn.Module]) -> dict[Parameter, ParameterRole]:
+    """Each trainable parameter of all chunks once, in their order, with its role."""
+    outer = {id(param) for chunk in model_chunks for param in _embeddings_and_outputs(unwrap(chunk))}
+    found: dict[Parameter, ParameterRole] = {}
+    for chunk in model_chunks:
+        for name, param in unwrap(chunk).named_parameters():
+            if param.requires_grad and param not in found:
+                is_outer = id(param) in outer or bool(getattr(param, "is_embedding_or_output_parameter", False))
+                is_decayed = param.ndim >= 2 and not name.endswith("bias")
+                is_matrix = is_decayed and param.ndim == 2 and min(param.shape) > 1 and param.is_floating_point()
+                found[param] = ParameterRole(_plain(name), is_outer, is_decayed, is_matrix and not is_outer)
+    return found
+
+
+def _embeddings_and_outputs(model: nn.Module) -> Iterator[Tensor]:
+    """The matrices of embeddings, and the matrix that the model's scores come from."""
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            yield module.weight
+    outputs = [weight for module in _outputs_by_name(model) if (weight := _last_matrix(module)) is not None]
+    yield from outputs
+    # else the last of several direct children that hold matrices, if it is a Linear
+    with_matrix = [child for child in model.children() if any(param.ndim >= 2 for param in child.parameters())]
+    if not outputs and len(with_matrix) > 1 and isinstance(with_matrix[-1], nn.Linear):
+        yield with_matrix[-1].weight
+
+
+def _outputs_by_name(model: nn.Module) -> Iterator[nn.Module]:
+    """What the model itself, or a name, says to be its output."""
+    getter = getattr(model, "get_output_embeddings", None)  # of transformers
+    try:
+        own_word = getter() if callable(getter) else None
+    except NotImplementedError:  # a model without an output matrix
+        own_word = None
+    if isinstance(own_word, nn.Module):
+        yield own_word
+    for name, module in model.named_modules():
+        parts = _plain(f"{name}.").rstrip(".").split(".")
+        names = OUTPUT_NAMES if len(parts) == 1 else NESTED_OUTPUT_NAMES
+        if parts[-1] in names and not any(part.isdigit() for part in parts):
+            yield module
+
+
+def _last_matrix(module: nn.Module) -> Parameter | None:
+    """The weight of an output, or of the last Linear in a head of several layers."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Parameter):
+        weight = next((one.weight for one in reversed(list(module.modules())) if isinstance(one, nn.Linear)), None)
+    return weight if isinstance(weight, Parameter) and weight.ndim >= 2 else None
+
+
+def _plain(name: str) -> str:
+    for part in _WRAPPER_PARTS:
+        name = name.replace(part, "")
+    return name

@@ -1,24 +1,166 @@
-"""The scheduler of a run: writes learning rate and weight decay into an optimizer's parameter groups."""
+"""Learning rate and weight decay as functions of the samples trained on, and the schedulers that apply them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from onstep.config.part import nearest
 from onstep.errors import ConfigError
-from onstep.optim.param_schedules import LrSchedule, WdSchedule, learning_rate, weight_decay
 from onstep.optim.protocol import HasParamGroups
 
-_LR_STATE = ("max_lr", "lr_warmup_steps", "lr_decay_style", "lr_decay_steps", "min_lr")
-_MORE_LR_STATE = ("init_lr",)
-"""Keys beyond Megatron-Core's; older checkpoints have none of these."""
+LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WSD_DECAY_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
+WD_INCR_STYLES = ("constant", "linear", "cosine")
+_LR_STATE = ("max_lr", "lr_warmup_steps", "lr_decay_style", "lr_decay_steps", "min_lr", "init_lr")
+"""Megatron-Core's keys and, last, one beyond; older checkpoints do not have that, nor those of WSD."""
 _WSD_STATE = ("wsd_decay_steps", "lr_wsd_decay_style")
-"""The same, where the style is WSD."""
-_ALL_LR_STATE = _LR_STATE + _MORE_LR_STATE + _WSD_STATE
 _WD_STATE = ("start_wd", "end_wd", "wd_incr_style", "wd_incr_steps")
+
+
+def check_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:
+    """Raise the ConfigError for a `value` that is none of the `choices`."""
+    if value not in choices:
+        hint = nearest(value, list(choices)) if value else ""
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}.{hint}")
+
+
+@dataclass(frozen=True, slots=True)
+class LrSchedule:
+    """The shape of a learning-rate schedule; counts are in samples, names are Megatron-Core's.
+
+    Raises:
+        ConfigError: a value out of range, an unknown style, or WSD without the length of its decay.
+    """
+
+    init_lr: float
+    """Where the warm-up starts."""
+    max_lr: float
+    min_lr: float
+    lr_warmup_steps: float
+    lr_decay_steps: float
+    """Samples at which the decay, counted with the warm-up, has reached `min_lr`."""
+    lr_decay_style: str
+    wsd_decay_steps: float | None = None
+    """Samples that the last phase of WSD (warm-up, stable, decay) takes."""
+    lr_wsd_decay_style: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("lr_decay_style", self.lr_decay_style, LR_DECAY_STYLES)
+        if self.min_lr < 0:
+            raise ConfigError(f"min_lr must be >= 0, got {self.min_lr}; pass 0 to decay to nothing")
+        if self.max_lr < self.min_lr:
+            raise ConfigError(f"max_lr must be >= min_lr ({self.min_lr}), got {self.max_lr}; lower min_lr")
+        if self.init_lr > self.max_lr:
+            raise ConfigError(f"init_lr must be <= max_lr ({self.max_lr}), got {self.init_lr}; lower lr_warmup_init")
+        if self.lr_decay_steps <= 0:
+            raise ConfigError(f"lr_decay_steps must be > 0 samples, got {self.lr_decay_steps}; train at least one step")
+        if not 0 <= self.lr_warmup_steps < self.lr_decay_steps:
+            raise ConfigError(
+                f"lr_warmup_steps must be >= 0 and < lr_decay_steps ({self.lr_decay_steps}), "
+                f"got {self.lr_warmup_steps}; shorten the warm-up or lengthen the decay"
+            )
+        if self.lr_decay_style != "WSD":
+            return
+        check_choice("lr_wsd_decay_style", self.lr_wsd_decay_style, WSD_DECAY_STYLES)
+        longest = self.lr_decay_steps - self.lr_warmup_steps
+        if self.wsd_decay_steps is None or not 0 < self.wsd_decay_steps <= longest:
+            raise ConfigError(
+                f"wsd_decay_steps must be > 0 and at most the {longest} samples after the warm-up, "
+                f"got {self.wsd_decay_steps}; set lr_wsd_decay_iters (or lr_wsd_decay_samples)"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class WdSchedule:
+    """How the weight decay grows; the count is in samples, names are Megatron-Core's.
+
+    Raises:
+        ConfigError: a value out of range, an unknown style, or a constant that is to change.
+    """
+
+    start_wd: float
+    end_wd: float
+    wd_incr_steps: float
+    wd_incr_style: str
+
+    def __post_init__(self) -> None:
+        check_choice("wd_incr_style", self.wd_incr_style, WD_INCR_STYLES)
+        if self.start_wd < 0 or self.end_wd < self.start_wd:
+            raise ConfigError(
+                f"weight decay must start at >= 0 and not shrink, got {self.start_wd} to {self.end_wd}; "
+                "swap or equal start and end"
+            )
+        if self.wd_incr_style == "constant":
+            if self.start_wd != self.end_wd:
+                raise ConfigError(
+                    f"a constant weight decay must end where it starts, got {self.start_wd} to {self.end_wd}; "
+                    "set the style to linear or cosine"
+                )
+        elif self.wd_incr_steps <= 0:
+            raise ConfigError(f"wd_incr_steps must be > 0 samples for a growing weight decay, got {self.wd_incr_steps}")
+
+
+def learning_rate(num_steps: float, schedule: LrSchedule) -> float:
+    """The learning rate after `num_steps` samples.
+
+    Source: Megatron-Core's OptimizerParamScheduler; WSD: MiniCPM (arXiv:2404.06395), section 4.
+    """
+    warmup = schedule.lr_warmup_steps
+    max_lr = schedule.max_lr
+    if 0 < warmup >= num_steps:
+        return schedule.init_lr + (max_lr - schedule.init_lr) * num_steps / warmup
+    style = schedule.lr_decay_style
+    if style == "constant":
+        return max_lr
+    min_lr = schedule.min_lr
+    if num_steps > schedule.lr_decay_steps:
+        return min_lr
+    if style == "inverse-square-root":
+        return max(min_lr, max_lr * math.sqrt(max(warmup, 1)) / math.sqrt(max(num_steps, 1)))
+    if style == "WSD":
+        return min_lr + (max_lr - min_lr) * _wsd_share(num_steps, schedule)
+    ratio = (num_steps - warmup) / (schedule.lr_decay_steps - warmup)
+    share = 1.0 - ratio if style == "linear" else _cosine(ratio)
+    return min_lr + (max_lr - min_lr) * share
+
+
+def weight_decay(num_steps: float, schedule: WdSchedule) -> float:
+    """The weight decay after `num_steps` samples, before a group's `wd_mult`."""
+    if schedule.wd_incr_style == "constant" or num_steps > schedule.wd_incr_steps:
+        return schedule.end_wd
+    ratio = num_steps / schedule.wd_incr_steps
+    share = ratio if schedule.wd_incr_style == "linear" else _cosine(1.0 - ratio)
+    return schedule.start_wd + (schedule.end_wd - schedule.start_wd) * share
+
+
+def _cosine(ratio: float) -> float:
+    """Half a cosine wave from 1 (ratio 0) to 0 (ratio 1)."""
+    return 0.5 * (math.cos(math.pi * ratio) + 1.0)
+
+
+_WSD_SHARES: dict[str, Callable[[float], float]] = {
+    "linear": lambda ratio: 1.0 - ratio,
+    "cosine": _cosine,
+    "exponential": lambda ratio: float(2.0 * 0.5**ratio - 1.0),
+    "minus_sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
+}
+
+
+def _wsd_share(num_steps: float, schedule: LrSchedule) -> float:
+    """1 while stable, then from 1 to 0 over the last `wsd_decay_steps` samples."""
+    assert schedule.wsd_decay_steps is not None
+    assert schedule.lr_wsd_decay_style is not None
+    decayed = num_steps - (schedule.lr_decay_steps - schedule.wsd_decay_steps)
+    if decayed <= 0:
+        return 1.0
+    return _WSD_SHARES[schedule.lr_wsd_decay_style](decayed / schedule.wsd_decay_steps)
 
 
 class OptimizerParamScheduler:
@@ -103,7 +245,7 @@ class OptimizerParamScheduler:
     def state_dict(self) -> dict[str, Any]:
         """The count and the shape of the schedules, as plain numbers and strings; the keys are Megatron-Core's, and
         `init_lr`, with WSD also `wsd_decay_steps` and `lr_wsd_decay_style`."""
-        names = _LR_STATE + _MORE_LR_STATE + (_WSD_STATE if self.lr_schedule.lr_decay_style == "WSD" else ())
+        names = _LR_STATE + (_WSD_STATE if self.lr_schedule.lr_decay_style == "WSD" else ())
         shape = {name: getattr(self.lr_schedule, name) for name in names}
         shape |= {name: getattr(self.wd_schedule, name) for name in _WD_STATE}
         return {"num_steps": self.num_steps, **shape}
@@ -121,7 +263,7 @@ class OptimizerParamScheduler:
         """
         if "num_steps" not in state_dict:
             raise ConfigError(f"a scheduler state must hold num_steps, got {', '.join(state_dict) or 'nothing'}")
-        lr_schedule = replace(self.lr_schedule, **self._resolve(self.lr_schedule, _ALL_LR_STATE, state_dict))
+        lr_schedule = replace(self.lr_schedule, **self._resolve(self.lr_schedule, _LR_STATE + _WSD_STATE, state_dict))
         wd_schedule = replace(self.wd_schedule, **self._resolve(self.wd_schedule, _WD_STATE, state_dict))
         self.lr_schedule, self.wd_schedule = lr_schedule, wd_schedule
         self.step(state_dict["num_steps"])
@@ -160,10 +302,8 @@ class OptimizerParamScheduler:
 
     def _lr_schedule_of(self, group: dict[str, Any]) -> LrSchedule:
         schedule, max_lr, min_lr = self.lr_schedule, group.get("max_lr"), group.get("min_lr")
-        if max_lr is None and min_lr is None:
-            return schedule
         is_same = max_lr in (None, schedule.max_lr) and min_lr in (None, schedule.min_lr)
-        return schedule if is_same and schedule.init_lr <= schedule.max_lr else _with_rates(schedule, max_lr, min_lr)
+        return schedule if is_same else _with_rates(schedule, max_lr, min_lr)
 
     def _wd_schedule_of(self, group: dict[str, Any]) -> WdSchedule:
         schedule, start, end = self.wd_schedule, group.get("start_wd"), group.get("end_wd")
@@ -191,3 +331,38 @@ def _with_decays(schedule: WdSchedule, start_wd: float | None, end_wd: float | N
         start_wd=schedule.start_wd if start_wd is None else start_wd,
         end_wd=schedule.end_wd if end_wd is None else end_wd,
     )
+
+
+class TorchSchedulerAdapter:
+    """Steps a torch `LRScheduler` once after each applied update; its state passes through as it is.
+
+    Raises:
+        ConfigError: the scheduler waits for a metric, which an optimizer step does not have.
+    """
+
+    def __init__(self, torch_scheduler: LRScheduler) -> None:
+        if isinstance(torch_scheduler, ReduceLROnPlateau):
+            raise ConfigError(
+                "ReduceLROnPlateau must be stepped with a metric, and an optimizer step has none; "
+                "step it in a callback after evaluation and pass no scheduler"
+            )
+        self.torch_scheduler = torch_scheduler
+        self.num_steps = 0
+        """Samples trained on since this adapter was made."""
+
+    def step(self, increment: int) -> None:
+        """Step the torch scheduler once, however many samples the step had."""
+        self.num_steps += increment
+        self.torch_scheduler.step()
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """The learning rate that the torch scheduler wrote into `param_group`."""
+        return float(param_group["lr"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The torch scheduler's own state."""
+        return self.torch_scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Hand `state_dict` to the torch scheduler."""
+        self.torch_scheduler.load_state_dict(state_dict)

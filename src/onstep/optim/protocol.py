@@ -18,7 +18,6 @@ class HasParamGroups(Protocol):
     @property
     def param_groups(self) -> Groups:
         """The groups; `lr` and, where there is one, `weight_decay` are written."""
-        ...
 
 
 class HasState(Protocol):
@@ -26,11 +25,9 @@ class HasState(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to continue."""
-        ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a `state_dict`."""
-        ...
 
 
 class StepOptimizer(HasParamGroups, HasState, Protocol):
@@ -46,20 +43,16 @@ class StepOptimizer(HasParamGroups, HasState, Protocol):
     @property
     def grad_norm(self) -> Tensor | float | None:
         """The gradient norm of the step to report, before clipping; None where it is not known, or not yet."""
-        ...
 
     @property
     def num_zeros(self) -> Tensor | int | None:
         """Exact zeros among the gradients of the step, where they are counted."""
-        ...
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        ...
 
     def observe_loss(self, loss: Tensor) -> None:
         """Close the gate if `loss`, a tensor of one element, the same on all ranks, is not finite."""
-        ...
 
     def prepare(self, grad_scale: Tensor | float | None = None, *, needs_norm: bool = True) -> Tensor | None:
         """Scale the gradients and show them to the gate.
@@ -71,11 +64,9 @@ class StepOptimizer(HasParamGroups, HasState, Protocol):
         Returns:
             The L2 norm of the scaled gradients before clipping, 0-d on their device; None where it was not needed.
         """
-        ...
 
     def apply(self) -> bool:
         """Update the weights, unless the gate is closed or the norm is too large; False if nothing was updated."""
-        ...
 
 
 class ParamScheduler(HasState, Protocol):
@@ -83,7 +74,6 @@ class ParamScheduler(HasState, Protocol):
 
     def step(self, increment: int) -> None:
         """Move on by `increment` samples; called once after each update that was applied."""
-        ...
 
 
 @runtime_checkable

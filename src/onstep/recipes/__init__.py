@@ -1,4 +1,7 @@
-"""Named configurations: a complete run each, to be changed by overrides."""
+"""Named configurations: a complete run each, to be changed by overrides.
+
+`peft` of the forms for fine-tuning: None trains all weights of the model, "lora" a few added ones.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from typing import Any
 from onstep.config import ConfigContainer
 from onstep.config.part import nearest
 from onstep.errors import ConfigError
-from onstep.recipes.finetuning import any_finetune_config
 from onstep.recipes.published import (
+    any_finetune_config,
     gpt2_124m_finetune_config,
     gpt2_124m_pretrain_config,
     llama32_1b_finetune_config,

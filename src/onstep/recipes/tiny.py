@@ -33,7 +33,6 @@ def tiny_gpt_pretrain_config() -> ConfigContainer:
 def tiny_gpt_finetune_config(peft: str | None = None) -> ConfigContainer:
     """A trained tiny_gpt, taught to answer.
 
-    `peft`: None trains all of its weights, "lora" a few added ones.
     Set `checkpoint.pretrained_checkpoint` (such as runs/tiny_gpt) and `dataset.paths` (JSONL with conversations).
     """
     return finetuned(tiny_gpt_pretrain_config(), peft, full_lr=3e-4)
@@ -80,7 +79,6 @@ def tiny_moe_pretrain_config() -> ConfigContainer:
 def tiny_moe_finetune_config(peft: str | None = None) -> ConfigContainer:
     """A trained tiny_moe, taught to answer.
 
-    `peft`: None trains all of its weights, "lora" a few added ones.
     Set `checkpoint.pretrained_checkpoint` (such as runs/tiny_moe) and `dataset.paths` (JSONL with conversations).
     """
     return finetuned(tiny_moe_pretrain_config(), peft, full_lr=3e-4)

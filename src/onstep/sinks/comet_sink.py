@@ -11,15 +11,14 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
 
 from onstep.forking import release_in_forked_children
-from onstep.sinks.metric_sink import RunIdentity
-from onstep.sinks.tracker_run import ServiceSink, plain_name
+from onstep.sinks.metric_sink import RunIdentity, ServiceSink, plain_name
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -38,7 +37,21 @@ class Segment:
     def __init__(self, folder: Path, key: str, project: str, workspace: str | None, now: float) -> None:
         self.path = folder / f"{key}-segment-{uuid.uuid4().hex[:8]}"
         self.path.mkdir()
-        (self.path / META).write_text(json.dumps(_meta(key, project, workspace, int(now * 1000))), encoding="utf-8")
+        milliseconds = int(now * 1000)
+        description: dict[str, object] = {
+            "offline_id": key,
+            "project_name": project,
+            "workspace": workspace,
+            "start_time": milliseconds,
+            "stop_time": milliseconds,
+            "tags": [],
+            "resume_strategy": "get_or_create",
+            "customer_error_reported": False,
+            "customer_error_message": None,
+            "user_provided_experiment_key": True,
+            "comet_start_sourced": False,
+        }
+        (self.path / META).write_text(json.dumps(description), encoding="utf-8")
         self._lock: int | None = _lock(self.path)
         release_in_forked_children(self, Segment.release)
 
@@ -47,22 +60,6 @@ class Segment:
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
-
-
-def _meta(key: str, project: str, workspace: str | None, milliseconds: int) -> dict[str, Any]:
-    return {
-        "offline_id": key,
-        "project_name": project,
-        "workspace": workspace,
-        "start_time": milliseconds,
-        "stop_time": milliseconds,
-        "tags": [],
-        "resume_strategy": "get_or_create",
-        "customer_error_reported": False,
-        "customer_error_message": None,
-        "user_provided_experiment_key": True,
-        "comet_start_sourced": False,
-    }
 
 
 def _lock(segment: Path) -> int | None:
@@ -90,8 +87,9 @@ def finish_segments(folder: Path, key: str) -> list[Path]:
             os.close(lock)
         archives += [] if archive is None else [archive]
     for archive in folder.glob(f"{key}-*.zip") if are_all_done else ():
-        if _is_empty(archive):
-            archive.unlink()
+        with suppress(BadZipFile), ZipFile(archive) as file:
+            if not file.namelist():
+                archive.unlink()
     return archives
 
 
@@ -110,14 +108,6 @@ def _finish(segment: Path) -> Path | None:
     partial.replace(archive)
     shutil.rmtree(segment)
     return archive
-
-
-def _is_empty(archive: Path) -> bool:
-    try:
-        with ZipFile(archive) as file:
-            return not file.namelist()
-    except BadZipFile:
-        return False
 
 
 _NOTHING_AUTOMATIC: dict[str, Any] = {
@@ -164,7 +154,6 @@ class CometSink(ServiceSink):
     save_dir: str | None = None
     tags: Sequence[str] = ()
     online: bool | None = None
-    _experiment: Any = field(default=None, init=False)
     _segment: Segment | None = field(default=None, init=False)
 
     def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
@@ -173,33 +162,32 @@ class CometSink(ServiceSink):
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # else it changes torch and other packages
         from comet_ml.config.config_api import get_config
 
-        self._take_id(run, state, r"[A-Za-z0-9]{32,50}")
+        key = self._take_id(run, state, r"[A-Za-z0-9]{32,50}")
+        project = self.project or os.environ.get("COMET_PROJECT_NAME") or "onstep"
+        common = {"project_name": project, "workspace": self.workspace, "experiment_key": key}
         asked = self.online if self.online is not None else get_config("comet.start.online")
         has_key = bool(get_config("comet.api_key"))
         with _others_untouched():
-            self._experiment = self._start_online() if has_key and asked is not False else self._start_offline(run)
-        self._experiment.set_name(self.run_name or run.name)
+            self._run = _online(common) if has_key and asked is not False else self._offline(common, run.folder)
+        self._run.set_name(self.run_name or run.name)
         if self.tags:
-            self._experiment.add_tags(list(self.tags))
-        self._experiment.log_other("onstep_start_step", run.start_step)
-        self._experiment.log_parameters(dict(run.config))
+            self._run.add_tags(list(self.tags))
+        self._run.log_other("onstep_start_step", run.start_step)
+        self._run.log_parameters(dict(run.config))
 
     def log(self, metrics: Mapping[str, float], step: int, timestamp: float) -> None:
         """Add a point to each metric; Comet stamps it with the time of its arrival."""
-        self._experiment.log_metrics({plain_name(name): value for name, value in metrics.items()}, step=step)
+        self._run.log_metrics({plain_name(name): value for name, value in metrics.items()}, step=step)
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Log the text, with its tag as metadata."""
-        self._experiment.log_text(text, step=step, metadata={"tag": plain_name(tag)})
+        self._run.log_text(text, step=step, metadata={"tag": plain_name(tag)})
 
-    def close(self, status: str) -> None:
-        """End the experiment; offline, its archive is written."""
-        experiment, self._experiment = self._experiment, None
-        if experiment is None:
-            return
+    def _end(self, run: Any, status: str) -> None:
+        """Offline, the archive of the experiment is written."""
         try:
-            experiment.log_other("onstep_status", status)
-            experiment.end()
+            run.log_other("onstep_status", status)
+            run.end()
         finally:
             self._let_go()
 
@@ -208,39 +196,24 @@ class CometSink(ServiceSink):
         if segment is not None:
             segment.release()
 
-    def _project(self) -> str:
-        return self.project or os.environ.get("COMET_PROJECT_NAME") or "onstep"
-
-    def _start_online(self) -> Any:
-        import comet_ml
-
-        return comet_ml.start(
-            workspace=self.workspace,
-            project_name=self._project(),
-            experiment_key=self._id,
-            mode="get_or_create",
-            online=True,
-            experiment_config=comet_ml.ExperimentConfig(**_NOTHING_AUTOMATIC),
-        )
-
-    def _start_offline(self, run: RunIdentity) -> Any:
-        assert self._id is not None
-        folder = Path(self.save_dir or os.environ.get("COMET_OFFLINE_DIRECTORY") or run.folder / "comet").resolve()
+    def _offline(self, common: Mapping[str, Any], run_folder: Path) -> Any:
+        folder = Path(self.save_dir or os.environ.get("COMET_OFFLINE_DIRECTORY") or run_folder / "comet").resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        for archive in finish_segments(folder, self._id):
+        key = common["experiment_key"]
+        for archive in finish_segments(folder, key):
             logger.info("comet: %s holds what a process before this one recorded", archive)
         self._let_go()
-        self._segment = Segment(folder, self._id, self._project(), self.workspace, time.time())
-        experiment = _offline_class(self._segment.path)(
-            project_name=self._project(),
-            workspace=self.workspace,
-            experiment_key=self._id,
-            offline_directory=str(folder),
-            _resume_strategy="get_or_create",
-            **_NOTHING_AUTOMATIC,
-        )
+        self._segment = Segment(folder, key, common["project_name"], self.workspace, time.time())
         logger.info("comet: offline, recording in %s; to send the run: comet upload %s/*.zip", folder, folder)
-        return experiment
+        made = {**common, **_NOTHING_AUTOMATIC, "_resume_strategy": "get_or_create"}
+        return _offline_class(self._segment.path)(offline_directory=str(folder), **made)
+
+
+def _online(common: Mapping[str, Any]) -> Any:
+    import comet_ml
+
+    config = comet_ml.ExperimentConfig(**_NOTHING_AUTOMATIC)
+    return comet_ml.start(mode="get_or_create", online=True, experiment_config=config, **common)
 
 
 @contextmanager

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import csv
-import io
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from onstep.errors import OnstepError
+from onstep.journal import numbered_name
 from onstep.sinks.metric_sink import RunIdentity
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -48,24 +47,26 @@ class CsvTable:
         self._last_offset = 0
         """Where they begin in the file."""
         self._descriptor: int | None = None
-        self._take_over(keeps)
+        rows: Iterator[_Row] = iter(())
+        if path.exists() and path.stat().st_size:
+            self._columns = _header(path)
+            rows = (row for row in self._rows() if keeps(int(row["step"])))
+        self._replace(self._merged_lines(rows))
 
     def put(self, step: int, kind: str, cells: Mapping[str, str]) -> None:
         """Add cells to the row of a step and kind."""
-        cells = {_one_line(name): value for name, value in cells.items()}
+        cells = {" ".join(name.split()): value for name, value in cells.items()}  # no name breaks the header
         if step != self._last_step:
             self._last_step, self._last_rows, self._last_offset = step, {}, self._size()
         new_columns = [name for name in cells if name not in self._columns]
         is_new_row = kind not in self._last_rows
         row = self._last_rows.setdefault(kind, {"step": str(step), "kind": kind})
         row.update(cells)
-        if new_columns:
-            self._columns += new_columns
-            self._replace(self._padded_lines(len(new_columns)))
-        elif is_new_row:
+        self._columns += new_columns
+        if is_new_row and not new_columns:
             self._append(self._line(row))
         else:
-            self._replace(self._kept_lines())
+            self._replace(self._kept_lines("," * len(new_columns)))
 
     def close(self) -> None:
         """Let go of the file, durably; closing twice is harmless."""
@@ -76,15 +77,8 @@ class CsvTable:
             finally:
                 os.close(descriptor)
 
-    def _take_over(self, keeps: Callable[[int], bool]) -> None:
-        """Continue the file that is there with the rows that stay; a line cut short by a kill does not."""
-        rows: Iterator[_Row] = iter(())
-        if self.path.exists() and self.path.stat().st_size:
-            self._columns = _header(self.path)
-            rows = (row for row in self._rows() if keeps(int(row["step"])))
-        self._replace(self._merged_lines(rows))
-
     def _rows(self) -> Iterator[_Row]:
+        """The rows that are there; a line cut short by a kill is not one."""
         with self.path.open(encoding="utf-8", newline="") as file:
             file.readline()
             for line in file:
@@ -104,8 +98,8 @@ class CsvTable:
             merged = self._last_rows.setdefault(row["kind"], {})
             merged.update({name: cell for name, cell in row.items() if cell})
 
-    def _kept_lines(self) -> Iterator[str]:
-        """The lines before those of the last step, as they are.
+    def _kept_lines(self, new_cells: str) -> Iterator[str]:
+        """The lines before those of the last step, with cells for new columns.
 
         Raises:
             OnstepError: when the file is shorter than what was written here.
@@ -120,19 +114,13 @@ class CsvTable:
                         f"replaced it. Two writers cannot share a table; give each a path of its own."
                     )
                 position += len(line.encode())
-                yield line
-
-    def _padded_lines(self, num_new: int) -> Iterator[str]:
-        """The same, with empty cells for new columns."""
-        return (line.rstrip("\n") + "," * num_new + "\n" for line in self._kept_lines())
+                yield line.rstrip("\n") + new_cells + "\n"
 
     def _replace(self, lines: Iterator[str]) -> None:
         """Write the file anew: header, `lines`, and the rows of the last step."""
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         with temporary.open("w", encoding="utf-8", newline="") as file:
-            text = io.StringIO()
-            csv.writer(text, lineterminator="\n").writerow(self._columns)
-            file.write(text.getvalue())
+            csv.writer(file, lineterminator="\n").writerow(self._columns)
             file.writelines(lines)
             offset = file.tell()
             file.writelines(map(self._line, self._last_rows.values()))
@@ -168,11 +156,6 @@ def _header(path: Path) -> list[str]:
     return columns
 
 
-def _one_line(name: str) -> str:
-    """A column's name that cannot break the header into lines."""
-    return " ".join(name.split())
-
-
 class CsvSink:
     """Writes one row for each step and kind (train, eval, test): ``step,kind,timestamp,epoch,loss,...``.
 
@@ -201,17 +184,26 @@ class CsvSink:
         self.location = path = self._given_path or run.folder / "metrics.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and run.start_step == 0 and not run.adds_only:
-            _set_aside(path)
-        self._table = _table(path, run)
-        if not run.adds_only:
-            for point in run.last_points:
-                self.log(point.metrics, point.step, point.timestamp)
+            path.rename(numbered_name(path))
+
+        def keeps(step: int) -> bool:
+            return run.adds_only or step < run.first_open_step
+
+        try:
+            self._table = CsvTable(path, keeps)
+        except NoTableError as error:
+            logger.warning("%s It is kept as %s.", error, path.rename(numbered_name(path)))
+            self._table = CsvTable(path, keeps)
+        for point in () if run.adds_only else run.last_points:
+            self.log(point.metrics, point.step, point.timestamp)
 
     def log(self, metrics: Mapping[str, float], step: int, timestamp: float) -> None:
         """Add a row, or cells to the row of this step and kind."""
         if self._table is not None:
-            cells = {name: repr(value) for name, value in metrics.items() if name not in KEYS}
-            self._table.put(step, _kind_of(metrics), {"timestamp": repr(timestamp), **_epoch_first(cells)})
+            names = sorted((name for name in metrics if name not in KEYS), key=lambda name: name != "epoch")
+            cells = {"timestamp": repr(timestamp), **{name: repr(metrics[name]) for name in names}}
+            kinds = [kind for kind in ("eval", "test") if any(name.startswith(f"{kind}_") for name in metrics)]
+            self._table.put(step, kinds[0] if kinds else "train", cells)
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Nothing: a table of numbers has no place for it."""
@@ -225,34 +217,3 @@ class CsvSink:
         table, self._table = self._table, None
         if table is not None:
             table.close()
-
-
-def _table(path: Path, run: RunIdentity) -> CsvTable:
-    """The table at `path` with the rows that count; a file that is no table is moved aside."""
-
-    def keeps(step: int) -> bool:
-        return run.adds_only or step < run.first_open_step
-
-    try:
-        return CsvTable(path, keeps)
-    except NoTableError as error:
-        logger.warning("%s It is kept as %s.", error, _set_aside(path))
-        return CsvTable(path, keeps)
-
-
-def _set_aside(path: Path) -> Path:
-    """Rename to ``<name>.<n>.csv``, the first number that is free."""
-    free = next(name for n in count(1) if not (name := path.with_name(f"{path.stem}.{n}{path.suffix}")).exists())
-    os.replace(path, free)
-    return free
-
-
-def _kind_of(metrics: Mapping[str, float]) -> str:
-    for kind in ("eval", "test"):
-        if any(name.startswith(f"{kind}_") for name in metrics):
-            return kind
-    return "train"
-
-
-def _epoch_first(cells: dict[str, str]) -> dict[str, str]:
-    return {name: cells[name] for name in sorted(cells, key=lambda name: name != "epoch")}

@@ -19,7 +19,7 @@ from onstep.sinks.refill import path_id
 from onstep.sinks.sink_names import BRIDGE, HF, check_sink, make_sink
 from onstep.sinks.sink_queue import SinkQueue
 from onstep.sinks.tensorboard_sink import TensorBoardSink
-from onstep.sinks.tracker_logger import SAMPLES_FOLDER, TensorBoardLogger, TrackerLogger, close_together
+from onstep.sinks.tracker_logger import SAMPLES_FOLDER, TrackerLogger, close_together
 
 Sinks = str | MetricSink | Sequence[str | MetricSink]
 Names = Sequence[str] | Mapping[str, Sequence[str]]
@@ -95,15 +95,14 @@ class MetricSinks(Callback):
         step, run, before = context.trainer_state.global_step, _identity(context), self._memory.get("run")
         if resumed is not None:
             states = self._states_in(resumed, run)
-        elif step == 0 and not self._has_evaluated_only(context):
+        elif step == 0 and not self._has_evaluated_only():
             states = {}
         else:  # the trackers were closed, so they have what they were given
             is_same = step > 0 and before is not None and before.run_id == run.run_id
             states = self._states() if is_same else _of_another_run(self._states())
         if not states:
             self._points = RunPoints()
-        self._remember(context, run)
-        self._open(run, states, _samples(self._memory["progress"]))
+        self._begin(context, run, states)
 
     def on_log_step(self, context: CallbackContext) -> None:
         """Add `sink/dropped` to the logs, once anything was dropped."""
@@ -150,7 +149,7 @@ class MetricSinks(Callback):
     def _queues(self) -> list[SinkQueue]:
         return [queue for logger in self._loggers.values() for queue in logger.queues]
 
-    def _has_evaluated_only(self, context: CallbackContext) -> bool:
+    def _has_evaluated_only(self) -> bool:
         """Whether what was sent so far is an evaluation of this run before its first step."""
         run = self._memory.get("run")
         is_sent = any(logger.recent.last_step == 0 for logger in self._loggers.values())
@@ -167,7 +166,7 @@ class MetricSinks(Callback):
             self._open_to_add(context)
         kept, shown = self._points.add(metrics, context.trainer_state.global_step, time.time())
         for name, logger in self._loggers.items():
-            point = kept if _keeps_names(logger.queue.sink) else shown
+            point = kept if getattr(logger.queue.sink, "keeps_names", False) else shown
             if HF in self._names[name] and point.metrics:
                 logger.add(point.metrics, point.step, point.timestamp)
 
@@ -175,13 +174,13 @@ class MetricSinks(Callback):
         """Open the trackers for an evaluation outside of training, which adds to what there is."""
         run = replace(_identity(context), adds_only=True)
         resumed = self._memory.get("resumed")
-        self._remember(context, run)
-        states = self._states() if resumed is None else self._states_in(resumed, run)
-        self._open(run, states, _samples(self._memory["progress"]))
+        self._begin(context, run, self._states() if resumed is None else self._states_in(resumed, run))
 
-    def _remember(self, context: CallbackContext, run: RunIdentity) -> None:
+    def _begin(self, context: CallbackContext, run: RunIdentity, states: Mapping[str, Any]) -> None:
+        """Open the trackers, and remember whose they are."""
         progress = getattr(context.state, "train_state", None)
         self._memory |= {"run": run, "state": context.trainer_state, "progress": progress}
+        self._open(run, states, _samples(progress))
 
     def _states(self) -> dict[str, Any]:
         return {name: logger.state_dict() for name, logger in self._loggers.items()}
@@ -194,13 +193,11 @@ class MetricSinks(Callback):
         self._points = RunPoints(state_dict.get("shown", {}))
         states = dict(state_dict["sinks"])
         if "last_points" in state_dict:  # before version 0.5 all trackers shared them, under the journal's names
-            states = {name: self._older_state(name, state_dict) for name in self._loggers}
+            points = [Point(**one) for one in state_dict["last_points"]]
+            for name, logger in self._loggers.items():
+                last = points_for(getattr(logger.queue.sink, "keeps_names", False), points)
+                states[name] = {"sink": states.get(name, {}), "last": [plain_point(point) for point in last]}
         return states if state_dict.get("run_id") == run.run_id else _of_another_run(states)
-
-    def _older_state(self, name: str, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        points = [Point(**one) for one in state_dict["last_points"]]
-        last = points_for(_keeps_names(self._loggers[name].queue.sink), points)
-        return {"sink": state_dict["sinks"].get(name, {}), "last": [plain_point(point) for point in last]}
 
 
 def _loggers(sinks: Sinks, capacity: int, close_timeout: float, names: Names) -> dict[str, TrackerLogger]:
@@ -216,7 +213,7 @@ def _loggers(sinks: Sinks, capacity: int, close_timeout: float, names: Names) ->
         queue = SinkQueue(sink, capacity, close_timeout)
         if isinstance(sink, TensorBoardSink) and BRIDGE in _names_of(name, names):
             over_samples = SinkQueue(sink.beside(SAMPLES_FOLDER), capacity, close_timeout)
-            loggers[name] = TensorBoardLogger(queue, over_samples)
+            loggers[name] = TrackerLogger(queue, over_samples=over_samples)
         else:
             loggers[name] = TrackerLogger(queue)
     return loggers
@@ -226,46 +223,27 @@ def _names_of(tracker: str, names: Names) -> tuple[str, ...]:
     return tuple(names[tracker] if isinstance(names, Mapping) else names)
 
 
-def _keeps_names(sink: MetricSink) -> bool:
-    return bool(getattr(sink, "keeps_names", False))
-
-
 def _identity(context: CallbackContext) -> RunIdentity:
     """The run that `context` is of: the run folder's, else one that its folder's path gives."""
-    folder = _folder(context)
-    record = _run_record(context, folder)
+    logging_dir, output_dir = (getattr(context.args, name, None) for name in ("logging_dir", "output_dir"))
+    folder = Path(logging_dir or output_dir or "")
+    run_folder, config = getattr(context.state, "run_folder", None), getattr(context.state, "cfg", None)
+    places = [getattr(run_folder, "path", None), folder, output_dir]
+    records = (run_record(Path(place)) for place in places if place is not None)
+    record: dict[str, Any] = next((record for record in records if record), {})  # of the first `run.json`
     named = record.get("name") or getattr(context.args, "run_name", None) or folder.absolute().name
     return RunIdentity(
         name=str(named),
         run_id=str(record.get("run_id") or path_id(folder)),
         folder=folder,
-        config=_config(context),
+        config=shown_config(config) if isinstance(config, ConfigContainer) else {},
         start_step=context.trainer_state.global_step,
     )
 
 
-def _folder(context: CallbackContext) -> Path:
-    for name in ("logging_dir", "output_dir"):
-        folder = getattr(context.args, name, None)
-        if folder is not None:
-            return Path(folder)
-    return Path()
-
-
-def _run_record(context: CallbackContext, folder: Path) -> dict[str, Any]:
-    """The content of the run's `run.json`; {} for a run without one."""
-    run_folder = getattr(context.state, "run_folder", None)
-    output = getattr(context.args, "output_dir", None)
-    places = [getattr(run_folder, "path", None), folder, None if output is None else Path(output)]
-    records = (run_record(place) for place in places if place is not None)
-    return next((record for record in records if record), {})
-
-
-def _config(context: CallbackContext) -> dict[str, Any]:
-    config = getattr(context.state, "cfg", None)
-    if not isinstance(config, ConfigContainer):
-        return {}
-    return {**config.to_dict(), "env_vars": sorted(config.env_vars)}  # names only: a value may be a key
+def shown_config(config: ConfigContainer) -> dict[str, Any]:
+    """A configuration as trackers show it: of the environment variables the names only, as a value may be a key."""
+    return {**config.to_dict(), "env_vars": sorted(config.env_vars)}
 
 
 def _samples(progress: Any) -> int:

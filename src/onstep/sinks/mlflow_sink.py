@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from onstep.sinks.metric_sink import RunIdentity
+from onstep.sinks.metric_sink import RunIdentity, ServiceSink
 from onstep.sinks.sink_names import METRICS_PER_BATCH, PARAMETERS_PER_BATCH, metric_name, parameters
-from onstep.sinks.tracker_run import ServiceSink
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -120,20 +119,18 @@ class MlflowSink(ServiceSink):
             self._client.log_batch(self._id, metrics=batch)
 
     def _experiment_id(self) -> str:
-        name = self.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "onstep"
-        found = self._client.get_experiment_by_name(name)
-        return str(self._new_experiment(name) if found is None else found.experiment_id)
-
-    def _new_experiment(self, name: str) -> str:
         from mlflow.exceptions import MlflowException
 
-        try:
-            return str(self._client.create_experiment(name))
-        except MlflowException:
-            found = self._client.get_experiment_by_name(name)
-            if found is None:
-                raise
-            return str(found.experiment_id)  # somebody else made it in the meantime
+        name = self.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "onstep"
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            try:
+                return str(self._client.create_experiment(name))
+            except MlflowException:
+                found = self._client.get_experiment_by_name(name)
+                if found is None:  # nobody else made it in the meantime
+                    raise
+        return str(found.experiment_id)
 
     def _find(self, run: RunIdentity, state: Mapping[str, Any]) -> str | None:
         """The id of this run's MLflow run: from the checkpoint, else by its tag; None where there is none yet."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +20,7 @@ class RecentPoints:
     """
 
     def __init__(self, points: Iterable[Point] = ()) -> None:
-        self._points: deque[Point] = deque(points)
+        self._points = list(points)
 
     @property
     def last(self) -> tuple[Point, ...]:
@@ -37,45 +37,31 @@ class RecentPoints:
         """All that is remembered: after a resume, what the checkpoint had."""
         return tuple(self._points)
 
+    def add(self, point: Point) -> None:
+        """Take up a point."""
+        self._points.append(point)
+
     def unsettled(self, num_waiting: int = 0) -> tuple[Point, ...]:
         """The points that a kill might take from a tracker, always of whole steps.
 
         Those of the last step, of the seconds before it, and as many as still wait in a queue, whatever their age.
         """
-        points = self.kept
-        if not points:
-            return ()
-        young = points[-1].timestamp - SETTLING_SECONDS
-        first = next(i for i, point in enumerate(points) if point.timestamp >= young)
-        first = max(min(first, len(points) - num_waiting), 0)
-        while first > 0 and points[first - 1].step == points[first].step:
-            first -= 1
-        return points[first:]
-
-    def add(self, point: Point) -> None:
-        """Take up a point."""
-        self._points.append(point)
+        return tuple(self._points[self._num_settled(num_waiting) :])
 
     def forget(self, num_waiting: int) -> None:
         """Let go of what is settled, step by step: see `unsettled`."""
-        while self._points and (size := self._settled_at_front(num_waiting)):
-            for _ in range(size):
-                self._points.popleft()
+        del self._points[: self._num_settled(num_waiting)]
 
-    def _settled_at_front(self, num_waiting: int) -> int:
-        """How many points the first step has, where all of them are settled; else 0."""
-        first, newest = self._points[0], self._points[-1]
-        if first.step == newest.step or len(self._points) <= num_waiting:
+    def _num_settled(self, num_waiting: int) -> int:
+        points = self._points
+        if not points:
             return 0
-        young = newest.timestamp - SETTLING_SECONDS
-        size = 0
-        for point in self._points:
-            if point.step != first.step:
-                break
-            if point.timestamp >= young:
-                return 0
-            size += 1
-        return size if len(self._points) - size >= num_waiting else 0
+        young = points[-1].timestamp - SETTLING_SECONDS
+        first = bisect_left(points, young, key=lambda point: point.timestamp)
+        first = max(min(first, len(points) - num_waiting), 0)
+        while first > 0 and points[first - 1].step == points[first].step:
+            first -= 1
+        return first
 
 
 class RunPoints:

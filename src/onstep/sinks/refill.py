@@ -7,9 +7,8 @@ import json
 import logging
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from onstep.analysis.run_liveness import run_record
 from onstep.config.reporting import NAMES
@@ -56,7 +55,7 @@ def replay(
         JournalError: when the file is no journal, or has nothing to send; the tracker is not opened then.
     """
     records = read_records(journal_path)
-    if not any(_is_report(_metrics(record)) for record in records):
+    if not any(map(_is_report, records)):
         raise JournalError(f"{journal_path} has no metrics to send (records: {len(records)}); nothing was written.")
     if cut := _cut_record(Path(journal_path)):
         step = records[-1].get("global_step", 0)
@@ -112,9 +111,10 @@ def _send(records: Iterable[Record], sinks: list[MetricSink], names: Sequence[st
     """Send the records to the first sink, and before each the tags up to its step, which a later one may hold."""
     points, num_sent, waiting, sink = RunPoints(), 0, deque(tags), sinks[0]
     for record in records:
-        metrics, step = _metrics(record), int(record.get("global_step", 0))
-        if not _is_report(metrics):
+        if not _is_report(record):
             continue
+        metrics = {name: value for name, value in record.items() if name not in _HEAD}
+        step = int(record.get("global_step", 0))
         while waiting and waiting[0].step <= step:
             _send_tags(waiting.popleft(), sinks)
         kept, shown = points.add(metrics, step, float(record.get("timestamp", 0.0)))
@@ -147,10 +147,6 @@ def _cut_record(path: Path) -> str:
     return ""
 
 
-def _metrics(record: Record) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if name not in _HEAD}
-
-
-def _is_report(metrics: Mapping[str, Any]) -> bool:
+def _is_report(record: Record) -> bool:
     """Whether there is more than the head that every record has."""
-    return any(name not in ("epoch", "experiment_info") for name in metrics)
+    return any(name not in (*_HEAD, "epoch", "experiment_info") for name in record)

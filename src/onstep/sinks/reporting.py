@@ -7,10 +7,9 @@ from typing import Any
 from onstep.config import ConfigContainer, LoggerConfig
 from onstep.config.reporting import ALL, BRIDGE_FIELDS, DEFAULT_PROJECT, TRACKERS, name_list, tracker_list
 from onstep.events import CallbackManager
-from onstep.sinks.metric_sink import MetricSink
+from onstep.sinks.metric_sink import MetricSink, is_installed
 from onstep.sinks.metric_sinks import MetricSinks
 from onstep.sinks.sink_names import BRIDGE, HF, make_sink
-from onstep.sinks.tracker_run import is_installed
 
 _PROJECT = {"wandb": "project", "mlflow": "experiment", "comet": "project", "trackio": "project"}
 """What the sink of a tracker calls the project."""
@@ -74,13 +73,13 @@ def tracker_options(name: str, logger: LoggerConfig) -> dict[str, Any]:
 
 def _options(name: str, config: ConfigContainer) -> dict[str, Any]:
     """`tracker_options`, and before them what holds for every tracker: `trainer.project`, `trainer.run_name`."""
-    if name not in _PROJECT:
-        return tracker_options(name, config.logger)
-    trainer = config.trainer
-    project = trainer.get("project", DEFAULT_PROJECT)
-    common = {_PROJECT[name]: None if project == DEFAULT_PROJECT else project, "run_name": trainer.get("run_name")}
-    if name == "trackio":
-        common |= {"space_id": trainer.get("trackio_space_id"), "bucket_id": trainer.get("trackio_bucket_id")}
+    common: dict[str, Any] = {}
+    if name in _PROJECT:
+        trainer = config.trainer
+        project = trainer.get("project", DEFAULT_PROJECT)
+        common = {_PROJECT[name]: None if project == DEFAULT_PROJECT else project, "run_name": trainer.get("run_name")}
+        if name == "trackio":
+            common |= {"space_id": trainer.get("trackio_space_id"), "bucket_id": trainer.get("trackio_bucket_id")}
     return tracker_options(name, config.logger) | {key: value for key, value in common.items() if value}
 
 
@@ -98,6 +97,6 @@ def attach_trackers(callbacks: CallbackManager | None, config: ConfigContainer) 
         return callbacks
     sinks = reporting_sinks(config)
     if sinks:
-        callbacks = callbacks if callbacks is not None else CallbackManager()
+        callbacks = CallbackManager() if callbacks is None else callbacks
         callbacks.add(MetricSinks(sinks, names=asked_names(config.logger)))
     return callbacks

@@ -7,17 +7,129 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from onstep.sinks.metric_sink import MetricSink, RunIdentity
-from onstep.sinks.points import read_numbers
+from onstep.sinks.points import SETTLING_SECONDS, read_numbers
 from onstep.sinks.sink_names import how_to_fill
-from onstep.sinks.sink_session import CircuitBreaker, Session, Task
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+_MARK_SECONDS = 0.25
+
+
+class Deliveries:
+    """Counts what is handed over by one thread and taken by another.
+
+    What was taken counts as unsettled for `SETTLING_SECONDS` more: trackers write what they are given a little later.
+
+    Args:
+        clock: Seconds that only grow.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._marks: tuple[tuple[float, int], ...] = ()
+        """Moments at which everything up to a number was taken, the newest last; only the taker replaces them."""
+        self._newest = (0.0, 0)
+        self.num_given = 0
+        """Points that were handed over so far."""
+
+    def give(self, number: int = 1) -> int:
+        """Count points that are handed over; returns the number of the last one."""
+        self.num_given += number
+        return self.num_given
+
+    def take(self, number: int) -> None:
+        """Everything up to `number` has been taken."""
+        now = self._clock()
+        self._newest = (now, number)
+        if self._marks and now - self._marks[-1][0] < _MARK_SECONDS:
+            return
+        settled = [mark for mark in self._marks if now - mark[0] >= SETTLING_SECONDS]
+        young = [mark for mark in self._marks if now - mark[0] < SETTLING_SECONDS]
+        self._marks = (*settled[-1:], *young, self._newest)
+
+    @property
+    def num_unsettled(self) -> int:
+        """Points, counted from the newest back to the oldest that a kill might take."""
+        last_settled = self._clock() - SETTLING_SECONDS
+        numbers = [number for at, number in (*self._marks, self._newest) if at <= last_settled]
+        return self.num_given - max(numbers, default=0)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call of the sink that waits for its turn."""
+
+    call: Callable[[], None]
+    is_point: bool = True
+    """Whether it may be dropped, and counts as such."""
+    number: int = 0
+    """How many points were handed over up to here."""
+
+
+class Session:
+    """The thread between one `open` and its `close`, and what waits for it."""
+
+    def __init__(self) -> None:
+        self.tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self.deliveries = Deliveries()
+        self.num_again = 0
+        """Points of an earlier process that are given to the sink again."""
+        self.thread: threading.Thread | None = None
+        """None where the system gave none."""
+        self.is_closing = False
+        self.is_abandoned = False
+        """`close` has waited long enough: points that still wait are not delivered any more."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether anybody takes what is handed over."""
+        return self.thread is not None and self.thread.is_alive()
+
+
+class CircuitBreaker:
+    """Says whether something that keeps failing may be tried: not for a while after several failures in a row.
+
+    Args:
+        most_failures: Failures in a row after which it is left alone.
+        retry_seconds: How long; then one attempt decides about the next while.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(
+        self, most_failures: int = 5, retry_seconds: float = 60.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._most_failures = most_failures
+        self._retry_seconds = retry_seconds
+        self._clock = clock
+        self._failures = 0
+        self._failed_at = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the last attempts failed, so that it is left alone but for single attempts."""
+        return self._failures >= self._most_failures
+
+    def allows(self) -> bool:
+        """Whether it may be tried now."""
+        return not self.is_open or self._clock() - self._failed_at >= self._retry_seconds
+
+    def succeeded(self) -> None:
+        """An attempt went well: all is forgotten."""
+        self._failures = 0
+
+    def failed(self) -> None:
+        """An attempt failed."""
+        self._failures += 1
+        self._failed_at = self._clock()
 
 
 class SinkQueue:
@@ -143,13 +255,11 @@ class SinkQueue:
             return
         if session.thread is not None:
             session.thread.join(max(timeout, 0.0))
-        if session.is_alive:
+        is_late = session.is_alive
+        if is_late or not session.tasks.empty():
             session.is_abandoned = True
-            self._refused += session.num_left
-            self._warn(f"did not finish within {timeout:g} s and was left behind")
-        elif not session.tasks.empty():
-            self._refused += session.num_left
-            self._warn("lost its thread")
+            self._refused += max(session.tasks.qsize() - 2, 0)  # without the two last ones of `begin_close`
+            self._warn(f"did not finish within {timeout:g} s and was left behind" if is_late else "lost its thread")
         self._last_session = session
         if self.dropped:
             logger.info("the tracker %r missed %d points", self.sink.name, self.dropped)
@@ -159,16 +269,13 @@ class SinkQueue:
         self._refused = self._lost = 0
         self._warnings, self._state_warnings = itertools.count(), itertools.count()
         self._breaker.succeeded()
-        session, previous = Session(), self._last_session
-        thread = threading.Thread(
-            target=self._work, args=(session, previous), name=f"sink-{self.sink.name}", daemon=True
-        )
+        session, name = Session(), f"sink-{self.sink.name}"
+        thread = threading.Thread(target=self._work, args=(session, self._last_session), name=name, daemon=True)
         try:
             thread.start()
+            session.thread = thread
         except RuntimeError as error:  # the system gives no more threads
             self._warn(f"has no thread: {error}")
-        else:
-            session.thread = thread
         return session
 
     def _put_open(self, session: Session, run: RunIdentity, state: dict[str, Any]) -> None:
@@ -212,18 +319,6 @@ class SinkQueue:
             self._remedy or how_to_fill(self.sink.name, self._folder),
         )
 
-    def _warn_of_state(self, error: BaseException) -> None:
-        """Say it once a session: points are not touched by it."""
-        if next(self._state_warnings) > 0:
-            return
-        logger.warning(
-            "The tracker %r has a state that no checkpoint can hold (%s: %s); a run that continues hands it the state "
-            "before. Its state_dict() must give plain JSON values.",
-            self.sink.name,
-            type(error).__name__,
-            error,
-        )
-
     # In the sink's thread
 
     def _work(self, session: Session, previous: Session | None) -> None:
@@ -242,7 +337,7 @@ class SinkQueue:
             return
         try:
             if task.is_point and self._to_open is not None:
-                self._open_now()
+                self._to_open()
             task.call()
         except BaseException as error:  # noqa: BLE001 - foreign code; whatever it does must not reach the training
             self._breaker.failed()
@@ -254,33 +349,31 @@ class SinkQueue:
 
     def _keep_state(self) -> None:
         try:
-            self._state = _plain(self.sink.state_dict())
+            # a copy of plain values only, so that no sink can make a checkpoint fail
+            self._state = json.loads(json.dumps(self.sink.state_dict()))
         except BaseException as error:  # noqa: BLE001 - foreign code, as in `_deliver`
-            self._warn_of_state(error)
+            if next(self._state_warnings) > 0:  # it is said once a session: points are not touched by it
+                return
+            logger.warning(
+                "The tracker %r has a state that no checkpoint can hold (%s: %s); a run that continues hands it the "
+                "state before. Its state_dict() must give plain JSON values.",
+                self.sink.name,
+                type(error).__name__,
+                error,
+            )
 
     def _log(self, metrics: Mapping[str, Any], step: int, timestamp: float) -> None:
         if numbers := read_numbers(metrics):
             self.sink.log(numbers, step, timestamp)
 
     def _open_sink(self, run: RunIdentity, state: dict[str, Any]) -> None:
-        self._to_open = lambda: self.sink.open(run, state)
-        self._open_now()
-
-    def _open_now(self) -> None:
         """Open the sink; where that fails, the next point tries again."""
-        assert self._to_open is not None
-        self._to_open()
+        self._to_open = lambda: self._open_sink(run, state)
+        self.sink.open(run, state)
         self._to_open = None
         self._is_sink_open = True
 
     def _close_sink(self, status: str) -> None:
-        self._to_open = None
-        if self._is_sink_open:
-            self._is_sink_open = False
+        was_open, self._is_sink_open, self._to_open = self._is_sink_open, False, None
+        if was_open:
             self.sink.close(status)
-
-
-def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of plain values only, so that no sink can make a checkpoint fail."""
-    copy: dict[str, Any] = json.loads(json.dumps(state))
-    return copy

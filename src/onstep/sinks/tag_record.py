@@ -19,6 +19,19 @@ VS_SAMPLES = " vs samples"
 """Ends the name of a curve over consumed samples."""
 
 
+@dataclass(frozen=True)
+class TagRow:
+    """The tags of a step."""
+
+    step: int
+    samples: int
+    timestamp: float
+    """Unix seconds."""
+    tags: dict[str, Any]
+    over_samples: Sequence[str] = ()
+    """Those that are shown over samples too."""
+
+
 class TagRecord:
     """Collects tags step by step, with values that may still be on a device, until a record of the journal takes them.
 
@@ -33,7 +46,11 @@ class TagRecord:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._read, self._clock = read, clock
-        self._rows: list[tuple[int, int, float, dict[str, Any]]] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._rows: list[TagRow] = []
         self._num_read = 0
         """Rows of plain numbers, at the front."""
         self._over_samples: dict[str, None] = {}
@@ -41,37 +58,22 @@ class TagRecord:
     def add_tags(self, over_steps: Mapping[str, Any], over_samples: Mapping[str, Any], step: int, samples: int) -> None:
         """Take up tags of a step; `over_samples` says which are shown over samples too."""
         self._over_samples |= dict.fromkeys(tag.removesuffix(VS_SAMPLES) for tag in over_samples)
-        if not self._rows or self._rows[-1][0] != step:
+        if not self._rows or self._rows[-1].step != step:
             if len(self._rows) - self._num_read >= _MOST_UNREAD:
                 self._read_all()
-            self._rows.append((step, samples, self._clock(), {}))
-        self._rows[-1][3].update(over_steps)
+            self._rows.append(TagRow(step, samples, self._clock(), {}))
+        self._rows[-1].tags.update(over_steps)
         self._num_read = min(self._num_read, len(self._rows) - 1)
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._rows, self._num_read, self._over_samples = [], 0, {}
-
     def take(self, reads: bool = True) -> dict[str, Any]:
-        """`columns`, forgotten here; without `reads`, {} where a value is still on a device."""
-        if not reads and not all(isinstance(value, (int, float)) for row in self._rows for value in row[3].values()):
+        """`state_dict()`, forgotten here; without `reads`, {} where a value is still on a device."""
+        if not reads and not all(isinstance(value, (int, float)) for row in self._rows for value in row.tags.values()):
             return {}
-        columns = self.columns()
+        columns = self.state_dict()
         self.clear()
         return columns
 
     def state_dict(self) -> dict[str, Any]:
-        """What waits, as `columns` gives it; reads the device."""
-        return self.columns()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue a checkpoint's."""
-        self.clear()
-        for row in rows_of(state_dict):
-            self._rows.append((row.step, row.samples, row.timestamp, row.tags))
-            self._over_samples |= dict.fromkeys(row.over_samples)
-
-    def columns(self) -> dict[str, Any]:
         """What waits as a column for each tag, None where a step has none; a constant one is its value. {} for nothing.
 
         Reads the device, once.
@@ -79,43 +81,34 @@ class TagRecord:
         if not self._rows:
             return {}
         self._read_all()
-        rows = [row[3] for row in self._rows]
-        tags = dict.fromkeys(tag for row in rows for tag in row)
+        tags = dict.fromkeys(tag for row in self._rows for tag in row.tags)
         return {
-            "step": [row[0] for row in self._rows],
-            "samples": [row[1] for row in self._rows],
-            "timestamp": [round(row[2], 3) for row in self._rows],
-            "tags": {tag: _packed([row.get(tag) for row in rows]) for tag in tags},
+            "step": [row.step for row in self._rows],
+            "samples": [row.samples for row in self._rows],
+            "timestamp": [round(row.timestamp, 3) for row in self._rows],
+            "tags": {tag: _packed([row.tags.get(tag) for row in self._rows]) for tag in tags},
             "vs_samples": [tag for tag in self._over_samples if tag in tags],
         }
 
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue a checkpoint's."""
+        self.clear()
+        self._rows = list(rows_of(state_dict))
+        self._over_samples = dict.fromkeys(tag for row in self._rows for tag in row.over_samples)
+
     def _read_all(self) -> None:
         unread = self._rows[self._num_read :]
-        numbers = iter(self._read([value for row in unread for value in row[3].values()]))
+        numbers = iter(self._read([value for row in unread for value in row.tags.values()]))
         for row in unread:
-            row[3].update({tag: plain_number(next(numbers)) for tag in row[3]})
+            row.tags.update({tag: plain_number(next(numbers)) for tag in row.tags})
         self._num_read = len(self._rows)
-
-
-@dataclass(frozen=True)
-class TagRow:
-    """The tags of a step."""
-
-    step: int
-    samples: int
-    timestamp: float
-    """Unix seconds."""
-    tags: dict[str, Any]
-    over_samples: list[str]
-    """Those that are shown over samples too."""
 
 
 def rows_of(columns: Mapping[str, Any]) -> Iterator[TagRow]:
     """The steps of a record's columns."""
     tags: dict[str, Any] = columns.get("tags", {})
-    for row, (step, samples, timestamp) in enumerate(
-        zip(columns.get("step", ()), columns.get("samples", ()), columns.get("timestamp", ()), strict=True)
-    ):
+    heads = zip(*(columns.get(name, ()) for name in ("step", "samples", "timestamp")), strict=True)
+    for row, (step, samples, timestamp) in enumerate(heads):
         values = {tag: one[row] if isinstance(one, list) else one for tag, one in tags.items()}
         found = {tag: value for tag, value in values.items() if value is not None}
         yield TagRow(step, samples, timestamp, found, [tag for tag in columns.get("vs_samples", ()) if tag in found])

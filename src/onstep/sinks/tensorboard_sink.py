@@ -67,7 +67,7 @@ class TensorBoardSink:
         self._write(file_version="brain.Event:2")
         if run.adds_only:
             return
-        self._mask(run.first_open_step)
+        self._write_event(session_start(run.first_open_step))
         if run.start_step == 0 and run.config:
             lines = json.dumps(run.config, indent=2, default=str).splitlines()
             self.text("config", "\n".join("    " + line for line in lines), 0)
@@ -104,10 +104,6 @@ class TensorBoardSink:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
-
-    def _mask(self, step: int) -> None:
-        """Let readers drop the points at `step` and beyond of earlier files."""
-        self._write_event(session_start(step))
 
     def _write_event(self, event: Any) -> None:
         """Append an event; it is in the file when this returns."""

@@ -10,6 +10,7 @@ from typing import Any
 from onstep.sinks.metric_sink import Point, RunIdentity
 from onstep.sinks.points import RecentPoints, plain_point
 from onstep.sinks.sink_queue import SinkQueue
+from onstep.sinks.tag_record import VS_SAMPLES
 
 CLOSE_TIMEOUT = 30.0
 """Seconds that the end of a run waits for all trackers together."""
@@ -25,10 +26,14 @@ class TrackerLogger:
     Args:
         queue: where points go.
         clock: unix seconds.
+        over_samples: where Megatron Bridge's curves over consumed samples go; only TensorBoard has such a second run.
     """
 
-    def __init__(self, queue: SinkQueue, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, queue: SinkQueue, clock: Callable[[], float] = time.time, over_samples: SinkQueue | None = None
+    ) -> None:
         self.queue = queue
+        self.over_samples = None if over_samples is None else TrackerLogger(over_samples, clock)
         self.recent = RecentPoints()
         """The newest points, under the names that the tracker got."""
         self._clock = clock
@@ -58,9 +63,16 @@ class TrackerLogger:
         self.queue.log(metrics, step, timestamp)
         self.recent.forget(self.queue.num_waiting)
 
+    def add_scalar(self, tag: str, scalar_value: Any, global_step: int) -> None:
+        """Add a point to a curve, as a `SummaryWriter` does; one whose tag ends in `vs samples` is over samples."""
+        logger = self.over_samples if tag.endswith(VS_SAMPLES) else None
+        (logger or self).log_metrics({tag: scalar_value}, global_step)
+
     def add_tags(self, over_steps: Mapping[str, Any], over_samples: Mapping[str, Any], step: int, samples: int) -> None:
-        """Add a point to each of Megatron Bridge's curves; only TensorBoard shows those over samples."""
+        """Add a point to each of Megatron Bridge's curves."""
         self.log_metrics(over_steps, step)
+        if self.over_samples is not None and over_samples:
+            self.over_samples.log_metrics(over_samples, samples)
 
     def open(self, run: RunIdentity, state: Mapping[str, Any], samples: int = 0) -> None:
         """Begin or continue the run.
@@ -71,15 +83,20 @@ class TrackerLogger:
         """
         self.recent = RecentPoints(Point(**one) for one in state.get("last", []))
         self.queue.open(replace(run, last_points=self.recent.kept), state.get("sink", {}))
+        if self.over_samples is not None:
+            self.over_samples.open(replace(run, start_step=samples, config={}), state.get(SAMPLES_FOLDER, {}))
 
     def state_dict(self) -> dict[str, Any]:
         """What continues the run: the tracker's ids and the points that a kill might take from it. Reads the device."""
         points = self.recent.unsettled(self.queue.num_waiting)
-        return {"sink": self.queue.state_dict(), "last": [plain_point(point) for point in points]}
+        own = {"sink": self.queue.state_dict(), "last": [plain_point(point) for point in points]}
+        return own if self.over_samples is None else {**own, SAMPLES_FOLDER: self.over_samples.state_dict()}
 
     def settle(self) -> None:
         """The tracker was closed, so it has what it was given: no more than the last step is given to it again."""
         self.recent = RecentPoints(self.recent.last)
+        if self.over_samples is not None:
+            self.over_samples.settle()
 
     def flush(self) -> None:
         """For clients that call it; the queue's thread hands on what it gets at once."""
@@ -87,44 +104,11 @@ class TrackerLogger:
     @property
     def queues(self) -> list[SinkQueue]:
         """All queues of the tracker."""
-        return [self.queue]
+        return [self.queue, *([] if self.over_samples is None else self.over_samples.queues)]
 
     def close(self, status: str = "completed") -> None:
         """Hand over what waits, for at most `CLOSE_TIMEOUT`."""
         close_together([self], status)
-
-
-class TensorBoardLogger(TrackerLogger):
-    """TensorBoard, with a second run for the curves over consumed samples."""
-
-    def __init__(self, queue: SinkQueue, over_samples: SinkQueue, clock: Callable[[], float] = time.time) -> None:
-        super().__init__(queue, clock)
-        self.over_samples = TrackerLogger(over_samples, clock)
-
-    def add_scalar(self, tag: str, scalar_value: Any, global_step: int) -> None:
-        """Add a point to a curve, as a `SummaryWriter` does; one whose tag ends in `vs samples` is over samples."""
-        logger = self.over_samples if tag.endswith(" vs samples") else self
-        logger.log_metrics({tag: scalar_value}, global_step)
-
-    def add_tags(self, over_steps: Mapping[str, Any], over_samples: Mapping[str, Any], step: int, samples: int) -> None:
-        self.log_metrics(over_steps, step)
-        if over_samples:
-            self.over_samples.log_metrics(over_samples, samples)
-
-    def open(self, run: RunIdentity, state: Mapping[str, Any], samples: int = 0) -> None:
-        super().open(run, state, samples)
-        self.over_samples.open(replace(run, start_step=samples, config={}), state.get(SAMPLES_FOLDER, {}))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), SAMPLES_FOLDER: self.over_samples.state_dict()}
-
-    def settle(self) -> None:
-        super().settle()
-        self.over_samples.settle()
-
-    @property
-    def queues(self) -> list[SinkQueue]:
-        return [self.queue, self.over_samples.queue]
 
 
 def close_together(loggers: Iterable[TrackerLogger], status: str, timeout: float = CLOSE_TIMEOUT) -> None:

@@ -9,11 +9,10 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from onstep.sinks.metric_sink import RunIdentity
-from onstep.sinks.tracker_run import ServiceSink
+from onstep.sinks.metric_sink import RunIdentity, ServiceSink
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -43,25 +42,15 @@ class TrackioSink(ServiceSink):
     group: str | None = None
     space_id: str | None = None
     bucket_id: str | None = None
-    _run: Any = field(default=None, init=False)
 
     def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
         """Begin or continue the Trackio run."""
-        self._take_id(run, state, r"[A-Za-z0-9_-]{1,64}")
+        self._take_id(run, state)
         project, name = self.project or "onstep", self.run_name or run.name
         config = {key: value for key, value in run.config.items() if not key.startswith("_")}  # Trackio's own
         space = self.space_id or os.environ.get("TRACKIO_SPACE_ID")
-        if space:
-            self._run = self._in_space(space, project, name, config)
-            return
-        from trackio.run import Run
-        from trackio.utils import TRACKIO_DIR
-
-        # trackio.init() prints, measures the machine and ends a run of the user's; the class alone does none of it
-        self._run = Run(
-            url=None, project=project, client=None, name=name, run_id=self._id, group=self.group, config=config
-        )
-        logger.info("trackio: recording in %s; to see the run: trackio show --project %s", TRACKIO_DIR, project)
+        common: dict[str, Any] = {"project": project, "name": name, "group": self.group, "config": config}
+        self._run = self._in_space(space, common) if space else self._in_local_store(common)
 
     def log(self, metrics: Mapping[str, float], step: int, timestamp: float) -> None:
         """Add a row to the run; Trackio stamps it with the time of its writing."""
@@ -75,29 +64,26 @@ class TrackioSink(ServiceSink):
         _wait_for_imports()
         self._run.log({tag: trackio.Markdown(f"```\n{text}\n```")}, step=step)
 
-    def close(self, status: str) -> None:
-        """Write what waits."""
-        run, self._run = self._run, None
-        if run is not None:
-            with contextlib.redirect_stdout(io.StringIO()):  # it prints that it uploads, also where it does not
-                run.finish()
+    def _end(self, run: Any, status: str) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints that it uploads, also where it does not
+            run.finish()
 
-    def _in_space(self, space: str, project: str, name: str, config: dict[str, Any]) -> Any:
+    def _in_local_store(self, common: dict[str, Any]) -> Any:
+        from trackio.run import Run
+        from trackio.utils import TRACKIO_DIR
+
+        # trackio.init() prints, measures the machine and ends a run of the user's; the class alone does none of it
+        run = Run(url=None, client=None, run_id=self._id, **common)
+        project = common["project"]
+        logger.info("trackio: recording in %s; to see the run: trackio show --project %s", TRACKIO_DIR, project)
+        return run
+
+    def _in_space(self, space: str, common: dict[str, Any]) -> Any:
         import trackio
 
+        own: dict[str, Any] = {"space_id": space, "bucket_id": self.bucket_id, "resume": "allow", "embed": False}
         with contextlib.redirect_stdout(io.StringIO()):
-            run = trackio.init(
-                project=project,
-                name=name,
-                group=self.group,
-                space_id=space,
-                bucket_id=self.bucket_id,
-                config=config,
-                resume="allow",
-                embed=False,
-                auto_log_gpu=False,
-                auto_log_cpu=False,
-            )
+            run = trackio.init(**common, **own, auto_log_gpu=False, auto_log_cpu=False)
         logger.info("trackio: logging to the Space %s", space)
         return run
 

@@ -7,13 +7,12 @@ import logging
 import netrc
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from onstep.sinks.metric_sink import RunIdentity
-from onstep.sinks.tracker_run import STEP_NAME, ServiceSink, plain_name
+from onstep.sinks.metric_sink import STEP_NAME, RunIdentity, ServiceSink, plain_name
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -51,7 +50,6 @@ class WandbSink(ServiceSink):
     group: str | None = None
     mode: str | None = None
     settings: Mapping[str, Any] | None = None
-    _run: Any = field(default=None, init=False)
 
     def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
         """Begin or continue the W&B run; offline, a new segment of it."""
@@ -61,20 +59,23 @@ class WandbSink(ServiceSink):
         import wandb
 
         settings: Any = wandb.Settings
+        ours = {"silent": True, "console": "off", "x_transaction_log_flush_interval": FLUSH_SECONDS}
+        known = getattr(settings, "model_fields", ours)
+        ours = {name: value for name, value in ours.items() if name in known}  # by the installed version
         folder = Path(self.save_dir or os.environ.get("WANDB_DIR") or run.folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=self.project or os.environ.get("WANDB_PROJECT") or "onstep",
             entity=self.entity,
             name=self.run_name or run.name,
-            id=self._take_id(run, state, r"[A-Za-z0-9_-]{1,64}"),
+            id=self._take_id(run, state),
             group=self.group,
             tags=tuple(self.tags) or None,
             dir=str(folder),
             config=dict(run.config),
             resume="allow",
             reinit="create_new",
-            settings=settings(mode=mode, **_known(settings, self.settings or {})),
+            settings=settings(mode=mode, **{**ours, **(self.settings or {})}),
         )
         self._run.define_metric(STEP_NAME)
         self._run.define_metric("*", step_metric=STEP_NAME, step_sync=True)
@@ -94,21 +95,11 @@ class WandbSink(ServiceSink):
 
         self._run.log({plain_name(tag): wandb.Html(f"<pre>{html.escape(text)}</pre>"), STEP_NAME: step})
 
-    def close(self, status: str) -> None:
+    def _end(self, run: Any, status: str) -> None:
         """Finish the run: finished, failed, or preempted (to be continued)."""
-        run, self._run = self._run, None
-        if run is None:
-            return
         if status == "preempted":
             run.mark_preempting()
         run.finish(exit_code=0 if status in ("completed", "stopped") else 1)
-
-
-def _known(settings_class: Any, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Our settings and the user's; of ours, those that the installed version knows."""
-    ours = {"silent": True, "console": "off", "x_transaction_log_flush_interval": FLUSH_SECONDS}
-    known = getattr(settings_class, "model_fields", ours)
-    return {**{name: value for name, value in ours.items() if name in known}, **chosen}
 
 
 def _has_key() -> bool:

@@ -28,22 +28,21 @@ def own_arguments(args: Any) -> TrainingArguments:
     Raises:
         ConfigError: for anything else, and for a value that is not supported.
     """
-    own = _own(args)
-    check_best_model(own)
-    return own
-
-
-def _own(args: Any) -> TrainingArguments:
+    # recognised without importing transformers; a user's class may derive from theirs
+    bases = [base for base in type(args).__mro__ if base.__module__.split(".")[0] == "transformers"]
+    theirs = next((base for base in bases if base.__name__ == "TrainingArguments"), None)
     if args is None:
-        return TrainingArguments()
-    if isinstance(args, TrainingArguments):
-        return args
-    theirs = _hugging_face_class(type(args))
-    if theirs is None or not is_dataclass(args):
+        own = TrainingArguments()
+    elif isinstance(args, TrainingArguments):
+        own = args
+    elif theirs is not None and is_dataclass(args):
+        own = _converted(args, theirs)
+    else:
         raise ConfigError(
             f"args must be onstep.TrainingArguments or transformers.TrainingArguments, got {type(args).__name__}."
         )
-    return _converted(args, theirs)
+    check_best_model(own)
+    return own
 
 
 def config_of(
@@ -91,14 +90,6 @@ def shown_arguments(args: TrainingArguments, folder: str | None) -> TrainingArgu
     if shown.logging_dir is None:
         shown.logging_dir = shown.output_dir
     return shown
-
-
-def _hugging_face_class(cls: type) -> type | None:
-    """`transformers.TrainingArguments` among the bases of a class, recognised without importing transformers."""
-    for base in cls.__mro__:
-        if base.__name__ == "TrainingArguments" and base.__module__.split(".")[0] == "transformers":
-            return base
-    return None
 
 
 def _converted(args: Any, theirs: type) -> TrainingArguments:

@@ -9,14 +9,14 @@ from weakref import ref
 
 from torch import nn
 
+from onstep.callbacks import DefaultMetrics, InfoCallback, ProgressCallback
 from onstep.config import ConfigContainer, merge
 from onstep.errors import ConfigError
-from onstep.events import CallbackManager
+from onstep.events import CallbackManager, normalize_callbacks
 from onstep.trainer.arguments import own_arguments
-from onstep.trainer.default_callbacks import with_defaults
-from onstep.trainer.forward import function_loss, model_loss
 from onstep.trainer.loss_convention import NUM_ITEMS, accepts_num_items, of_model
-from onstep.trainer.outputs import EvalPrediction
+from onstep.trainer.model_step import function_loss, model_loss
+from onstep.trainer.predictions import EvalPrediction
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.run_folder import RunFolder
 
@@ -70,7 +70,7 @@ class BaseTrainer:
         configured = ConfigContainer()
         merge(configured, self.args.config_overrides or {})
         has_defaults = default_callbacks and configured.run.default_callbacks
-        self.callback_manager = with_defaults(callbacks, has_defaults, disable_tqdm=bool(self.args.disable_tqdm))
+        self.callback_manager = _with_defaults(callbacks, has_defaults, disable_tqdm=bool(self.args.disable_tqdm))
         self.global_state: GlobalState | None = None
         """State of the run that ran last, or runs now."""
         self.session: Any = None
@@ -115,3 +115,19 @@ def _check_model(model: Any, model_init: Any) -> None:
         raise ConfigError(f"model must be a torch.nn.Module, got {kind}; pass what makes one as model_init.")
     if model_init is not None and not callable(model_init):
         raise ConfigError(f"model_init must be a function that returns a model, got {type(model_init).__name__}.")
+
+
+def _with_defaults(callbacks: Any, wanted: bool, *, disable_tqdm: bool) -> CallbackManager:
+    """A manager with the defaults first, then the user's; an instance of a default's class takes its place.
+
+    A `CallbackManager` of the user's is completed, not copied, so that what is registered with it later counts too.
+    """
+    manager = normalize_callbacks(callbacks) or CallbackManager()
+    if not wanted:
+        return manager
+    progress = ProgressCallback(use_tqdm=False) if disable_tqdm else ProgressCallback()
+    first = manager.callbacks[0] if manager.callbacks else None
+    for default in (DefaultMetrics(), progress, InfoCallback()):
+        if not any(isinstance(callback, type(default)) for callback in manager.callbacks):
+            manager.add(default, before=first)
+    return manager

@@ -1,7 +1,7 @@
 """What kind of loss a model, a `compute_loss` or a `compute_loss_func` gives: a mean, or a share of the step's loss.
 
 A mean is always right to assume of code that is not handed `num_items_in_batch`: it is weighted by the micro-batch's
-labels. Only code that is certain to divide by the number is handed it.
+labels, which are found and counted here too. Only code that is certain to divide by the number is handed it.
 """
 
 from __future__ import annotations
@@ -10,17 +10,21 @@ import ast
 import dis
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from types import CodeType
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
-from onstep.trainer.wrappers import inner_module
+from onstep.events.context import unwrap
+from onstep.training.losses import IGNORE_INDEX
 
 Convention = Literal["share", "mean"]
 NUM_ITEMS = "num_items_in_batch"
+
+MAPPING = (dict, Mapping)
+"""For `isinstance`, which knows a dictionary at once and asks Python code about everything else."""
 
 
 def of_model(model: nn.Module) -> Convention:
@@ -77,15 +81,12 @@ def _divides_by_items(forward: Callable[..., Any]) -> bool:
     except (OSError, SyntaxError, TypeError):  # no source to look at
         return False
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return any(_is_loss_function(call.func) and _passes_keywords(call) for call in calls)
-
-
-def _is_loss_function(called: ast.expr) -> bool:
-    return isinstance(called, ast.Attribute) and called.attr == "loss_function"
-
-
-def _passes_keywords(call: ast.Call) -> bool:
-    return any(keyword.arg in (None, NUM_ITEMS) for keyword in call.keywords)
+    return any(
+        isinstance(call.func, ast.Attribute)
+        and call.func.attr == "loss_function"
+        and any(keyword.arg in (None, NUM_ITEMS) for keyword in call.keywords)
+        for call in calls
+    )
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,3 +112,62 @@ def _spells(code: CodeType, text: str) -> bool:
     """Whether code has a text among its constants, or in a tuple of keyword names."""
     constants = [const for value in code.co_consts for const in (value if isinstance(value, tuple) else (value,))]
     return text in constants or any(isinstance(const, CodeType) and _spells(const, text) for const in constants)
+
+
+class Labels:
+    """Finds and counts the labels of micro-batches.
+
+    Args:
+        names: keys of the labels in a mapping; of a tuple the last element is the labels.
+        shifted: the model shifts its labels to predict the next token, so that the first of each row is not trained on.
+    """
+
+    def __init__(self, names: list[str] | None = None, *, shifted: bool = False) -> None:
+        self._names = names or ["labels"]
+        self._shifted = shifted
+
+    def of(self, batch: Any) -> Any:
+        """The labels: a tensor, a tuple of them where there are several names, None unless all are there."""
+        if isinstance(batch, MAPPING):
+            if len(self._names) == 1:
+                return batch.get(self._names[0])
+            found = tuple(batch.get(name) for name in self._names)
+            return None if any(labels is None for labels in found) else found
+        return batch[-1] if isinstance(batch, (list, tuple)) and len(batch) > 1 else None
+
+    def count(self, batch: Any) -> Tensor | None:
+        """Labels that are trained on, as a 0-d tensor; None where they are not whole numbers."""
+        return self.measure(batch)[0]
+
+    def measure(self, batch: Any) -> tuple[Tensor | None, bool]:
+        """`count`, and whether there is a label for each position of a sequence, rather than one for each sample."""
+        labels = self.of(batch)
+        known = labels if isinstance(labels, Tensor) and _is_class_ids(labels) else None
+        are_tokens = known is not None and known.ndim > 1
+        if are_tokens and self._shifted:
+            known = labels[:, 1:]
+        shifted = batch.get("shift_labels") if isinstance(batch, MAPPING) else None
+        if shifted is not None and _is_class_ids(shifted):  # shifted by the collator
+            known = shifted
+        return None if known is None else known.ne(IGNORE_INDEX).sum(), are_tokens
+
+
+def inner_module(module: nn.Module) -> nn.Module:
+    """The user's module without data-parallel, compile and PEFT wrappers."""
+    inner: Any = unwrap(module)
+    get_base_model = getattr(inner, "get_base_model", None)
+    base: nn.Module = get_base_model() if callable(get_base_model) else inner
+    return base
+
+
+def shifts_labels(module: nn.Module) -> bool:
+    """Whether a model predicts the next token and shifts its labels itself, as `transformers` models do."""
+    module = inner_module(module)
+    if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        return False
+    name = type(module).__name__
+    return getattr(module, "loss_type", None) == "ForCausalLM" or name.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def _is_class_ids(labels: Any) -> bool:
+    return isinstance(labels, Tensor) and labels.ndim > 0 and not labels.is_floating_point()

@@ -1,4 +1,4 @@
-"""The Trainer's forward step: any module, any batch, through `compute_loss`."""
+"""The Trainer's forward step: any module, any batch, through `compute_loss`; and the loss that the model gives."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from torch import Tensor, nn
 
 from onstep.distributed import World
 from onstep.errors import ConfigError
-from onstep.trainer.forward import call_model, find_loss
-from onstep.trainer.labels import Labels
-from onstep.trainer.loss_convention import NUM_ITEMS, Convention, accepts_num_items
+from onstep.trainer.loss_convention import MAPPING, NUM_ITEMS, Convention, Labels, accepts_num_items
 from onstep.trainer.predictions import PredictionCollector
 from onstep.training.losses import LossShare, MeanLoss, mean_weight
-from onstep.training.micro_batches import MicroBatches, to_device
+from onstep.training.step import MicroBatches, to_device
 
 
 class ModelStep:
@@ -68,7 +66,13 @@ class ModelStep:
             outputs = call_model(model, given)
             loss = find_loss(outputs)
         else:
-            loss, outputs = _pair(self._compute_loss(model, given, return_outputs=True, **keywords))
+            result = self._compute_loss(model, given, return_outputs=True, **keywords)
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise ConfigError(
+                    f"compute_loss(..., return_outputs=True) must return (loss, outputs), got {type(result).__name__}; "
+                    f"the outputs are what compute_metrics and predict are made from."
+                )
+            loss, outputs = result
         is_filler = isinstance(data_iterator, MicroBatches) and data_iterator.is_filler()
         collector.add(inputs, outputs, loss, is_filler)
         return loss
@@ -97,11 +101,66 @@ class ModelStep:
         return self._world.sum(moved.clone()).clamp(min=1)
 
 
-def _pair(result: Any) -> tuple[Tensor, Any]:
-    if not isinstance(result, tuple) or len(result) != 2:
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """The model's outputs: a mapping is handed over as keywords, a tuple or list by position, a tensor as it is."""
+    if isinstance(inputs, MAPPING):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (list, tuple)) else model(inputs)
+
+
+def model_loss(model: nn.Module, inputs: Any, further: dict[str, Any]) -> tuple[Tensor, Any]:
+    """The loss that the model itself gives, and its outputs. A mapping of inputs is completed by `further`.
+
+    Raises:
+        ConfigError: when it gives none.
+    """
+    if further and isinstance(inputs, MAPPING):
+        inputs = {**inputs, **further}
+    outputs = model(**inputs) if type(inputs) is dict else call_model(model, inputs)
+    loss = find_loss(outputs)
+    if loss is None:
+        given = f" It was given {', '.join(inputs)}." if isinstance(inputs, MAPPING) else ""
         raise ConfigError(
-            f"compute_loss(..., return_outputs=True) must return (loss, outputs), got {type(result).__name__}; the "
-            f"outputs are what compute_metrics and predict are made from."
+            f"{type(model).__name__} returned no loss but {_described(outputs)}.{given} Return a dict with a 0-d "
+            f"'loss' or a tuple that starts with it, give the labels that the model needs, or pass "
+            f"compute_loss_func(outputs, labels)."
         )
-    loss, outputs = result
     return loss, outputs
+
+
+def function_loss(
+    compute_loss_func: Callable[..., Any], model: nn.Module, inputs: Any, further: dict[str, Any]
+) -> tuple[Tensor, Any]:
+    """The loss that a user's function gives for the outputs, the labels and `further` keywords, and the outputs.
+
+    The labels, `labels` of a mapping or the last element of a tuple, are not handed to the model.
+    """
+    labels = None
+    if isinstance(inputs, MAPPING):
+        inputs = dict(inputs)
+        labels = inputs.pop("labels", None)
+    elif isinstance(inputs, (list, tuple)) and len(inputs) > 1:
+        inputs, labels = inputs[:-1], inputs[-1]
+    outputs = call_model(model, inputs)
+    return compute_loss_func(outputs, labels, **further), outputs
+
+
+def find_loss(outputs: Any) -> Tensor | None:
+    """The loss in a model's outputs: `loss`, the first element of a tuple, or the output itself; one element."""
+    loss: Any = outputs
+    if isinstance(outputs, MAPPING):
+        loss = outputs.get("loss")
+    elif hasattr(outputs, "loss"):
+        loss = outputs.loss
+    elif isinstance(outputs, (list, tuple)):
+        loss = outputs[0] if outputs else None
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        return None
+    return loss.reshape(()) if loss.ndim else loss
+
+
+def _described(outputs: Any) -> str:
+    if isinstance(outputs, MAPPING):
+        return f"a mapping with {', '.join(outputs) or 'nothing in it'}"
+    shape = f" of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else ""
+    return f"a {type(outputs).__name__}{shape}"

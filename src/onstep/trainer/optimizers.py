@@ -8,7 +8,7 @@ from torch import nn
 
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
-from onstep.events import CallbackManager, TrainerCallback
+from onstep.events import TrainerCallback
 from onstep.optim import (
     OptimizerParamScheduler,
     TorchSchedulerAdapter,
@@ -17,17 +17,13 @@ from onstep.optim import (
     build_optimizer,
     wrap_optimizer,
 )
-from onstep.optim.parameter_roles import trainable_parameters
+from onstep.optim.param_groups import trainable_parameters
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.training.setup import scheduler_for
 
 
 def check_optimizers(trainer: BaseTrainer) -> None:
-    """Check that what the user gave goes together.
-
-    Raises:
-        ConfigError: naming what does not.
-    """
+    """Refuse (ConfigError) what the user gave that does not go together."""
     optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
     if trainer.optimizer_cls_and_kwargs is not None and optimizer is not None:
         raise ConfigError("Pass the optimizer through optimizers or optimizer_cls_and_kwargs, not both.")
@@ -118,8 +114,9 @@ def make_scheduler(
         if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
             _keep_own_values(optimizer)
         return scheduler_for(config, optimizer, iters, world_size, num_samples)
-    if isinstance(given, TrainerCallback):
-        _register_once(trainer.callback_manager, given)
+    known = trainer.callback_manager.callbacks
+    if isinstance(given, TrainerCallback) and all(callback is not given for callback in known):
+        trainer.callback_manager.add(given)
     return given if isinstance(given, OptimizerParamScheduler) else TorchSchedulerAdapter(given)
 
 
@@ -173,8 +170,3 @@ def _keep_own_values(optimizer: Any) -> None:
         decay = float(group.get("weight_decay", 0.0))
         group.setdefault("start_wd", decay)
         group.setdefault("end_wd", decay)
-
-
-def _register_once(manager: CallbackManager, callback: TrainerCallback) -> None:
-    if all(known is not callback for known in manager.callbacks):
-        manager.add(callback)

@@ -1,18 +1,60 @@
-"""Collects logits and labels while a set is evaluated, for `compute_metrics` and `predict`."""
+"""What the Trainer's methods give back, under Hugging Face's names, and what collects logits and labels for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from onstep.data.stream import count_samples
 from onstep.distributed import World
-from onstep.trainer.labels import Labels
-from onstep.trainer.outputs import concatenate
-from onstep.training.losses import count_samples
+from onstep.trainer.loss_convention import Labels
+
+
+class TrainOutput(NamedTuple):
+    """Result of `Trainer.train`."""
+
+    global_step: int
+    training_loss: float
+    """Mean of the losses of all steps."""
+    metrics: dict[str, Any]
+    """The final metrics, and the mean loss as `train_loss`."""
+
+
+class PredictionOutput(NamedTuple):
+    """Result of `Trainer.predict`."""
+
+    predictions: Any
+    """Array, or tuple of arrays, one row a sample in the order of the dataset."""
+    label_ids: Any
+    metrics: dict[str, Any]
+
+
+@dataclass
+class EvalPrediction:
+    """What `compute_metrics` is called with.
+
+    It unpacks to `(predictions, label_ids)`, followed by the inputs and losses that `include_for_metrics` asks for.
+    """
+
+    predictions: Any
+    label_ids: Any
+    inputs: Any = None
+    losses: Any = None
+
+    def _parts(self) -> tuple[Any, ...]:
+        wanted = tuple(part for part in (self.inputs, self.losses) if part is not None)
+        return (self.predictions, self.label_ids, *wanted)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._parts())
+
+    def __getitem__(self, index: int) -> Any:
+        return self._parts()[index]
 
 
 class Collected(NamedTuple):
@@ -61,7 +103,7 @@ class PredictionCollector:
         if self._preprocess_logits is not None:
             logits = self._preprocess_logits(logits, labels)
         kept = inputs.get(self._input_name) if self._input_name and isinstance(inputs, Mapping) else None
-        losses = None if loss is None else np.full(count_samples(inputs), loss.item())
+        losses = None if loss is None else np.full(count_samples(inputs) or 1, loss.item())
         self._rows.append(Collected(_to_numpy(logits), _to_numpy(labels), _to_numpy(kept), losses))
 
     def gather(self, world: World) -> Collected:
@@ -75,14 +117,11 @@ class PredictionCollector:
         if isinstance(outputs, Mapping):
             values = tuple(v for key, v in outputs.items() if key not in self._ignore_keys and v is not None)
         elif isinstance(outputs, (list, tuple)):
-            values = tuple(outputs[1:] if has_loss and _is_loss(outputs[0]) else outputs)
+            starts_with_loss = has_loss and isinstance(outputs[0], Tensor) and outputs[0].ndim == 0
+            values = tuple(outputs[1:] if starts_with_loss else outputs)
         else:
             return outputs
         return values[0] if len(values) == 1 else values
-
-
-def _is_loss(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 0
 
 
 def _to_numpy(value: Any) -> Any:
@@ -94,3 +133,20 @@ def _to_numpy(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(_to_numpy(part) for part in value)
     return value
+
+
+def concatenate(rows: list[Any], pad: int = -100) -> Any:
+    """Join arrays, or tuples or dicts of arrays, along the first axis; the second is padded where lengths differ."""
+    first = rows[0]
+    if first is None:
+        return None
+    if isinstance(first, tuple):
+        return tuple(concatenate([row[i] for row in rows], pad) for i in range(len(first)))
+    if isinstance(first, dict):
+        return {key: concatenate([row[key] for row in rows], pad) for key in first}
+    arrays = [np.atleast_1d(np.asarray(row)) for row in rows]
+    if arrays[0].ndim < 2 or len({array.shape[1] for array in arrays}) == 1:
+        return np.concatenate(arrays)
+    width = max(array.shape[1] for array in arrays)
+    spreads = [[(0, 0), (0, width - array.shape[1]), *[(0, 0)] * (array.ndim - 2)] for array in arrays]
+    return np.concatenate([np.pad(a, spread, constant_values=pad) for a, spread in zip(arrays, spreads, strict=True)])

@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from torch import nn
@@ -16,28 +18,23 @@ from torch import nn
 from onstep.config import ConfigContainer
 from onstep.config.lengths import train_iters
 from onstep.distributed import World, data_parallel, open_world, world_size_from_environment
-from onstep.errors import ConfigError
+from onstep.errors import ConfigError, DataError, RunExistsError
 from onstep.events import Control
 from onstep.models import Transformer
 from onstep.sinks.reporting import attach_trackers
 from onstep.trainer import loss_convention
 from onstep.trainer.arguments import config_of, shown_arguments
 from onstep.trainer.base_trainer import BaseTrainer, Collate
-from onstep.trainer.checks import num_samples_of
-from onstep.trainer.columns import ColumnFilter
-from onstep.trainer.labels import Labels, shifts_labels
-from onstep.trainer.loading import collator, train_loader
-from onstep.trainer.loss_convention import Convention
+from onstep.trainer.loading import ColumnFilter, collator, num_samples_of, train_loader
+from onstep.trainer.loss_convention import Convention, Labels, shifts_labels
 from onstep.trainer.model_step import ModelStep
-from onstep.trainer.optimizers import make_optimizer, make_scheduler, show_made
-from onstep.trainer.run_claim import claim_folder
+from onstep.trainer.optimizers import check_optimizers, forget_made, make_optimizer, make_scheduler, show_made
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.features import SETUP
-from onstep.training.model_setup import idle_parameters
-from onstep.training.opening import open_run
+from onstep.training.model_and_data import idle_parameters
+from onstep.training.opening import already_finished, claim_for_all, open_run
 from onstep.training.run import Door
-from onstep.training.run_folder import Claim
-from onstep.training.run_lock import RunLock
+from onstep.training.run_folder import FINISHED, Claim, RunFolder, RunLock
 from onstep.training.scope import Endings
 from onstep.training.setup import DATA_TIMER, MODEL_TIMER, count_steps, end_set_up, load_checkpoint, seed_everything
 from onstep.training.telling import Teller
@@ -68,6 +65,32 @@ class Session:
         if self.train_data is not None:
             self.train_data.close()
         self.model = self.tell.model = [self.module]
+
+
+def check_training(trainer: BaseTrainer, resume_from_checkpoint: Any = None) -> None:
+    """Refuse (ConfigError, DataError) a `train()` that lacks something; the message names it."""
+    args, dataset = trainer.args, trainer.train_dataset
+    if trainer.session is not None:
+        raise ConfigError("This Trainer is training or evaluating already; a callback may evaluate, but not train.")
+    if dataset is None:
+        raise ConfigError("Trainer.train needs a train_dataset; pass one to the constructor.")
+    if not isinstance(resume_from_checkpoint, (bool, str, os.PathLike, NoneType)):
+        raise ConfigError(
+            f"resume_from_checkpoint={resume_from_checkpoint!r} must be the path of a checkpoint, True or None (the "
+            f"run's newest, where there is one), or False (do not continue)."
+        )
+    num_samples = num_samples_of(dataset)
+    if num_samples is None and args.max_steps <= 0:
+        raise ConfigError("The train_dataset has no length, so num_train_epochs cannot end the run; set max_steps.")
+    if num_samples == 0:
+        raise DataError("The train_dataset is empty: it has 0 samples.")
+    asked = {"eval_on_start=True": args.eval_on_start, "eval_on_save=True": args.eval_on_save}
+    asked = {f"eval_strategy={args.eval_strategy!r}": args.eval_strategy != "no", **asked}
+    if trainer.eval_dataset is None and any(asked.values()):
+        name = next(name for name, value in asked.items() if value)
+        raise ConfigError(f"{name} needs an eval_dataset; pass one to the constructor.")
+    forget_made(trainer)
+    check_optimizers(trainer)
 
 
 @contextmanager
@@ -141,16 +164,6 @@ def _session(trainer: BaseTrainer, state: GlobalState, tell: Teller, seeds: bool
     trainer.global_state = state
     if seeds:
         seed_everything(state.cfg.rng.seed)
-    session = _build(trainer, state, tell)
-    trainer.session = session
-    try:
-        yield session
-    finally:
-        trainer.session = None
-        session.release()
-
-
-def _build(trainer: BaseTrainer, state: GlobalState, tell: Teller) -> Session:
     with state.timers(MODEL_TIMER).measure():
         if trainer.model is None:
             trainer.model = _made_by(trainer.model_init)
@@ -158,15 +171,14 @@ def _build(trainer: BaseTrainer, state: GlobalState, tell: Teller) -> Session:
     tell.model = [module]
     state.sums.flops_per_token = 6.0 * _active_parameters(module)
     labels = Labels(trainer.args.label_names, shifted=shifts_labels(module))
-    return Session(
-        state=state,
-        module=module,
-        model=[module],
-        forward_step=_forward_step(trainer, module, labels, state),
-        labels=labels,
-        collate=collator(trainer, module),
-        tell=tell,
-    )
+    forward_step = _forward_step(trainer, module, labels, state)
+    session = Session(state, module, [module], forward_step, labels, collator(trainer, module), tell)
+    trainer.session = session
+    try:
+        yield session
+    finally:
+        trainer.session = None
+        session.release()
 
 
 def _made_by(model_init: Any) -> nn.Module:
@@ -187,14 +199,10 @@ def _forward_step(trainer: BaseTrainer, module: nn.Module, labels: Labels, state
     if weighting != "auto":
         convention = "mean"
     if state.world.is_main:
-        gives = "a share of the step's loss" if convention == "share" else "means of micro-batches"
-        weighed = "" if convention == "share" else f", weighted by {_unit(weighting)} (train.loss_weighting)"
-        logger.info("loss: %s gives %s%s", source, gives, weighed)
+        unit = "labels where they have some, else by their samples" if weighting == "auto" else weighting
+        means = f"means of micro-batches, weighted by their {unit} (train.loss_weighting)"
+        logger.info("loss: %s gives %s", source, "a share of the step's loss" if convention == "share" else means)
     return ModelStep(trainer.compute_loss, labels, convention=convention, weighting=weighting, world=state.world)
-
-
-def _unit(weighting: str) -> str:
-    return "their labels where they have some, else by their samples" if weighting == "auto" else f"their {weighting}"
 
 
 def _convention(trainer: BaseTrainer, module: nn.Module) -> tuple[Convention, str]:
@@ -240,3 +248,49 @@ def _active_parameters(module: nn.Module) -> int:
     embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
     total = sum(p.numel() for p in module.parameters() if id(p) not in embeddings)
     return total - idle_parameters(module.config) if isinstance(module, Transformer) else total
+
+
+def claim_folder(trainer: BaseTrainer, config: ConfigContainer, world: World) -> tuple[Claim | None, RunLock | None]:
+    """Take the run's folder: a new one, one to continue, or again the one that this Trainer completed. Collective.
+
+    A Trainer that has completed its run and trains again starts a new one in the same folder; the checkpoints of the
+    run before are kept aside. A run that another process completed is taken as it is: its weights are loaded, and
+    there is nothing left to train.
+
+    Raises:
+        RunExistsError: when the folder holds another run, or a completed one without checkpoints.
+        ConfigError: when it cannot be written.
+    """
+    if config.run.name is None:
+        return None, None
+    asked = Path(config.run.output_dir).absolute() / config.run.name
+    folder = trainer.owned_folders.get(asked)
+    if folder is not None and world.is_main and folder.read().get("status") in FINISHED:
+        folder.begin_again()
+    world.barrier()
+    claim, lock = _claim(config, world, asked, folder)
+    trainer.owned_folders[asked] = claim.folder
+    return claim, lock
+
+
+def _claim(config: ConfigContainer, world: World, asked: Path, owned: RunFolder | None) -> tuple[Claim, RunLock | None]:
+    if owned is not None:
+        config.run.fresh, config.run.name = False, owned.path.name
+    beside = f"config_overrides={{'run.fresh': True}} for {asked.name}-2 beside it"
+    ways_out = f"In TrainingArguments: another output_dir, or {beside}."
+    try:
+        claim, lock = claim_for_all(config, world)
+    except RunExistsError as error:
+        raise RunExistsError(f"{error} {ways_out}") from None
+    assert claim is not None
+    if not claim.is_finished:
+        return claim, lock
+    if not world.share(any(claim.folder.checkpoints.glob("checkpoint-*"))):
+        raise RunExistsError(
+            f"{claim.folder.path} holds a completed run of the same arguments, and no checkpoint to take its weights "
+            f"from. Nothing was touched. {ways_out}"
+        )
+    if world.is_main:
+        logger.warning("%s", already_finished(claim.folder))
+        lock = RunLock(claim.folder.lock)
+    return claim, lock

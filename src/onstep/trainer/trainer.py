@@ -6,15 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_model as save_safetensors
+from torch import nn
+
 from onstep.errors import ConfigError
+from onstep.events.context import unwrap
+from onstep.models import Transformer, hf_obstacle, save_hf
 from onstep.trainer.base_trainer import BaseTrainer
-from onstep.trainer.checks import check_training
-from onstep.trainer.evaluating import EvaluationJob
-from onstep.trainer.outputs import PredictionOutput, TrainOutput
-from onstep.trainer.saving import save_model
-from onstep.trainer.session import Session, evaluation_session, training_session
-from onstep.training.best_metric import note_best_metric
+from onstep.trainer.loading import eval_loader
+from onstep.trainer.loss_convention import inner_module
+from onstep.trainer.predictions import Collected, EvalPrediction, PredictionCollector, PredictionOutput, TrainOutput
+from onstep.trainer.session import Session, check_training, evaluation_session, training_session
 from onstep.training.bridge.global_state import GlobalState
+from onstep.training.evaluation import evaluate, note_best_metric, write_evaluation
 from onstep.training.final_weights import write_final_weights
 from onstep.training.log_step import publish
 from onstep.training.pretrain import load_best_model
@@ -127,7 +131,7 @@ class Trainer(BaseTrainer):
         A set without labels has no loss and no `compute_metrics`. With `prediction_loss_only` only the loss is there.
         """
         with evaluation_session(self) as session:
-            return EvaluationJob(self, session, metric_key_prefix, ignore_keys, is_test=True).run(test_dataset)
+            return _evaluate_dataset(self, session, test_dataset, metric_key_prefix, ignore_keys, is_test=True)
 
     def log(self, logs: dict[str, Any]) -> None:
         """Add a record of your own to the log, for example from `compute_loss`: callbacks are told `on_log`.
@@ -159,7 +163,7 @@ class Trainer(BaseTrainer):
             for name, one in dataset.items():
                 metrics |= self._evaluate_all(session, one, ignore_keys, f"{prefix}_{name}")
             return metrics
-        return EvaluationJob(self, session, prefix, ignore_keys).run(dataset).metrics
+        return _evaluate_dataset(self, session, dataset, prefix, ignore_keys).metrics
 
     def _named(self, eval_dataset: Any) -> Any:
         if not isinstance(eval_dataset, str):
@@ -176,3 +180,103 @@ def _train_output(state: GlobalState) -> TrainOutput:
     final: dict[str, Any] = next((record for record in records if "train_runtime" in record), {})
     loss = state.mean_loss()
     return TrainOutput(state.train_state.step, loss, {**final, "train_loss": loss})
+
+
+def save_model(model: nn.Module, directory: Path, processing_class: Any = None) -> None:
+    """Write `model` to `directory`: by its own `save_pretrained`, as a Hugging Face directory, or as safetensors.
+
+    A plain module, and a `Transformer` that `transformers` has no architecture for, is read with
+    `safetensors.torch.load_model(module, directory / "model.safetensors")`.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    module: Any = unwrap(model)
+    if isinstance(module, Transformer) and hf_obstacle(module) is None:
+        save_hf(module, directory)
+    elif hasattr(module, "save_pretrained"):
+        module.save_pretrained(directory)
+    else:
+        save_safetensors(module, str(directory / "model.safetensors"))
+    if hasattr(processing_class, "save_pretrained"):
+        processing_class.save_pretrained(directory)
+
+
+def _evaluate_dataset(
+    trainer: BaseTrainer,
+    session: Session,
+    dataset: Any,
+    prefix: str,
+    ignore_keys: list[str] | None = None,
+    *,
+    is_test: bool = False,
+) -> PredictionOutput:
+    """Evaluate a dataset with the loop's `evaluate`, and collect predictions where somebody wants them. Collective.
+
+    `ignore_keys` are outputs of the model that are no predictions; a test has all of the set, maybe without labels.
+    """
+    state, step = session.state, session.forward_step
+    collector = _collector(trainer, session, ignore_keys or [], is_test)
+    collected = Collected()
+
+    def computed_metrics() -> dict[str, Any]:
+        nonlocal collected
+        if collector is None:
+            return {}
+        collected = collector.gather(state.world)
+        return _computed_metrics(trainer, collected, f"{prefix}_")
+
+    before = state.door.eval_dataloader, step.collector
+    loader = eval_loader(dataset, session.collate, state.cfg, state.world, is_test=is_test)
+    state.door.eval_dataloader, step.collector = loader, collector
+    try:
+        means, _, _ = evaluate(
+            state,
+            step,
+            loader,
+            session.model,
+            None,
+            state.cfg.model,
+            is_test=is_test,
+            tell=session.tell,
+            metric_key_prefix=prefix,
+            extra_metrics=computed_metrics,
+        )
+    finally:
+        state.door.eval_dataloader, step.collector = before
+    if means and state.trackers.takers:
+        # what trackers with Megatron Bridge's tags call the set: `validation`, or `validation <name>` of several
+        kind, own = ("test", "test") if is_test else ("validation", "eval")
+        with state.trackers.held(lambda: state.ending.ended):
+            write_evaluation(state, means, f"{kind} {prefix.removeprefix(own).removeprefix('_')}".rstrip())
+    return PredictionOutput(collected.predictions, collected.label_ids, state.evaluated.last_metrics)
+
+
+def _collector(
+    trainer: BaseTrainer, session: Session, ignore_keys: list[str], is_test: bool
+) -> PredictionCollector | None:
+    if trainer.args.prediction_loss_only or not (is_test or trainer.compute_metrics is not None):
+        return None
+    # outputs, such as a key/value cache, that a `transformers` model says are no predictions
+    config: Any = getattr(inner_module(session.module), "config", None)
+    no_predictions = getattr(config, "keys_to_ignore_at_inference", None) or ["past_key_values"]
+    keeps_inputs = "inputs" in trainer.args.include_for_metrics
+    return PredictionCollector(
+        session.labels,
+        [*ignore_keys, *no_predictions],
+        trainer.preprocess_logits_for_metrics,
+        getattr(session.module, "main_input_name", "input_ids") if keeps_inputs else None,
+        is_test,
+    )
+
+
+def _computed_metrics(trainer: BaseTrainer, collected: Collected, prefix: str) -> dict[str, Any]:
+    predictions, label_ids, inputs, losses = collected
+    if trainer.compute_metrics is None or predictions is None or label_ids is None:
+        return {}
+    wanted_losses = losses if "loss" in trainer.args.include_for_metrics else None
+    metrics = trainer.compute_metrics(EvalPrediction(predictions, label_ids, inputs, wanted_losses))
+    return {key if key.startswith(prefix) else prefix + key: _plain(value) for key, value in metrics.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A NumPy or torch scalar as a Python number."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value

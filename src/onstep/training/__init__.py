@@ -10,36 +10,31 @@ from onstep.metrics.memory_estimate import (
     report_theoretical_memory,
 )
 from onstep.metrics.parameter_norms import report_l2_norm_grad
-from onstep.metrics.params_l2_norm import calc_dtensor_params_l2_norm, calc_params_l2_norm
+from onstep.metrics.params_l2_norm import calc_dtensor_params_l2_norm, calc_params_l2_norm, param_is_not_shared
 from onstep.metrics.reductions import (
     logical_and_across_model_parallel_group,
     reduce_max_memory_across_pp_group,
     reduce_max_stat_across_model_parallel_group,
 )
-from onstep.metrics.shared_parameters import param_is_not_shared
 from onstep.metrics.throughput import report_runtime, report_throughput
-from onstep.models.chunks import ModelHook, ModelList
-from onstep.models.chunks import _ensure_model_list as _ensure_model_list
-from onstep.models.heads import LinearForLastLayer, create_value_head_hook, make_value_model
+from onstep.models.heads import LinearForLastLayer, ModelHook, ModelList, create_value_head_hook, make_value_model
+from onstep.models.heads import _ensure_model_list as _ensure_model_list
 from onstep.models.heads import _register_linear_for_last_layer_mapping as _register_linear_for_last_layer_mapping
 from onstep.progress import TrainState
-from onstep.training.bridge.evaluation import evaluate, evaluate_and_print_results
-from onstep.training.bridge.finishing import _finish_train as _finish_train
-from onstep.training.bridge.global_state import GlobalState
+from onstep.training.bridge.global_state import GlobalState, TrainStepResult
+from onstep.training.bridge.housekeeping import _finish_train as _finish_train
 from onstep.training.bridge.housekeeping import (
+    evaluate,
+    evaluate_and_print_results,
     maybe_check_weight_hash_across_dp_replicas,
     maybe_report_stragglers,
     maybe_run_manual_gc,
     maybe_synchronize_training_step,
     post_training_step_callbacks,
 )
-from onstep.training.bridge.step_result import TrainStepResult
 from onstep.training.bridge.training_log import training_log
-from onstep.training.clock import Clock
-from onstep.training.energy import EnergyMonitor
 from onstep.training.exits import checkpoint_and_decide_exit, save_checkpoint_and_time
-from onstep.training.fault_tolerance_state import FaultToleranceState
-from onstep.training.finetuning import finetune
+from onstep.training.fault_tolerance import FaultToleranceState
 from onstep.training.forward_step import (
     forward_step,
     maybe_inject_state,
@@ -48,6 +43,7 @@ from onstep.training.forward_step import (
 )
 from onstep.training.freezing import _freeze_parameter_if_present as _freeze_parameter_if_present
 from onstep.training.freezing import freeze_moe_router
+from onstep.training.gpu_gauge import EnergyMonitor
 from onstep.training.losses import LossShare, MeanLoss
 from onstep.training.microbatches_calculator import (
     NumMicroBatchesCalculator,
@@ -61,6 +57,12 @@ from onstep.training.microbatches_calculator import (
     unset_num_microbatches_calculator,
     update_num_microbatches,
 )
+from onstep.training.model_parallel import _handle_mxfp8_param_buffer_copy as _handle_mxfp8_param_buffer_copy
+from onstep.training.model_parallel import (
+    disable_forward_pre_hook,
+    enable_forward_pre_hook,
+    should_disable_forward_pre_hook,
+)
 from onstep.training.moe_log import _build_moe_metric_writer as _build_moe_metric_writer
 from onstep.training.moe_log import _MoeMetricFanoutWriter as _MoeMetricFanoutWriter
 from onstep.training.nvrx_straggler import (
@@ -68,24 +70,17 @@ from onstep.training.nvrx_straggler import (
     check_nvrx_straggler_detection,
     safe_shutdown_nvrx_straggler_manager,
 )
-from onstep.training.param_sync import _handle_mxfp8_param_buffer_copy as _handle_mxfp8_param_buffer_copy
-from onstep.training.param_sync import (
-    disable_forward_pre_hook,
-    enable_forward_pre_hook,
-    should_disable_forward_pre_hook,
-)
-from onstep.training.pretrain import pretrain
+from onstep.training.pretrain import finetune, pretrain
 from onstep.training.profiling import handle_profiling_step, handle_profiling_stop, should_profile_rank
 from onstep.training.progress_log import (
     compute_throughputs_and_append_to_progress_log,
     get_start_time_from_progress_log,
 )
 from onstep.training.rerun import RerunStateMachine
-from onstep.training.rerun_data_iterator import RerunDataIterator
+from onstep.training.rerun_snapshot import RerunDataIterator
 from onstep.training.signals import DistributedSignalHandler, Preempted
 from onstep.training.stragglers import StragglerDetector
-from onstep.training.timer import Timer
-from onstep.training.timers import Timers
+from onstep.training.timers import Clock, Timer, Timers
 from onstep.training.train import train, train_step
 from onstep.training.weight_hash import check_param_hashes_across_dp_replicas, weight_hashes
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import dataclass, replace
+
+from onstep.errors import AnomalyError
 from onstep.events import Request
-from onstep.training.best_metric import note_best_metric
+from onstep.progress import TrainState
+from onstep.training.anomaly import shorten_ids
 from onstep.training.decisions import agree, write_decision
-from onstep.training.evaluation import evaluate_and_print_results
+from onstep.training.evaluation import evaluate_and_print_results, note_best_metric
 from onstep.training.exits import (
     EvaluationInterrupted,
     checkpoint_and_decide_exit,
@@ -15,7 +20,6 @@ from onstep.training.exits import (
 from onstep.training.job import Job
 from onstep.training.log_step import log_step, publish
 from onstep.training.position import apply_overrides, leave_out_skipped
-from onstep.training.rollback import RollBack
 from onstep.training.run import Run
 from onstep.training.timers import INTERVAL_TIME
 
@@ -128,29 +132,84 @@ def run_evaluation(job: Job) -> None:
     """Evaluate inside the loop, on the validation set or as the caller said; no time of the logging interval."""
     run = job.run
     run.evaluated.is_restartable = True
-    with run.features.paused("evaluate"), run.timers("eval-time").measure(barrier=True):
-        evaluate_in_loop(job)
+    with run.features.pause("evaluate"), run.timers("eval-time").measure(barrier=True):
+        if job.evaluation is not None:
+            job.evaluation()
+        elif job.valid_data_iterator is not None:
+            evaluate_and_print_results(
+                run,
+                f"iteration {run.train_state.step}",
+                job.raw_forward_step_func,
+                job.valid_data_iterator,
+                job.model,
+                run.cfg.model,
+                process_non_loss_data_func=job.process_non_loss_data_func,
+                non_loss_data_func=job.non_loss_data_func,
+                tell=job.tell,
+            )
+            note_best_metric(run, run.evaluated.last_metrics)
     run.evaluated.at_step = run.train_state.step
 
 
-def evaluate_in_loop(job: Job) -> None:
-    """Evaluate as the caller of `train()` said, or on the validation set."""
-    run = job.run
-    if job.evaluation is not None:
-        job.evaluation()
-    elif job.valid_data_iterator is not None:
-        evaluate_and_print_results(
-            run,
-            f"iteration {run.train_state.step}",
-            job.raw_forward_step_func,
-            job.valid_data_iterator,
-            job.model,
-            run.cfg.model,
-            process_non_loss_data_func=job.process_non_loss_data_func,
-            non_loss_data_func=job.non_loss_data_func,
-            tell=job.tell,
+@dataclass(frozen=True)
+class RollBack:
+    """A decided rollback: weights, optimizer, scheduler and random state come from a checkpoint, the data goes on.
+
+    The data position is the one after the bad step: what lies between the checkpoint and the bad step, which the
+    abandoned branch was trained on, is passed over with it.
+    """
+
+    bad_step: int
+    """The step that is undone."""
+    request: Request
+    """Who asked, and why."""
+    lr_factor: float
+    """The learning-rate factor that holds from here on."""
+    abandoned: TrainState
+    """The progress of the branch that is left, as a copy."""
+
+    @classmethod
+    def at(cls, progress: TrainState, bad_step: int, request: Request, factor: float) -> RollBack:
+        """The rollback of `bad_step`, with `progress` as it is after that step."""
+        lr_factor: float = progress.overrides.get("lr_factor", 1.0) * factor
+        return cls(bad_step, request, lr_factor, deepcopy(progress))
+
+    @property
+    def last_good_step(self) -> int:
+        """A checkpoint of this step or an earlier one is to be loaded."""
+        return self.bad_step - 1
+
+    def carry_over(self, progress: TrainState) -> None:
+        """Bring into the loaded `progress` what is not undone.
+
+        That is the data position with its counters, the skip list, the numbers of skips and rollbacks, and every value
+        that was set while running; the samples that are passed over count as skipped.
+        """
+        left = self.abandoned
+        passed_over = left.consumed_train_samples - progress.consumed_train_samples
+        progress.skipped_train_samples += passed_over
+        for name in ("epoch", "samples_in_epoch", "steps_in_epoch", "consumed_train_samples"):
+            setattr(progress, name, getattr(left, name))
+        progress.num_skips, progress.num_rollbacks = left.num_skips, left.num_rollbacks
+        progress.skip_list[:] = left.skip_list
+        progress.overrides.clear()
+        progress.overrides.update(left.overrides)
+        if self.lr_factor != 1.0 or "lr_factor" in left.overrides:
+            progress.overrides["lr_factor"] = self.lr_factor
+
+    def record(self, to_step: int) -> Request:
+        """The decision as it is recorded, done: the progress is at `to_step` now."""
+        details = {"bad_step": self.bad_step, "to_step": to_step, "lr_factor": self.lr_factor}
+        return replace(self.request, flag="rolled_back", details={**self.request.details, **details})
+
+    def without_checkpoint(self) -> AnomalyError:
+        """The error of a run that has nothing to go back to."""
+        why = shorten_ids(self.request.reason or str(self.request))
+        return AnomalyError(
+            f"step {self.bad_step} is to be undone ({why}), and there is no verified "
+            f"checkpoint of step {self.last_good_step} or before to go back to; save more often with "
+            f"checkpoint.save_interval, or leave such steps out with train.on_nonfinite=skip."
         )
-        note_best_metric(run, run.evaluated.last_metrics)
 
 
 def roll_back(job: Job, request: Request) -> None:
@@ -170,7 +229,7 @@ def roll_back(job: Job, request: Request) -> None:
         info = checkpoints.manager.newest(rollback.last_good_step)
     if checkpoints is None or info is None:
         raise rollback.without_checkpoint()
-    checkpoints.restore(info, job.model, job.raw_optimizer, job.scheduler)
+    checkpoints.restore(info, job.trained)
     rollback.carry_over(progress)
     write_decision(run, rollback.record(progress.step))
     run.features.rolled_back()

@@ -5,23 +5,22 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from onstep.data.order import skip_samples
 from onstep.events import Request
 from onstep.events.control import BEFORE_UPDATE
 from onstep.optim import HostFiniteGate
-from onstep.training.anomaly import Anomaly, too_many
-from onstep.training.buffer_guard import BufferGuard
-from onstep.training.culprits import innocent, investigate
+from onstep.training.anomaly import Anomaly, Findings, SpikeDetector, investigate, too_many
+from onstep.training.compute import BufferGuard
 from onstep.training.decisions import write_decision
 from onstep.training.feature import Feature
 from onstep.training.job import Job
 from onstep.training.log_step import publish
 from onstep.training.losses import MicroLoss, StepLoss, Weight
-from onstep.training.spikes import SpikeDetector
+from onstep.training.seams import StateDict
 from onstep.training.step import Step
 
 logger = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ class StepRecord(NamedTuple):
     step: int
     sample_ids: list[list[int]] | None
     micros: list[MicroLoss]
-    loss: StepLoss | None
+    loss: StepLoss
 
 
 class AnomalyGate(Feature[Job]):
@@ -67,6 +66,8 @@ class AnomalyGate(Feature[Job]):
         self._knows_at_once = isinstance(self._gate, HostFiniteGate)
         self._on_nonfinite, self._on_spike = state.cfg.train.on_nonfinite, state.cfg.anomaly.on_spike
         stops_at_once = self._on_nonfinite == "stop" and self._knows_at_once
+        self.looks_for_spikes = self._on_spike != "ignore"
+        """Whether loss and gradient norm of each step are compared with those before."""
         self._reads = stops_at_once or self._on_nonfinite in ("skip", "rollback") or self.looks_for_spikes
         self.needs_grad_norm = self._reads
         self._spikes = SpikeDetector(state.cfg.anomaly)
@@ -77,11 +78,6 @@ class AnomalyGate(Feature[Job]):
         self._has_warned_of_ids = False
         self._history: dict[str, list[str]] = {"skip": [], "rollback": []}
         state.ending.by_anomaly = False
-
-    @property
-    def looks_for_spikes(self) -> bool:
-        """Whether loss and gradient norm of each step are compared with those before."""
-        return self._on_spike != "ignore"
 
     def wrap_compute(self, compute: Callable[[Step], None]) -> Callable[[Step], None]:
         """Keep what the step starts from. Collective at the first step."""
@@ -120,11 +116,15 @@ class AnomalyGate(Feature[Job]):
             is_bad = self._gate.poll(force=True) is not None
             if is_bad or (self.looks_for_spikes and grad_norm is not None):
                 values = _read(loss, grad_norm)
-            self._found = self._judge(step.number, is_bad, values)
+            spike = self._spikes.find(values) if values and not is_bad else None
+            if is_bad:
+                self._found = Anomaly.non_finite(step.number, self._on_nonfinite, values)
+            elif spike is not None:
+                self._found = Anomaly.of(step.number, f"spike: {spike}", self._on_spike, values)
         asked = self._asked_to_skip()
         if asked is not None and self._found is None:
             values = values or _read(loss, grad_norm)
-            self._found = Anomaly(step.number, str(asked), "skip", values["loss"], values.get("grad_norm"), asked)
+            self._found = replace(Anomaly.of(step.number, str(asked), "skip", values), asked=asked)
         if self._found is None and values:
             self._spikes.accept(step.number, values)
         return self._found is None
@@ -146,30 +146,17 @@ class AnomalyGate(Feature[Job]):
         step.left_out = self._found is not None
 
     def after_count(self, step: Step) -> None:
-        """Publish what was found, now that the counters have moved on."""
-        if self._found is not None:
-            self.conclude_step()
-
-    def settle(self) -> None:
-        """Ask the device for certain whether a step was bad."""
-        self.check(wait=True)
-
-    def conclude_step(self) -> None:
-        """Publish what was found, remember its samples, and ask for what follows, when the counters have moved on.
+        """Publish what was found and ask for what follows, now that the counters have moved on.
 
         Raises:
             AnomalyError: when there were more skips than `anomaly.max_skips`.
         """
-        found, self._found = self._found, None
-        if found is None:
-            return
-        if found.action in ("skip", "rollback"):
-            self._leave_out(found)
-        self._publish(found)
-        if found.action == "skip":
-            self._note_skip(found)
-        else:
-            self._decide(found)
+        if self._found is not None:
+            self._conclude(self._found)
+
+    def settle(self) -> None:
+        """Ask the device for certain whether a step was bad."""
+        self.check(wait=True)
 
     def check(self, wait: bool = False) -> None:
         """Act on a bad step that the host has only now learned of; `wait` asks the device for certain.
@@ -180,12 +167,11 @@ class AnomalyGate(Feature[Job]):
         step = None if self._state.ending.by_anomaly or self._found is not None else self._gate.poll(force=wait)
         if step is None:
             return
-        record = next((one for one in self._records if one.step == step), None)
-        values = _read(record.loss, None) if record is not None and record.loss is not None else {"loss": math.nan}
-        what = "non-finite gradient" if math.isfinite(values["loss"]) else "non-finite loss"
-        self._explain(Anomaly(step, what, self._on_nonfinite, values["loss"], None))
+        record = self._record_of(step)
+        values = {"loss": math.nan} if record is None else _read(record.loss, None)
+        found = self._explain(Anomaly.non_finite(step, self._on_nonfinite, values))
         if wait:  # the counters have moved on already
-            self.conclude_step()
+            self._conclude(found)
 
     def before_rollback(self, bad_step: int, request: Request) -> None:
         """Remember the rollback that the ranks have agreed on.
@@ -204,25 +190,19 @@ class AnomalyGate(Feature[Job]):
         self._gate.reset()
         self._records.clear()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The last accepted losses and norms, and what was skipped or rolled back, in words."""
         return {"spikes": self._spikes.state_dict(), "history": {key: list(one) for key, one in self._history.items()}}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue with saved values; a rollback keeps the words of the branch that it leaves."""
         self._spikes.load_state_dict(state_dict["spikes"])
         for key, saved in state_dict["history"].items():
             if len(saved) > len(self._history[key]):
                 self._history[key] = list(saved)
 
-    def _judge(self, step: int, is_bad: bool, values: dict[str, float]) -> Anomaly | None:
-        if is_bad:
-            what = "non-finite gradient" if math.isfinite(values["loss"]) else "non-finite loss"
-            return Anomaly(step, what, self._on_nonfinite, values["loss"], values.get("grad_norm"))
-        spike = self._spikes.find(values) if values else None
-        if spike is None:
-            return None
-        return Anomaly(step, f"spike: {spike}", self._on_spike, values["loss"], values.get("grad_norm"))
+    def _record_of(self, step: int) -> StepRecord | None:
+        return next((one for one in self._records if one.step == step), None)
 
     def _asked_to_skip(self) -> Request | None:
         """The first request of any rank to leave out this update. Collective where somebody may ask."""
@@ -237,43 +217,46 @@ class AnomalyGate(Feature[Job]):
             mine = [Request(**fields) for fields_of_rank in everyone for fields in fields_of_rank]
         return mine[0] if mine else None
 
-    def _explain(self, found: Anomaly) -> None:
+    def _explain(self, found: Anomaly) -> Anomaly:
         """Name the culprits; from here on the step is over and the gate is open for the next. Collective.
 
         Raises:
             NonFiniteError: under the policy `raise`.
             AnomalyError: the same for a spike.
         """
-        record = next((one for one in self._records if one.step == found.step), None)
+        record = self._record_of(found.step)
         ids = None if record is None else record.sample_ids
         is_this_step = found.step == self._state.train_state.step + 1
         if found.is_non_finite and record is not None:
             findings = investigate(self._job, record.micros, ids, self._job.last if is_this_step else None)
         else:
-            findings = innocent(self._state, ids)
+            findings = Findings([], self._state.world.gather(ids))
         if self._buffers is not None and is_this_step:
             self._buffers.restore()
-        self._found = replace(found, findings=findings)
+        self._found = explained = replace(found, findings=findings)
         if found.action == "raise":
-            write_decision(self._state, self._found.request("raised", self._state.world.rank), found.step)
-            raise self._found.error()
+            write_decision(self._state, explained.request("raised", self._state.world.rank), found.step)
+            raise explained.error()
         if found.is_non_finite and found.action != "stop":
             self._gate.reset()
+        return explained
 
-    def _leave_out(self, found: Anomaly) -> None:
-        """Put the samples to blame into the skip list."""
+    def _conclude(self, found: Anomaly) -> None:
+        """Remember the samples to blame, show what was found everywhere at its own step, and ask for what follows."""
         state, ids = self._state, found.findings.sample_ids
-        if ids is not None:
+        self._found = None
+        if found.action in ("skip", "rollback") and ids is not None:
             skip_samples(state.train_state.skip_list, state.train_state.epoch, ids)
-        elif not self._has_warned_of_ids:
+        elif found.action in ("skip", "rollback") and not self._has_warned_of_ids:
             self._has_warned_of_ids = True
             logger.warning("the data has no sample ids, so what is skipped now will be met again in the next epoch")
-
-    def _publish(self, found: Anomaly) -> None:
-        """Show it in every sink, at its own step, and on the console."""
-        if self._state.world.is_main:
+        if state.world.is_main:
             logger.warning("%s; action: %s", found, found.action)
-        publish(self._state, {"epoch": self._state.trainer_state.epoch, **found.logs()}, self._job.tell)
+        publish(state, {"epoch": state.trainer_state.epoch, **found.logs()}, self._job.tell)
+        if found.action == "skip":
+            self._note_skip(found)
+        else:
+            self._decide(found)
 
     def _note_skip(self, found: Anomaly) -> None:
         """Count the samples as skipped and record the decision; only the gate's own skips are limited."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from onstep.events.context import unwrap
 from onstep.training.feature import Feature
 from onstep.training.job import Job
-from onstep.training.losses import MicroLoss
+from onstep.training.losses import MicroLoss, Weight
 from onstep.training.step import Step
 from onstep.training.step_size import model_options
 
@@ -32,24 +31,18 @@ class AttentionLogits(Feature[Job]):
 
     def __init__(self, host: Job) -> None:
         super().__init__(host)
+        self._model = unwrap(host.model[0])
         self._logits: list[Tensor] = []
 
     def after_zero_grad(self) -> None:
         """A step begins, or begins again."""
         self._logits = []
 
-    def wrap_forward(self, forward: Callable[..., MicroLoss]) -> Callable[..., MicroLoss]:
-        """Look at the model after each micro-batch."""
-        model = unwrap(self.host.model[0])
-
-        def noted(*given: Any) -> MicroLoss:
-            micro = forward(*given)
-            logit = getattr(model, "max_attention_logit", None)
-            if logit is not None:
-                self._logits.append(logit)
-            return micro
-
-        return noted
+    def before_backward(self, step: Step, micro: MicroLoss, start: Weight | None) -> None:
+        """Look at the model after the forward pass of each micro-batch."""
+        logit = getattr(self._model, "max_attention_logit", None)
+        if logit is not None:
+            self._logits.append(logit)
 
     def wrap_compute(self, compute: Callable[[Step], None]) -> Callable[[Step], None]:
         """The largest over all ranks; None of a model that keeps none. Collective."""

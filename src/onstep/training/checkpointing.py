@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -22,21 +21,20 @@ from onstep.checkpoint import (
     resolve,
 )
 from onstep.config import ConfigContainer
-from onstep.config.derived import fill
 from onstep.config.differences import changes, configured_schedule_holds, decide, describe
 from onstep.config.lengths import schedule_samples
 from onstep.config.optimizer_rules import GROUP_SETTINGS
+from onstep.config.validate import fill
 from onstep.data import StepSource
 from onstep.errors import CheckpointError, ConfigError
 from onstep.events import Request
 from onstep.optim import OptimizerParamScheduler
-from onstep.training.best_metric import note_best_checkpoint
 from onstep.training.decisions import write_decision
+from onstep.training.evaluation import note_best_checkpoint
 from onstep.training.progress_log import log_async_checkpoint_saved
 from onstep.training.run import Run
-from onstep.training.run_components import RunComponents
-from onstep.training.saved_parts import DataPosition, finite_numbers
-from onstep.training.seams import UserOptimizer, UserScheduler
+from onstep.training.saved_parts import DataPosition, RunComponents, finite_numbers
+from onstep.training.seams import Trained, UserOptimizer, UserScheduler
 from onstep.training.telling import Teller
 
 logger = logging.getLogger(__name__)
@@ -96,23 +94,29 @@ class RunCheckpoints:
             folder.note_start(asked)  # after the branch was left: until then a crash must ask for the same start
         return self.start
 
-    def load_progress(
-        self, model: list[nn.Module], optimizer: UserOptimizer | None, scheduler: UserScheduler | None
-    ) -> None:
+    def check_states(self, trained: Trained) -> None:
+        """Refuse states that no checkpoint can hold, before anything is trained.
+
+        Raises:
+            CheckpointError: naming the optimizer, callback or value, and the way out.
+        """
+        self.components.check_states(trained)
+
+    def load_progress(self, trained: Trained) -> None:
         """Load weights, optimizer, scheduler, progress and callbacks, and tell `on_checkpoint_load`. Collective.
 
         Raises:
             CheckpointError: when a part does not fit; nothing trains on half a checkpoint.
         """
-        info = self.start
+        info, scheduler = self.start, trained.scheduler
         if info is None:
             return
-        with self._todays_values(info, optimizer):
-            self._load(info, self.components.progress(model, optimizer, scheduler, loads=True))
+        with self._todays_values(info, trained.optimizer):
+            self._load(info, self.components.progress(trained, loads=True))
         if isinstance(scheduler, OptimizerParamScheduler):
             scheduler.step(0)  # by the values that the groups have now
-        if isinstance(scheduler, OptimizerParamScheduler) and "scheduler" not in self._loaded:
-            place_scheduler(scheduler, self.state)
+            if "scheduler" not in self._loaded:
+                place_scheduler(scheduler, self.state)
         self.state.stage.is_resumed, self.state.saving.is_unsaved = True, False
         if self.state.world.is_main:
             logger.info("continuing from %s", info.path)
@@ -128,70 +132,55 @@ class RunCheckpoints:
             self._load(self.start, [self.components.scheduler(scheduler)])
         if isinstance(scheduler, OptimizerParamScheduler) and "scheduler" not in self._loaded:
             place_scheduler(scheduler, self.state)  # again: by now the data has told how long an epoch is
-        self._load_position(self.start, reader)
+        position = DataPosition(reader, self.state)
+        self._load(self.start, self.components.position(position, loads=True))
+        if not position.is_loaded or self.start.manifest.world_size != self.state.world.size:
+            position.seek()
 
-    def restore(
-        self,
-        info: CheckpointInfo,
-        model: list[nn.Module],
-        optimizer: UserOptimizer | None,
-        scheduler: UserScheduler | None,
-    ) -> None:
+    def restore(self, info: CheckpointInfo, trained: Trained) -> None:
         """Go back to a checkpoint while the run goes on, and tell `on_checkpoint_load`. Collective.
 
         The data stays where it is: what led to this is not read again.
         """
-        self._load(info, self.components.progress(model, optimizer, scheduler))
+        self._load(info, self.components.progress(trained))
         self._load(info, self.components.position(None, loads=True))
         self._leave_branch(info)
         note_best_checkpoint(self.state, info.step, info.path)
         self.tell("on_checkpoint_load", checkpoint_step=info.step, checkpoint_path=str(info.path))
 
-    def save(
-        self,
-        model: list[nn.Module],
-        optimizer: UserOptimizer | None,
-        scheduler: UserScheduler | None,
-        reader: StepSource,
-        persistent: bool = True,
-    ) -> None:
+    def save(self, trained: Trained, reader: StepSource, persistent: bool = True) -> None:
         """Write a checkpoint of this moment. Collective; asynchronous where `checkpoint.async_save` says so.
 
         Raises:
             CheckpointError: see `CheckpointManager.save`.
         """
-        state = self.state
-        self.tell("on_checkpoint_save_start", checkpoint_step=state.train_state.step)
+        state, step = self.state, self.state.train_state.step
+        self.tell("on_checkpoint_save_start", checkpoint_step=step)
         state.saving.is_unsaved = False
-        with state.features.paused("write"):
-            self.manager.save(
-                SaveRequest(
-                    step=state.train_state.step,
-                    components=self.components.selected(
-                        [
-                            *self.components.progress(model, optimizer, scheduler),
-                            *self.components.position(DataPosition(reader, state)),
-                        ]
-                    ),
-                    config=state.cfg.to_dict(),
-                    metrics=finite_numbers(state.evaluated.last_metrics)
-                    if state.evaluated.at_step == state.train_state.step
-                    else {},
-                    layout={"world_size": state.world.size, "num_microbatches": state.num_microbatches},
-                    persistent=persistent,
-                )
+        with state.features.pause("write"):
+            components = [
+                *self.components.progress(trained),
+                *self.components.position(DataPosition(reader, state)),
+            ]
+            request = SaveRequest(
+                step=step,
+                components=self.components.selected(components),
+                config=state.cfg.to_dict(),
+                metrics=finite_numbers(state.evaluated.last_metrics) if state.evaluated.at_step == step else {},
+                layout={"world_size": state.world.size, "num_microbatches": state.num_microbatches},
+                persistent=persistent,
             )
+            self.manager.save(request)
 
     def finalize_if_written(self) -> None:
         """Make a pending save durable, if all ranks have written their files. Collective, right after an agreement."""
-        if self.manager.is_saving and not self.state.exits.some_rank_writes:
-            with self.state.features.paused("finalize"):
-                self.manager.finalize()
+        if not self.state.exits.some_rank_writes:
+            self.finish()
 
     def finish(self) -> None:
         """Wait for a pending save and make it durable. Collective."""
         if self.manager.is_saving:
-            with self.state.features.paused("finalize"):
+            with self.state.features.pause("finalize"):
                 self.manager.finalize()
 
     def close(self) -> None:
@@ -216,7 +205,7 @@ class RunCheckpoints:
     def _resolve(self) -> CheckpointInfo | None:
         """What `checkpoint.load` and `ckpt_step` name, found and verified on rank 0."""
         config, world = self.state.cfg.checkpoint, self.state.world
-        outcome: Any = None
+        outcome: CheckpointInfo | CheckpointError | None = None
         if world.is_main:
             try:
                 outcome = resolve(Path(config.load) if config.load else self.root, step=config.ckpt_step)
@@ -227,8 +216,7 @@ class RunCheckpoints:
         outcome = world.share(outcome)
         if isinstance(outcome, CheckpointError):
             raise outcome
-        info: CheckpointInfo | None = outcome
-        return info
+        return outcome
 
     @contextmanager
     def _todays_values(self, info: CheckpointInfo, optimizer: UserOptimizer | None) -> Iterator[None]:
@@ -310,12 +298,6 @@ class RunCheckpoints:
         self.manager.load(info, there, skip=known - {one.key for one in there})
         self._loaded |= {one.key for one in there}
 
-    def _load_position(self, info: CheckpointInfo, reader: StepSource) -> None:
-        position = DataPosition(reader, self.state)
-        self._load(info, self.components.position(position, loads=True))
-        if not position.is_loaded or info.manifest.world_size != self.state.world.size:
-            position.seek()
-
     def _tell_durable(self, saved: SavedCheckpoint) -> None:
         if self.state.cfg.checkpoint.async_save and self.state.cfg.logger.log_progress:
             log_async_checkpoint_saved(self.state, saved.step)
@@ -329,27 +311,22 @@ def open_checkpoints(state: Run, tell: Teller) -> RunCheckpoints | None:
     """The checkpoints of a run, in `checkpoint.save` or its folder; None for a run that has neither."""
     if state.cfg.checkpoint.save is not None:
         return RunCheckpoints(state, tell, Path(state.cfg.checkpoint.save))
-    if state.run_folder is not None:
-        return RunCheckpoints(state, tell, state.run_folder.checkpoints)
-    return None
+    return None if state.run_folder is None else RunCheckpoints(state, tell, state.run_folder.checkpoints)
 
 
 @contextmanager
-def own_checkpoints(
-    state: Run, tell: Teller, model: list[nn.Module], optimizer: UserOptimizer | None, scheduler: UserScheduler | None
-) -> Iterator[None]:
+def own_checkpoints(state: Run, tell: Teller, trained: Trained) -> Iterator[None]:
     """Checkpoints of a `train()` that is called by itself, where `checkpoint.save` names a folder. Collective."""
     if state.checkpoints is not None or state.cfg.checkpoint.save is None:
         yield
         return
-    state.checkpoints = open_checkpoints(state, tell)
-    assert state.checkpoints is not None
+    state.checkpoints = checkpoints = RunCheckpoints(state, tell, Path(state.cfg.checkpoint.save))
     try:
-        state.checkpoints.find()
-        state.checkpoints.load_progress(model, optimizer, scheduler)
+        checkpoints.find()
+        checkpoints.load_progress(trained)
         yield
     finally:
-        state.checkpoints.close()
+        checkpoints.close()
         state.checkpoints, state.stage.is_resumed = None, False
 
 

@@ -1,20 +1,18 @@
-"""The arithmetic of one step: forward and backward of its micro-batches, and the scale of their gradients."""
+"""The arithmetic of one step: forward and backward of its micro-batches, the scale of their gradients, and buffers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from onstep.data import Batch
 from onstep.distributed import no_sync
 from onstep.training.job import Job
-from onstep.training.losses import MicroLoss, Weight, backward_start, gradient_factor, read_loss
-from onstep.training.micro_batches import MicroBatches
-from onstep.training.run import Run
-from onstep.training.seams import ForwardStep
-from onstep.training.step import Step
+from onstep.training.losses import MicroLoss, Weight, divisor, is_known, read_loss
+from onstep.training.step import MicroBatches, Step
 
 ForwardPass = Callable[[MicroBatches, Batch, bool], MicroLoss]
 """`(the step's micro-batches, the one whose turn it is, whether it is a filler)`; gives its loss."""
@@ -22,15 +20,11 @@ ForwardPass = Callable[[MicroBatches, Batch, bool], MicroLoss]
 
 def forward_of(job: Job) -> ForwardPass:
     """The forward pass of one micro-batch, in the precision of the run."""
-    return forward_pass(job.run, job.forward_step_func, job.model)
-
-
-def forward_pass(run: Run, forward_step_func: ForwardStep, model: list[nn.Module]) -> ForwardPass:
-    """The forward pass of one micro-batch with any forward step, its state already injected."""
+    run, forward_step_func, model = job.run, job.forward_step_func, job.model[0]
     weighting = run.cfg.train.loss_weighting
 
     def forward(micro_batches: MicroBatches, batch: Batch, is_filler: bool) -> MicroLoss:
-        output, loss_function = forward_step_func(micro_batches, model[0])
+        output, loss_function = forward_step_func(micro_batches, model)
         return read_loss(loss_function(output), batch, weighting, is_filler)
 
     def forward_in_autocast(micro_batches: MicroBatches, batch: Batch, is_filler: bool) -> MicroLoss:
@@ -41,21 +35,37 @@ def forward_pass(run: Run, forward_step_func: ForwardStep, model: list[nn.Module
 
 
 def backward_start_of(job: Job, micro: MicroLoss, num_micro_batches: int) -> Weight | None:
-    """What a micro-batch's backward pass starts from, with the loss scale of float16 in it; None is 1."""
-    run, scaler = job.run, job.scaler
+    """What a micro-batch's backward pass starts from, with the loss scale of float16 in it; None is 1.
+
+    Of a step of one micro-batch on one rank the weight is known at once. Data parallelism divides the summed gradients
+    by the number of ranks; a share must not be divided.
+    """
+    run, kind, weight = job.run, micro.kind, micro.weight
     alone = num_micro_batches == 1 and run.world.size == 1
-    if alone and scaler is None and micro.kind == "mean":
-        return None
     nominal = 1.0 if alone else run.nominal_step_size
-    return backward_start(micro, alone, nominal, run.world.size, None if scaler is None else scaler.scale)
+    start: Weight | None = None
+    if kind == "mean":
+        start = None if alone else weight / nominal
+    elif kind == "sum" and alone:
+        start = 1.0 / divisor(weight, micro.loss)
+    elif is_known(weight, 0):
+        start = 0.0
+    elif kind == "sum":
+        start = 1.0 / nominal
+    else:
+        start = None if run.world.size == 1 else float(run.world.size)
+    if job.scaler is None:
+        return start
+    return job.scaler.scale if start is None else start * job.scaler.scale
 
 
 def gradient_factor_of(job: Job, step: Step) -> Weight | None:
     """What the step's gradients are multiplied by, now that its weight is known; None is 1."""
-    run = job.run
-    if len(step.micros) == 1 and run.world.size == 1:
+    run, size = job.run, job.run.world.size
+    if step.micros[0].kind == "share" or (len(step.micros) == 1 and size == 1):
         return None
-    return gradient_factor(step.total, step.micros, run.nominal_step_size, run.world.size)
+    factor = run.nominal_step_size * size / divisor(step.total.weight, step.total.numerator)
+    return None if is_known(factor, 1) else factor
 
 
 def clear_gradients(job: Job) -> None:
@@ -85,3 +95,41 @@ def exchanging(model: list[nn.Module], is_last: bool) -> AbstractContextManager[
 
 
 _EXCHANGING: AbstractContextManager[object] = nullcontext()
+
+
+class BufferGuard:
+    """Puts buffers such as the running statistics of a batch norm back to where a step began.
+
+    A forward pass changes them before anybody knows whether the step is good.
+
+    Only buffers that are saved with the model count, unless `saved_only` is False. A model without any costs nothing.
+    """
+
+    def __init__(self, model: list[nn.Module], *, saved_only: bool = True) -> None:
+        self._places = {
+            id(buffer): (module, name)
+            for chunk in model
+            for module in chunk.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not (saved_only and name in module._non_persistent_buffers_set)
+        }
+        self._copies: list[Tensor] = []
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy the buffers as they are now."""
+        if not self._copies:
+            self._copies = [buffer.clone() for buffer in self._buffers()]
+            return
+        for copy, buffer in zip(self._copies, self._buffers(), strict=True):
+            copy.copy_(buffer)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the buffers back to what `keep` saw."""
+        for copy, buffer in zip(self._copies, self._buffers(), strict=False):
+            buffer.copy_(copy)
+
+    def _buffers(self) -> list[Tensor]:
+        """The buffers of today: a forward pass may put another tensor in the place of one."""
+        return [getattr(module, name) for module, name in self._places.values()]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from pathlib import Path
-from typing import Any
 
 from onstep.events import Request
 from onstep.events.control import STICKY
@@ -14,26 +12,6 @@ from onstep.journal import encode
 from onstep.training.run import Run
 
 logger = logging.getLogger(__name__)
-
-_CONFIGURED: dict[str, tuple[str, str]] = {
-    "log_interval": ("logger", "log_interval"),
-    "eval_interval": ("validation", "eval_interval"),
-    "save_interval": ("checkpoint", "save_interval"),
-    "train_iters": ("train", "train_iters"),
-}
-
-
-def setting(state: Run, key: str) -> Any:
-    """The value in force of something that may change while the run goes on (`control.set`), else the configured one.
-
-    `lr_factor`, which no configuration has, is 1 until it is set.
-    """
-    if key in state.train_state.overrides:
-        return state.train_state.overrides[key]
-    if key == "lr_factor":
-        return 1.0
-    part, name = _CONFIGURED[key]
-    return getattr(getattr(state.cfg, part), name)
 
 
 def agree(state: Run) -> None:
@@ -62,8 +40,7 @@ def agree(state: Run) -> None:
     is_asked = control.adopt(agreed[len(votes) :])
     _forget_withdrawn_stop(state)
     if is_asked:
-        everyone = world.gather([vars(request) for request in control.drain()])
-        record(state, [Request(**fields) for fields_of_rank in everyone for fields in fields_of_rank])
+        record(state, [request for of_rank in world.gather(control.drain()) for request in of_rank])
 
 
 def record(state: Run, requests: list[Request]) -> None:
@@ -78,7 +55,11 @@ def record(state: Run, requests: list[Request]) -> None:
         if request.flag == "rollback" and state.control.rollback_request is None:
             state.control.rollback_request = request
         if request.flag == "set":
-            _set(state, request.details["key"], request.details["value"])
+            key, value = request.details["key"], request.details["value"]
+            if value is None:
+                state.train_state.overrides.pop(key, None)
+            else:
+                state.train_state.overrides[key] = value
         write_decision(state, request)
 
 
@@ -90,26 +71,15 @@ def write_decision(state: Run, request: Request, step: int | None = None) -> Non
     if state.run_folder is None or not state.world.is_main:
         return
     head = {"timestamp": time.time(), "step": state.train_state.step if step is None else step}
+    line = encode({**head, **vars(request)})
     try:
-        _append_line(state.run_folder.decisions, encode({**head, **vars(request)}))
+        with state.run_folder.decisions.open("ab+", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            is_torn = size > 0 and file.read(1) != b"\n"  # by an earlier crash
+            file.write(b"\n" * is_torn + line.encode() + b"\n")
     except OSError as error:
         logger.warning("a decision (%s) could not be recorded: %s", request, error)
-
-
-def _set(state: Run, key: str, value: Any) -> None:
-    if value is None:
-        state.train_state.overrides.pop(key, None)
-    else:
-        state.train_state.overrides[key] = value
-
-
-def _append_line(path: Path, line: str) -> None:
-    """One write for the line; it starts a new one where an earlier crash left a torn one."""
-    with path.open("ab+", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 1))
-        is_torn = size > 0 and file.read(1) != b"\n"
-        file.write(b"\n" * is_torn + line.encode() + b"\n")
 
 
 def _forget_withdrawn_stop(state: Run) -> None:

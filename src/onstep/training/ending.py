@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from onstep.data import StepSource
 from onstep.events import Request
@@ -30,7 +30,7 @@ class Leave(SystemExit):
         save_reason: why that checkpoint is written.
     """
 
-    def __init__(self, code: int, decision: Request, position: dict[str, Any] | None = None, save_reason: str = ""):
+    def __init__(self, code: int, decision: Request, position: StateDict | None = None, save_reason: str = ""):
         super().__init__(code)
         self.decision, self.position, self.save_reason = decision, position, save_reason
 
@@ -56,7 +56,8 @@ def conclude(job: Job) -> None:
     """Say why training ended, log the final metrics and save; an aborted run logs and saves nothing more."""
     run, control, ending = job.run, job.run.control, job.run.ending
     run.features.settle()
-    ending.was_stopped = run.leaves or is_stopped(run)
+    stopped_before_the_end = control.should_training_stop and not run.has_all_steps
+    ending.was_stopped = run.leaves or control.should_abort_without_save or stopped_before_the_end
     if run.leaves and not run.exits.is_said:  # it was decided before the first step
         say_exit(run)
     if not ending.was_stopped:
@@ -71,12 +72,6 @@ def conclude(job: Job) -> None:
         save_at_end(job)
     if run.checkpoints is not None:
         run.checkpoints.finish()
-
-
-def is_stopped(run: Run) -> bool:
-    """Whether a callback ends the run before its time."""
-    control = run.control
-    return control.should_abort_without_save or (control.should_training_stop and not run.has_all_steps)
 
 
 def publish_final_metrics(job: Job) -> None:
@@ -100,12 +95,10 @@ def save_at_end(job: Job) -> None:
     weights.
     """
     run = job.run
-    if run.ending.by_anomaly:
-        return
-    if run.checkpoints is None or not run.cfg.checkpoint.save_at_end or not run.saving.is_unsaved:
-        return
-    run.saving.save_reason = "the training ended"
-    save_now(job)
+    saves = run.checkpoints is not None and run.cfg.checkpoint.save_at_end and not run.ending.by_anomaly
+    if saves and run.saving.is_unsaved:
+        run.saving.save_reason = "the training ended"
+        save_now(job)
 
 
 def save_now(job: Job, reader: StepSource | None = None) -> None:
@@ -143,7 +136,7 @@ def give_up_on_data(job: Job) -> None:
 class _Standing:
     """A reader that has not read: it stands where the step began."""
 
-    position: dict[str, Any]
+    position: StateDict
 
     def state_dict(self) -> StateDict:
         return self.position

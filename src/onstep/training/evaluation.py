@@ -1,30 +1,33 @@
-"""Validation and test: the same forward step without gradients, averaged over tokens."""
+"""Validation and test: the same forward step without gradients, averaged over tokens; and the best of the metrics."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from onstep.data import EvalLoader, IteratorReader, StepBatches
+from onstep.data import Batch, EvalLoader, IteratorReader, StepBatches
 from onstep.distributed import World
-from onstep.events import CallbackManager
+from onstep.events import CallbackManager, Request
 from onstep.training.decisions import agree
 from onstep.training.exits import EvaluationInterrupted, leave_if_decided
 from onstep.training.forward_step import prepare_forward_step_func
-from onstep.training.interval_time import print_timers
 from onstep.training.losses import MicroLoss, evaluation_sums, read_loss
-from onstep.training.micro_batches import MicroBatches
 from onstep.training.run import Run
 from onstep.training.seams import DataSource, ForwardStep, Metrics, NonLossFunction
-from onstep.training.tags import TENSORBOARD, evaluation_points, write_points
+from onstep.training.step import MicroBatches
+from onstep.training.tags import TENSORBOARD, evaluation_tags, write_tags
 from onstep.training.telling import Teller
+
+logger = logging.getLogger(__name__)
 
 
 def evaluate(
@@ -68,11 +71,11 @@ def evaluate(
     kind = "test" if is_test else "eval"
     forward_step_func = prepare_forward_step_func(forward_step_func, state)
     modes = {module: module.training for chunk in model for module in chunk.modules()}
-    collected: Any = None
+    collected: object = None
     for chunk in model:
         chunk.eval()
     try:
-        with state.features.paused("score"), state.timers("evaluate").measure(barrier=True):
+        with state.features.pause("score"), state.timers("evaluate").measure(barrier=True):
             tell(f"on_{kind}_start")
             started = time.perf_counter()
             totals = _sum_batches(state, forward_step_func, data_iterator, model, tell, kind, verbose)
@@ -80,9 +83,10 @@ def evaluate(
                 collected = non_loss_data_func(model)
             elif process_non_loss_data_func is not None:
                 collected = _collect_non_loss_data(state, forward_step_func, data_iterator, model)
-        print_timers(state, ["evaluate"])
+        state.print_timers(["evaluate"])
         losses = {key: top / bottom.clamp(min=1) for key, (top, bottom) in totals.sums.items()}
-        means = total_losses(losses)
+        reported = {key: value for key, value in losses.items() if key != "loss"}
+        means = reported or ({"lm loss": losses["loss"]} if losses else {})
         prefix = metric_key_prefix or kind
         metrics = _metrics(prefix, losses, totals, time.perf_counter() - started)
         metrics |= extra_metrics() if extra_metrics is not None else {}
@@ -127,37 +131,36 @@ def _sum_batches(
     kind: str,
     verbose: bool,
 ) -> _Totals:
-    totals = _Totals()
-    if verbose and state.world.is_main:
-        print(f"Evaluating on {_num_samples(state)} samples", flush=True)  # noqa: T201 - asked for
-    start_event, end_event = f"on_{kind}_step_start", f"on_{kind}_step_end"
+    totals, options, shows = _Totals(), state.cfg.validation, verbose and state.world.is_main
+    weighting, limit = state.cfg.train.loss_weighting, options.eval_iters
+    if shows:
+        batch_size = options.eval_global_batch_size or state.cfg.train.global_batch_size or 1
+        print(f"Evaluating on {'all' if limit is None else limit * batch_size} samples", flush=True)  # noqa: T201
 
     def score_batch(step: StepBatches) -> None:
         with torch.no_grad():
-            micros = _micro_losses(state, forward_step_func, step, model)
+            results = zip(_results(state, forward_step_func, step, model), step.is_filler, strict=True)
+            micros = [
+                read_loss(result, batch, weighting, is_filler)
+                for (batch, result), is_filler in results
+                if result is not None
+            ]
         if micros:
             totals.add(micros, state.world)
 
     score = state.features.wrap("score", score_batch)
     for number, step in enumerate(eval_batches(state, data_iterator), start=1):
-        if verbose and state.world.is_main:
-            total = state.cfg.validation.eval_iters or "?"
-            print(f"Evaluating iter {number}/{total}", flush=True)  # noqa: T201 - asked for
-        tell(start_event)
+        if shows:
+            print(f"Evaluating iter {number}/{limit or '?'}", flush=True)  # noqa: T201 - asked for
+        tell(f"on_{kind}_step_start")
         score(step)
-        tell(end_event)
+        tell(f"on_{kind}_step_end")
         agree(state)
         leave_if_decided(state)
         totals.samples += step.num_samples or 0
         totals.batches += 1
     state.train_state.consumed_valid_samples += totals.samples
     return totals
-
-
-def _num_samples(state: Run) -> int | str:
-    validation = state.cfg.validation
-    batch_size = validation.eval_global_batch_size or state.cfg.train.global_batch_size or 1
-    return "all" if validation.eval_iters is None else validation.eval_iters * batch_size
 
 
 def _is_over_in_time(state: Run) -> bool:
@@ -174,20 +177,13 @@ def _is_over_in_time(state: Run) -> bool:
 
 def _collect_non_loss_data(
     state: Run, forward_step_func: ForwardStep, data_iterator: DataSource, model: list[nn.Module]
-) -> list[Any]:
+) -> list[object]:
     """What the loss functions of one batch's micro-batches give for `non_loss_data=True`. All ranks do it."""
     step = next(eval_batches(state, data_iterator), None)
     if step is None:
         return []
-    iterator = MicroBatches(step, state.world.device)
-    collected = []
     with torch.no_grad():
-        for index in range(len(iterator)):
-            iterator.stage(index)
-            with state.autocast():
-                output, loss_function = forward_step_func(iterator, model[0])
-                collected.append(loss_function(output, non_loss_data=True))
-    return collected
+        return [result for _, result in _results(state, forward_step_func, step, model, non_loss_data=True)]
 
 
 def eval_batches(state: Run, data_iterator: DataSource) -> Iterator[StepBatches]:
@@ -204,36 +200,22 @@ def eval_batches(state: Run, data_iterator: DataSource) -> Iterator[StepBatches]
         yield step
 
 
-def _micro_losses(
-    state: Run, forward_step_func: ForwardStep, step: StepBatches, model: list[nn.Module]
-) -> list[MicroLoss]:
-    """The losses of a batch's micro-batches; none of data without labels, whose loss function returns None."""
+def _results(
+    state: Run, forward_step_func: ForwardStep, step: StepBatches, model: list[nn.Module], **asked: bool
+) -> Iterator[tuple[Batch, object]]:
+    """A batch's micro-batches, each with what its loss function returns; None of data without labels."""
     iterator = MicroBatches(step, state.world.device)
-    weighting = state.cfg.train.loss_weighting
-    micros = []
     for index in range(len(iterator)):
         batch = iterator.stage(index)
         with state.autocast():
             output, loss_function = forward_step_func(iterator, model[0])
-            result = loss_function(output)
-        if result is not None:
-            micros.append(read_loss(result, batch, weighting, step.is_filler[index]))
-    return micros
-
-
-def total_losses(losses: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the forward step reported, else the loss itself as `lm loss`."""
-    reported = {key: value for key, value in losses.items() if key != "loss"}
-    return reported or ({"lm loss": losses["loss"]} if losses else {})
+            result = loss_function(output, **asked)
+        yield batch, result
 
 
 def _metrics(prefix: str, losses: dict[str, Tensor], totals: _Totals, seconds: float) -> Metrics:
     """Plain numbers under Hugging Face's names: `eval_loss`, `eval_perplexity`, rates."""
-    metrics: Metrics = {}
-    for key, mean in losses.items():
-        if key == "lm loss":
-            continue
-        metrics[f"{prefix}_{key}"] = mean.item()
+    metrics: Metrics = {f"{prefix}_{key}": mean.item() for key, mean in losses.items() if key != "lm loss"}
     loss = metrics.get(f"{prefix}_loss")
     if loss is not None and totals.counts_tokens:
         metrics[f"{prefix}_perplexity"] = perplexity(loss)
@@ -313,8 +295,8 @@ def write_evaluation(state: Run, means: dict[str, Tensor], kind: str, write_to_t
     shows_perplexity = state.cfg.logger.log_validation_ppl_to_tensorboard
     perplexities = {name: perplexity(loss) for name, loss in losses.items()} if shows_perplexity else {}
     loggers = {name: one for name, one in trackers.takers.items() if write_to_tensorboard or name != TENSORBOARD}
-    points = evaluation_points(kind, losses, perplexities)
-    write_points(loggers, points, progress.step, progress.consumed_train_samples)
+    tags = evaluation_tags(kind, losses, perplexities)
+    write_tags(loggers, tags, progress.step, progress.consumed_train_samples, over_samples=tags)
 
 
 def result_block(prefix: str, means: dict[str, Tensor]) -> str:
@@ -324,3 +306,47 @@ def result_block(prefix: str, means: dict[str, Tensor]) -> str:
         line += f"{key} value: {mean.item():.6E} | {key} PPL: {perplexity(mean.item()):.6E} | "
     rule = "-" * (len(line) + 1)
     return f"{rule}\n{line}\n{rule}"
+
+
+def note_best_metric(state: Run, metrics: Metrics) -> None:
+    """Remember the value of `validation.metric_for_best_model` if it is the best so far.
+
+    Called after `on_evaluate`, so that early stopping compares with the best of the evaluations before. A metric whose
+    name ends in `loss` or `perplexity` is better when smaller, unless `validation.greater_is_better` says otherwise.
+    With `checkpoint.save_on_best` a checkpoint is asked for. All ranks have the same metrics.
+    """
+    name = state.cfg.validation.metric_for_best_model
+    if name is None:
+        return
+    key = name if name in metrics else f"eval_{name}"
+    if key not in metrics:
+        known = ", ".join(sorted(metrics))
+        logger.warning("validation.metric_for_best_model=%s is not among the metrics: %s", name, known)
+        return
+    greater = state.cfg.validation.greater_is_better
+    if greater is None:
+        greater = not name.endswith(("loss", "perplexity"))
+    value, progress = float(metrics[key]), state.train_state
+    best = progress.best_metric
+    if best is None or (value > best if greater else value < best):
+        progress.best_metric, progress.best_step = value, progress.step
+        if state.cfg.checkpoint.save_on_best and progress.step > 0:
+            _ask_to_save(state, f"best {key} so far: {value:.6g}")
+
+
+def note_best_checkpoint(state: Run, step: int, path: str | Path) -> None:
+    """Remember where the weights of the best step are, if `path` is the checkpoint of that step; nothing else changes.
+
+    Called on every rank when a checkpoint is durable, and again when one was loaded: it was written before its own
+    place was known. As in `transformers`, the place of an earlier best stays until the best step has a checkpoint.
+    """
+    if step == state.train_state.best_step:
+        state.train_state.best_model_checkpoint = str(path)
+
+
+def _ask_to_save(state: Run, reason: str) -> None:
+    """Every rank comes to it by itself; that of rank 0 goes on record."""
+    if state.world.is_main:
+        state.control.ask(Request("should_save", "save_on_best", "", reason, state.world.rank))
+    else:
+        state.control.decide("should_save")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -12,11 +13,10 @@ from torch import nn
 from onstep.checkpoint import RngState
 from onstep.events import Request
 from onstep.schedules import is_due
-from onstep.training.decisions import setting, write_decision
-from onstep.training.interval_time import print_timers
+from onstep.training.decisions import write_decision
 from onstep.training.progress_log import compute_throughputs_and_append_to_progress_log, pending_flops
 from onstep.training.run import Run
-from onstep.training.seams import UserOptimizer, UserScheduler
+from onstep.training.seams import StateDict, Trained, UserOptimizer, UserScheduler
 from onstep.training.signals import Preempted
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def checkpoint_and_decide_exit(
     optimizer: UserOptimizer,
     opt_param_scheduler: UserScheduler | None,
     num_floating_point_operations_so_far: float,
-    checkpointing_context: dict[str, Any] | None,
+    checkpointing_context: Mapping[str, object] | None,
     train_data_iterator: Any,
 ) -> bool:
     """Save what is due or asked for, and decide whether the process leaves now. Collective; it only reads decisions.
@@ -56,37 +56,29 @@ def checkpoint_and_decide_exit(
     is_last = state.train_iters is not None and step >= state.train_iters
     if exits.decided in ("duration", "straggler") and is_last:
         exits.decided, exits.straggler = None, ""
-    if (
-        exits.decided is None
-        and not is_last
-        and state.stage.has_stepped
-        and is_due(step, state.cfg.train.exit_interval)
-    ):
-        exits.decided = "interval"
     if exits.decided is None and not is_last:
-        state.features.before_exit_decision()
+        if state.stage.has_stepped and is_due(step, state.cfg.train.exit_interval):
+            exits.decided = "interval"
+        else:
+            state.features.before_exit_decision()
     leaves = exits.decided is not None
-    persistent_is_due = state.control.should_save
+    saving, every = state.saving, state.cfg.checkpoint.non_persistent_save_interval
+    is_asked = state.control.should_save
     state.control.honoured("should_save")
-    non_persistent_is_due = is_due(step, state.cfg.checkpoint.non_persistent_save_interval)
-    if (persistent_is_due and not state.saving.saves_at_end) or (leaves and state.saving.is_unsaved):
-        non_persistent = False
-        state.saving.save_reason = _why_saved(state, persistent_is_due)
-    elif non_persistent_is_due and state.saving.is_unsaved and not persistent_is_due:
-        non_persistent = True
-        state.saving.save_reason = f"every {state.cfg.checkpoint.non_persistent_save_interval} steps, not persistent"
-    else:
-        return leaves and say_exit(state)
-    save_checkpoint_and_time(
-        state,
-        model,
-        optimizer,
-        opt_param_scheduler,
-        num_floating_point_operations_so_far,
-        checkpointing_context,
-        non_persistent_ckpt=non_persistent,
-        train_data_iterator=train_data_iterator,
-    )
+    persistent = (is_asked and not saving.saves_at_end) or (leaves and saving.is_unsaved)
+    if persistent or (not is_asked and saving.is_unsaved and is_due(step, every)):
+        saving.save_reason = _why_saved(state, is_asked) if persistent else f"every {every} steps, not persistent"
+        flops = num_floating_point_operations_so_far
+        save_checkpoint_and_time(
+            state,
+            model,
+            optimizer,
+            opt_param_scheduler,
+            flops,
+            checkpointing_context,
+            not persistent,
+            train_data_iterator,
+        )
     return leaves and say_exit(state)
 
 
@@ -96,7 +88,7 @@ def save_checkpoint_and_time(
     optimizer: UserOptimizer,
     opt_param_scheduler: UserScheduler | None,
     num_floating_point_operations_so_far: float,
-    checkpointing_context: dict[str, Any] | None,
+    checkpointing_context: Mapping[str, object] | None,
     non_persistent_ckpt: bool = False,
     train_data_iterator: Any = None,
 ) -> None:
@@ -119,13 +111,19 @@ def save_checkpoint_and_time(
         CheckpointError: when it cannot be written and `checkpoint.on_save_error` is stop; on all ranks alike.
     """
     if state.checkpoints is None:
-        _warn_that_nothing_is_saved(state)
+        if state.world.is_main and not state.saving.warned_of_saving:
+            state.saving.warned_of_saving = True
+            logger.warning(
+                "a save is due at step %d, but this run has no folder to save in; set run.name or checkpoint.save",
+                state.train_state.step,
+            )
         return
     timer = "save-checkpoint-non-persistent" if non_persistent_ckpt else "save-checkpoint"
-    with state.features.paused("save"):
+    with state.features.pause("save"):
         with state.timers(timer).measure(barrier=True):
-            state.checkpoints.save(model, optimizer, opt_param_scheduler, train_data_iterator, not non_persistent_ckpt)
-        print_timers(state, [timer])
+            trained = Trained(model, optimizer, opt_param_scheduler)
+            state.checkpoints.save(trained, train_data_iterator, persistent=not non_persistent_ckpt)
+        state.print_timers([timer])
         if state.cfg.logger.log_progress and not non_persistent_ckpt:
             flops = num_floating_point_operations_so_far + pending_flops(state)
             compute_throughputs_and_append_to_progress_log(state, flops)
@@ -141,12 +139,12 @@ def leave_if_decided(state: Run) -> None:
         raise EvaluationInterrupted(f"preempted in an evaluation at step {state.train_state.step}")
 
 
-def random_state_before(state: Run) -> Any:
+def random_state_before(state: Run) -> StateDict | None:
     """The random generators before something that a signal may interrupt; None where no signal is handled."""
     return None if state.exits.handler is None else RngState(state.world.device).state_dict()
 
 
-def restore_random_state(state: Run, before: Any) -> None:
+def restore_random_state(state: Run, before: StateDict | None) -> None:
     """Put the random generators back."""
     if before is not None:
         RngState(state.world.device).load_state_dict(before)
@@ -178,14 +176,5 @@ def say_exit(state: Run) -> bool:
 def _why_saved(state: Run, is_due_or_asked: bool) -> str:
     if not is_due_or_asked:
         return f"before leaving ({state.exits.decided})"
-    every = setting(state, "save_interval")
+    every = state.train_state.overrides.get("save_interval", state.cfg.checkpoint.save_interval)
     return f"every {every} steps" if is_due(state.train_state.step, every) else "asked for, or an epoch ended"
-
-
-def _warn_that_nothing_is_saved(state: Run) -> None:
-    if state.world.is_main and not state.saving.warned_of_saving:
-        state.saving.warned_of_saving = True
-        logger.warning(
-            "a save is due at step %d, but this run has no folder to save in; set run.name or checkpoint.save",
-            state.train_state.step,
-        )

@@ -12,47 +12,23 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from onstep.config.safety_config import FaultToleranceConfig
 from onstep.distributed import World
 from onstep.errors import ConfigError, MissingExtraError
-from onstep.training.fault_tolerance_state import FaultToleranceState
 from onstep.training.feature import Feature, Interruption
 from onstep.training.run import Run
 from onstep.training.section_clock import SectionClock
 from onstep.training.step import Step
 
-_SIGNALS = {"rank_killed": signal.SIGKILL, "rank_hung": signal.SIGSTOP}
-
-
-def plan_fault(config: FaultToleranceConfig, world_size: int, draw: random.Random) -> tuple[int, str, float]:
-    """Which rank fails, how, and after how many seconds: what the configuration leaves open is drawn."""
-    kind = config.simulated_fault_type
-    kind = draw.choice(sorted(_SIGNALS)) if kind == "random" else kind
-    rank = config.simulated_fault_rank
-    rank = draw.randrange(world_size) if rank is None else rank
-    return rank, kind, config.simulated_fault_base_delay * (1.0 + 0.2 * draw.random())
-
-
-def simulate_fault(config: FaultToleranceConfig, world: World) -> None:
-    """Let one rank be killed or stopped after a while, by a thread of its own. Collective.
-
-    Drawn from the system's generator: the run's own are not touched.
-    """
-    rank, kind, delay = world.share(plan_fault(config, world.size, random.SystemRandom()))
-    if world.is_main:
-        logger.warning("ft.simulate_fault: rank %d will fail (%s) in %.1f seconds", rank, kind, delay)
-    if world.rank != rank:
-        return
-    fails = threading.Timer(delay, os.kill, (os.getpid(), _SIGNALS[kind]))
-    fails.name, fails.daemon = "onstep-simulated-fault", True
-    fails.start()
-
-
 logger = logging.getLogger(__name__)
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 
 NUM_WARMUP_ITERS = 1
 """Steps that are not timed: the first one compiles, allocates and fills caches."""
@@ -61,14 +37,35 @@ MIN_ITERS_FOR_STEP_TIMEOUT_UPDATE = 16
 FT_STATE_FILE = "ft_state.json"
 
 _SOCKET = "FT_RANK_MONITOR_IPC_SOCKET"
+_SIGNALS = {"rank_killed": signal.SIGKILL, "rank_hung": signal.SIGSTOP}
+
+
+@dataclass
+class FaultToleranceState:
+    """Which sections are open, and what was seen so far; it decides which time limits may be learned."""
+
+    ft_state_path: Path | None = None
+    """`ft_state.json`, in the folder of the checkpoints; None where nothing is learned."""
+    is_persistent_chkpt_loaded: bool = False
+    """The set-up has loaded a checkpoint, so its time is one that a later start takes too."""
+    is_async_chkpt_enabled: bool = False
+    """Saves go on in the background: their section does not tell how long they take."""
+    is_calculating_timeouts: bool = False
+    """`ft.calc_ft_timeouts`."""
+    is_setup_section_open: bool = False
+    seen_checkpoints_cnt: int = 0
+    seen_tr_iters_cnt: int = 0
+    curr_eval_iter_idx: int = 0
+    open_steps: int = 0
+    """Steps and evaluation batches that run, one inside the other."""
 
 
 @dataclass
 class Sections:
     """What times the sections of a run, and what it remembers."""
 
-    client: Any = None
-    """That of `nvidia-resiliency-ext`, our own, or None."""
+    client: SectionClock | None = None
+    """Our own, that of `nvidia-resiliency-ext` with the same methods, or None."""
     state: FaultToleranceState = field(default_factory=FaultToleranceState)
 
 
@@ -107,47 +104,41 @@ def setup(state: Run) -> None:
 
 def on_training_step_start(state: Run) -> None:
     """A training step begins; the first one ends the set-up, and the one after it is the first to be timed."""
-    client = sections_of(state).client
-    if client is None:
-        return
-    ft = sections_of(state).state
-    _end_setup(state)
-    ft.curr_eval_iter_idx = 0
-    if ft.seen_tr_iters_cnt >= NUM_WARMUP_ITERS:
-        _start_step(state)
+    sections = sections_of(state)
+    if sections.client is not None:
+        sections.state.curr_eval_iter_idx = 0
+        _start_step(state, sections.client, sections.state.seen_tr_iters_cnt)
 
 
 def on_training_step_end(state: Run) -> None:
     """It ends."""
-    if sections_of(state).client is None:
-        return
-    _end_step(state)
-    sections_of(state).state.seen_tr_iters_cnt += 1
+    sections = sections_of(state)
+    if sections.client is not None:
+        _end_step(sections.client, sections.state)
+        sections.state.seen_tr_iters_cnt += 1
 
 
 def on_eval_step_start(state: Run) -> None:
     """An evaluation batch begins; the first one of an evaluation is not timed."""
-    if sections_of(state).client is None:
-        return
-    _end_setup(state)
-    if sections_of(state).state.curr_eval_iter_idx >= NUM_WARMUP_ITERS:
-        _start_step(state)
+    sections = sections_of(state)
+    if sections.client is not None:
+        _start_step(state, sections.client, sections.state.curr_eval_iter_idx)
 
 
 def on_eval_step_end(state: Run) -> None:
     """It ends."""
-    if sections_of(state).client is None:
-        return
-    ft = sections_of(state).state
-    if ft.curr_eval_iter_idx >= NUM_WARMUP_ITERS:
-        _end_step(state)
-    ft.curr_eval_iter_idx += 1
+    sections = sections_of(state)
+    if sections.client is not None:
+        if sections.state.curr_eval_iter_idx >= NUM_WARMUP_ITERS:
+            _end_step(sections.client, sections.state)
+        sections.state.curr_eval_iter_idx += 1
 
 
 def on_checkpointing_start(state: Run) -> None:
     """A save begins, or the end of one that goes on in the background."""
-    if sections_of(state).client is not None:
-        sections_of(state).client.start_section("checkpointing")
+    client = sections_of(state).client
+    if client is not None:
+        client.start_section("checkpointing")
 
 
 def on_checkpointing_end(state: Run, is_async_finalization: bool = False) -> None:
@@ -156,20 +147,13 @@ def on_checkpointing_end(state: Run, is_async_finalization: bool = False) -> Non
     Args:
         is_async_finalization: it was the end of a save in the background, which does not count as one.
     """
-    if sections_of(state).client is None:
+    client = sections_of(state).client
+    if client is None:
         return
-    sections_of(state).client.end_section("checkpointing")
+    client.end_section("checkpointing")
     if not is_async_finalization:
         sections_of(state).state.seen_checkpoints_cnt += 1
-        _maybe_update_timeouts(state)
-
-
-@contextmanager
-def checkpointing_section(state: Run, *, is_async_finalization: bool = False) -> Iterator[None]:
-    """The section `checkpointing` around a block."""
-    on_checkpointing_start(state)
-    yield
-    on_checkpointing_end(state, is_async_finalization)
+        _maybe_update_timeouts(state, client)
 
 
 def shutdown(state: Run) -> None:
@@ -179,7 +163,7 @@ def shutdown(state: Run) -> None:
         return
     if state.world.is_main:
         print("FT: closing...", flush=True)  # noqa: T201 - Megatron Bridge's line
-    _maybe_update_timeouts(state, is_closing=True)
+    _maybe_update_timeouts(state, client, is_closing=True)
     abort(state)
     if state.world.is_main:
         print("FT: closed.", flush=True)  # noqa: T201 - Megatron Bridge's line
@@ -224,8 +208,6 @@ class FaultToleranceSections(Feature[Run]):
         shutdown(run)
 
     def wrap_step(self, train_step: Callable[[Step], None]) -> Callable[[Step], None]:
-        """The section `step`."""
-
         def timed(step: Step) -> None:
             on_training_step_start(self.host)
             try:
@@ -237,49 +219,49 @@ class FaultToleranceSections(Feature[Run]):
 
         return timed
 
-    def wrap_score(self, score: Callable[..., Any]) -> Callable[..., Any]:
-        """The section `step`, for a batch of an evaluation."""
-
-        def timed(*given: Any) -> Any:
+    def wrap_score(self, score: Callable[Given, Found]) -> Callable[Given, Found]:
+        def timed(*given: Given.args, **named: Given.kwargs) -> Found:
             on_eval_step_start(self.host)
-            result = score(*given)
+            result = score(*given, **named)
             on_eval_step_end(self.host)
             return result
 
         return timed
 
-    def pause(self, work: Interruption) -> AbstractContextManager[Any]:
-        if work not in ("write", "finalize"):
-            return nullcontext()
-        return checkpointing_section(self.host, is_async_finalization=work == "finalize")
+    @contextmanager
+    def pause(self, work: Interruption) -> Iterator[None]:
+        is_timed = work in ("write", "finalize")
+        if is_timed:
+            on_checkpointing_start(self.host)
+        yield
+        if is_timed:
+            on_checkpointing_end(self.host, is_async_finalization=work == "finalize")
 
 
-def _end_setup(state: Run) -> None:
+def _start_step(state: Run, client: SectionClock, num_seen: int) -> None:
+    """Close the set-up, and after the warm-up open the section `step`.
+
+    An evaluation that a callback makes inside a step is part of that step.
+    """
     ft = sections_of(state).state
     if ft.is_setup_section_open:
-        sections_of(state).client.end_section("setup")
+        client.end_section("setup")
         ft.is_setup_section_open = False
         ft.is_persistent_chkpt_loaded = state.stage.is_resumed
-
-
-def _start_step(state: Run) -> None:
-    """Open the section `step`; an evaluation that a callback makes inside a step is part of that step."""
-    ft = sections_of(state).state
+    if num_seen < NUM_WARMUP_ITERS:
+        return
     if ft.open_steps == 0:
-        sections_of(state).client.start_section("step")
+        client.start_section("step")
     ft.open_steps += 1
 
 
-def _end_step(state: Run) -> None:
-    ft = sections_of(state).state
-    if ft.open_steps == 0:
-        return
-    ft.open_steps -= 1
-    if ft.open_steps == 0:
-        sections_of(state).client.end_section("step")
+def _end_step(client: SectionClock, ft: FaultToleranceState) -> None:
+    if ft.open_steps == 1:
+        client.end_section("step")
+    ft.open_steps = max(0, ft.open_steps - 1)
 
 
-def _maybe_update_timeouts(state: Run, *, is_closing: bool = False) -> None:
+def _maybe_update_timeouts(state: Run, client: SectionClock, *, is_closing: bool = False) -> None:
     """Learn the limits of the sections of which enough was seen, and keep them. Collective."""
     ft = sections_of(state).state
     if not ft.is_calculating_timeouts:
@@ -292,16 +274,13 @@ def _maybe_update_timeouts(state: Run, *, is_closing: bool = False) -> None:
     if ft.seen_checkpoints_cnt > 0 and not ft.is_async_chkpt_enabled:
         sections.append("checkpointing")
     with_rest = is_closing and {"setup", "step"} <= set(sections)
-    if not sections:
-        return
-    client = sections_of(state).client
-    if client.calculate_and_set_section_timeouts(
+    if sections and client.calculate_and_set_section_timeouts(
         selected_sections=sections, calc_out_of_section=with_rest, skip_if_not_ready=True
     ):
         _store(state, client)
 
 
-def _store(state: Run, client: Any) -> None:
+def _store(state: Run, client: SectionClock) -> None:
     """Replace the file in one step, on rank 0; what cannot be written fails no training."""
     path = sections_of(state).state.ft_state_path
     if not state.world.is_main or path is None:
@@ -318,7 +297,7 @@ def _store(state: Run, client: Any) -> None:
         logger.warning("the learned time limits could not be written to %s: %s", path, error)
 
 
-def _load(state: Run, client: Any) -> None:
+def _load(state: Run, client: SectionClock) -> None:
     """Take up the file of an earlier start, read on rank 0; a broken one is left out. Collective."""
     path, content = sections_of(state).state.ft_state_path, None
     if state.world.is_main and path is not None and path.exists():
@@ -336,7 +315,7 @@ def _load(state: Run, client: Any) -> None:
             logger.warning("%s does not hold time limits (%s); they are learned anew", path, error)
 
 
-def _their_client() -> Any:
+def _their_client() -> SectionClock:
     """The client of `nvidia-resiliency-ext`, in a process that its launcher has started."""
     try:
         from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient  # type: ignore[import-not-found,unused-ignore]
@@ -350,4 +329,29 @@ def _their_client() -> Any:
             f"ft.enable_ft_package=True needs a monitor for each rank, and ${_SOCKET} is not set; start the ranks with "
             "ft_launcher, or leave it out: Onstep's own watchdog needs no launcher."
         )
-    return RankMonitorClient()
+    client: SectionClock = RankMonitorClient()  # it has the same methods
+    return client
+
+
+def plan_fault(config: FaultToleranceConfig, world_size: int, draw: random.Random) -> tuple[int, str, float]:
+    """Which rank fails, how, and after how many seconds: what the configuration leaves open is drawn."""
+    kind = config.simulated_fault_type
+    kind = draw.choice(sorted(_SIGNALS)) if kind == "random" else kind
+    rank = config.simulated_fault_rank
+    rank = draw.randrange(world_size) if rank is None else rank
+    return rank, kind, config.simulated_fault_base_delay * (1.0 + 0.2 * draw.random())
+
+
+def simulate_fault(config: FaultToleranceConfig, world: World) -> None:
+    """Let one rank be killed or stopped after a while, by a thread of its own. Collective.
+
+    Drawn from the system's generator: the run's own are not touched.
+    """
+    rank, kind, delay = world.share(plan_fault(config, world.size, random.SystemRandom()))
+    if world.is_main:
+        logger.warning("ft.simulate_fault: rank %d will fail (%s) in %.1f seconds", rank, kind, delay)
+    if world.rank != rank:
+        return
+    fails = threading.Timer(delay, os.kill, (os.getpid(), _SIGNALS[kind]))
+    fails.name, fails.daemon = "onstep-simulated-fault", True
+    fails.start()

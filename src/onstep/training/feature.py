@@ -13,12 +13,12 @@ from onstep.errors import ConfigError
 from onstep.events import Request
 from onstep.events.dispatch import NOTHING
 from onstep.training.losses import MicroLoss, Weight
-from onstep.training.seams import Wrapped
 from onstep.training.step import Step
 
 Host = TypeVar("Host")
 """What a feature is built for: a `Run`, or the `Job` of one training."""
 Found = TypeVar("Found")
+Function = TypeVar("Function", bound=Callable[..., object])
 
 Interruption = Literal["evaluate", "score", "save", "write", "finalize", "compare", "replay"]
 """Work that belongs to no step: an evaluation inside the loop, and any evaluation; a checkpoint, its writing, and
@@ -30,38 +30,8 @@ forward and backward passes, the forward pass of one micro-batch, its backward p
 of an evaluation."""
 
 
-class Feature(Generic[Host]):
-    """Something that the loop can do beside training. One that is off is not built, and costs nothing.
-
-    A subclass overrides the hooks that it needs, and the loop calls no others. A `wrap_<work>(function)` gets the
-    loop's own work and returns what is called in its place. With `has_state` it has a state in checkpoints. After an
-    error no hook may start a collective, and the world refuses one.
-    """
-
-    name: ClassVar[str]
-    """Its key in checkpoints, and its name in `onstep why --features`."""
-    when: ClassVar[str] = "always"
-    """Configuration keys that decide whether it is wanted, for the documentation."""
-    collective: ClassVar[bool] = False
-    """Some hook talks to the other ranks: wanted on one rank, it is built on all."""
-    per_rank: ClassVar[bool] = False
-    """Each rank has a state of its own; otherwise the state is the same on all ranks."""
-    needs_grad_norm: bool = False
-    """It looks at the gradient norm of every step."""
-    has_state: bool = False
-    """Its `state_dict()` is in checkpoints, and `load_state_dict()` takes it back."""
-
-    @classmethod
-    def wanted(cls, host: Host) -> bool:
-        """Whether this rank wants it: by the configuration, the callbacks or the model."""
-        raise NotImplementedError
-
-    def __init__(self, host: Host) -> None:
-        self.host = host
-
-    def session(self) -> AbstractContextManager[object]:
-        """Around the whole training; leaving, it sees the error that ends it."""
-        return nullcontext()
+class Hooks:
+    """The points of the loop at which features do their part, in the order in which a run meets them."""
 
     def begin(self) -> None:
         """The state of a checkpoint is loaded and the data is in place; before the first step."""
@@ -138,43 +108,50 @@ class Feature(Generic[Host]):
         """Training ended well."""
 
 
-HOOKS: tuple[str, ...] = tuple(
-    name for name, hook in vars(Feature).items() if callable(hook) and not name.startswith("_") and name != "wanted"
-)
+class Feature(Hooks, Generic[Host]):
+    """Something that the loop can do beside training. One that is off is not built, and costs nothing.
+
+    A subclass overrides the hooks that it needs, and the loop calls no others. A `wrap_<work>(function)` gets the
+    loop's own work and returns what is called in its place. With `has_state` it has a state in checkpoints. After an
+    error no hook may start a collective, and the world refuses one.
+    """
+
+    name: ClassVar[str]
+    """Its key in checkpoints, and its name in `onstep why --features`."""
+    when: ClassVar[str] = "always"
+    """Configuration keys that decide whether it is wanted, for the documentation."""
+    collective: ClassVar[bool] = False
+    """Some hook talks to the other ranks: wanted on one rank, it is built on all."""
+    per_rank: ClassVar[bool] = False
+    """Each rank has a state of its own; otherwise the state is the same on all ranks."""
+    needs_grad_norm: bool = False
+    """It looks at the gradient norm of every step."""
+    has_state: bool = False
+    """Its `state_dict()` is in checkpoints, and `load_state_dict()` takes it back."""
+
+    @classmethod
+    def wanted(cls, host: Host) -> bool:
+        """Whether this rank wants it: by the configuration, the callbacks or the model."""
+        raise NotImplementedError
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+
+    def session(self) -> AbstractContextManager[object]:
+        """Around the whole training; leaving, it sees the error that ends it."""
+        return nullcontext()
 
 
-class Features:
+HOOKS = ("session", *(name for name in vars(Hooks) if not name.startswith("_")))
+
+
+class Features(Hooks):
     """The features of a run. Each hook is one function that calls theirs, in the order of the table."""
-
-    begin: Callable[[], None]
-    ready: Callable[[], None]
-    restart_interval: Callable[[], None]
-    before_iteration: Callable[[], None]
-    after_zero_grad: Callable[[], None]
-    before_micro_batch: Callable[[bool], None]
-    before_backward: Callable[[Step, MicroLoss, Weight | None], None]
-    after_update: Callable[[Step], None]
-    after_train_step: Callable[[Step], None]
-    after_count: Callable[[Step], None]
-    after_agreement: Callable[[], None]
-    settle: Callable[[], None]
-    before_log: Callable[[], None]
-    add_to_read: Callable[[dict[str, dict[str, Tensor]]], None]
-    after_read: Callable[[], None]
-    before_exit_decision: Callable[[], None]
-    admits: Callable[[Step], bool]
-    """Whether all let the update through."""
-    after_iteration: Callable[[Step], None]
-    after_skip: Callable[[], None]
-    before_rollback: Callable[[int, Request], None]
-    rolled_back: Callable[[], None]
-    failing: Callable[[BaseException], None]
-    end: Callable[[], None]
 
     def __init__(self) -> None:
         self.built: list[Feature[Any]] = []
         self._open: set[int] = set()
-        self._rooms: dict[type[Any], Any] = {}
+        self._rooms: dict[type[object], object] = {}
         self.of_the_loop: dict[str, Any] = {}
         """What the loop itself remembers between steps, by its key in checkpoints."""
         self._compose()
@@ -183,14 +160,18 @@ class Features:
     def open(self, table: Sequence[type[Feature[Host]]], host: Host, world: World) -> Iterator[None]:
         """Build the wanted features of a table, and hold their sessions. Collective.
 
-        Sessions open in the order of the table and close in reverse, each with the error if there is one.
+        Sessions open in the order of the table and close in reverse, each with the error if there is one. Where one
+        does not open on one rank, no rank goes on.
         """
         made = self.build(table, host, world)
         with ExitStack() as stack:
-            for one in made:
+
+            def enter(one: Feature[Host]) -> object:
                 self._open.add(id(one))
                 stack.callback(self._open.discard, id(one))
-                stack.enter_context(one.session())
+                return stack.enter_context(one.session())
+
+            _on_all_or_none(world, lambda: [enter(one) for one in made])
             yield
 
     def build(self, table: Sequence[type[Feature[Host]]], host: Host, world: World) -> list[Feature[Host]]:
@@ -217,12 +198,12 @@ class Features:
 
     def room(self, kind: type[Found]) -> Found:
         """What a room keeps for this run also while its feature is off, made when it is first asked for."""
-        if kind not in self._rooms:
-            self._rooms[kind] = kind()
-        found: Found = self._rooms[kind]
+        found = self._rooms.get(kind)
+        if not isinstance(found, kind):
+            found = self._rooms[kind] = kind()
         return found
 
-    def wrap(self, work: Work, function: Wrapped) -> Wrapped:
+    def wrap(self, work: Work, function: Function) -> Function:
         """`function` inside what features put around this work; the first of the table is outermost."""
         for one in reversed(self.built):
             wrapper = getattr(one, f"wrap_{work}", None)
@@ -230,7 +211,7 @@ class Features:
         return function
 
     @contextmanager
-    def paused(self, work: Interruption) -> Iterator[None]:
+    def pause(self, work: Interruption) -> Iterator[None]:
         """What the features put around work that belongs to no step."""
         with ExitStack() as stack:
             for pause in self._pauses:
@@ -244,13 +225,13 @@ class Features:
 
     def _compose(self) -> None:
         for hook in HOOKS:
-            if hook not in ("session", "admits", "pause"):
-                setattr(self, hook, _in_turn(self._overriding(hook)))
+            if hook not in ("session", "pause"):
+                compose = _all_of if hook == "admits" else _in_turn
+                setattr(self, hook, compose(self._overriding(hook)))
         self.needs_grad_norm = any(one.needs_grad_norm for one in self.built)
         self._pauses = self._overriding("pause")
-        self.admits = _all_of(self._overriding("admits"))
 
-    def _overriding(self, hook: str) -> list[Wrapped]:
+    def _overriding(self, hook: str) -> list[Callable[..., Any]]:
         base = getattr(Feature, hook)
         return [getattr(one, hook) for one in self.built if getattr(type(one), hook) is not base]
 
@@ -266,11 +247,11 @@ def _on_all_or_none(world: World, work: Callable[[], list[Found]]) -> list[Found
     return done
 
 
-def _in_turn(functions: list[Wrapped]) -> Wrapped:
+def _in_turn(functions: list[Callable[..., object]]) -> Callable[..., object]:
     if len(functions) < 2:
         return functions[0] if functions else NOTHING
 
-    def in_turn(*given: Any) -> None:
+    def in_turn(*given: object) -> None:
         for function in functions:
             function(*given)
 

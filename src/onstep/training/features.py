@@ -11,15 +11,14 @@ from onstep.training.anomalies import AnomalyGate
 from onstep.training.attention_logits import AttentionLogits
 from onstep.training.bridge.feature import BridgeLog
 from onstep.training.certificate import TrajectoryHash
-from onstep.training.environment import EnvironmentVariables, LogLevel
+from onstep.training.environment import EnvironmentVariables, LogLevel, TrackerSessions
 from onstep.training.experts import Experts
 from onstep.training.fault_tolerance import FaultToleranceSections
 from onstep.training.feature import Feature
 from onstep.training.growth import BatchGrowth
 from onstep.training.job import Job
-from onstep.training.model_parallel import ModelParallelAgreement
+from onstep.training.model_parallel import ForwardPreHooks, ModelParallelAgreement
 from onstep.training.nvrx_straggler import NvrxStragglers
-from onstep.training.param_sync import ForwardPreHooks
 from onstep.training.profiling_features import (
     DeviceSync,
     Energy,
@@ -36,7 +35,6 @@ from onstep.training.run import Run
 from onstep.training.scope import Endings, TrainingEnd
 from onstep.training.signal_handling import DataTimeoutGuard, SignalHandling
 from onstep.training.stragglers import Stragglers
-from onstep.training.tracker_sessions import TrackerSessions
 from onstep.training.watchdog import Watching
 from onstep.training.weight_hash import WeightHashes
 

@@ -1,10 +1,10 @@
-"""Who was first? Judges from what the ranks tell of themselves which one has failed, died or hung."""
+"""Judges from what the ranks tell of themselves which one was the first to fail, die or hang, and reports it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from onstep.training.rank_record import Failure, RankRecord
@@ -17,29 +17,8 @@ CONSEQUENCE_SECONDS = 4.0
 """How long a lost connection waits for the rank that caused it to be found silent."""
 SILENT_BEATS = 4.0
 """Missed publications after which a rank is silent, where something else says that it is gone."""
-
-
-@dataclass(frozen=True)
-class Witness:
-    """A rank as another one sees it."""
-
-    record: RankRecord
-    silence: float = 0.0
-    """Seconds since it last published anything."""
-    is_gone: bool = False
-    """Its process is known not to run any more."""
-    is_stopped: bool = False
-    """Its process is known to be stopped, as by SIGSTOP."""
-
-    @property
-    def idle(self) -> float:
-        """Seconds without progress, its silence included."""
-        return self.record.idle_seconds + self.silence
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has left or failed, so that nothing more is to be expected of it."""
-        return self.record.left is not None or self.record.failure is not None
+ANSWER_SECONDS = 3.0
+"""How long a rank that is accused of hanging has to look at itself; without an answer the judge decides."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +27,49 @@ class Verdict:
 
     kind: Kind
     rank: int
+    line: str = ""
+    """The same in one line, once all ranks are to act on it."""
+    reporter: int = 0
+    """The rank that then reports it."""
+
+
+@dataclass(frozen=True)
+class Accusation:
+    """A rank that seems to hang, how far it was, and when this was first seen."""
+
+    rank: int
+    beats: int
+    at: float
+    """Seconds of the monotonic clock."""
+
+
+def accusation_of(
+    verdict: Verdict | None, witnesses: Mapping[int, RankRecord], judge: int, known: Accusation | None, now: float
+) -> Accusation | None:
+    """Whom the judge, whose knowledge is a moment old, has to ask; None for nobody, or a rank that cannot answer.
+
+    The judge looks at itself without being asked; `known` is the accusation before this one.
+    """
+    if verdict is None or verdict.kind != "hung" or verdict.rank == judge:
+        return None
+    one = witnesses[verdict.rank]
+    if one.silence > 0 or one.is_stopped:
+        return None
+    if known is not None and (known.rank, known.beats) == (verdict.rank, one.beats):
+        return known
+    return Accusation(verdict.rank, one.beats, now)
+
+
+def accuser_of(record: RankRecord, witnesses: Mapping[int, RankRecord]) -> int | None:
+    """The judge that says of a rank that it hangs, where the rank is still as far as it was then; else None."""
+    for judge, one in witnesses.items():
+        if one.silence == 0 and (one.accuses, one.accused_beats) == (record.rank, record.beats):
+            return judge
+    return None
 
 
 def judge(
-    witnesses: Mapping[int, Witness],
+    witnesses: Mapping[int, RankRecord],
     *,
     interval: float,
     since_first_failure: float = 0.0,
@@ -67,87 +85,55 @@ def judge(
         stopped_seconds: how long a process may be stopped, also where it is not watched otherwise.
         on_cuda: a rank that waits for others may stand anywhere that reads the device.
     """
-    if any(one.record.failure is not None for one in witnesses.values()):
-        return _judge_failures(witnesses, interval, since_first_failure)
+    failures = {rank: one.failure for rank, one in witnesses.items() if one.failure is not None}
     running = {rank: one for rank, one in witnesses.items() if not one.is_over}
-    gone = [rank for rank, one in running.items() if one.is_gone and _is_silent(one, interval)]
-    if gone:
-        return Verdict("died", gone[0])
-    return _judge_stalls(running, stopped_seconds, on_cuda)
-
-
-def _judge_failures(witnesses: Mapping[int, Witness], interval: float, since: float) -> Verdict | None:
-    failed = sorted(
-        (one.record.failure.order, rank) for rank, one in witnesses.items() if one.record.failure is not None
-    )
-    if any(one.record.left is not None and one.record.failure is None for one in witnesses.values()):
-        return Verdict("left", failed[0][1])
-    if _are_interrupted(witnesses):
-        return Verdict("alike", failed[0][1])
-    if len(failed) == len(witnesses) and _are_alike(witnesses):
-        return Verdict("alike", failed[0][1])
-    causes = [rank for _, rank in failed if not _is_consequence(witnesses[rank])]
+    silent = [rank for rank, one in running.items() if one.silence >= max(1.0, SILENT_BEATS * interval)]
+    if not failures:
+        gone = [rank for rank in silent if running[rank].is_gone]
+        return Verdict("died", gone[0]) if gone else _judge_stalls(running, stopped_seconds, on_cuda)
+    in_order = sorted(failures, key=lambda rank: (failures[rank].order, rank))
+    if any(one.left is not None and one.failure is None for one in witnesses.values()):
+        return Verdict("left", in_order[0])
+    have_all_failed = len(failures) == len(witnesses)
+    are_alike = have_all_failed and len({(one.kind, one.text) for one in failures.values()}) == 1
+    if are_alike or all(map(_is_interrupted, witnesses.values())):
+        return Verdict("alike", in_order[0])
+    causes = [rank for rank in in_order if not failures[rank].is_consequence]
     if causes:
-        return Verdict("raised", causes[0]) if since >= ALIKE_SECONDS or len(failed) == len(witnesses) else None
-    running = {rank: one for rank, one in witnesses.items() if not one.is_over}
-    silent = [(-one.silence, rank) for rank, one in running.items() if _is_silent(one, interval)]
+        return Verdict("raised", causes[0]) if since_first_failure >= ALIKE_SECONDS or have_all_failed else None
     if silent:
-        return Verdict("died", min(silent)[1])
-    return Verdict("raised", failed[0][1]) if since >= CONSEQUENCE_SECONDS else None
+        return Verdict("died", min(silent, key=lambda rank: (-running[rank].silence, rank)))
+    return Verdict("raised", in_order[0]) if since_first_failure >= CONSEQUENCE_SECONDS else None
 
 
-def _is_silent(one: Witness, interval: float) -> bool:
-    """Whether it has published nothing for so long that, with something else wrong, it counts as dead."""
-    return one.silence >= max(1.0, SILENT_BEATS * interval)
+def _is_interrupted(one: RankRecord) -> bool:
+    """Whether it was sent SIGINT, as by Ctrl-C; a rank that waits in a collective cannot raise it yet."""
+    failure = one.failure
+    return one.is_interrupted or (failure is not None and failure.kind == "KeyboardInterrupt")
 
 
-def _are_alike(witnesses: Mapping[int, Witness]) -> bool:
-    failures = [one.record.failure for one in witnesses.values()]
-    return len({(one.kind, one.text) for one in failures if one is not None}) == 1
-
-
-def _are_interrupted(witnesses: Mapping[int, Witness]) -> bool:
-    """Whether all ranks were sent SIGINT, as by Ctrl-C; one that waits in a collective cannot raise it yet."""
-    return all(
-        one.record.is_interrupted or (one.record.failure is not None and one.record.failure.kind == "KeyboardInterrupt")
-        for one in witnesses.values()
-    )
-
-
-def _is_consequence(one: Witness) -> bool:
-    return one.record.failure is not None and one.record.failure.is_consequence
-
-
-def _judge_stalls(running: Mapping[int, Witness], stopped_seconds: float | None, on_cuda: bool) -> Verdict | None:
+def _judge_stalls(running: Mapping[int, RankRecord], stopped_seconds: float | None, on_cuda: bool) -> Verdict | None:
     """A rank that waits in a collective for one that has not arrived is a victim of that one, which may be slow."""
-    if not running or any(one.record.is_debugged for one in running.values()):
+    if not running or any(one.is_debugged for one in running.values()):
         return None
-    fewest = min(one.record.collectives for one in running.values())
+    fewest = min(one.collectives for one in running.values())
     found = []
     for rank, one in running.items():
-        is_ahead = one.record.collectives > fewest and (one.record.is_waiting or on_cuda)
-        if not is_ahead and _is_stalled(one, stopped_seconds):
-            found.append((one.record.collectives, one.record.is_waiting, -one.idle, rank))
+        limit = stopped_seconds if one.limit_seconds is None and one.is_stopped else one.limit_seconds
+        is_ahead = one.collectives > fewest and (one.is_waiting or on_cuda)
+        if not is_ahead and limit is not None and one.idle >= limit:
+            found.append((one.collectives, one.is_waiting, -one.idle, rank))
     return Verdict("hung", min(found)[-1]) if found else None
-
-
-def _is_stalled(one: Witness, stopped_seconds: float | None) -> bool:
-    limit = one.record.limit_seconds
-    if limit is None and one.is_stopped:
-        limit = stopped_seconds
-    return limit is not None and one.idle >= limit
 
 
 _RULE = "=" * 100
 
 
-def first_line(verdict: Verdict, one: Witness) -> str:
+def first_line(verdict: Verdict, one: RankRecord) -> str:
     """The verdict in one line: rank, what happened, step, event and callback, place."""
-    record = one.record
-    where = f" at {record.place}" if record.place else ""
-    at = f"at step {record.step}, while {record.activity}{where}"
-    if verdict.kind == "raised" and record.failure is not None:
-        return f"rank {verdict.rank} failed first {at}: {_exception(record.failure)}"
+    at = f"at step {one.step}, while {one.activity}"
+    if verdict.kind == "raised" and one.failure is not None:
+        return f"rank {verdict.rank} failed first {at}: {_exception(one.failure)}"
     if verdict.kind == "died":
         return f"rank {verdict.rank} is gone (its process was killed or has crashed); it was last heard of {at}"
     if one.is_stopped:
@@ -156,22 +142,25 @@ def first_line(verdict: Verdict, one: Witness) -> str:
     return f"rank {verdict.rank} hangs: no progress for {one.idle:.1f} s{silent}, {at}"
 
 
-def report(
-    verdict: Verdict, line: str, witnesses: Mapping[int, Witness], stacks: Mapping[int, str], hint: str = ""
-) -> str:
+def ruling_on(verdict: Verdict, one: RankRecord, reporter: int) -> Verdict:
+    """What all ranks are to act on, where `one` is the rank that the verdict names."""
+    return replace(verdict, line=first_line(verdict, one), reporter=reporter)
+
+
+def report(ruling: Verdict, witnesses: Mapping[int, RankRecord], stacks: Mapping[int, str], hint: str = "") -> str:
     """The whole report, with the exception of the culprit and the stacks of all ranks that have given theirs."""
-    parts = [_RULE, f"first culprit: {line}"]
-    worker = worker_frame(stacks.get(verdict.rank, ""))
-    if worker is not None and verdict.kind == "hung":
+    parts = [_RULE, f"first culprit: {ruling.line}"]
+    worker = worker_frame(stacks.get(ruling.rank, ""))
+    if worker is not None and ruling.kind == "hung":
         parts.append(f"  its data worker {worker[0]} stands at {worker[1]}")
     parts += ["", "what each rank was last doing:"]
     parts += [f"  rank {rank}: {_doing(one)}" for rank, one in sorted(witnesses.items())]
-    failure = witnesses[verdict.rank].record.failure
+    failure = witnesses[ruling.rank].failure
     if failure is not None:
-        parts += ["", f"exception of rank {verdict.rank}:", failure.traceback.rstrip()]
+        parts += ["", f"exception of rank {ruling.rank}:", failure.traceback.rstrip()]
     for rank in sorted(witnesses):
         told = stacks.get(rank, "").rstrip() or "  none: the rank does not answer"
-        parts += ["", f"stacks of rank {rank} (process {witnesses[rank].record.pid}):", told]
+        parts += ["", f"stacks of rank {rank} (process {witnesses[rank].pid}):", told]
     if hint:
         parts += ["", hint]
     return "\n".join([*parts, _RULE, ""])
@@ -189,22 +178,23 @@ def worker_frame(stacks: str) -> tuple[str, str] | None:
     return None
 
 
-def _doing(one: Witness) -> str:
-    record = one.record
-    if record.left is not None:
-        return f"step {record.step}, left the run with exit code {record.left}"
-    if record.failure is not None:
-        return f"step {record.step}, {_exception(record.failure)}"
-    where = f" at {record.place}" if record.place else ""
+def placed(record: RankRecord, stacks: str) -> RankRecord:
+    """The record with the line that reads the dataset, where the rank waits for a data worker."""
+    worker = worker_frame(stacks) if record.waits_for_worker else None
+    return record if worker is None else replace(record, place=worker[1])
+
+
+def _doing(one: RankRecord) -> str:
+    if one.left is not None:
+        return f"step {one.step}, left the run with exit code {one.left}"
+    if one.failure is not None:
+        return f"step {one.step}, {_exception(one.failure)}"
     since = f"; no progress for {one.idle:.1f} s" if one.idle >= 1 else ""
     state = " (its process is gone)" if one.is_gone else " (its process is stopped)" if one.is_stopped else ""
-    return f"step {record.step}, {record.activity}{where}{since}{state}"
+    return f"step {one.step}, {one.activity}{since}{state}"
 
 
 def _exception(failure: Failure) -> str:
-    return f"{failure.kind}: {_one_line(failure.text)}" if failure.text else failure.kind
-
-
-def _one_line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 300 else line[:297] + "..."
+    line = " ".join(failure.text.split())
+    text = line if len(line) <= 300 else line[:297] + "..."
+    return f"{failure.kind}: {text}" if failure.text else failure.kind

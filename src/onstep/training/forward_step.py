@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from functools import partial
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Union, get_args, get_origin
 
 from torch import Tensor, nn
 
@@ -15,7 +15,9 @@ from onstep.training.run import Run
 from onstep.training.seams import ForwardStep
 
 
-def forward_step(data_iterator: Iterator[Any], model: nn.Module, return_schedule_plan: bool = False) -> Any:
+def forward_step(
+    data_iterator: Iterator[dict[str, Tensor]], model: nn.Module, return_schedule_plan: bool = False
+) -> tuple[Tensor, partial[tuple[Tensor, Weight, dict[str, object]]]]:
     """Next-token prediction on micro-batches `{"tokens": (batch, seq), "labels": (batch, seq)}`.
 
     Labels are shifted already; those equal to -100 are not trained on. `position_ids` and `document_ids` of packed
@@ -27,7 +29,7 @@ def forward_step(data_iterator: Iterator[Any], model: nn.Module, return_schedule
     return loss_sum, partial(next_token_loss, batch)
 
 
-def next_token_loss(batch: dict[str, Any], loss_sum: Tensor) -> tuple[Tensor, Weight, dict[str, Any]]:
+def next_token_loss(batch: dict[str, Tensor], loss_sum: Tensor) -> tuple[Tensor, Weight, dict[str, object]]:
     """`(sum of losses, number of labels, report)` of a micro-batch."""
     known = batch.get("num_tokens")
     return loss_sum, known if known is not None else batch["labels"].ne(IGNORE_INDEX).sum(), {}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from onstep.models.chunks import ModelList, ensure_model_list
+from onstep.models.heads import ModelList, ensure_model_list
 
 _ROUTER = ("weight", "bias")
 _SHARED_GATE = ("gate_weight", "gate_bias")
@@ -43,25 +42,18 @@ def _freeze_parameter_if_present(module: object, name: str) -> None:
         parameter.requires_grad = False
 
 
-def _feed_forwards(chunk: Any) -> Iterator[Any]:
+def _feed_forwards(chunk: nn.Module) -> Iterator[object]:
     """The feed-forward parts of all layers of a chunk, under Onstep's name or Megatron's."""
-    inner = _unwrapped(chunk)
-    layers = [*_layers(inner), *_layers(getattr(inner, "decoder", None))]
+    inner = chunk
+    while isinstance(inside := getattr(inner, "module", None), nn.Module):
+        inner = inside
+    layers: list[object] = []
+    for owner in (inner, getattr(inner, "decoder", None)):
+        found: Iterable[object] | None = getattr(owner, "layers", None)
+        layers += found or ()
     layers += [depth.layer for depth in getattr(getattr(inner, "mtp", None), "depths", ())]
     for layer in layers:
         for name in ("feed_forward", "mlp"):
             block = getattr(layer, name, None)
             if block is not None:
                 yield block
-
-
-def _layers(module: Any) -> list[Any]:
-    found = getattr(module, "layers", None)
-    return [] if found is None else list(found)
-
-
-def _unwrapped(chunk: Any) -> Any:
-    """What lies inside wrappers, which hold it as `module`."""
-    while isinstance(getattr(chunk, "module", None), nn.Module):
-        chunk = chunk.module
-    return chunk

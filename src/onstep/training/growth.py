@@ -6,7 +6,6 @@ from onstep.training.ending import save_now
 from onstep.training.feature import Feature
 from onstep.training.job import Job
 from onstep.training.position import update_batch_size
-from onstep.training.run import Run
 from onstep.training.step import Step
 
 
@@ -40,25 +39,15 @@ class BatchGrowth(Feature[Job]):
 
     def after_skip(self) -> None:
         """The same after a skipped step. Collective where the size has grown."""
-        run = self.host.run
-        if not _has_grown(run) or run.is_over or not _saves_growth(run) or not run.saving.is_unsaved:
+        run, before = self.host.run, self.host.run.num_microbatches
+        update_batch_size(run)
+        assert run.num_microbatches >= before, f"micro-batches of a step went from {before} to {run.num_microbatches}"
+        options = run.cfg.checkpoint
+        is_saving = options.save_interval is not None or options.save_each_epoch or options.save_at_end
+        saves = run.checkpoints is not None and is_saving and run.saving.is_unsaved
+        if run.num_microbatches == before or run.is_over or not saves:
             return
         run.saving.save_reason = f"the batch grows to {run.current_global_batch_size} samples"
         run.features.settle()
         if not (run.is_over or run.ending.by_anomaly):
             save_now(self.host)
-
-
-def _has_grown(run: Run) -> bool:
-    """Set the number of micro-batches of the next step from the consumed samples; whether it became larger."""
-    before = run.num_microbatches
-    update_batch_size(run)
-    assert run.num_microbatches >= before, f"micro-batches of a step went from {before} to {run.num_microbatches}"
-    return run.num_microbatches > before
-
-
-def _saves_growth(run: Run) -> bool:
-    """Whether the run saves of its own accord, and so where its batch grows."""
-    options = run.cfg.checkpoint
-    is_saving = options.save_interval is not None or options.save_each_epoch or options.save_at_end
-    return run.checkpoints is not None and is_saving

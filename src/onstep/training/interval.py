@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from onstep.training.losses import StepLoss, Weight, as_scalar, at_least_one
+from onstep.training.seams import StateDict
 
+Name = TypeVar("Name")
 _FOLD_EVERY = 64
 _MAX_NORM, _ZEROS = "max_norm", "num_zeros"
 
@@ -89,7 +91,7 @@ class IntervalMeter:
         if len(self._losses) >= _FOLD_EVERY:
             self._fold()
 
-    def read(self, **extras: Mapping[str, Any]) -> IntervalReport | None:
+    def read(self, **extras: Mapping[str, object]) -> IntervalReport | None:
         """Everything since the last flush, read from the device at once; None when there was no step.
 
         A second call without a step in between reads nothing and has the first one's report.
@@ -101,13 +103,11 @@ class IntervalMeter:
             return None
         if self._report is None or self._report.num_steps != self.num_steps:
             self._fold()
-            waiting: dict[Any, Any] = {**self._sums, _MAX_NORM: self._max_norm, _ZEROS: self._num_zeros}
-            waiting |= {(group, name): one for group, values in extras.items() for name, one in values.items()}
-            read = read_together(waiting)
-            self._report = self._make_report({name: read[name] for name in self._sums}, read[_MAX_NORM])
-            self._report.num_zeros = None if read[_ZEROS] is None else int(read[_ZEROS])
-            groups = {group: {name: read[group, name] for name in values} for group, values in extras.items()}
-            self._report.extras = groups
+            unread: dict[Any, object] = {**self._sums, _MAX_NORM: self._max_norm, _ZEROS: self._num_zeros}
+            unread |= {(group, name): one for group, values in extras.items() for name, one in values.items()}
+            read = read_together(unread)
+            self._report = self._make_report({name: read[name] for name in self._sums}, read[_MAX_NORM], read[_ZEROS])
+            self._report.extras = {group: {name: read[group, name] for name in extras[group]} for group in extras}
         return self._report
 
     def flush(self) -> IntervalReport | None:
@@ -125,7 +125,7 @@ class IntervalMeter:
         device = self._losses[0].numerator.device if self._losses else folded[0].device
         return round(float(_stack([*folded, *waiting], device).sum()))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Everything since the last flush, as it is: folding it now would change the last bits of the mean."""
         return {
             "num_steps": self.num_steps,
@@ -145,7 +145,7 @@ class IntervalMeter:
             "num_zeros": self._num_zeros,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any], device: torch.device | None = None) -> None:
+    def load_state_dict(self, state_dict: StateDict, device: torch.device | None = None) -> None:
         """Continue the interval of a checkpoint, with its tensors on `device`."""
         device = device or torch.device("cpu")
         columns = [_unpacked(state_dict[name], device) for name in ("numerators", "weights", "tokens")]
@@ -165,7 +165,7 @@ class IntervalMeter:
         zeros = state_dict.get("num_zeros")  # older checkpoints have none
         self._num_zeros = zeros.to(device) if isinstance(zeros, Tensor) else zeros
 
-    def _make_report(self, sums: dict[str, float], max_norm: float | None) -> IntervalReport:
+    def _make_report(self, sums: dict[str, float], max_norm: float | None, num_zeros: float | None) -> IntervalReport:
         others = {name: sums[f"report/{name}"] / count for name, count in self._counts.items()}
         num_applied = self.num_steps - self.num_skipped
         losses = {name: f"report/{name}" for name in self._counts} or {"lm loss": "loss"}
@@ -178,6 +178,7 @@ class IntervalMeter:
             grad_norm=(sums["squared_norm"] / self._num_norms) ** 0.5 if self._num_norms else None,
             max_grad_norm=max_norm,
             tokens=round(sums["tokens"]) if "tokens" in sums else None,
+            num_zeros=None if num_zeros is None else int(num_zeros),
             others=others,
             applied={name: one / num_applied for name, one in sums_of_applied.items()} if num_applied else {},
         )
@@ -218,7 +219,7 @@ class IntervalMeter:
         self._sums[name] = self._sums[name] + amount if name in self._sums else amount
 
 
-def read_together(values: Mapping[Any, Any]) -> dict[Any, Any]:
+def read_together(values: Mapping[Name, object]) -> dict[Name, Any]:
     """`values` with tensors of one element as plain numbers, read from the device at once."""
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     if not tensors:
@@ -228,14 +229,14 @@ def read_together(values: Mapping[Any, Any]) -> dict[Any, Any]:
     return {**values, **dict(zip(tensors, numbers, strict=True))}
 
 
-def _packed(values: Sequence[Any]) -> Any:
+def _packed(values: Sequence[Weight | None]) -> Tensor | list[Weight | None]:
     """A list of 0-d tensors of one type as one tensor; any other list as it is."""
-    if values and all(isinstance(one, Tensor) and one.ndim == 0 and one.dtype == values[0].dtype for one in values):
-        return torch.stack(list(values))
-    return list(values)
+    tensors = [one for one in values if isinstance(one, Tensor) and one.ndim == 0]
+    is_packed = len(tensors) == len(values) and len({one.dtype for one in tensors}) == 1
+    return torch.stack(tensors) if is_packed else list(values)
 
 
-def _unpacked(packed: Any, device: torch.device) -> list[Any]:
+def _unpacked(packed: Tensor | list[Weight | None], device: torch.device) -> list[Any]:
     if isinstance(packed, Tensor):
         return list(packed.to(device).unbind())
     return [one.to(device) if isinstance(one, Tensor) else one for one in packed]

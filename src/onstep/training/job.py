@@ -13,7 +13,7 @@ from onstep.optim import ScalesRates, StepOptimizer, as_step_optimizer
 from onstep.training.interval import IntervalMeter
 from onstep.training.log_step import RunStart
 from onstep.training.run import Run
-from onstep.training.seams import ForwardStep, UserScheduler
+from onstep.training.seams import DataSource, ForwardStep, NonLossFunction, Trained, UserOptimizer, UserScheduler
 from onstep.training.step import LastStep, Step
 from onstep.training.telling import Teller
 
@@ -30,17 +30,17 @@ class Job:
     raw_forward_step_func: ForwardStep
     model: list[nn.Module]
     optimizer: StepOptimizer
-    raw_optimizer: Any
+    raw_optimizer: UserOptimizer
     """The optimizer as callbacks and checkpoints know it: an adapter is not shown."""
     scheduler: UserScheduler | None
     reader: StepSource
     tell: Teller
     start: RunStart
-    valid_data_iterator: Any = None
+    valid_data_iterator: DataSource | None = None
     evaluation: Evaluation | None = None
     """What an evaluation does, where one validation set is not all of it."""
-    process_non_loss_data_func: Callable[..., Any] | None = None
-    non_loss_data_func: Callable[..., Any] | None = None
+    process_non_loss_data_func: NonLossFunction | None = None
+    non_loss_data_func: NonLossFunction | None = None
     meter: IntervalMeter = field(default_factory=IntervalMeter)
 
     @property
@@ -66,6 +66,11 @@ class Job:
         """Samples of every whole step, where that is one number for the run."""
         self.chunks_with_buffers: list[Any] = [one for one in self.model if hasattr(type(one), "zero_grad_buffer")]
         """Chunks that have gradient buffers of their own."""
+
+    @property
+    def trained(self) -> Trained:
+        """Its model, optimizer and schedule, as checkpoints know them."""
+        return Trained(self.model, self.raw_optimizer, self.scheduler)
 
     def samples_of(self, batches: StepBatches) -> int:
         """Samples of a step over all ranks; the configured number where the data does not tell."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
+from onstep.progress import TrainState
 from onstep.training.interval import IntervalMeter, IntervalReport
 from onstep.training.losses import Weight
 from onstep.training.run import Run
@@ -70,9 +70,7 @@ def advance_tokens(state: Run, report: IntervalReport) -> None:
     state.train_state.floating_point_operations_so_far += tokens * state.sums.flops_per_token
 
 
-def build_logs(
-    state: Run, report: IntervalReport, optimizer: UserOptimizer, extras: tuple[str, ...] = ()
-) -> dict[str, Any]:
+def build_logs(state: Run, report: IntervalReport, optimizer: UserOptimizer, extras: tuple[str, ...] = ()) -> Metrics:
     """The record of a logged step, under Hugging Face's names; `extras` are the groups that features read with it."""
     progress = state.train_state
     logs: Metrics = {"epoch": state.trainer_state.epoch, "loss": report.loss}
@@ -130,44 +128,31 @@ class RunStart:
     """Where the clock of a run's final metrics starts: after its first step, which may compile."""
 
     seconds: float
-    step: int
-    tokens: int
-    flops: float
+    progress: TrainState
+    """A copy, of the counters at that moment."""
     first_tokens: Weight = 0
     """Labels of the first step, when it is left out."""
     is_first: bool = True
     """Whether the first step is still to come."""
-    samples: int = 0
 
     @classmethod
     def now(cls, state: Run) -> RunStart:
         """This instant."""
-        progress = state.train_state
-        return cls(
-            time.perf_counter(),
-            progress.step,
-            progress.consumed_tokens,
-            progress.floating_point_operations_so_far,
-            samples=progress.consumed_train_samples,
-        )
+        return cls(time.perf_counter(), replace(state.train_state))
 
     def pass_over(self, samples: int) -> None:
         """Leave a step that is not trained on out of the rates."""
-        self.step += 1
-        self.samples += samples
+        self.progress.step += 1
+        self.progress.consumed_train_samples += samples
 
     def note_first_step(self, run: Run, step: Step) -> None:
-        """Say how losses are weighted, and start the clock of the rates after this step."""
+        """Say how losses are weighted, and leave this step and its tokens out of the rates, whose clock starts now."""
         say_weighting(run, step)
-        if not run.is_over:
-            self.after_first_step(step.total.tokens)
-
-    def after_first_step(self, tokens: Weight | None) -> None:
-        """Leave the step that just ended, and its tokens, out of the rates."""
-        self.seconds = time.perf_counter()
-        self.step += 1
-        self.is_first = False
-        self.first_tokens = tokens if tokens is not None else 0
+        if run.is_over:
+            return
+        self.seconds, self.is_first = time.perf_counter(), False
+        self.progress.step += 1
+        self.first_tokens = 0 if step.total.tokens is None else step.total.tokens
 
 
 def say_weighting(run: Run, step: Step) -> None:
@@ -181,19 +166,20 @@ def say_weighting(run: Run, step: Step) -> None:
     logger.info("loss: means of micro-batches, weighted by their %s (train.loss_weighting)", unit)
 
 
-def final_metrics(state: Run, start: RunStart) -> dict[str, Any]:
+def final_metrics(state: Run, start: RunStart) -> Metrics:
     """What this `train()` did; the rates count its own steps and tokens only, also after a resume."""
-    progress = state.train_state
-    steps = progress.step - start.step
+    progress, before = state.train_state, start.progress
+    steps = progress.step - before.step
     runtime = time.perf_counter() - start.seconds
     sizes = state.batch_sizes
     batch_size = state.cfg.train.global_batch_size or 0 if sizes is None else sizes.sizes.last
     samples = steps * batch_size
     if sizes is not None and sizes.varies:
-        samples = progress.consumed_train_samples - start.samples
+        samples = progress.consumed_train_samples - before.consumed_train_samples
     left_out = float(start.first_tokens)
-    tokens = progress.consumed_tokens - start.tokens - left_out
-    flops = progress.floating_point_operations_so_far - start.flops - left_out * state.sums.flops_per_token
+    tokens = progress.consumed_tokens - before.consumed_tokens - left_out
+    flops = progress.floating_point_operations_so_far - before.floating_point_operations_so_far
+    flops -= left_out * state.sums.flops_per_token
     per_second = 1 / runtime if steps > 0 and runtime > 0 else math.nan
     return {
         "train_runtime": runtime,

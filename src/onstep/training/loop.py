@@ -10,8 +10,7 @@ from onstep.training.decisions import agree
 from onstep.training.ending import Leave, conclude, leave_early
 from onstep.training.job import Job
 from onstep.training.losses import MicroLoss, reduce_step
-from onstep.training.micro_batches import MicroBatches
-from onstep.training.step import LastStep, Step, mean_loss
+from onstep.training.step import LastStep, MicroBatches, Step, mean_loss
 
 
 class Loop:

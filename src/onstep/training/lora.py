@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from onstep.config.model_rules import LORA_PROJECTIONS
 from onstep.config.part import nearest
 from onstep.config.parts import PeftConfig
 from onstep.errors import ConfigError, MissingExtraError
-from onstep.metrics.parameter_counts import PROJECTIONS, is_target
-from onstep.models import Transformer
+from onstep.metrics.model_shape import is_target
+from onstep.models import Transformer, hf_config_dict
 from onstep.models.transformer import empty_transformer
+
+_FUSED = ("gpt2",)
+"""Models of `transformers` that keep several of our matrices in one, so that an adapter has no names there."""
 
 ADAPTER = "default"
 """The name under which `peft` keeps the added weights."""
@@ -33,10 +39,13 @@ def add_lora(model: Transformer, config: PeftConfig, seed: int) -> None:
         ConfigError: when a target is no projection of the model.
         MissingExtraError: when `peft` is not installed.
     """
-    peft = _peft()
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingExtraError("LoRA needs the peft library: pip install 'onstep[peft]'") from error
     lora = peft.LoraConfig(
         r=config.dim,
-        lora_alpha=_alpha(config),
+        lora_alpha=_alpha(config),  # type: ignore[arg-type]  # peft computes with any number
         lora_dropout=config.dropout,
         target_modules=target_names(model, config.target_modules),
     )
@@ -75,9 +84,9 @@ def projection_in_hf(name: str) -> str | None:
     """`transformers`' name for a projection of a layer; None for any other module."""
     layers, _, rest = name.partition(".")
     index, _, projection = rest.partition(".")
-    if layers != "layers" or projection not in PROJECTIONS:
+    if layers != "layers" or projection not in LORA_PROJECTIONS:
         return None
-    return f"model.layers.{index}.{PROJECTIONS[projection]}"
+    return f"model.layers.{index}.{LORA_PROJECTIONS[projection]}"
 
 
 def has_lora(model: nn.Module) -> bool:
@@ -123,14 +132,64 @@ def merged_model(model: Transformer, config: PeftConfig) -> Transformer:
     return merged
 
 
+def has_hf_names(model: Transformer) -> bool:
+    """Whether `transformers` has a matrix of its own for each projection."""
+    return hf_config_dict(model.config)["model_type"] not in _FUSED
+
+
+def save_adapter(model: Transformer, config: PeftConfig, directory: str | Path, base_model: str | None) -> None:
+    """Write what LoRA added to `directory`, so that `PeftModel.from_pretrained(base, directory)` opens it.
+
+    Each file is replaced whole. One process calls this.
+
+    Args:
+        model: one that `add_lora` changed.
+        config: what it was changed by.
+        base_model: the Hugging Face folder that it goes on, as the file tells it; None where that is not known.
+    """
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = _tensors(model)
+    described = _described(list(tensors), model.config.num_layers, config, base_model)
+    partial = folder / "adapter.partial"
+    save_file(tensors, partial, metadata={"format": "pt"})
+    partial.replace(folder / "adapter_model.safetensors")
+    partial.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    partial.replace(folder / "adapter_config.json")
+
+
+def _tensors(model: Transformer) -> dict[str, Tensor]:
+    """The added weights by `peft`'s names: the module's in `transformers`, and which of the two matrices."""
+    found = {}
+    for name, tensor in model.state_dict().items():
+        module, matrix, _ = name.partition(".lora_")
+        theirs = projection_in_hf(module)
+        if matrix and theirs is not None:
+            kind = name.removeprefix(module + matrix).partition(f".{ADAPTER}.")[0]
+            found[f"base_model.model.{theirs}.lora_{kind}.weight"] = tensor.detach().cpu().contiguous()
+    return found
+
+
+def _described(names: list[str], num_layers: int, config: PeftConfig, base_model: str | None) -> dict[str, object]:
+    """`adapter_config.json`; the targets by the ends of their names where every layer has all of them."""
+    modules = sorted({name.removeprefix("base_model.model.").partition(".lora_")[0] for name in names})
+    ends = sorted({module.split(".", 3)[3] for module in modules})
+    is_everywhere = len(modules) == len(ends) * num_layers
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "r": config.dim,
+        "lora_alpha": _alpha(config),
+        "lora_dropout": config.dropout,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "target_modules": [end.rpartition(".")[2] for end in ends] if is_everywhere else modules,
+    }
+
+
 def _alpha(config: PeftConfig) -> float | int:
     """A whole number as `peft` writes it, where it is one."""
     return int(config.alpha) if float(config.alpha).is_integer() else config.alpha
-
-
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise MissingExtraError("LoRA needs the peft library: pip install 'onstep[peft]'") from error
-    return peft

@@ -18,21 +18,27 @@ sum divided by a count of 0 has NaN gradients, and the step is refused as not fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from itertools import chain
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function_unary
 
+from onstep.data.stream import count_samples
 from onstep.distributed import World
 from onstep.errors import ConfigError
-from onstep.training.backward import run_backward
 
 Weight = Tensor | float
 Kind = Literal["sum", "mean", "share"]
 IGNORE_INDEX = -100
 """Labels with this value are not trained on."""
+
+_PLAIN = Tensor.backward, torch.autograd.backward
+_HAS_ENGINE = hasattr(torch.autograd, "_engine_run_backward")
+_ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
 class LossShare(NamedTuple):
@@ -41,7 +47,7 @@ class LossShare(NamedTuple):
     loss: Tensor
     num_items: Weight
     """Items of this micro-batch on this rank."""
-    report: Mapping[str, Any]
+    report: Mapping[str, object]
 
 
 class MeanLoss(NamedTuple):
@@ -50,7 +56,26 @@ class MeanLoss(NamedTuple):
     loss: Tensor
     weight: Weight
     tokens: Weight | None
-    report: Mapping[str, Any]
+    report: Mapping[str, object]
+
+
+def run_backward(loss: Tensor) -> None:
+    """`loss.backward()` for one element, without what torch does around its engine: a fifth of a small model's step.
+
+    The engine starts from a 1 that is kept, instead of a new one for each step. What is not plain is left to
+    `loss.backward()`: tensor subclasses, function modes, other shapes, and a `backward` that somebody replaced.
+    """
+    is_plain = type(loss) is Tensor and loss.ndim == 0 and not has_torch_function_unary(loss)
+    if not (is_plain and _HAS_ENGINE and _PLAIN[0] is Tensor.backward and _PLAIN[1] is torch.autograd.backward):
+        loss.backward()  # type: ignore[no-untyped-call]
+        return
+    key = loss.dtype, loss.device
+    one = _ones.get(key)
+    if one is None or one._version:  # a hook wrote to it
+        one = _ones[key] = torch.ones_like(loss)
+    torch.autograd._engine_run_backward(  # type: ignore[attr-defined]
+        (loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 @dataclass(slots=True)
@@ -61,7 +86,7 @@ class MicroLoss:
     weight: Weight
     """Tokens or samples that it stands for; 0 for a filler."""
     kind: Kind
-    report: Mapping[str, Any]
+    report: Mapping[str, object]
     tokens: Weight | None
     """Labels trained on, where known."""
 
@@ -89,10 +114,10 @@ class StepLoss:
 
     def value(self) -> Tensor:
         """0-d tensor on the device."""
-        return self.numerator if _is_one(self.weight) else self.numerator / at_least_one(self.weight)
+        return self.numerator if is_known(self.weight, 1) else self.numerator / at_least_one(self.weight)
 
 
-def read_loss(result: Any, batch: Any, weighting: str, is_filler: bool) -> MicroLoss:
+def read_loss(result: object, batch: object, weighting: str, is_filler: bool) -> MicroLoss:
     """Make sense of what a loss function returned.
 
     Raises:
@@ -123,14 +148,15 @@ def read_loss(result: Any, batch: Any, weighting: str, is_filler: bool) -> Micro
     )
 
 
-def mean_weight(batch: Any, labels: Weight | None, weighting: str) -> Weight:
+def mean_weight(batch: object, labels: Weight | None, weighting: str) -> Weight:
     """How much a mean loss over `batch` counts: its labels, its samples, or 1.
 
     Raises:
         ConfigError: where tokens are asked for and the micro-batch has no labels to count.
     """
     if weighting == "samples" or (weighting == "auto" and labels is None):
-        return float(count_samples(batch))
+        samples = count_samples(batch)
+        return 1.0 if samples is None else float(samples)
     if weighting == "microbatches":
         return 1.0
     if labels is None:
@@ -141,11 +167,8 @@ def mean_weight(batch: Any, labels: Weight | None, weighting: str) -> Weight:
     return labels
 
 
-def count_labels(batch: Any, *, causal: bool = False) -> Weight | None:
-    """Labels of a micro-batch that are trained on, as a 0-d tensor; None where it has no sequence labels.
-
-    `causal` leaves out the first position of each row, which a model that shifts its labels never predicts.
-    """
+def count_labels(batch: object) -> Weight | None:
+    """Labels of a micro-batch that are trained on, as a 0-d tensor; None where it has no sequence labels."""
     if type(batch) is not dict and not isinstance(batch, Mapping):
         return None
     known = batch.get("num_tokens")
@@ -154,46 +177,7 @@ def count_labels(batch: Any, *, causal: bool = False) -> Weight | None:
     labels = batch.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim < 2:
         return None
-    return (labels[:, 1:] if causal else labels).ne(IGNORE_INDEX).sum()
-
-
-def count_samples(batch: Any) -> int:
-    """Rows of the first tensor in a micro-batch; 1 where there is none."""
-    if type(batch) is dict or isinstance(batch, Mapping):
-        batch = batch.values()
-    elif not isinstance(batch, (list, tuple)):
-        batch = (batch,)
-    for value in batch:
-        if isinstance(value, Tensor) and value.ndim > 0:
-            return int(value.shape[0])
-        if isinstance(value, (list, tuple, Mapping)):
-            return count_samples(value)
-    return 1
-
-
-def backward_start(
-    micro: MicroLoss, alone: bool, nominal: float, world_size: int, loss_scale: float | None = None
-) -> Weight | None:
-    """What a micro-batch's backward pass starts from; None is 1.
-
-    `alone` is a step of one micro-batch on one rank, whose weight is known at once. Data parallelism divides the summed
-    gradients by the number of ranks; a share must not be divided.
-    """
-    kind, weight = micro.kind, micro.weight
-    start: Weight | None = None
-    if kind == "share" and _is_nothing(weight):
-        start = 0.0
-    elif kind == "share":
-        start = None if world_size == 1 else float(world_size)
-    elif kind == "mean":
-        start = None if alone else weight / nominal
-    elif alone:
-        start = 1.0 / _divisor(weight, micro.loss)
-    else:
-        start = 0.0 if _is_nothing(weight) else 1.0 / nominal
-    if loss_scale is None:
-        return start
-    return loss_scale if start is None else start * loss_scale
+    return labels.ne(IGNORE_INDEX).sum()
 
 
 def reduce_step(micros: list[MicroLoss], world: World) -> StepLoss:
@@ -206,32 +190,27 @@ def reduce_step(micros: list[MicroLoss], world: World) -> StepLoss:
     first = micros[0]
     if len(micros) == 1 and world.size == 1 and not first.report:
         return StepLoss(_counted(first), first.weight if first.kind == "sum" else 1.0, first.tokens)
-    _check_kinds(micros)
-    numerator, weight, tokens = local_sums(micros)
-    keys = sorted({key for micro in micros for key in micro.report})
-    reports = [_local_report(micros, key) for key in keys]
-    if world.size > 1:
-        dtype = numerator.dtype
-        numerator, weight, tokens, reports = _over_ranks(world, numerator, weight, tokens, reports)
-        numerator = numerator.to(dtype)
-    values = {key: _mean(top, bottom, numerator) for key, (top, bottom) in zip(keys, reports, strict=True)}
-    return StepLoss(numerator, 1.0 if first.kind == "share" else weight, tokens, values)
+    if len({micro.kind == "share" for micro in micros}) > 1:
+        raise TypeError(
+            "The loss function returned a LossShare for some micro-batches of a step and something else for others; "
+            "return one of them for all."
+        )
+    local = local_sums(micros)
+    numerator, weight, tokens, reports = _sums(micros, local, world)
+    dtype, device = local[0].dtype, numerator.device
+    means = {key: as_scalar(top / at_least_one(bottom), dtype, device) for key, (top, bottom) in reports.items()}
+    return StepLoss(numerator.to(dtype), 1.0 if first.kind == "share" else weight, tokens, means)
 
 
 def evaluation_sums(micros: list[MicroLoss], world: World) -> dict[str, tuple[Tensor, Tensor]]:
     """(numerator, weight) of the loss, under the key `loss`, and of everything reported, in float64. Collective."""
-    numerator, weight, tokens = local_sums(micros)
-    keys = sorted({key for micro in micros for key in micro.report} - {"loss"})
-    reports = [_local_report(micros, key) for key in keys]
-    if world.size > 1:
-        numerator, weight, tokens, reports = _over_ranks(world, numerator, weight, tokens, reports)
+    numerator, weight, _, reports = _sums(micros, local_sums(micros), world, without="loss")
+    device = numerator.device
     if micros[0].kind == "share":
         numerator = numerator.double() * weight
-    pairs = {"loss": (numerator, weight), **dict(zip(keys, reports, strict=True))}
-    device = numerator.device
     return {
         key: (as_scalar(top, torch.float64, device), as_scalar(bottom, torch.float64, device))
-        for key, (top, bottom) in pairs.items()
+        for key, (top, bottom) in {"loss": (numerator, weight), **reports}.items()
     }
 
 
@@ -242,46 +221,31 @@ def as_scalar(value: Weight, dtype: torch.dtype, device: torch.device) -> Tensor
     return torch.full((), value, dtype=dtype, device=device)
 
 
-def gradient_factor(step: StepLoss, micros: list[MicroLoss], nominal: float, world_size: int) -> Weight | None:
-    """What gradients are multiplied with, once the step's weight is known; None is 1."""
-    if micros[0].kind == "share" or (len(micros) == 1 and world_size == 1):
-        return None
-    factor = nominal * world_size / _divisor(step.weight, step.numerator)
-    return None if _is_one(factor) else factor
-
-
 def at_least_one(weight: Weight) -> Weight:
     """A weight to divide by: a step without a single label has a zero loss, not a NaN."""
     return weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
 
 
-def _divisor(weight: Weight, loss: Tensor) -> Weight:
+def divisor(weight: Weight, loss: Tensor) -> Weight:
     """`at_least_one(weight)`, as precise as the loss: dividing by a count as it is gives float32 in any model."""
-    if not isinstance(weight, Tensor):
-        return max(weight, 1)
-    return weight.clamp(min=1).to(torch.promote_types(loss.dtype, torch.float32))
+    least = at_least_one(weight)
+    return least.to(torch.promote_types(loss.dtype, torch.float32)) if isinstance(least, Tensor) else least
 
 
-def _mean(top: Any, bottom: Weight, like: Tensor) -> Tensor:
-    """`top / bottom` as a tensor like the loss, also where a forward step reported plain numbers."""
-    return as_scalar(top / at_least_one(bottom), like.dtype, like.device)
-
-
-def _is_one(weight: Weight) -> bool:
-    return not isinstance(weight, Tensor) and weight == 1
+def is_known(weight: Weight, number: int) -> bool:
+    """Whether the host knows that a weight is this number."""
+    return not isinstance(weight, Tensor) and weight == number
 
 
 def local_sums(micros: list[MicroLoss]) -> tuple[Tensor, Weight, Weight | None]:
     """(numerator, weight, labels) of some micro-batches on this rank; labels are None where they are not known."""
-    numerator: Any = 0
-    weight: Any = 0
-    tokens: Any = 0
+    losses = [_counted(micro) * micro.weight if micro.kind == "mean" else _counted(micro) for micro in micros]
+    weight: Weight = 0
+    tokens: Weight | None = 0
     for micro in micros:
-        loss = _counted(micro)
-        numerator = numerator + (loss * micro.weight if micro.kind == "mean" else loss)
         weight = weight + micro.weight
         tokens = None if tokens is None or micro.tokens is None else tokens + micro.tokens
-    return numerator, weight, tokens
+    return sum(losses[1:], losses[0]), weight, tokens
 
 
 def _counted(micro: MicroLoss) -> Tensor:
@@ -294,61 +258,46 @@ def _counted(micro: MicroLoss) -> Tensor:
     return loss.masked_fill(weight == 0, 0.0) if micro.kind == "mean" else loss
 
 
-def _is_nothing(weight: Weight) -> bool:
-    """Whether the host knows that a micro-batch counts nothing."""
-    return not isinstance(weight, Tensor) and weight == 0
-
-
-def _check_kinds(micros: list[MicroLoss]) -> None:
-    """Shares of a step's loss cannot be added to losses of micro-batches."""
-    if len({micro.kind == "share" for micro in micros}) > 1:
-        raise TypeError(
-            "The loss function returned a LossShare for some micro-batches of a step and something else for others; "
-            "return one of them for all."
-        )
-
-
-def _local_report(micros: list[MicroLoss], key: str) -> tuple[Tensor, Weight]:
-    top: Any = 0
-    bottom: Any = 0
+def _local_report(micros: list[MicroLoss], key: str) -> tuple[Weight, Weight]:
+    top: Weight = 0
+    bottom: Weight = 0
     for micro in micros:
         if key not in micro.report:
             raise ValueError(f"{key!r} is reported for some micro-batches of a step only; report it for all of them.")
         value = micro.report[key]
-        parts = value if isinstance(value, tuple) else torch.as_tensor(value).flatten()
+        parts: Iterable[Weight] = value if isinstance(value, tuple) else torch.as_tensor(value).flatten()
         pair = [part.detach() if isinstance(part, Tensor) else part for part in parts]
         if len(pair) not in (1, 2):
+            shape = tuple(value.shape) if isinstance(value, Tensor) else (len(pair),)
             raise ValueError(
-                f"Invalid value shape: {_shape(value)} for key {key}; report a mean (1 element), or sum and count (2)."
+                f"Invalid value shape: {shape} for key {key}; report a mean (1 element), or sum and count (2)."
             )
-        if _is_nothing(micro.weight):
+        if is_known(micro.weight, 0):
             top, bottom = top + pair[0] * 0, bottom + pair[-1] * 0
         elif len(pair) == 2:
             top, bottom = top + pair[0], bottom + pair[1]
         else:
-            top, bottom = top + _weighted(pair[0], micro.weight), bottom + micro.weight
+            counted = pair[0] * micro.weight
+            if isinstance(micro.weight, Tensor) and isinstance(counted, Tensor) and isinstance(pair[0], Tensor):
+                counted = counted.masked_fill(
+                    micro.weight == 0, 0.0
+                )  # the mean over nothing is NaN, and counts nothing
+            top, bottom = top + counted, bottom + micro.weight
     return top, bottom
 
 
-def _weighted(mean: Any, weight: Weight) -> Any:
-    """`mean * weight`, where the mean over nothing (NaN) counts nothing."""
-    if isinstance(weight, Tensor) and isinstance(mean, Tensor):
-        return (mean * weight).masked_fill(weight == 0, 0.0)
-    return mean * weight
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(value.shape) if isinstance(value, Tensor) else (len(value),)
-
-
-def _over_ranks(
-    world: World, numerator: Tensor, weight: Weight, tokens: Weight | None, reports: list[tuple[Tensor, Weight]]
-) -> tuple[Tensor, Tensor, Tensor | None, list[tuple[Tensor, Weight]]]:
-    parts = [numerator, weight, -1.0 if tokens is None else tokens]
-    for top, bottom in reports:
-        parts += [top, bottom]
+def _sums(
+    micros: list[MicroLoss], local: tuple[Tensor, Weight, Weight | None], world: World, without: str = ""
+) -> tuple[Tensor, Weight, Weight | None, dict[str, tuple[Weight, Weight]]]:
+    """The local sums and those of each report over all ranks: where there are several, in float64. Collective."""
+    numerator, weight, tokens = local
+    keys = sorted({key for micro in micros for key in micro.report} - {without})
+    reports = {key: _local_report(micros, key) for key in keys}
+    if world.size == 1:
+        return numerator, weight, tokens, reports
+    parts = [numerator, weight, -1.0 if tokens is None else tokens, *chain.from_iterable(reports.values())]
     # float64 keeps token counts whole; MPS has none, but no process group either
     vector = torch.stack([as_scalar(part, torch.float64, numerator.device) for part in parts])
     world.sum(vector)
-    pairs: list[tuple[Tensor, Weight]] = [(vector[i], vector[i + 1]) for i in range(3, len(parts), 2)]
-    return vector[0], vector[1], None if tokens is None else vector[2], pairs
+    pairs = zip(vector[3::2], vector[4::2], strict=True)
+    return vector[0], vector[1], None if tokens is None else vector[2], dict(zip(keys, pairs, strict=True))

@@ -5,40 +5,32 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
-from onstep.config.batch_rules import check_multiple
-from onstep.config.batch_sizes import BatchSizes, ramp
+from onstep.config.data_rules import check_multiple
+from onstep.config.lengths import BatchSizes, ramp
 from onstep.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class NumMicroBatchesCalculator:
     """The size of the current step, in micro-batches and samples.
 
     The size is a function of the consumed samples alone (`BatchSizes`), so there is nothing to save.
-
-    Args:
-        sizes: the global batches of the run.
-        micro_batch_size: samples of one forward pass on one rank.
-        data_parallel_size: ranks.
-        decrease_batch_size_if_needed: a size that is no multiple of both is rounded down, not refused.
     """
 
-    def __init__(
-        self,
-        sizes: BatchSizes,
-        micro_batch_size: int,
-        data_parallel_size: int = 1,
-        decrease_batch_size_if_needed: bool = False,
-    ) -> None:
-        self.sizes = sizes
-        self.micro_batch_size = micro_batch_size
-        self.data_parallel_size = data_parallel_size
-        self.decrease_batch_size_if_needed = decrease_batch_size_if_needed
-        self.consumed_samples = 0
-        self._told: int | None = None
-        self.update(0, consistency_check=False)
+    sizes: BatchSizes
+    """The global batches of the run."""
+    micro_batch_size: int
+    """Samples of one forward pass on one rank."""
+    data_parallel_size: int = 1
+    """Ranks."""
+    decrease_batch_size_if_needed: bool = False
+    """A size that is not a multiple of both is rounded down, not refused."""
+    consumed_samples: int = field(default=0, init=False)
+    _told: int | None = field(default=None, init=False)
 
     @property
     def varies(self) -> bool:
@@ -65,7 +57,7 @@ class NumMicroBatchesCalculator:
         size = self.current_global_batch_size
         if consistency_check and not self.decrease_batch_size_if_needed:
             parts = (self.micro_batch_size, self.data_parallel_size)
-            check_multiple("the global batch", size, "micro_batch_size * ranks", parts)
+            check_multiple(f"the global batch={size}", size, "micro_batch_size * ranks", parts)
         if verbose and self.varies and self._told != size:
             told = f"ramping up batch size from {self._told} to {size}"
             logger.info("%s", f"setting initial batch size to {size}" if self._told is None else told)
@@ -109,13 +101,7 @@ def get_micro_batch_size() -> int:
 def update_num_microbatches(consumed_samples: int, consistency_check: bool = True, verbose: bool = False) -> None:
     """Move the current run's calculator to the step that starts after `consumed_samples`; the loop does it by itself.
 
-    Args:
-        consumed_samples: samples of all steps before it, over all ranks.
-        consistency_check: refuse a size that is not made of whole micro-batches.
-        verbose: tell a change of size.
-
-    Raises:
-        ConfigError: see `NumMicroBatchesCalculator.update`.
+    See `NumMicroBatchesCalculator.update` for the arguments and errors.
     """
     _calculator().update(consumed_samples, consistency_check, verbose)
 
@@ -134,9 +120,7 @@ def init_num_microbatches_calculator(
         rank: kept for Megatron; what is told goes to the log of this module.
         rampup_batch_size: [start, increment, samples], or None for a constant size.
         global_batch_size: samples of a step over all ranks, at the end.
-        micro_batch_size: samples of one forward pass on one rank.
-        data_parallel_size: ranks.
-        decrease_batch_size_if_needed: round a size that is no multiple down.
+        micro_batch_size, data_parallel_size, decrease_batch_size_if_needed: see `NumMicroBatchesCalculator`.
 
     Raises:
         ConfigError: where there is one already, or for sizes that do not go together.
@@ -177,9 +161,8 @@ def unset_num_microbatches_calculator() -> None:
     del _current[-1:]
 
 
-def destroy_num_microbatches_calculator() -> None:
-    """The same as `unset_num_microbatches_calculator`, under Megatron's other name."""
-    unset_num_microbatches_calculator()
+destroy_num_microbatches_calculator = unset_num_microbatches_calculator
+"""The same under Megatron's other name."""
 
 
 @contextmanager

@@ -8,17 +8,24 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
 
 from onstep.config.safety_config import NVRxStragglerDetectionConfig
-from onstep.distributed import World
+from onstep.distributed import World, attempt
 from onstep.errors import MissingExtraError
 from onstep.training.feature import Feature
 from onstep.training.job import Job
-from onstep.training.tags import report_points, write_points
+from onstep.training.step import Step
+from onstep.training.tags import write_tags
 
 logger = logging.getLogger(__name__)
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+
+_SLOWER_THAN = {"relative": "the others", "individual": "they were"}
+"""What GPUs are compared with, by the kind of their score."""
 
 
 class NVRxStragglerDetectionManager:
@@ -37,7 +44,9 @@ class NVRxStragglerDetectionManager:
         write: Callable[[Mapping[str, float]], None] | None = None,
     ) -> None:
         self._config, self._world, self._write = config, world or World(), write
-        self._detector: Any = None
+        wanted = {"relative": config.calc_relative_gpu_perf, "individual": config.calc_individual_gpu_perf}
+        self._kinds = [kind for kind, is_wanted in wanted.items() if is_wanted]
+        self._package: ModuleType | None = None
         self.found = ""
         """What the last report found, in words, on all ranks."""
 
@@ -49,7 +58,7 @@ class NVRxStragglerDetectionManager:
     @property
     def is_initialized(self) -> bool:
         """Between `initialize` and `shutdown`."""
-        return self._detector is not None
+        return self._package is not None
 
     def initialize(self) -> None:
         """Start the detector. All ranks do.
@@ -58,39 +67,43 @@ class NVRxStragglerDetectionManager:
             MissingExtraError: where the package is not installed.
             ValueError: where neither kind of score is asked for.
         """
-        config = self._config
-        wanted = {
-            "relative_perf_scores": config.calc_relative_gpu_perf,
-            "individual_perf_scores": config.calc_individual_gpu_perf,
-        }
-        scores = [name for name, is_wanted in wanted.items() if is_wanted]
-        if not scores:
+        if not self._kinds:
             raise ValueError(
                 "nvrx_straggler has no scores to compute; set calc_relative_gpu_perf or calc_individual_gpu_perf."
             )
-        detector = _straggler_module().Detector
-        detector.initialize(
-            scores_to_compute=scores,
+        package = _straggler_module()
+        package.Detector.initialize(
+            scores_to_compute=[f"{kind}_perf_scores" for kind in self._kinds],
             gather_on_rank0=True,
-            profiling_interval=config.profiling_interval,
-            report_time_interval=config.report_time_interval,
+            profiling_interval=self._config.profiling_interval,
+            report_time_interval=self._config.report_time_interval,
         )
-        self._detector = detector
+        self._package = package
 
-    def wrap_train_step_function(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_train_step_function(self, train_step: Callable[Given, Found]) -> Callable[Given, Found]:
         """A `train_step` whose kernels are scored; as it was, where the detector does not run."""
-        return train_step if self._detector is None else partial(self._measured, train_step)
+        if self._package is None:
+            return train_step
+
+        def measured(*given: Given.args, **named: Given.kwargs) -> Found:
+            if self._package is None:
+                return train_step(*given, **named)
+            with self._package.Detector.detection_section("train_step"):
+                return train_step(*given, **named)
+
+        return measured
 
     def check_stragglers(self, global_rank: int) -> bool:
         """Whether the run is to end because a GPU is slow: the same on all ranks. Collective, once a step.
 
         A report is made, and said on rank 0, when `report_time_interval` is over.
         """
-        if self._detector is None:
+        if self._package is None:
             return False
-        report = self._detector.generate_report_if_interval_elapsed()
-        said = self._take_up(report) if global_rank == 0 and report is not None else ("", {})
-        if not self._detector.is_interval_elapsed():
+        detector = self._package.Detector
+        report = detector.generate_report_if_interval_elapsed()
+        said = self._say(report) if global_rank == 0 and report is not None else ("", {})
+        if not detector.is_interval_elapsed():
             return False
         self.found, scores = self._world.share(said)
         if self._write is not None and scores:
@@ -99,83 +112,45 @@ class NVRxStragglerDetectionManager:
 
     def shutdown(self) -> None:
         """End the detector; nothing where it does not run."""
-        if self._detector is not None:
-            detector, self._detector = self._detector, None
-            detector.shutdown()
+        if self._package is not None:
+            package, self._package = self._package, None
+            package.Detector.shutdown()
 
-    def _measured(self, train_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._detector is None:
-            return train_step(*args, **kwargs)
-        with self._detector.detection_section("train_step"):
-            return train_step(*args, **kwargs)
-
-    def _take_up(self, report: Any) -> tuple[str, dict[str, float]]:
-        """What was found in words, and the scores by tag."""
+    def _say(self, report: Any) -> tuple[str, dict[str, float]]:
+        """Warn of what the package's report found and print the scores: the former in words, the latter by tag."""
         config = self._config
         stragglers = report.identify_stragglers(
             gpu_rel_threshold=config.gpu_relative_perf_threshold,
             gpu_indiv_threshold=config.gpu_individual_perf_threshold,
         )
-        kinds = (
-            ("some GPUs are slower than the others", stragglers["straggler_gpus_relative"]),
-            ("some GPUs are slower than they were", stragglers["straggler_gpus_individual"]),
-        )
-        texts = [f"{what}: {_named(ids)}" for what, ids in kinds if ids]
-        for text in texts:
-            logger.warning("STRAGGLER DETECTION WARNING: %s", text)
-        return "; ".join(texts), self._say_scores(report) if config.enable_logging else {}
-
-    def _say_scores(self, report: Any) -> dict[str, float]:
+        texts: list[str] = []
         tags: dict[str, float] = {}
-        for kind, is_wanted, scores in (
-            ("relative", self._config.calc_relative_gpu_perf, report.gpu_relative_perf_scores),
-            ("individual", self._config.calc_individual_gpu_perf, report.gpu_individual_perf_scores),
-        ):
-            if not is_wanted:
-                continue
-            count = self._config.num_gpu_perf_scores_to_print
-            if count > 0:
-                print(scores_block(kind, scores, report.rank_to_node, count), flush=True)  # noqa: T201 - asked for
+        for kind, compared in _SLOWER_THAN.items():
+            slow = sorted(stragglers[f"straggler_gpus_{kind}"], key=lambda one: one.rank)
+            if slow:
+                ranks = ", ".join(f"rank {one.rank} on {one.node}" for one in slow)
+                texts.append(f"some GPUs are slower than {compared}: {ranks}")
+                logger.warning("STRAGGLER DETECTION WARNING: %s", texts[-1])
+        for kind in self._kinds if config.enable_logging else []:
+            scores = getattr(report, f"gpu_{kind}_perf_scores")
+            if config.num_gpu_perf_scores_to_print > 0:
+                block = scores_block(kind, scores, report.rank_to_node, config.num_gpu_perf_scores_to_print)
+                print(block, flush=True)  # noqa: T201 - asked for
             tags |= score_summary(f"gpu_{kind}_perf", list(scores.values()))
-        return tags
+        return "; ".join(texts), tags
 
 
 def check_nvrx_straggler_detection(nvrx_straggler_manager: NVRxStragglerDetectionManager | None) -> bool:
     """Whether the run is to end because a GPU is slow; False without a manager. Collective where there is one."""
-    if nvrx_straggler_manager is None:
-        return False
-    return nvrx_straggler_manager.check_stragglers(nvrx_straggler_manager.rank)
+    manager = nvrx_straggler_manager
+    return manager is not None and manager.check_stragglers(manager.rank)
 
 
 def safe_shutdown_nvrx_straggler_manager(nvrx_straggler_manager: NVRxStragglerDetectionManager | None) -> None:
     """End the detection; what goes wrong is logged and not raised."""
-    if nvrx_straggler_manager is None:
-        return
-    try:
-        nvrx_straggler_manager.shutdown()
-    except Exception as error:  # noqa: BLE001 - a watcher must not fail the run that it watched
+    error = None if nvrx_straggler_manager is None else attempt(nvrx_straggler_manager.shutdown)[1]
+    if error is not None:
         logger.error("the straggler detection of nvidia-resiliency-ext did not end well: %s", error)
-
-
-def start_nvrx_straggler_manager(
-    manager: NVRxStragglerDetectionManager | None, world: World
-) -> NVRxStragglerDetectionManager | None:
-    """The manager, started; None, with a message of rank 0, where that fails on any rank. Collective with a manager."""
-    if manager is None:
-        return None
-    error: Exception | None = None
-    try:
-        manager.initialize()
-    except Exception as failure:  # noqa: BLE001 - the run goes on without it
-        error = failure
-    failed = world.agree([int(error is not None)]) == [1]
-    if not failed:
-        return manager
-    if world.is_main:
-        why = error or "another rank failed"
-        print(f"Failed to initialize NVRx straggler detection: {why}", flush=True)  # noqa: T201 - Bridge's line
-    safe_shutdown_nvrx_straggler_manager(manager)
-    return None
 
 
 def scores_block(kind: str, scores: Mapping[int, float], nodes: Mapping[int, str], count: int) -> str:
@@ -194,20 +169,11 @@ def scores_block(kind: str, scores: Mapping[int, float], nodes: Mapping[int, str
 
 def score_summary(prefix: str, scores: Sequence[float]) -> dict[str, float]:
     """`<prefix>/min`, `/median`, `/max`; NaN where there are no scores."""
-    if not scores:
-        return {f"{prefix}/{name}": math.nan for name in ("min", "median", "max")}
-    return {
-        f"{prefix}/min": min(scores),
-        f"{prefix}/median": statistics.median_low(scores),
-        f"{prefix}/max": max(scores),
-    }
+    values = (min(scores), statistics.median_low(scores), max(scores)) if scores else (math.nan,) * 3
+    return {f"{prefix}/{name}": value for name, value in zip(("min", "median", "max"), values, strict=True)}
 
 
-def _named(ids: Any) -> str:
-    return ", ".join(f"rank {one.rank} on {one.node}" for one in sorted(ids, key=lambda one: one.rank))
-
-
-def _straggler_module() -> Any:
+def _straggler_module() -> ModuleType:
     try:
         return importlib.import_module("nvidia_resiliency_ext.straggler")
     except ImportError as error:
@@ -237,19 +203,22 @@ class NvrxStragglers(Feature[Job]):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Start the detection; without it the run goes on. Collective."""
-        self.manager = start_nvrx_straggler_manager(self.manager, self.host.run.world)
+        """Start the detection; where that fails on a rank, the run goes on without it. Collective."""
+        world, manager = self.host.run.world, self.manager
+        error = None if manager is None else attempt(manager.initialize)[1]
+        if world.agree([int(error is not None)]) == [1]:
+            if world.is_main:
+                why = error or "another rank failed"
+                print(f"Failed to initialize NVRx straggler detection: {why}", flush=True)  # noqa: T201 - Bridge's line
+            safe_shutdown_nvrx_straggler_manager(manager)
+            self.manager = None
         try:
             yield
         finally:
             safe_shutdown_nvrx_straggler_manager(self.manager)
 
-    def wrap_step(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Let the detection measure the step."""
-        if self.manager is None:
-            return train_step
-        wrapped: Callable[..., Any] = self.manager.wrap_train_step_function(train_step)
-        return wrapped
+    def wrap_step(self, train_step: Callable[[Step], None]) -> Callable[[Step], None]:
+        return train_step if self.manager is None else self.manager.wrap_train_step_function(train_step)
 
     def before_exit_decision(self) -> None:
         """Ask, once a step, whether a GPU is so slow that the run is to end. Collective."""
@@ -262,4 +231,4 @@ class NvrxStragglers(Feature[Job]):
 
     def _write(self, scores: Mapping[str, float]) -> None:
         run, progress = self.host.run, self.host.run.train_state
-        write_points(run.trackers.loggers, report_points(scores), progress.step, progress.consumed_train_samples)
+        write_tags(run.trackers.loggers, scores, progress.step, progress.consumed_train_samples)

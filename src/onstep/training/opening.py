@@ -9,15 +9,14 @@ from dataclasses import dataclass
 
 from onstep.config import ConfigContainer, resolve
 from onstep.config.differences import describe
-from onstep.distributed import World
+from onstep.distributed import World, attempt
 from onstep.events import CallbackManager, Control
 from onstep.sinks.reporting import attach_trackers
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.checkpointing import open_checkpoints
 from onstep.training.features import RUN, SECTIONS, SETUP
 from onstep.training.run import Door
-from onstep.training.run_folder import Claim, RunFolder, Status, claim_run_folder
-from onstep.training.run_lock import RunLock
+from onstep.training.run_folder import Claim, RunFolder, RunLock, Status, claim_run_folder
 from onstep.training.telling import Teller
 from onstep.training.trackers import check_trackers
 
@@ -75,7 +74,9 @@ def open_run(
             yield OpenRun(run, manager, tell, claim)
             return
         if claim is not None:
-            _say_changes(claim, world)
+            if claim.changes and world.is_main:
+                changed = describe(list(claim.changes))
+                logger.info("the configuration has changed since this run started:\n%s", changed)
             run.cfg.run.name = claim.folder.path.name
             run.cfg.logger.logging_dir = run.cfg.logger.logging_dir or str(claim.folder.path)
         run.trackers.join(manager)
@@ -137,23 +138,12 @@ def claim_for_all(config: ConfigContainer, world: World) -> tuple[Claim | None, 
     """
     if config.run.name is None:
         return None, None
-    outcome: Claim | Exception | None = None
-    lock: RunLock | None = None
-    if world.is_main:
-        try:
-            outcome, lock = claim_run_folder(config)
-        except Exception as error:  # noqa: BLE001 - raised below, on every rank
-            outcome = error
-    outcome = world.share(outcome)
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome, lock
-
-
-def _say_changes(claim: Claim, world: World) -> None:
-    """Show which values of the configuration differ from those that the run started with, on rank 0."""
-    if claim.changes and world.is_main:
-        logger.info("the configuration has changed since this run started:\n%s", describe(list(claim.changes)))
+    claimed, error = attempt(lambda: claim_run_folder(config)) if world.is_main else (None, None)
+    claim, lock = claimed if claimed is not None else (None, None)
+    claim, error = world.share((claim, error))
+    if error is not None:
+        raise error
+    return claim, lock
 
 
 def already_finished(folder: RunFolder) -> str:

@@ -34,7 +34,7 @@ def prepare(job: Job) -> None:
     if job.scaler is not None and isinstance(job.optimizer, ForeignOptimizer):
         run.features.of_the_loop["scaler"] = job.scaler
     if run.checkpoints is not None:
-        run.checkpoints.components.check_states(job.raw_optimizer, job.scheduler)
+        run.checkpoints.check_states(job.trained)
         if run.cfg.logger.log_progress:
             log_job_start(run)
     run.ending.train_started, run.ending.train_ended = True, False
@@ -114,13 +114,16 @@ def begin_epoch(run: Run) -> None:
 
 
 def end_epoch(job: Job, has_data: bool) -> None:
-    """Move to the next epoch if this one is over, or is to end early."""
-    run = job.run
-    if not has_data or not job.reader.has_next(run.num_microbatches):
+    """Move to the next epoch if this one is over, or is to end early; a raw iterator goes on where it stands."""
+    run, progress = job.run, job.run.train_state
+    is_over = not has_data or not job.reader.has_next(run.num_microbatches)
+    if is_over:
         check_that_there_was_data(job)
-        start_next_epoch(job)
-    elif run.control.should_epoch_stop:
-        start_next_epoch(job)
+    if job.reader.has_epochs and (is_over or run.control.should_epoch_stop):
+        progress.epoch += 1
+        progress.samples_in_epoch = progress.steps_in_epoch = 0
+        leave_out_skipped(job)
+        job.reader.seek(progress.epoch, 0)
     run.stage.epoch_is_open = False
 
 
@@ -137,17 +140,6 @@ def check_that_there_was_data(job: Job) -> None:
     run.stage.data_exhausted = not job.reader.has_epochs or progress.steps_in_epoch == 0
     if run.stage.data_exhausted and run.world.is_main:
         logger.warning("the training data is exhausted at step %d; training ends", progress.step)
-
-
-def start_next_epoch(job: Job) -> None:
-    """Move to the start of the next epoch; a raw iterator has none and goes on where it stands."""
-    if not job.reader.has_epochs:
-        return
-    progress = job.run.train_state
-    progress.epoch += 1
-    progress.samples_in_epoch = progress.steps_in_epoch = 0
-    leave_out_skipped(job)
-    job.reader.seek(progress.epoch, 0)
 
 
 def leave_out_skipped(job: Job) -> None:

@@ -1,23 +1,27 @@
-"""The functional door: everything of a run from one configuration."""
+"""The functional door: everything of a run from one configuration, anew or from trained weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing
+
+from torch import nn
 
 from onstep.config import ConfigContainer, resolve
+from onstep.config.load import typed_copy
 from onstep.distributed import World, open_world, world_size_from_environment
+from onstep.errors import ConfigError
 from onstep.events import CallbackManager, normalize_callbacks
 from onstep.models import ModelHook
-from onstep.training.bridge.finishing import _finish_train
 from onstep.training.bridge.global_state import GlobalState
+from onstep.training.bridge.housekeeping import _finish_train
 from onstep.training.evaluation import evaluate_and_print_results
 from onstep.training.final_weights import save_weights
 from onstep.training.forward_step import forward_step
 from onstep.training.opening import already_finished, claim_for_all, open_run
 from onstep.training.pretrained import fill_from_pretrained
 from onstep.training.run import Door, Run
+from onstep.training.seams import ForwardStep
 from onstep.training.setup import Parts, set_up
 from onstep.training.telling import Teller
 from onstep.training.train import train
@@ -25,8 +29,8 @@ from onstep.training.train import train
 
 def pretrain(
     config: ConfigContainer,
-    forward_step_func: Callable[..., Any] = forward_step,
-    callbacks: list[Any] | CallbackManager | None = None,
+    forward_step_func: ForwardStep = forward_step,
+    callbacks: list[object] | CallbackManager | None = None,
     *,
     pre_wrap_hooks: Sequence[ModelHook] = (),
 ) -> GlobalState:
@@ -75,20 +79,52 @@ def pretrain(
     return run
 
 
-@contextmanager
-def _joined(config: ConfigContainer) -> Iterator[World]:
+def finetune(
+    config: ConfigContainer,
+    forward_step_func: ForwardStep = forward_step,
+    callbacks: list[object] | CallbackManager | None = None,
+    *,
+    pre_wrap_hooks: Sequence[ModelHook] = (),
+) -> GlobalState:
+    """Train trained weights further, from `checkpoint.pretrained_checkpoint` or `checkpoint.load`. Collective.
+
+    These name a Hugging Face folder with safetensors, a run, or a checkpoint of Onstep. Only its weights are taken:
+    steps, optimizer, data position and random state start anew. A run that has checkpoints of its own continues from
+    them instead. The model section is filled from the weights, or must agree with them. With `peft.peft_scheme` lora a
+    few added weights are trained; the run then leaves them in `adapter/`, beside the merged weights in `model/`.
+
+    Args:
+        config: the run's configuration, for example of a recipe's `finetune` form.
+        forward_step_func: as `pretrain` takes it.
+        callbacks: as `pretrain` takes them.
+        pre_wrap_hooks: as `pretrain` takes them; they see the trained weights.
+
+    Returns:
+        The state of the run, with its progress and `log_history`.
+
+    Raises:
+        ConfigError: when neither of the two is set, or the model is another one than the weights'.
+        MissingWeightsError: when nothing that could be loaded is there; also a FileNotFoundError.
+    """
+    if config.checkpoint.pretrained_checkpoint is None and config.checkpoint.load is None:
+        raise ConfigError(
+            "finetune takes weights to start from; set checkpoint.pretrained_checkpoint (a Hugging Face folder, a run "
+            "or a checkpoint) or checkpoint.load."
+        )
+    config = typed_copy(config)
+    config.checkpoint.finetune = True
+    return pretrain(config, forward_step_func, callbacks, pre_wrap_hooks=pre_wrap_hooks)
+
+
+def _joined(config: ConfigContainer) -> AbstractContextManager[World]:
     """The ranks, until the run is over."""
-    world = open_world(config.dist)
-    try:
-        yield world
-    finally:
-        world.close()
+    return closing(open_world(config.dist))
 
 
 def _train_and_evaluate(
     state: GlobalState,
     parts: Parts,
-    forward_step_func: Callable[..., Any],
+    forward_step_func: ForwardStep,
     manager: CallbackManager | None,
     tell: Teller,
 ) -> None:
@@ -109,21 +145,20 @@ def _train_and_evaluate(
     aborted = state.control.should_abort_without_save or state.exits.decided is not None
     if aborted or not is_evaluated_after_training(state):
         return
-    for is_wanted, data, name, is_test in (
-        (progress.do_valid, parts.valid_data, "validation", False),
-        (progress.do_test, parts.test_data, "test", True),
+    for is_wanted, data, is_test in (
+        (progress.do_valid, parts.valid_data, False),
+        (progress.do_test, parts.test_data, True),
     ):
-        if is_wanted:
+        if is_wanted and data is not None:
             state.evaluated.is_restartable = True  # a signal ends it here: all of it is made again by the next process
-            prefix = f"iteration {progress.step} on {name} set"
-            model_config = state.cfg.model
+            prefix = f"iteration {progress.step} on {'test' if is_test else 'validation'} set"
             evaluate_and_print_results(
                 state,
                 prefix,
                 forward_step_func,
                 data,
                 parts.model,
-                model_config,
+                state.cfg.model,
                 verbose=state.door.prints_console_line,
                 is_test=is_test,
                 tell=tell,
@@ -136,7 +171,7 @@ def is_evaluated_after_training(state: Run) -> bool:
     return validation.eval_after_training or validation.skip_train
 
 
-def load_best_model(state: Run, model: list[Any]) -> None:
+def load_best_model(state: Run, model: list[nn.Module]) -> None:
     """With `checkpoint.load_best_model_at_end`, load the weights of the best checkpoint; progress stays. Collective."""
     if state.cfg.checkpoint.load_best_model_at_end and state.checkpoints is not None and state.exits.decided is None:
         state.checkpoints.load_best_model(model)

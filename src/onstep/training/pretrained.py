@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
 
 from onstep.checkpoint import CheckpointInfo, checkpoints, read_manifest, resolve
-from onstep.checkpoint.contents import read_weights
+from onstep.checkpoint.loading import read_weights
 from onstep.checkpoint.manifest import MANIFEST
-from onstep.checkpoint.model_state import mismatches
+from onstep.checkpoint.states import mismatches
 from onstep.config import ConfigContainer, from_dict
-from onstep.config.derived import fill
-from onstep.config.finetune_rules import check_finetune, loads_own
-from onstep.config.keys import typed_copy
+from onstep.config.load import typed_copy
 from onstep.config.parts import ModelConfig, TokenizerConfig
+from onstep.config.run_rules import check_finetune, loads_own
+from onstep.config.validate import fill
 from onstep.data import tokenizer_in_run
 from onstep.data.tokenizer_files import tokenizer_in_folder
 from onstep.distributed import World
@@ -68,26 +66,31 @@ def fill_model(
         ConfigError: naming the first value that is another one than the weights'.
     """
     config = typed_copy(config)
-    _check_positions(config, model, where)
+    if model.position_embedding_type == "learned_absolute" and config.model.seq_length != model.seq_length:
+        raise ConfigError(
+            f"model.seq_length={config.model.seq_length} must be {model.seq_length}: the weights in {where} have that "
+            f"many learned positions; set model.seq_length and dataset.seq_length."
+        )
     theirs, default = _filled(config, model), ModelConfig()
     ours = _filled(config, config.model)
     taken = []
     for name in (field.name for field in fields(ModelConfig) if field.name not in OF_TRAINING):
         own, of_weights = getattr(config.model, name), getattr(theirs, name)
-        if _same(getattr(ours, name), of_weights) and own != getattr(default, name):
-            continue
-        if own != getattr(default, name):
+        if own == getattr(default, name):
+            if own != of_weights:
+                setattr(config.model, name, of_weights)
+                taken.append(f"{name}={of_weights}")
+        elif not _same(getattr(ours, name), of_weights):
             raise ConfigError(
                 f"model.{name}={own} is not that of the weights in {where}, which is {of_weights}; leave it out, or "
                 f"set it to its default, to take theirs."
             )
-        if own != of_weights:
-            setattr(config.model, name, of_weights)
-            taken.append(f"{name}={of_weights}")
-    is_theirs = tokenizer is not None and config.tokenizer == TokenizerConfig()
-    if is_theirs and tokenizer is not None:
-        config.tokenizer = tokenizer
-    logger.info("tokenizer: %s, %s", _named(config.tokenizer), _where_from(is_theirs, tokenizer, where))
+    origin = f"as configured; there is none with the weights in {where}"
+    if tokenizer is not None and config.tokenizer == TokenizerConfig():
+        config.tokenizer, origin = tokenizer, f"that of the weights in {where}"
+    elif tokenizer is not None:
+        origin = f"as configured, not that of the weights in {where} ({_named(tokenizer)})"
+    logger.info("tokenizer: %s, %s", _named(config.tokenizer), origin)
     if taken:
         logger.info("model taken from %s: %s", where, ", ".join(taken))
     return config
@@ -98,14 +101,6 @@ def _named(tokenizer: TokenizerConfig) -> str:
     return tokenizer.tokenizer_type if path is None else f"{tokenizer.tokenizer_type} {path}"
 
 
-def _where_from(is_theirs: bool, theirs: TokenizerConfig | None, where: str) -> str:
-    if is_theirs:
-        return f"that of the weights in {where}"
-    if theirs is None:
-        return f"as configured; there is none with the weights in {where}"
-    return f"as configured, not that of the weights in {where} ({_named(theirs)})"
-
-
 def _filled(config: ConfigContainer, model: ModelConfig) -> ModelConfig:
     """`model` with its derived sizes."""
     whole = typed_copy(config)
@@ -113,19 +108,10 @@ def _filled(config: ConfigContainer, model: ModelConfig) -> ModelConfig:
     return fill(whole, 1).model
 
 
-def _same(own: Any, theirs: Any) -> bool:
+def _same(own: object, theirs: object) -> bool:
     if isinstance(own, float) and isinstance(theirs, float):
-        return abs(own - theirs) <= 1e-9 * max(abs(own), abs(theirs))  # written in another precision
+        return math.isclose(own, theirs, rel_tol=1e-9)  # written in another precision
     return bool(own == theirs)
-
-
-def _check_positions(config: ConfigContainer, model: ModelConfig, where: str) -> None:
-    """A learned table of positions has one length."""
-    if model.position_embedding_type == "learned_absolute" and config.model.seq_length != model.seq_length:
-        raise ConfigError(
-            f"model.seq_length={config.model.seq_length} must be {model.seq_length}: the weights in {where} have that "
-            f"many learned positions; set model.seq_length and dataset.seq_length."
-        )
 
 
 CONFIG_FILE = "config.json"
@@ -173,11 +159,13 @@ def find_pretrained(config: ConfigContainer) -> PretrainedSource | None:
         raise MissingWeightsError(
             f"{_key(config)}={path} does not exist; give a Hugging Face folder, a run or a checkpoint."
         )
-    if (path / CONFIG_FILE).is_file():
-        return _hugging_face(path, None)
-    if (path / "run.json").is_file() and (path / "model" / CONFIG_FILE).is_file() and step is None:
-        return _hugging_face(path / "model", tokenizer_in_run(_stored_config(path).tokenizer, path))
-    return _of_checkpoints(path, step, config)
+    tokenizer, folder = None, path
+    if not (path / CONFIG_FILE).is_file():
+        folder = path / "model"
+        if step is not None or not (path / "run.json").is_file() or not (folder / CONFIG_FILE).is_file():
+            return _of_checkpoints(path, step, config)
+        tokenizer = tokenizer_in_run(_stored_config(path).tokenizer, path)
+    return PretrainedSource(folder, True, load_hf_config(folder), tokenizer or tokenizer_in_folder(folder))
 
 
 def fill_from_pretrained(config: ConfigContainer) -> ConfigContainer:
@@ -212,7 +200,17 @@ def load_pretrained(source: PretrainedSource, config: ModelConfig, world: World)
     """
     if source.is_hugging_face:
         return load_hf(source.path, config)
-    return _model_of(_verified(source, world), config)
+    outcome: CheckpointInfo | CheckpointError | None = None
+    if world.is_main:  # which compares every file with the manifest
+        try:
+            outcome = resolve(source.path, step=source.step)
+        except CheckpointError as error:
+            outcome = error
+    outcome = world.share(outcome)
+    if isinstance(outcome, CheckpointError):
+        raise outcome
+    assert outcome is not None
+    return _model_of(outcome, config)
 
 
 def model_of_checkpoint(path: Path) -> Transformer:
@@ -228,7 +226,11 @@ def model_of_checkpoint(path: Path) -> Transformer:
 
 
 def _model_of(info: CheckpointInfo, config: ModelConfig) -> Transformer:
-    state = _weights_of(info)
+    tensors, tied = read_weights(info)
+    state = {**tensors, **{name: tensors[kept] for name, kept in tied.items()}}
+    peft = from_dict(info.manifest.config).peft
+    if peft.peft_scheme is not None:
+        state = merged_state_dict(state, peft.alpha / peft.dim)
     model = empty_transformer(config)
     problems = mismatches(model.state_dict(), state)
     if problems:
@@ -238,32 +240,6 @@ def _model_of(info: CheckpointInfo, config: ModelConfig) -> Transformer:
         )
     model.load_state_dict(state)
     return model
-
-
-def _weights_of(info: CheckpointInfo) -> dict[str, Tensor]:
-    tensors, tied = read_weights(info)
-    state = {**tensors, **{name: tensors[kept] for name, kept in tied.items()}}
-    peft = from_dict(info.manifest.config).peft
-    return state if peft.peft_scheme is None else merged_state_dict(state, peft.alpha / peft.dim)
-
-
-def _verified(source: PretrainedSource, world: World) -> CheckpointInfo:
-    """The checkpoint, every file of which rank 0 has compared with its manifest. Collective."""
-    outcome: Any = None
-    if world.is_main:
-        try:
-            outcome = resolve(source.path, step=source.step)
-        except CheckpointError as error:
-            outcome = error
-    outcome = world.share(outcome)
-    if isinstance(outcome, CheckpointError):
-        raise outcome
-    info: CheckpointInfo = outcome
-    return info
-
-
-def _hugging_face(path: Path, tokenizer: TokenizerConfig | None) -> PretrainedSource:
-    return PretrainedSource(path, True, load_hf_config(path), tokenizer or tokenizer_in_folder(path))
 
 
 def _of_checkpoints(path: Path, step: int | None, config: ConfigContainer) -> PretrainedSource:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+from torch.profiler import ExecutionTraceObserver, ProfilerAction, profile
 
 from onstep.config import ProfilingConfig
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager
+from onstep.metrics.torch_profiler import SoleProfiler, write_trace
 from onstep.training.run import Run
 
 logger = logging.getLogger(__name__)
+
+NsysContext = AbstractContextManager[object]
+"""Names torch's operations for Nsight Systems."""
 
 _warned_of: set[str] = set()
 
@@ -52,7 +58,7 @@ def check_profilers(config: ProfilingConfig, manager: CallbackManager | None) ->
 
 def handle_profiling_step(
     config: ProfilingConfig | None, iteration: int, rank: int, pytorch_prof: Profiler | None
-) -> Any:
+) -> NsysContext | None:
     """Begin an iteration for the profilers: torch's goes on, nsys starts at `profile_step_start`.
 
     Args:
@@ -78,7 +84,7 @@ def handle_profiling_stop(
     iteration: int,
     rank: int,
     pytorch_prof: Profiler | None,
-    nsys_nvtx_context: Any = None,
+    nsys_nvtx_context: NsysContext | None = None,
 ) -> None:
     """End the profile after step `profile_step_end`, on ranks that have one.
 
@@ -97,7 +103,7 @@ def handle_profiling_stop(
         stop_nsys_profiler(nsys_nvtx_context)
 
 
-def start_nsys_profiler(config: ProfilingConfig) -> Any:
+def start_nsys_profiler(config: ProfilingConfig) -> NsysContext | None:
     """Let `nsys profile -c cudaProfilerApi` begin; the entered context that names torch's operations for it.
 
     Without CUDA there is nothing to profile: that is said once.
@@ -106,12 +112,12 @@ def start_nsys_profiler(config: ProfilingConfig) -> Any:
         warn_once("profiling.use_nsys_profiler does nothing: torch sees no CUDA GPU; use use_pytorch_profiler instead")
         return None
     torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
-    context = torch.autograd.profiler.emit_nvtx(record_shapes=config.record_shapes)  # type: ignore[no-untyped-call]
-    context.__enter__()  # type: ignore[no-untyped-call]
+    context: NsysContext = torch.autograd.profiler.emit_nvtx(record_shapes=config.record_shapes)  # type: ignore[no-untyped-call]
+    context.__enter__()
     return context
 
 
-def stop_nsys_profiler(context: Any) -> None:
+def stop_nsys_profiler(context: NsysContext | None) -> None:
     """Let nsys end, and leave the context that `start_nsys_profiler` gave."""
     if not torch.cuda.is_available():
         return
@@ -125,7 +131,7 @@ class TorchTrace:
 
     It warms up in the step before. A run that continues within these steps records the rest of them; one that ends
     within them, also by an exception, writes what there is. Where somebody else's profiler records already, nothing is
-    profiled, and a warning says so: torch has one for a process.
+    profiled, and a warning says so.
 
     Args:
         config: the steps, and what is kept of them.
@@ -138,8 +144,8 @@ class TorchTrace:
         self, config: ProfilingConfig, path: Path, get_step: Callable[[], int], chakra_path: Path | None = None
     ) -> None:
         self._config, self._path, self._get_step, self._chakra_path = config, path, get_step, chakra_path
-        self._profiler: Any = None
-        self._observer: Any = None
+        self._profiler: SoleProfiler | None = None
+        self._observer: ExecutionTraceObserver | None = None
         self._is_over = False
 
     def step(self) -> None:
@@ -149,70 +155,54 @@ class TorchTrace:
             return
         if step >= config.profile_step_end:
             self.stop()
-        elif self._is_in_the_way():
-            self._give_up()
-        elif self._profiler is None:
-            self._start()
+            return
+        if self._profiler is None:
+            self._profiler = self._started()
         else:
             self._profiler.step()
+        if self._profiler is None or self._profiler.gave_way:
+            self.stop()
 
     def stop(self) -> None:
         """End, and write what was recorded; nothing where nothing was begun."""
         profiler, self._profiler = self._profiler, None
-        was_over, self._is_over = self._is_over, True
-        if profiler is None or was_over:
-            return
-        # to stop one that has warmed up starts it first, which ends the process beside another one that records
-        if profiler.current_action == torch.profiler.ProfilerAction.RECORD or not _is_recording():
+        self._is_over = True
+        if profiler is not None:
             profiler.stop()
-        self._close_observer()
+        if self._observer is not None:
+            self._observer.unregister_callback()
+            self._observer = None
 
-    def _start(self) -> None:
+    def _started(self) -> SoleProfiler | None:
+        """The profiler; None where there is no folder for what it finds."""
         config = self._config
-        for path in (self._path, self._chakra_path):
-            if path is not None and not _makes_folder(path):
-                self._give_up(warns=False)
-                return
+        for folder in [path.parent for path in (self._path, self._chakra_path) if path is not None]:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                logger.warning("nothing is profiled: the folder %s cannot be made: %s", folder, error)
+                return None
         if self._chakra_path is not None:
-            self._observer = torch.profiler.ExecutionTraceObserver().register_callback(str(self._chakra_path))
-        self._profiler = torch.profiler.profile(
+            self._observer = ExecutionTraceObserver().register_callback(str(self._chakra_path))
+        made = profile(
             schedule=self._action,
             on_trace_ready=self._export,
             record_shapes=config.pytorch_profiler_collect_shapes,
             with_stack=config.pytorch_profiler_collect_callstack,
             execution_trace_observer=self._observer,
         )
-        self._profiler.start()
+        profiler = SoleProfiler(made, "profiling.use_pytorch_profiler")
+        profiler.start()
+        return profiler
 
-    def _action(self, _: int) -> Any:
+    def _action(self, _: int) -> ProfilerAction:
         """By the run's own step, which an iteration that is skipped advances too."""
-        actions = torch.profiler.ProfilerAction
-        return actions.RECORD if self._get_step() >= self._config.profile_step_start else actions.WARMUP
+        is_recorded = self._get_step() >= self._config.profile_step_start
+        return ProfilerAction.RECORD if is_recorded else ProfilerAction.WARMUP
 
-    def _is_in_the_way(self) -> bool:
-        actions = torch.profiler.ProfilerAction
-        is_ours = self._profiler is not None and self._profiler.current_action == actions.RECORD
-        return not is_ours and _is_recording()
-
-    def _give_up(self, warns: bool = True) -> None:
-        """Ours is dropped, not stopped: to stop one that has warmed up starts it first."""
-        if warns:
-            logger.warning("profiling.use_pytorch_profiler profiles nothing: another profiler records in this process")
-        self._profiler, self._is_over = None, True
-        self._close_observer()
-
-    def _export(self, profiler: Any) -> None:
-        try:
-            profiler.export_chrome_trace(str(self._path))
-        except (OSError, RuntimeError) as error:
-            logger.warning("the trace %s could not be written: %s", self._path, error)
-        else:
+    def _export(self, profiler: profile) -> None:
+        if write_trace(profiler, self._path):
             logger.info("wrote the profile %s", self._path)
-
-    def _close_observer(self) -> None:
-        if self._observer is not None:
-            self._observer.unregister_callback()
-            self._observer = None
 
 
 def initialize_pytorch_profiler(state: Run) -> TorchTrace | None:
@@ -226,33 +216,14 @@ def initialize_pytorch_profiler(state: Run) -> TorchTrace | None:
         return None
     if state.train_state.step >= config.profile_step_end:
         return None
-    folder, name = profile_folder(state), f"rank-{rank}.json.gz"
-    chakra = folder / "chakra" / name if config.pytorch_profiler_collect_chakra else None
-    return TorchTrace(config, folder / "torch_profile" / name, lambda: state.train_state.step, chakra)
-
-
-def profile_folder(state: Run) -> Path:
-    """Where the folders of profiles are."""
     tensorboard = state.cfg.logger.tensorboard_dir
     if tensorboard is not None:
-        return Path(tensorboard).absolute().parent
-    if state.run_folder is not None:
-        return Path(state.run_folder.path)
-    return Path(state.cfg.run.output_dir)
-
-
-def _is_recording() -> bool:
-    recording: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-    return recording
-
-
-def _makes_folder(path: Path) -> bool:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        logger.warning("nothing is profiled: the folder %s cannot be made: %s", path.parent, error)
-        return False
-    return True
+        folder = Path(tensorboard).absolute().parent
+    else:
+        folder = Path(state.cfg.run.output_dir if state.run_folder is None else state.run_folder.path)
+    name = f"rank-{rank}.json.gz"
+    chakra = folder / "chakra" / name if config.pytorch_profiler_collect_chakra else None
+    return TorchTrace(config, folder / "torch_profile" / name, lambda: state.train_state.step, chakra)
 
 
 def warn_once(text: str) -> None:

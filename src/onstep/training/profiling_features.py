@@ -6,16 +6,17 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from onstep.metrics.memory import start_memory_history_recording
 from onstep.schedules import is_due
-from onstep.training.energy import EnergyMonitor
 from onstep.training.feature import Feature, Interruption
+from onstep.training.gpu_gauge import EnergyMonitor
 from onstep.training.job import Job
 from onstep.training.profiling import (
+    NsysContext,
     handle_profiling_step,
     handle_profiling_stop,
     initialize_pytorch_profiler,
@@ -28,6 +29,19 @@ from onstep.training.run import Run
 from onstep.training.step import Step
 from onstep.training.timers import INTERVAL_TIME
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def within(context: Callable[[], AbstractContextManager[object]], function: Callable[P, T]) -> Callable[P, T]:
+    """The function, each call of it in a context of its own."""
+
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        with context():
+            return function(*args, **kwargs)
+
+    return wrapped
+
 
 class MemoryHistory(Feature[Run]):
     """Records the allocator's history, from before the model is built."""
@@ -39,7 +53,7 @@ class MemoryHistory(Feature[Run]):
     def wanted(cls, host: Run) -> bool:
         return host.cfg.profiling.record_memory_history
 
-    def session(self) -> AbstractContextManager[Any]:
+    def session(self) -> AbstractContextManager[object]:
         start_memory_history_recording(self.host.cfg.profiling)
         return nullcontext()
 
@@ -66,11 +80,11 @@ class MemoryRelease(Feature[Run]):
 
         return released
 
-    def wrap_score(self, score: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_score(self, score: Callable[P, T]) -> Callable[P, T]:
         """After a batch of an evaluation."""
 
-        def released(*given: Any) -> Any:
-            result = score(*given)
+        def released(*args: P.args, **kwargs: P.kwargs) -> T:
+            result = score(*args, **kwargs)
             empty_unused_memory()
             return result
 
@@ -108,32 +122,24 @@ class StepTimers(Feature[Job]):
     def wanted(cls, host: Job) -> bool:
         return host.run.cfg.logger.timing_log_level > 0
 
-    def wrap_read(self, read: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_read(self, read: Callable[P, T]) -> Callable[P, T]:
         return self._timed("batch-generator", read)
 
-    def wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_compute(self, compute: Callable[P, T]) -> Callable[P, T]:
         return self._timed("forward-backward", compute)
 
-    def wrap_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_forward(self, forward: Callable[P, T]) -> Callable[P, T]:
         return self._timed("forward-compute", forward)
 
-    def wrap_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_backward(self, backward: Callable[P, T]) -> Callable[P, T]:
         return self._timed("backward-compute", backward)
 
-    def wrap_update(self, update: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_update(self, update: Callable[P, T]) -> Callable[P, T]:
         return self._timed("optimizer", update)
 
-    def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed(self, name: str, function: Callable[P, T]) -> Callable[P, T]:
         timers = self.host.run.timers
-        if name not in timers.names():
-            return function
-        timer = timers(name)
-
-        def timed(*given: Any) -> Any:
-            with timer:
-                return function(*given)
-
-        return timed
+        return within(lambda: timers(name), function) if name in timers.names() else function
 
 
 class IntervalTime(Feature[Job]):
@@ -188,24 +194,16 @@ class NvtxRanges(Feature[Job]):
             warn_once("profiling.nvtx_ranges does nothing: this run computes on no CUDA GPU; set it to false")
         return possible
 
-    def wrap_iterate(self, iterate: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_iterate(self, iterate: Callable[P, T]) -> Callable[P, T]:
         """`training_step_<number of the step before>`"""
         progress = self.host.run.train_state
-        return _in_range(lambda: f"training_step_{progress.step}", iterate)
+        return within(lambda: torch.cuda.nvtx.range(f"training_step_{progress.step}"), iterate)
 
-    def wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        return _in_range(lambda: "forward-backward", compute)
+    def wrap_compute(self, compute: Callable[P, T]) -> Callable[P, T]:
+        return within(lambda: torch.cuda.nvtx.range("forward-backward"), compute)
 
-    def wrap_update(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        return _in_range(lambda: "optimizer", update)
-
-
-def _in_range(name: Callable[[], str], function: Callable[..., Any]) -> Callable[..., Any]:
-    def ranged(*given: Any) -> Any:
-        with torch.cuda.nvtx.range(name()):
-            return function(*given)
-
-    return ranged
+    def wrap_update(self, update: Callable[P, T]) -> Callable[P, T]:
+        return within(lambda: torch.cuda.nvtx.range("optimizer"), update)
 
 
 @dataclass
@@ -280,8 +278,8 @@ class Profilers(Feature[Job]):
         super().__init__(host)
         self._config, self._run = host.run.cfg.profiling, host.run
         self._trace = initialize_pytorch_profiler(host.run)
-        self._nsys_context: Any = None
-        self._nsys_runs = False
+        self._nsys: NsysContext | None = None
+        """The context of Nsight Systems while it profiles."""
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -291,34 +289,31 @@ class Profilers(Feature[Job]):
         finally:
             if self._trace is not None:
                 self._trace.stop()
-            if self._nsys_runs:
-                self._stop_nsys()
+            self._stop_nsys()
 
     def begin(self) -> None:
         """Continue a profile in whose window the process begins."""
         config, step = self._config, self._run.train_state.step
         if config.use_nsys_profiler and config.profile_step_start < step < config.profile_step_end:
-            self._note(start_nsys_profiler(config))
+            self._nsys = start_nsys_profiler(config)
 
     def before_iteration(self) -> None:
         step = self._run.train_state.step
-        if self._nsys_runs and step >= self._config.profile_step_end:  # the last step of the profile was skipped
+        if step >= self._config.profile_step_end:  # the last step of the profile was skipped
             self._stop_nsys()
-        self._note(handle_profiling_step(self._config, step, self._run.world.rank, self._trace))
+        started = handle_profiling_step(self._config, step, self._run.world.rank, self._trace)
+        self._nsys = self._nsys if started is None else started
 
     def after_iteration(self, step: Step) -> None:
         number = self._run.train_state.step
-        handle_profiling_stop(self._config, number, self._run.world.rank, self._trace, self._nsys_context)
+        handle_profiling_stop(self._config, number, self._run.world.rank, self._trace, self._nsys)
         if number == self._config.profile_step_end:
-            self._nsys_context, self._nsys_runs = None, False
-
-    def _note(self, context: Any) -> None:
-        if context is not None:
-            self._nsys_context, self._nsys_runs = context, True
+            self._nsys = None
 
     def _stop_nsys(self) -> None:
-        context, self._nsys_context, self._nsys_runs = self._nsys_context, None, False
-        stop_nsys_profiler(context)
+        context, self._nsys = self._nsys, None
+        if context is not None:
+            stop_nsys_profiler(context)
 
 
 class ManualGarbageCollection(Feature[Job]):

@@ -8,10 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
-from typing import IO
 
 import torch.distributed as dist
 
@@ -38,7 +37,8 @@ def append_to_progress_log(save_dir: str | Path, text: str, world: World | None 
         text: what happened; its parts are separated by tabs.
         world: None is torch's default process group.
     """
-    world = world or _world_of_torch()
+    if world is None:
+        world = World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World()
     if barrier:
         world.barrier()
     if not world.is_main:
@@ -48,7 +48,10 @@ def append_to_progress_log(save_dir: str | Path, text: str, world: World | None 
     job = os.environ.get("SLURM_JOB_ID", "")
     line = f"{datetime.now():{_TIME}}\tJob ID: {job}\t# GPUs: {world.size}\t{text}\n"
     with path.open("ab+") as file:
-        file.write((line if _ends_with_line(file) else "\n" + line).encode())
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - 1, 0))
+        is_cut = size > 0 and file.read(1) != b"\n"
+        file.write(("\n" + line if is_cut else line).encode())
 
 
 def log_job_start(state: Run) -> None:
@@ -92,15 +95,13 @@ def get_start_time_from_progress_log(
         raise CheckpointError(
             f"there is no progress log {path}; logger.log_progress=true writes one from the start of a job on."
         ) from None
-    scan = _Scan(ranks)
-    for line in lines:
-        scan.read(line)
-    if scan.start is None:
+    start = _first_start(lines, ranks)
+    if start is None:
         raise CheckpointError(
             f"{path} must have a 'Starting job' line of {ranks} ranks after the last line of another number, and has "
             f"none; start jobs with logger.log_progress=true."
         )
-    return scan.start
+    return start
 
 
 def compute_throughputs_and_append_to_progress_log(state: Run, num_floating_point_operations_so_far: float) -> None:
@@ -117,9 +118,7 @@ def compute_throughputs_and_append_to_progress_log(state: Run, num_floating_poin
     folder = _folder_of(state)
     if folder is None:
         return
-    text = ""
-    if state.world.is_main:
-        text = _save_text(state, folder, num_floating_point_operations_so_far)
+    text = _save_text(state, folder, num_floating_point_operations_so_far) if state.world.is_main else ""
     append_to_progress_log(folder, text, state.world)
 
 
@@ -163,55 +162,33 @@ def _tflops_per_gpu(flops: float, seconds: float, ranks: int) -> float:
     return max(flops, 0.0) / (seconds * 1e12 * ranks) if seconds > 0 else 0.0
 
 
-@dataclass
-class _Scan:
-    """Reads the log line by line."""
-
-    ranks: int
-    start: tuple[datetime, float] | None = None
-    committed: float = 0.0
-    """Operations of the last checkpoint that is durable."""
-    pending: dict[str, float] = field(default_factory=dict)
-    """Operations of the asynchronous saves that are not durable yet, by their `Iteration: N`."""
-
-    def read(self, line: str) -> None:
+def _first_start(lines: Iterable[str], own_ranks: int) -> tuple[datetime, float] | None:
+    """When the first job with this number of ranks began that no other number followed, and the operations by then."""
+    start = None
+    committed = 0.0
+    pending: dict[str, float] = {}  # of the asynchronous saves that are not durable yet, by their `Iteration: N`
+    for line in lines:
         try:
             moment, _, gpus, kind, *rest = line.split("\t")
             when, ranks = datetime.strptime(moment, _TIME), int(gpus.removeprefix("# GPUs: "))
-            flops = _flops_in(rest) if kind in ("Saved checkpoint", "Saving async checkpoint") else 0.0
+            # the last part does not count: its last figures may be missing
+            flops = [float(part.removeprefix(_FLOPS)) for part in rest[:-1] if part.startswith(_FLOPS)]
         except ValueError:
-            return
-        if ranks != self.ranks:
-            self.start = None
+            continue
+        is_save = kind in ("Saved checkpoint", "Saving async checkpoint")
+        if is_save and not flops:
+            continue
+        if ranks != own_ranks:
+            start = None
         if kind == "Saved checkpoint":
-            self.committed = flops
+            committed = flops[0]
         elif kind == "Saving async checkpoint":
-            self.pending[rest[0]] = flops
+            pending[rest[0]] = flops[0]
         elif kind == "Saved async checkpoint" and rest:
-            self.committed = self.pending.pop(rest[0], self.committed)
-        elif kind == "Starting job" and ranks == self.ranks and self.start is None:
-            self.start = (when, self.committed)
-
-
-def _flops_in(parts: list[str]) -> float:
-    """The operations that a save line tells.
-
-    Raises:
-        ValueError: when it does not, or ends there: the last figures may be missing.
-    """
-    told = [part for part in parts[:-1] if part.startswith(_FLOPS)]
-    if not told:
-        raise ValueError("the line does not tell its operations")
-    return float(told[0].removeprefix(_FLOPS))
-
-
-def _ends_with_line(file: IO[bytes]) -> bool:
-    """Whether a file opened with `ab+` is empty or ends with a newline."""
-    size = file.seek(0, os.SEEK_END)
-    if size == 0:
-        return True
-    file.seek(size - 1)
-    return bool(file.read(1) == b"\n")
+            committed = pending.pop(rest[0], committed)
+        elif kind == "Starting job" and ranks == own_ranks and start is None:
+            start = (when, committed)
+    return start
 
 
 def _folder_of(state: Run) -> Path | None:
@@ -219,9 +196,3 @@ def _folder_of(state: Run) -> Path | None:
     if state.cfg.checkpoint.save is not None:
         return Path(state.cfg.checkpoint.save)
     return state.checkpoints.root if state.checkpoints is not None else None
-
-
-def _world_of_torch() -> World:
-    if not dist.is_initialized():
-        return World()
-    return World(dist.get_rank(), dist.get_world_size())

@@ -5,37 +5,19 @@ from __future__ import annotations
 import json
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from onstep.training.first_culprit import SILENT_BEATS, Kind, Witness
-from onstep.training.host_processes import state_of
+from onstep.training.first_culprit import SILENT_BEATS, Verdict
 from onstep.training.rank_record import RankRecord
+from onstep.training.rank_stacks import state_of
 
 _PREFIX = "onstep_watchdog"
 _URGENT_SECONDS = 0.05
 _ANSWER_SECONDS = 5.0
-
-
-@dataclass
-class _Seen:
-    """The newest record of another rank, and when it came."""
-
-    record: RankRecord
-    at: float
-
-
-@dataclass(frozen=True)
-class Ruling:
-    """The verdict that all ranks act on, as the store holds it."""
-
-    kind: Kind
-    rank: int
-    line: str
-    reporter: int
 
 
 class RankCourier(threading.Thread):
@@ -55,9 +37,9 @@ class RankCourier(threading.Thread):
         """What is published next."""
         self.leader = 0
         """The rank that judges, as far as this one knows."""
-        self.proposal: Ruling | None = None
+        self.proposal: Verdict | None = None
         """What this rank would decide; it holds where it comes first."""
-        self.ruling: Ruling | None = None
+        self.ruling: Verdict | None = None
         self.is_reported = False
         self.stacks: str | None = None
         """Those of this rank, to be published."""
@@ -69,7 +51,10 @@ class RankCourier(threading.Thread):
         self.last_answer = time.monotonic()
         """When the store answered last."""
         self.is_urgent = False
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, RankRecord] = {}
+        """The newest record of each other rank."""
+        self._seen_at: dict[int, float] = {}
+        """When it came."""
         self._order = 0
         self._tick = 0
         self._wake = threading.Event()
@@ -106,8 +91,8 @@ class RankCourier(threading.Thread):
     def forgive(self, seconds: float) -> None:
         """Count the silence of others from later on, by so much."""
         self.last_answer += seconds
-        for seen in list(self._seen.values()):
-            seen.at = min(time.monotonic(), seen.at + seconds)
+        for rank, at in list(self._seen_at.items()):
+            self._seen_at[rank] = min(time.monotonic(), at + seconds)
 
     def stop(self, linger_seconds: float) -> None:
         """Publish the last record and end, at the latest a second later where the store does not answer.
@@ -118,25 +103,26 @@ class RankCourier(threading.Thread):
         self.is_urgent = True
         self._wake.set()
         deadline = time.monotonic() + linger_seconds
-        while time.monotonic() < deadline and self.is_alive() and not self._all_are_over():
+        while (
+            time.monotonic() < deadline
+            and self.is_alive()
+            and not all(record.is_over for record in self._seen.values())
+        ):
             time.sleep(_URGENT_SECONDS / 5)
         self._stopping = True
         self._wake.set()
         self.join(1.0)
 
-    def _all_are_over(self) -> bool:
-        return all(seen.record.left is not None or seen.record.failure is not None for seen in self._seen.values())
-
-    def witnesses(self) -> dict[int, Witness]:
+    def witnesses(self) -> dict[int, RankRecord]:
         """All ranks as this one sees them; itself included."""
         now, host = time.monotonic(), self.record.host
-        found = {self.rank: Witness(self._in_order(self.record))}
-        for rank, seen in list(self._seen.items()):
-            silence, record = now - seen.at, seen.record
+        found = {self.rank: self._in_order(self.record)}
+        for rank, record in list(self._seen.items()):
+            silence = now - self._seen_at[rank]
             silence = 0.0 if silence < 2 * self.interval else silence
             is_here = bool(host) and record.host == host and silence > 0
             state = state_of(record.pid, record.birth) if is_here else "unknown"
-            found[rank] = Witness(record, silence, is_gone=state == "gone", is_stopped=state == "stopped")
+            found[rank] = replace(record, silence=silence, is_gone=state == "gone", is_stopped=state == "stopped")
         return found
 
     @property
@@ -150,16 +136,17 @@ class RankCourier(threading.Thread):
         verdict, reported, _ = self._names
         if self.ruling is None and self.proposal is not None:
             text = json.dumps(vars(self.proposal))
-            self.ruling = Ruling(**json.loads(self._store.compare_set(verdict, "", text)))
+            self.ruling = Verdict(**json.loads(self._store.compare_set(verdict, "", text)))
         if self.ruling is None and self._store.check([verdict]):
-            self.ruling = Ruling(**json.loads(self._store.get(verdict)))
+            self.ruling = Verdict(**json.loads(self._store.get(verdict)))
         if self.ruling is None:
             return
         if self.stacks is not None:
             self._store.set(self._stack_keys[self.rank], self.stacks)
             self.stacks = None
-        if self.wants_stacks:
-            self._collect()
+        for one, key in enumerate(self._stack_keys if self.wants_stacks else []):
+            if one not in self.collected and self._store.check([key]):
+                self.collected[one] = self._store.get(key).decode()
         if self.report_is_out:
             self._store.set(reported, "1")
         self.is_reported = self._store.check([reported])
@@ -182,8 +169,8 @@ class RankCourier(threading.Thread):
             seen = self._seen.get(self.leader)
             if seen is None:
                 return
-            is_over = seen.record.left is not None
-            if not is_over and time.monotonic() - seen.at < max(1.0, SILENT_BEATS * self.interval):
+            is_silent = time.monotonic() - self._seen_at[self.leader] >= max(1.0, SILENT_BEATS * self.interval)
+            if seen.left is None and not is_silent:
                 return
             self.leader += 1
         self._look_at([one for one in range(self.size) if one != self.rank])
@@ -194,10 +181,5 @@ class RankCourier(threading.Thread):
         for rank, data in zip(there, self._store.multi_get([self._keys[one] for one in there]), strict=True):
             record = RankRecord.decode(data)
             seen = self._seen.get(rank)
-            if seen is None or seen.record.tick != record.tick:
-                self._seen[rank] = _Seen(record, time.monotonic())
-
-    def _collect(self) -> None:
-        for rank in range(self.size):
-            if rank not in self.collected and self._store.check([self._stack_keys[rank]]):
-                self.collected[rank] = self._store.get(self._stack_keys[rank]).decode()
+            if seen is None or seen.tick != record.tick:
+                self._seen_at[rank], self._seen[rank] = time.monotonic(), record

@@ -1,10 +1,11 @@
-"""Stacks of this process: of its threads, of its data workers, and of a process that cannot answer by itself."""
+"""Processes of this machine: whether one still runs, and the stacks of its threads and data workers."""
 
 from __future__ import annotations
 
 import faulthandler
 import multiprocessing
 import os
+import platform
 import re
 import signal
 import sys
@@ -14,15 +15,16 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Literal
 
 import torch
 
-from onstep.training.host_processes import birth_of, state_of, this_host
+State = Literal["runs", "stopped", "gone", "unknown"]
+Place = tuple[str, int | None, str]
+"""File, line and function of a frame."""
 
 DUMP_SIGNAL: int | None = getattr(signal, "SIGRTMIN", 0) + 9 if hasattr(signal, "SIGRTMIN") else None
 """A real-time signal, which nobody else uses, that makes a process write its stacks; None where there are none."""
@@ -34,23 +36,75 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 _COLLECTIVE = (f"{_TORCH}/distributed/", f"{_TORCH}/nn/parallel/distributed.py")
 
 
-def frame_of(thread: int | None) -> FrameType | None:
-    """Where a thread stands; None for one that has ended."""
-    return sys._current_frames().get(thread or 0)
+def this_host() -> str:
+    """Names this machine and its table of processes: a pid means the same process wherever this is the same."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{platform.node()} {boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
 
 
-def place_of(frame: FrameType | None) -> str:
+def birth_of(pid: int) -> int:
+    """When a process of this machine began, in ticks since the machine did; 0 where the system does not tell.
+
+    With the pid it names a process for good: numbers are given out again, also while a dead rank is looked for.
+    """
+    fields = _stat(pid)
+    return int(fields[19]) if fields else 0
+
+
+def state_of(pid: int, birth: int) -> State:
+    """How a process of this machine stands; unknown where the system does not tell."""
+    fields = _stat(pid)
+    if fields is None:
+        return "unknown"
+    if not fields or fields[0] in "ZX" or int(fields[19]) != birth:
+        return "gone"
+    return "stopped" if fields[0] in "Tt" else "runs"
+
+
+def end_process(pid: int, birth: int) -> None:
+    """Kill a process of this machine that cannot end by itself."""
+    if state_of(pid, birth) in ("runs", "stopped"):
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of `/proc/<pid>/stat` behind the name; [] without such a process, None without such a file."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except FileNotFoundError:
+        return [] if Path("/proc/self/stat").exists() else None
+    except OSError:
+        return None
+
+
+def places_of(thread: int) -> list[Place]:
+    """Where a thread stands, with the innermost frame first; nothing for one that has ended."""
+    frame = sys._current_frames().get(thread)
+    frames = [] if frame is None else traceback.walk_stack(frame)
+    return [(one.f_code.co_filename, line, one.f_code.co_name) for one, line in frames]
+
+
+def place_of(places: list[Place]) -> str:
     """`file:line in function` of the innermost frame of the user's own code below Onstep's, else of all."""
-    return _chosen([(one.f_code.co_filename, one.f_lineno, one.f_code.co_name) for one in _outwards(frame)])
+    of_onstep = [index for index, (name, _, _) in enumerate(places) if name.startswith(_ONSTEP)]
+    below = places[: of_onstep[-1]] if of_onstep else places
+    own = [one for one in below if not one[0].startswith(("<frozen", _ONSTEP, *_LIBRARIES))]
+    for name, line, function in (own or places)[:1]:
+        return f"{name}:{line} in {function}"
+    return ""
 
 
 def place_of_error(error: BaseException) -> str:
     """The same of the line that raised an error, be it in a data worker."""
-    frames = [(one.filename, one.lineno, one.name) for one in reversed(traceback.extract_tb(error.__traceback__))]
-    if frames and frames[0][0] == f"{_TORCH}/_utils.py" and frames[0][2] == "reraise":
+    frames: list[Place] = [(one.filename, one.lineno, one.name) for one in traceback.extract_tb(error.__traceback__)]
+    if frames and frames[-1][0] == f"{_TORCH}/_utils.py" and frames[-1][2] == "reraise":
         told = re.findall(r'(?m)^ *File "([^"\n]+)", line (\d+), in (\S+)', str(error))
-        frames = [(name, int(line), function) for name, line, function in reversed(told)] or frames
-    return _chosen(frames)
+        frames = [(name, int(line), function) for name, line, function in told] or frames
+    return place_of(frames[::-1])
 
 
 def told_of(error: BaseException) -> tuple[str | None, str | None]:
@@ -62,43 +116,42 @@ def told_of(error: BaseException) -> tuple[str | None, str | None]:
     return None, None
 
 
-def waits_in_collective(frame: FrameType | None) -> bool:
+def waits_in_collective(places: list[Place]) -> bool:
     """Whether the innermost frames, as far as they are torch's, belong to a collective or a backward pass."""
-    for one in _outwards(frame):
-        name = one.f_code.co_filename
+    for name, _, function in places:
         if not name.startswith(_TORCH):
             return False
-        if name.startswith(_COLLECTIVE) or one.f_code.co_name == "_engine_run_backward":
+        if name.startswith(_COLLECTIVE) or function == "_engine_run_backward":
             return True
     return False
 
 
-def waits_for_worker(frame: FrameType | None) -> bool:
+def waits_for_worker(places: list[Place]) -> bool:
     """Whether the innermost frame that is not the standard library's is the data loader's."""
-    for one in _outwards(frame):
-        name = one.f_code.co_filename
+    for name, _, _ in places:
         if name.startswith(_TORCH) or not name.startswith(_LIBRARIES):
             return name.startswith(f"{_TORCH}/utils/data/")
     return False
 
 
-def is_in_debugger(frame: FrameType | None) -> bool:
+def is_in_debugger(places: list[Place]) -> bool:
     """Whether a thread stands at a debugger's prompt, or an attached debugger may hold it."""
     debugpy = sys.modules.get("debugpy")
     if debugpy is not None and debugpy.is_client_connected():
         return True
-    return any(Path(one.f_code.co_filename).name in ("bdb.py", "pdb.py") for one in _outwards(frame))
+    return any(Path(name).name in ("bdb.py", "pdb.py") for name, _, _ in places)
 
 
 def stacks_of_threads(left_out: Collection[int]) -> str:
     """The stacks of all Python threads but some, the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    parts = []
-    for thread, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
-        if thread not in left_out:
-            parts.append(f"thread {names.get(thread, thread)}:\n" + "".join(traceback.format_stack(frame)))
-    return "\n".join(parts)
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+    return "\n".join(
+        f"thread {names.get(thread, thread)}:\n" + "".join(traceback.format_stack(frame))
+        for thread, frame in frames
+        if thread not in left_out
+    )
 
 
 class StackDump:
@@ -112,43 +165,32 @@ class StackDump:
         _sweep()
         descriptor, self.path = tempfile.mkstemp(prefix=f"{_own_prefix()}{os.getpid()}-{birth_of(os.getpid())}-")
         self._file = os.fdopen(descriptor, "ab", buffering=0)
-        self._is_registered = DUMP_SIGNAL is not None and signal.getsignal(DUMP_SIGNAL) is signal.SIG_DFL
-        if self._is_registered:
-            assert DUMP_SIGNAL is not None
-            faulthandler.register(DUMP_SIGNAL, file=self._file, all_threads=True)
+        is_free = DUMP_SIGNAL is not None and signal.getsignal(DUMP_SIGNAL) is signal.SIG_DFL
+        self._signal = DUMP_SIGNAL if is_free else None
+        if self._signal is not None:
+            faulthandler.register(self._signal, file=self._file, all_threads=True)
 
     def renew(self, seconds: float | None) -> None:
         """Have a process alone write its stacks to standard error unless this is called again within that time.
 
         It then goes on: perhaps it was only stopped for a while, which no thread of it can tell. Of several ranks the
-        others ask for the stacks, and end one that does not answer.
-
-        Args:
-            seconds: None is for as long as it takes.
+        others ask for the stacks, and end one that does not answer. None is for as long as it takes.
         """
-        if not self._is_alone:
-            return
-        if seconds is None:
+        if self._is_alone and seconds is None:
             faulthandler.cancel_dump_traceback_later()
-            return
-        faulthandler.dump_traceback_later(seconds, file=_standard_error() or self._file)
+        elif self._is_alone and seconds is not None:
+            faulthandler.dump_traceback_later(seconds, file=_standard_error() or self._file)
 
     def stacks_of_workers(self) -> str:
         """The stacks of this process's children, which inherited the handler when they were forked."""
-        if not self._is_registered:
-            return ""
-        parts = []
-        for child in multiprocessing.active_children():
-            if child.pid is not None:
-                parts.append(f"data worker {child.pid}:\n{dumped_by(child.pid, self.path)}")
-        return "\n".join(parts)
+        children = [] if self._signal is None else [one.pid for one in multiprocessing.active_children()]
+        return "\n".join(f"data worker {pid}:\n{dumped_by(pid, self.path)}" for pid in children if pid is not None)
 
     def close(self) -> None:
         """Give the signal and the timer back, and remove the file."""
         self.renew(None)
-        if self._is_registered:
-            assert DUMP_SIGNAL is not None
-            faulthandler.unregister(DUMP_SIGNAL)
+        if self._signal is not None:
+            faulthandler.unregister(self._signal)
         self._file.close()
         self.remove()
 
@@ -160,11 +202,11 @@ class StackDump:
 
 def dumped_by(pid: int, path: str) -> str:
     """What a process of this machine writes into its dump file when asked for; "" where it does not."""
+    if DUMP_SIGNAL is None:
+        return ""
     file = Path(path)
     try:
         before = file.stat().st_size
-        if DUMP_SIGNAL is None:
-            return ""
         os.kill(pid, DUMP_SIGNAL)
         deadline, size = time.monotonic() + _DUMP_SECONDS, before
         while time.monotonic() < deadline:
@@ -178,13 +220,6 @@ def dumped_by(pid: int, path: str) -> str:
             return stream.read().decode(errors="replace")
     except OSError:
         return ""
-
-
-def end_children() -> None:
-    """Kill the data workers of this process, which would not notice that it is gone while they stand still."""
-    for child in multiprocessing.active_children():
-        with suppress(OSError, ValueError):
-            child.kill()
 
 
 def _own_prefix() -> str:
@@ -201,30 +236,9 @@ def _sweep() -> None:
                 path.unlink()
 
 
-def _standard_error() -> Any:
+def _standard_error() -> int | None:
     """The process's standard error; None where it is closed."""
     try:
-        sys.__stderr__.fileno()  # type: ignore[union-attr]
-    except (AttributeError, ValueError, OSError):
+        return None if sys.__stderr__ is None else sys.__stderr__.fileno()
+    except (ValueError, OSError):
         return None
-    return sys.__stderr__
-
-
-def _chosen(inner: list[tuple[str, int | None, str]]) -> str:
-    """The place to name, of frames with the innermost first."""
-    of_onstep = [index for index, (name, _, _) in enumerate(inner) if name.startswith(_ONSTEP)]
-    below = inner[: of_onstep[-1]] if of_onstep else inner
-    own = [one for one in below if not _is_library(one[0])]
-    for name, line, function in (own or inner)[:1]:
-        return f"{name}:{line} in {function}"
-    return ""
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _is_library(name: str) -> bool:
-    return name.startswith(("<frozen", _ONSTEP, *_LIBRARIES))

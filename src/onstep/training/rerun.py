@@ -11,38 +11,47 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from onstep.config.parts import RerunStateMachineConfig
 from onstep.distributed import World
-from onstep.training.rerun_snapshot import (
+from onstep.training.rerun_snapshot import Rewindable, StepSnapshot, rewindable
+from onstep.training.rerun_validation import (
     EXIT_CODE_FAILED_ON_RESULT_VALIDATION,
     EXIT_CODE_RESUME_TO_DISAMBIGUATE,
-    RerunMode,
-    RerunState,
-    StepSnapshot,
-    rewindable,
-)
-from onstep.training.rerun_validation import (
-    Comparison,
     Diagnosis,
     DifferenceStats,
     Rejection,
     RerunDiagnostic,
     RerunErrorInjector,
+    RerunMode,
+    RerunState,
     UnexpectedResultError,
     device_identity,
     plain,
     relative_difference,
 )
+from onstep.training.seams import StateDict
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 REPORTING_INTERVAL = 100
 """Iterations between two reports of determinism statistics."""
 
-
 _NOTHING, _REPRODUCED, _NOT_REPRODUCED = range(3)
+
+_EXITS = {
+    RerunState.RERUNNING_IN_PLACE: (False, True, EXIT_CODE_FAILED_ON_RESULT_VALIDATION),
+    RerunState.WILL_RERUN_FROM_CHECKPOINT: (True, True, EXIT_CODE_RESUME_TO_DISAMBIGUATE),
+    RerunState.RERUNNING_FROM_CHECKPOINT: (False, True, EXIT_CODE_FAILED_ON_RESULT_VALIDATION),
+    RerunState.RERUNNING_AGAIN_FROM_CHECKPOINT: (False, True, EXIT_CODE_RESUME_TO_DISAMBIGUATE),
+}
+"""(save a checkpoint first, leave without an update, exit code) after a step."""
 
 
 class RerunStateMachine:
@@ -69,7 +78,7 @@ class RerunStateMachine:
         world: World | None = None,
         mode: RerunMode | str = RerunMode.DISABLED,
         *,
-        state_save_func: Callable[[], Any] | None = None,
+        state_save_func: Callable[[], object] | None = None,
         state_restore_func: Callable[[Any], None] | None = None,
         error_injector: RerunErrorInjector | None = None,
         device: str | None = None,
@@ -90,12 +99,12 @@ class RerunStateMachine:
         """Of `report_determinism_stats`: differences on this rank, by the message of the validation."""
         self._rejections: list[Rejection] = []
         """Of this rank while a step runs; of all ranks once a rerun is decided on."""
-        self._largest: dict[str, dict[str, Any]] = {}
+        self._largest: dict[str, dict[str, float]] = {}
         self._is_in_step = False
         self._is_resumed = False
         self._call = 0
-        self._results: list[Any] = []
-        self._iterator_states: list[dict[str, Any]] = []
+        self._results: list[object] = []
+        self._iterator_states: list[StateDict] = []
 
     @classmethod
     def from_config(cls, config: RerunStateMachineConfig, world: World, **options: Any) -> RerunStateMachine:
@@ -132,7 +141,7 @@ class RerunStateMachine:
         """Whether anything is ever rerun."""
         return self._mode is not RerunMode.DISABLED
 
-    def should_run_forward_backward(self, data_iterator: Any = None) -> bool:
+    def should_run_forward_backward(self, data_iterator: Rewindable | list[Rewindable] | None = None) -> bool:
         """Whether to compute the step (again). Collective, unless the mode is `disabled`.
 
         Args:
@@ -156,10 +165,10 @@ class RerunStateMachine:
 
     def validate_result(
         self,
-        result: Any,
-        rejection_func: Callable[[Any], bool],
+        result: Result,
+        rejection_func: Callable[[Result], bool],
         message: str = "unexpected result",
-        comparison_func: Comparison | None = None,
+        comparison_func: Callable[[Result, Result], float] | None = None,
         tolerance: float = 0.0,
         fatal: bool = True,
     ) -> None:
@@ -178,20 +187,34 @@ class RerunStateMachine:
         Raises:
             UnexpectedResultError: for a fatal one, where the mode is `disabled`.
         """
-        compare = comparison_func or relative_difference
         if not self._is_in_step or not self.is_enabled:
-            self._validate_at_once(result, rejection_func, message, fatal)
-        elif self._mode is RerunMode.REPORT_DETERMINISM_STATS:
-            self._compare_for_stats(result, message, compare)
-        else:
-            call, self._call = self._call, self._call + 1
-            if self.state is RerunState.INITIAL_RUN:
-                self._validate_first(call, result, rejection_func, message, fatal)
-            else:
-                self._validate_again(call, result, rejection_func, message, fatal, compare, tolerance)
+            if rejection_func(result):
+                self._refuse(self._rejection(0, result, message, fatal))
+            return
+        compare: Callable[..., float] = comparison_func or relative_difference
+        call, self._call = self._call, self._call + 1
+        is_initial = self.state is RerunState.INITIAL_RUN
+        if self._mode is RerunMode.REPORT_DETERMINISM_STATS:
+            if is_initial:
+                self._results.append(plain(result))
+            elif call < len(self._results):
+                self.stats.setdefault(message, DifferenceStats()).add(compare(self._results[call], plain(result)))
+            return
+        first = None if is_initial else next((one for one in self._rejections if one.call == call), None)
+        if first is not None:
+            self._attribute(first, compare(first.value, plain(result)), tolerance)
+            return
+        is_rejected = bool(rejection_func(result))
+        is_injected = is_initial and not is_rejected and self.error_injector.maybe_inject()
+        if is_rejected or is_injected:
+            rejection = self._rejection(call, result, message, fatal)
+            rejection.injected = is_injected
+            if not is_initial:  # right the first time, and suspicious now
+                rejection.difference, rejection.is_reproduced = math.inf, False
+            self._rejections.append(rejection)
 
     def is_unexpectedly_large(
-        self, result: Any, threshold: float, context: str, num_samples: int = 100, resample: bool = False
+        self, result: float | Tensor, threshold: float, context: str, num_samples: int = 100, resample: bool = False
     ) -> bool:
         """Whether a result is more than `threshold` times the largest of the first `num_samples`; for `rejection_func`.
 
@@ -202,7 +225,7 @@ class RerunStateMachine:
         if resample:
             known.update(num_samples=0, largest=0.0)
         if known["num_samples"] >= num_samples:
-            return bool(value > threshold * known["largest"])
+            return value > threshold * known["largest"]
         if math.isfinite(value) and self.state in (RerunState.INITIAL_RUN, RerunState.NOT_RUNNING_YET):
             known.update(num_samples=known["num_samples"] + 1, largest=max(known["largest"], value))
         return False
@@ -215,25 +238,14 @@ class RerunStateMachine:
         """
         if self._mode is not RerunMode.VALIDATE_RESULTS or self._is_in_step:
             return False, False, 0
-        if self.state is RerunState.RERUNNING_IN_PLACE:
-            return False, True, EXIT_CODE_FAILED_ON_RESULT_VALIDATION
         if self.state is RerunState.WILL_RERUN_FROM_CHECKPOINT:
             self._snapshot.go_back()
-            return True, True, EXIT_CODE_RESUME_TO_DISAMBIGUATE
-        if self.state is RerunState.RERUNNING_FROM_CHECKPOINT:
-            return False, True, EXIT_CODE_FAILED_ON_RESULT_VALIDATION
-        if self.state is RerunState.RERUNNING_AGAIN_FROM_CHECKPOINT:
-            return False, True, EXIT_CODE_RESUME_TO_DISAMBIGUATE
-        return False, False, 0
+        return _EXITS.get(self.state, (False, False, 0))
 
-    def go_back(self) -> None:
-        """Put the random generators, and what the caller saves, back to before the step: for the next process."""
-        self._snapshot.go_back()
-
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """What the next process has to know: values to compare with, and which results are in question."""
         pending = self.state is RerunState.WILL_RERUN_FROM_CHECKPOINT
-        iterators = self._snapshot.iterator_states() if pending else self._iterator_states
+        iterators = [one.state_dict() for one in self._snapshot.iterators] if pending else self._iterator_states
         pending = pending or self._is_resumed
         state = RerunState.WILL_RERUN_FROM_CHECKPOINT if pending else RerunState.NOT_RUNNING_YET
         return {
@@ -241,13 +253,13 @@ class RerunStateMachine:
             "state": state.value,
             "current_iteration": self.current_iteration,
             "world_size": self._world.size,
-            "rejections": [one.to_dict() for one in self._rejections] if pending else [],
+            "rejections": [asdict(one) for one in self._rejections] if pending else [],
             "largest": {context: dict(known) for context, known in self._largest.items()},
             "error_injector": self.error_injector.state_dict(),
             "iterators": iterators,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Go on from a checkpoint; a result in question is computed again in the next step.
 
         Not where reruns are disabled now, or the number of ranks has changed: then there is nothing to compare with.
@@ -273,9 +285,8 @@ class RerunStateMachine:
     def report_determinism_stats(self) -> dict[str, DifferenceStats]:
         """Log how often results differed, the worst of all ranks for each validation, and return it. Collective."""
         worst: dict[str, DifferenceStats] = {}
-        for of_rank in self._world.gather({name: vars(stats) for name, stats in self.stats.items()}):
-            for name, values in of_rank.items():
-                stats = DifferenceStats(**values)
+        for of_rank in self._world.gather(self.stats):
+            for name, stats in of_rank.items():
                 if name not in worst or stats.largest > worst[name].largest:
                     worst[name] = stats
         if self._world.is_main:
@@ -283,7 +294,7 @@ class RerunStateMachine:
                 logger.info("determinism of '%s' (worst rank): %s", name, stats)
         return worst
 
-    def _begin_step(self, data_iterator: Any) -> None:
+    def _begin_step(self, data_iterator: Rewindable | list[Rewindable] | None) -> None:
         iterators = rewindable(data_iterator) if self.is_enabled else []
         if self._is_resumed:
             self._resume(iterators)
@@ -293,10 +304,10 @@ class RerunStateMachine:
         if self.is_enabled:
             self._snapshot.take(iterators)
 
-    def _resume(self, iterators: list[Any]) -> None:
+    def _resume(self, iterators: list[Rewindable]) -> None:
         """Set out to compute again what a checkpoint has in question."""
-        for one, state in zip(iterators, self._iterator_states, strict=False):
-            one.load_state_dict(state)
+        for iterator, state in zip(iterators, self._iterator_states, strict=False):
+            iterator.load_state_dict(state)
         self._rejections = [one for one in self._rejections if one.rank == self._world.rank]
         for one in self._rejections:
             one.difference = one.is_reproduced = None
@@ -310,23 +321,17 @@ class RerunStateMachine:
         """Whether the step that has just run does so once more; decides what follows from a rerun."""
         if not self.is_enabled:
             return False
-        if self._mode is RerunMode.REPORT_DETERMINISM_STATS:
-            return self._ran_for_stats()
-        if self.state is not RerunState.INITIAL_RUN:
-            self._judge()
-            return False
-        (some_rejected,) = self._world.agree([int(bool(self._rejections))])
-        if not some_rejected:
-            return False
-        for one in self._rejections:
-            logger.warning("%s; the step is computed again on the same device", one)
-        self.state = RerunState.RERUNNING_IN_PLACE
-        return True
-
-    def _ran_for_stats(self) -> bool:
+        counts = self._mode is RerunMode.REPORT_DETERMINISM_STATS
         if self.state is RerunState.INITIAL_RUN:
+            if not counts and self._world.agree([int(bool(self._rejections))]) == [0]:
+                return False
+            for one in self._rejections:
+                logger.warning("%s; the step is computed again on the same device", one)
             self.state = RerunState.RERUNNING_IN_PLACE
             return True
+        if not counts:
+            self._judge()
+            return False
         self.state = RerunState.NOT_RUNNING_YET
         if (self.current_iteration + 1) % REPORTING_INTERVAL == 0:
             self.report_determinism_stats()
@@ -340,8 +345,7 @@ class RerunStateMachine:
                 logger.warning("%s; computed again it differs by %s; not fatal, training goes on", one, one.difference)
             self.state, self._rejections, self.error_injector.is_active = RerunState.NOT_RUNNING_YET, [], False
             return
-        everyone = self._world.gather([one.to_dict() for one in self._rejections])
-        self._rejections = [Rejection.from_dict(values) for of_rank in everyone for values in of_rank]
+        self._rejections = [one for of_rank in self._world.gather(self._rejections) for one in of_rank]
         culprit = next(one for one in self._rejections if _outcome(one) == outcome)
         if self.state is RerunState.RERUNNING_IN_PLACE and outcome == _REPRODUCED:
             self.state = RerunState.WILL_RERUN_FROM_CHECKPOINT
@@ -349,72 +353,33 @@ class RerunStateMachine:
         elif self.state is RerunState.RERUNNING_AGAIN_FROM_CHECKPOINT:
             self._say("%s; this is the same device again, which tells nothing new: start again on another one", culprit)
         else:
-            self.diagnosis = Diagnosis(self._verdict(outcome), culprit)
-            self.error_injector.is_active = False
+            kind = RerunDiagnostic.CORRECT_RESULT if outcome == _REPRODUCED else RerunDiagnostic.PERSISTENT_ERROR
+            if self.state is RerunState.RERUNNING_IN_PLACE:
+                kind = RerunDiagnostic.TRANSIENT_ERROR
+            self.diagnosis, self.error_injector.is_active = Diagnosis(kind, culprit), False
             self._say("%s", self.diagnosis)
-
-    def _verdict(self, outcome: int) -> RerunDiagnostic:
-        if self.state is RerunState.RERUNNING_IN_PLACE:
-            return RerunDiagnostic.TRANSIENT_ERROR
-        return RerunDiagnostic.CORRECT_RESULT if outcome == _REPRODUCED else RerunDiagnostic.PERSISTENT_ERROR
 
     def _say(self, text: str, what: object) -> None:
         self.verdict = text % what
         if self._world.is_main:
             logger.error(text, what)
 
-    def _validate_at_once(self, result: Any, rejection_func: Callable[[Any], bool], message: str, fatal: bool) -> None:
-        if not rejection_func(result):
-            return
-        rejection = self._rejection(0, result, message, fatal)
-        if fatal:
+    def _refuse(self, rejection: Rejection) -> None:
+        """Nothing is computed again here."""
+        if rejection.fatal:
             raise UnexpectedResultError(
                 f"{rejection}; rerun_state_machine.rerun_mode=validate_results computes such a step again."
             )
         logger.warning("%s", rejection)
 
-    def _validate_first(
-        self, call: int, result: Any, rejection_func: Callable[[Any], bool], message: str, fatal: bool
-    ) -> None:
-        is_rejected = bool(rejection_func(result))
-        is_injected = not is_rejected and self.error_injector.maybe_inject()
-        if is_rejected or is_injected:
-            rejection = self._rejection(call, result, message, fatal)
-            rejection.injected = is_injected
-            self._rejections.append(rejection)
-
-    def _validate_again(
-        self,
-        call: int,
-        result: Any,
-        rejection_func: Callable[[Any], bool],
-        message: str,
-        fatal: bool,
-        compare: Comparison,
-        tolerance: float,
-    ) -> None:
-        first = next((one for one in self._rejections if one.call == call), None)
-        if first is None:
-            if rejection_func(result):  # right the first time, and suspicious now
-                other = self._rejection(call, result, message, fatal)
-                other.difference, other.is_reproduced = math.inf, False
-                self._rejections.append(other)
-            return
-        difference = compare(first.value, plain(result))
+    def _attribute(self, first: Rejection, difference: float, tolerance: float) -> None:
+        """Remember how far the second result of a rejected one is from it."""
         if first.injected:
             is_other_device = self.state is RerunState.RERUNNING_FROM_CHECKPOINT
             difference = self.error_injector.maybe_miscompare(difference, on_other_device=is_other_device)
         first.difference, first.is_reproduced = difference, difference <= tolerance
 
-    def _compare_for_stats(self, result: Any, message: str, compare: Comparison) -> None:
-        if self.state is RerunState.INITIAL_RUN:
-            self._results.append(plain(result))
-            return
-        if self._call < len(self._results):
-            self.stats.setdefault(message, DifferenceStats()).add(compare(self._results[self._call], plain(result)))
-        self._call += 1
-
-    def _rejection(self, call: int, result: Any, message: str, fatal: bool) -> Rejection:
+    def _rejection(self, call: int, result: object, message: str, fatal: bool) -> Rejection:
         place = (self._world.rank, self._device, self.current_iteration)
         return Rejection(*place, call=call, value=plain(result), message=message, fatal=fatal)
 

@@ -1,15 +1,68 @@
-"""What a run of a step moves, remembered so that the step can run again from the same place."""
+"""What a run of a step moves, remembered so that the step can run again from the same place and with the same data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from enum import Enum, StrEnum
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from copy import copy
+from typing import Any, TypeVar
 
 import torch
 
 from onstep.checkpoint import RngState
 from onstep.errors import ConfigError
+from onstep.training.seams import StateDict
+
+Item = TypeVar("Item")
+
+
+class RerunDataIterator(Iterator[Item]):
+    """Passes the items of `iterable` (an iterator, a loader, a list) on, and gives those of a step again.
+
+    Nothing is kept until `advance` was called for the first time, which a `RerunStateMachine` does where it may rerun.
+    Containers are copied shallowly: a forward step may take entries out of a micro-batch, but not write into its
+    tensors.
+    """
+
+    def __init__(self, iterable: Iterable[Item]) -> None:
+        self._source = iter(iterable)
+        self._kept: list[Item] = []
+        self._next = 0
+        """Which of the kept items comes next; behind them comes the source."""
+        self._keeps = False
+
+    def __next__(self) -> Item:
+        if self._next < len(self._kept):
+            again: Item = shallow_copy(self._kept[self._next])
+            self._next += 1
+            return again
+        item = next(self._source)
+        if self._keeps:
+            self._kept.append(shallow_copy(item))
+            self._next += 1
+        return item
+
+    def rewind(self) -> None:
+        """Give everything since the last `advance` again."""
+        self._next = 0
+
+    def advance(self) -> None:
+        """Forget what was given; what comes next is kept."""
+        del self._kept[: self._next]
+        self._next = 0
+        self._keeps = True
+
+    def state_dict(self) -> StateDict:
+        """The kept micro-batches, and how many of them were given again; the position of the source is not in it."""
+        return {"kept": list(self._kept), "next": self._next, "keeps": self._keeps}
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Give the kept micro-batches of another iterator, then go on with this one's source."""
+        self._kept = list(state_dict["kept"])
+        self._next = int(state_dict["next"])
+        self._keeps = bool(state_dict["keeps"])
+
+
+Rewindable = RerunDataIterator[Any]
 
 
 class StepSnapshot:
@@ -22,19 +75,19 @@ class StepSnapshot:
     """
 
     def __init__(
-        self, device: torch.device, save: Callable[[], Any] | None, restore: Callable[[Any], None] | None
+        self, device: torch.device, save: Callable[[], object] | None, restore: Callable[[Any], None] | None
     ) -> None:
         if (save is None) != (restore is None):
             raise ConfigError("state_save_func and state_restore_func go together; pass both or neither.")
         self._rng = RngState(device)
         self._save, self._restore = save, restore
-        self._generators: dict[str, Any] | None = None
-        self._extra: Any = None
-        self._iterators: list[Any] = []
+        self._generators: StateDict = {}
+        self._extra: object = None
+        self.iterators: list[Rewindable] = []
 
-    def take(self, iterators: list[Any]) -> None:
+    def take(self, iterators: list[Rewindable]) -> None:
         """Remember where everything stands; the iterators keep what they give from here on."""
-        self._iterators = iterators
+        self.iterators = iterators
         for one in iterators:
             one.advance()
         self._generators = self._rng.state_dict()
@@ -42,20 +95,14 @@ class StepSnapshot:
 
     def go_back(self) -> None:
         """Put everything where it stood."""
-        if self._generators is None:
-            return
         self._rng.load_state_dict(self._generators)
         if self._restore is not None:
             self._restore(self._extra)
-        for one in self._iterators:
+        for one in self.iterators:
             one.rewind()
 
-    def iterator_states(self) -> list[dict[str, Any]]:
-        """What each iterator has kept."""
-        return [one.state_dict() for one in self._iterators]
 
-
-def rewindable(data_iterator: Any) -> list[Any]:
+def rewindable(data_iterator: Rewindable | list[Rewindable] | None) -> list[Rewindable]:
     """The iterators to rewind for a rerun.
 
     Raises:
@@ -73,32 +120,10 @@ def rewindable(data_iterator: Any) -> list[Any]:
     return iterators
 
 
-EXIT_CODE_RESUME_TO_DISAMBIGUATE = 16
-"""Start the same command again, on another device: it computes the step once more."""
-EXIT_CODE_FAILED_ON_RESULT_VALIDATION = 17
-"""A result was wrong, and where the fault lies is known as far as it can be."""
-
-
-class RerunMode(StrEnum):
-    """What the machine does."""
-
-    DISABLED = "disabled"
-    """Nothing is rerun: a rejected result raises at once, if fatal, and is warned of otherwise."""
-    VALIDATE_RESULTS = "validate_results"
-    """A step with a rejected result is rerun."""
-    REPORT_DETERMINISM_STATS = "report_determinism_stats"
-    """Every step runs twice, and the differences are counted."""
-
-
-class RerunState(Enum):
-    """Where the machine stands."""
-
-    NOT_RUNNING_YET = "not_running_yet"
-    INITIAL_RUN = "initial_run"
-    RERUNNING_IN_PLACE = "rerunning_in_place"
-    """Also after it, where the second result was another one."""
-    WILL_RERUN_FROM_CHECKPOINT = "will_rerun_from_checkpoint"
-    RERUNNING_FROM_CHECKPOINT = "rerunning_from_checkpoint"
-    """After a restart on another device."""
-    RERUNNING_AGAIN_FROM_CHECKPOINT = "rerunning_again_from_checkpoint"
-    """After a restart on the same device, which cannot tell anything new."""
+def shallow_copy(item: Any) -> Any:
+    """A micro-batch whose containers are new and whose tensors are the same."""
+    if isinstance(item, dict):
+        return {key: shallow_copy(value) for key, value in item.items()}
+    if isinstance(item, list):
+        return [shallow_copy(value) for value in item]
+    return copy(item) if isinstance(item, set) else item

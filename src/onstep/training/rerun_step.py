@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
 from onstep.config.parts import RerunStateMachineConfig
 from onstep.data import StepBatches
 from onstep.events import Request
-from onstep.training.buffer_guard import BufferGuard
+from onstep.training.compute import BufferGuard
 from onstep.training.ending import Leave
 from onstep.training.feature import Feature, Interruption
 from onstep.training.job import Job
 from onstep.training.losses import MicroLoss, as_scalar
 from onstep.training.rerun import RerunStateMachine
-from onstep.training.rerun_data_iterator import shallow_copy
-from onstep.training.rerun_validation import is_infinite, is_nan
+from onstep.training.rerun_snapshot import shallow_copy
+from onstep.training.seams import StateDict
 from onstep.training.step import Step
 
 
@@ -42,12 +42,16 @@ class RerunMachine(Feature[Job]):
     @classmethod
     def wanted(cls, host: Job) -> bool:
         """Where results are validated, and where a resumed run must say what its checkpoint has in question."""
-        return host.run.cfg.rerun_state_machine.rerun_mode != "disabled" or _has_questions(host)
+        run = host.run
+        if run.cfg.rerun_state_machine.rerun_mode != "disabled":
+            return True
+        found = run.checkpoints.start if run.checkpoints is not None and run.stage.is_resumed else None
+        return found is not None and "rank" in found.manifest.components
 
     def __init__(self, host: Job) -> None:
         super().__init__(host)
         self._run, self._reader, self._config = host.run, host.reader, host.run.cfg.rerun_state_machine
-        self._position: dict[str, Any] = {}
+        self._position: StateDict = {}
         buffers = BufferGuard(host.model, saved_only=False)
         self.machine = RerunStateMachine.from_config(
             self._config,
@@ -64,7 +68,6 @@ class RerunMachine(Feature[Job]):
         self.has_state = self.machine.is_enabled
 
     def wrap_read(self, read: Callable[[], StepBatches | None]) -> Callable[[], StepBatches | None]:
-        """Remember where the data stood before the step."""
         if not self.machine.is_enabled:
             return read
 
@@ -75,7 +78,6 @@ class RerunMachine(Feature[Job]):
         return noted
 
     def wrap_compute(self, compute: Callable[[Step], None]) -> Callable[[Step], None]:
-        """Compute the step as often as the machine wants it."""
         machine = self.machine
         if not machine.is_enabled:
             return compute
@@ -89,44 +91,25 @@ class RerunMachine(Feature[Job]):
             step.batches = batches
             saves, leaves, exit_code = machine.should_checkpoint_and_exit()
             if leaves:
-                self._leave(saves, exit_code)
+                verdict, details = machine.verdict or "", {"exit_code": exit_code}
+                decision = Request("rerun_exit", "rerun state machine", "", verdict, self._run.world.rank, details)
+                why = "before leaving, for a result to be computed again"
+                raise Leave(exit_code, decision, self._position if saves else None, why)
 
         return computed
 
     def after_skip(self) -> None:
         self.machine.current_iteration = self._run.train_state.step
 
-    def pause(self, work: Interruption) -> AbstractContextManager[Any]:
+    def pause(self, work: Interruption) -> AbstractContextManager[object]:
         """Rerun nothing in evaluations: their results are validated at once."""
         return self.machine.disabled() if work == "score" and self.machine.is_enabled else nullcontext()
 
-    def state_dict(self) -> dict[str, Any]:
-        """What is in question, and the history that spikes are told by."""
+    def state_dict(self) -> StateDict:
         return self.machine.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+    def load_state_dict(self, state_dict: StateDict) -> None:
         self.machine.load_state_dict(state_dict)
-
-    def _leave(self, saves: bool, exit_code: int) -> None:
-        if saves:
-            self.machine.go_back()
-        decision = Request(
-            "rerun_exit",
-            "rerun state machine",
-            "",
-            self.machine.verdict or "",
-            self._run.world.rank,
-            {"exit_code": exit_code},
-        )
-        why = "before leaving, for a result to be computed again"
-        raise Leave(exit_code, decision, self._position if saves else None, why)
-
-
-def _has_questions(job: Job) -> bool:
-    checkpoints = job.run.checkpoints
-    found = checkpoints.start if checkpoints is not None and job.run.stage.is_resumed else None
-    return found is not None and "rank" in found.manifest.components
 
 
 def fresh_batches(batches: StepBatches) -> StepBatches:
@@ -144,8 +127,8 @@ def validate_losses(machine: RerunStateMachine, micros: list[MicroLoss], config:
         return
     for loss in _mean_losses(micros):
         if config.check_for_nan_in_loss:
-            machine.validate_result(loss, is_nan, "found NaN in local forward loss calculation")
-            machine.validate_result(loss, is_infinite, "found Inf in local forward loss calculation")
+            machine.validate_result(loss, math.isnan, "found NaN in local forward loss calculation")
+            machine.validate_result(loss, math.isinf, "found Inf in local forward loss calculation")
         if config.check_for_spiky_loss:
             machine.validate_result(
                 loss,
@@ -159,7 +142,6 @@ def _mean_losses(micros: list[MicroLoss]) -> list[float]:
     """The losses of the micro-batches that have weight, as numbers; a sum is divided by what it is the sum of."""
     if not micros:
         return []
-
     device = micros[0].loss.device
     losses = torch.stack([as_scalar(micro.loss.detach(), torch.float64, device).reshape(()) for micro in micros])
     weights = torch.stack([as_scalar(micro.weight, torch.float64, device).reshape(()) for micro in micros])

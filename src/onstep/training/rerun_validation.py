@@ -5,19 +5,45 @@ from __future__ import annotations
 import math
 import platform
 import random
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
-from enum import StrEnum
-from typing import Any
+from dataclasses import dataclass, fields
+from enum import Enum, StrEnum
 
 import torch
 from torch import Tensor
 
 from onstep.distributed import World
 from onstep.errors import OnstepError
+from onstep.training.seams import StateDict
 
-Comparison = Callable[[Any, Any], float]
-"""(first result, second result) -> how far they are apart; 0 is equal."""
+EXIT_CODE_RESUME_TO_DISAMBIGUATE = 16
+"""Start the same command again, on another device: it computes the step once more."""
+EXIT_CODE_FAILED_ON_RESULT_VALIDATION = 17
+"""A result was wrong, and where the fault lies is known as far as it can be."""
+
+
+class RerunMode(StrEnum):
+    """What the machine does."""
+
+    DISABLED = "disabled"
+    """Nothing is rerun: a rejected result raises at once, if fatal, and is warned of otherwise."""
+    VALIDATE_RESULTS = "validate_results"
+    """A step with a rejected result is rerun."""
+    REPORT_DETERMINISM_STATS = "report_determinism_stats"
+    """Every step runs twice, and the differences are counted."""
+
+
+class RerunState(Enum):
+    """Where the machine stands."""
+
+    NOT_RUNNING_YET = "not_running_yet"
+    INITIAL_RUN = "initial_run"
+    RERUNNING_IN_PLACE = "rerunning_in_place"
+    """Also after it, where the second result was another one."""
+    WILL_RERUN_FROM_CHECKPOINT = "will_rerun_from_checkpoint"
+    RERUNNING_FROM_CHECKPOINT = "rerunning_from_checkpoint"
+    """After a restart on another device."""
+    RERUNNING_AGAIN_FROM_CHECKPOINT = "rerunning_again_from_checkpoint"
+    """After a restart on the same device, which cannot tell anything new."""
 
 
 class UnexpectedResultError(OnstepError, RuntimeError):
@@ -46,7 +72,7 @@ class Rejection:
     """Steps done before the one that computed it."""
     call: int
     """Which validation of the step on this rank it was."""
-    value: Any
+    value: object
     message: str
     fatal: bool
     injected: bool = False
@@ -55,21 +81,18 @@ class Rejection:
     """How far the second result was from this one; None until there is one."""
     is_reproduced: bool | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Rejection:
-        """The rejection that `to_dict` gave; unknown keys are of a later version and left out."""
+    def from_dict(cls, values: StateDict) -> Rejection:
+        """The rejection of these values; unknown keys are of a later version and left out."""
         known = {one.name for one in fields(cls)}
         return cls(**{key: value for key, value in values.items() if key in known})
 
     def __str__(self) -> str:
         origin = " (simulated)" if self.injected else ""
+        value = self.value.item() if isinstance(self.value, Tensor) and self.value.numel() == 1 else self.value
         return (
             f"Rank {self.rank}, device {self.device}, iteration {self.iteration}: "
-            f"Unexpected result {_number(self.value)} (message='{self.message}'){origin}"
+            f"Unexpected result {value} (message='{self.message}'){origin}"
         )
 
 
@@ -141,23 +164,21 @@ class RerunErrorInjector:
 
     def maybe_miscompare(self, difference: float, *, on_other_device: bool) -> float:
         """The difference that the simulated error would show in place of the true one."""
-        differs = self.kind is RerunDiagnostic.TRANSIENT_ERROR or (
-            self.kind is RerunDiagnostic.PERSISTENT_ERROR and on_other_device
-        )
-        return math.inf if differs else difference
+        is_persistent = self.kind is RerunDiagnostic.PERSISTENT_ERROR and on_other_device
+        return math.inf if self.kind is RerunDiagnostic.TRANSIENT_ERROR or is_persistent else difference
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Whether an error is being simulated, and where the generator stands."""
         return {"is_active": self.is_active, "random": self._random.getstate()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Go on from a state that `state_dict` gave."""
         self.is_active = bool(state_dict["is_active"])
         version, words, gauss = state_dict["random"]
         self._random.setstate((version, tuple(words), gauss))
 
 
-def relative_difference(first: Any, second: Any) -> float:
+def relative_difference(first: object, second: object) -> float:
     """|a - b| / max(|a|, |b|), the largest over all elements; NaN equals NaN, infinity equals the same infinity.
 
     Numbers or tensors of the same shape; infinity where only one of the two is finite, or where the shapes differ.
@@ -171,19 +192,9 @@ def relative_difference(first: Any, second: Any) -> float:
     return float(relative.max()) if relative.numel() else 0.0
 
 
-def plain(result: Any) -> Any:
+def plain(result: object) -> object:
     """A result as it can be kept: a tensor as a copy on the host, anything else as it is."""
     return result.detach().cpu().clone() if isinstance(result, Tensor) else result
-
-
-def is_nan(result: Any) -> bool:
-    """Whether a number or tensor has a NaN; reads the device."""
-    return bool(torch.as_tensor(result).isnan().any())
-
-
-def is_infinite(result: Any) -> bool:
-    """Whether a number or tensor has an infinity; reads the device."""
-    return bool(torch.as_tensor(result).isinf().any())
 
 
 def device_identity(world: World) -> str:
@@ -193,7 +204,3 @@ def device_identity(world: World) -> str:
         return f"{host}/{world.device}"
     properties = torch.cuda.get_device_properties(world.device)
     return f"{host}/{getattr(properties, 'uuid', world.device)}"
-
-
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -16,21 +16,23 @@ from torch import nn
 
 from onstep.checkpoint import CheckpointInfo, CheckpointManager
 from onstep.config import ConfigContainer, config_to_args
-from onstep.config.batch_sizes import batch_sizes
+from onstep.config.lengths import batch_sizes
 from onstep.data import StepSource
 from onstep.distributed import World
 from onstep.events import Control, Request, RunFacts, TrainerState
+from onstep.models.heads import ModelHook
 from onstep.optim import LossScaler, TrainingOptimizer, build_loss_scaler
 from onstep.progress import TrainState
-from onstep.training.clock import Clock
-from onstep.training.exit_watch import ExitWatch
 from onstep.training.feature import Features
 from onstep.training.microbatches_calculator import NumMicroBatchesCalculator
 from onstep.training.run_folder import RunFolder
-from onstep.training.seams import Metrics, UserOptimizer, UserScheduler
-from onstep.training.timers import Timers
+from onstep.training.seams import Metrics, Trained, UserOptimizer, UserScheduler
+from onstep.training.signals import ExitWatch
+from onstep.training.timers import Clock, Timers
 from onstep.training.trackers import Trackers
 
+_NOBODY = -1
+"""No rank."""
 _AUTOCAST = {"bf16_mixed": torch.bfloat16, "fp16_mixed": torch.float16}
 
 Reason = Literal["completed", "stopped", "preempted", "failed"]
@@ -126,11 +128,11 @@ class EvaluationRecord:
 class Door:
     """What the door that opened the run has for callbacks, checkpoints and the console."""
 
-    trainer: Any = None
-    processing_class: Any = None
-    train_dataloader: Any = None
-    eval_dataloader: Any = None
-    given_args: Any = None
+    trainer: object = None
+    processing_class: object = None
+    train_dataloader: object = None
+    eval_dataloader: object = None
+    given_args: object = None
     """`TrainingArguments` as the user of `Trainer` gave them."""
     prints_console_line: bool = False
     """Megatron Bridge's lines of logged steps are wanted: no callback shows progress."""
@@ -138,9 +140,9 @@ class Door:
     """Fires the events of the run's end."""
     evaluates_last_step: bool = False
     """The last step is evaluated inside the loop, due or not, as Hugging Face's Trainer does with `eval_steps`."""
-    pre_wrap_hooks: Sequence[Any] = ()
+    pre_wrap_hooks: Sequence[ModelHook] = ()
     """The user's changes to the model before it is wrapped for data parallelism."""
-    forward_step_func: Any = None
+    forward_step_func: object = None
     """The forward step as the user gave it; its state is saved where it has one."""
     process_groups: dict[str, object] = field(default_factory=dict)
     """Process groups by the name that a `StateComponent` of the pattern PER_GROUP gives."""
@@ -156,38 +158,24 @@ class Checkpoints(Protocol):
     @property
     def manager(self) -> CheckpointManager: ...
     @property
-    def components(self) -> Any: ...
-    @property
     def start(self) -> CheckpointInfo | None: ...
-    def find(self) -> CheckpointInfo | None: ...
-    def load_progress(
-        self, model: list[nn.Module], optimizer: UserOptimizer | None, scheduler: UserScheduler | None
-    ) -> None: ...
+    def check_states(self, trained: Trained) -> None: ...
+    def load_progress(self, trained: Trained) -> None: ...
     def load_position(self, reader: StepSource, scheduler: UserScheduler | None = None) -> None: ...
-    def restore(
-        self,
-        info: CheckpointInfo,
-        model: list[nn.Module],
-        optimizer: UserOptimizer | None,
-        scheduler: UserScheduler | None,
-    ) -> None: ...
-    def save(
-        self,
-        model: list[nn.Module],
-        optimizer: UserOptimizer | None,
-        scheduler: UserScheduler | None,
-        reader: StepSource,
-        persistent: bool = True,
-    ) -> None: ...
+    def restore(self, info: CheckpointInfo, trained: Trained) -> None: ...
+    def save(self, trained: Trained, reader: StepSource, persistent: bool = True) -> None: ...
     def load_best_model(self, model: list[nn.Module]) -> None: ...
     def finalize_if_written(self) -> None: ...
     def finish(self) -> None: ...
-    def close(self) -> None: ...
 
 
 @lru_cache(maxsize=64)
 def _power_of_two(labels: int) -> float:
     return float(2 ** round(math.log2(labels)))
+
+
+def _logger_of(tracker: str) -> property:
+    return property(lambda run: run.trackers.get(tracker), lambda run, logger: run.trackers.put(tracker, logger))
 
 
 @dataclass
@@ -273,42 +261,15 @@ class Run:
         self.facts.bridge_tags = trackers.record
         return trackers
 
-    @property
-    def tensorboard_logger(self) -> Any:
-        """TensorBoard, with `add_scalar`; None where `logger.tensorboard_dir` is not set, and on all ranks but the
-        last. Any object with that method may be put in its place, as for the other three."""
-        return self.trackers.get("tensorboard")
-
-    @tensorboard_logger.setter
-    def tensorboard_logger(self, logger: object) -> None:
-        self.trackers.put("tensorboard", logger)
-
-    @property
-    def wandb_logger(self) -> Any:
-        """W&B, with `log`; None without `logger.wandb_project`."""
-        return self.trackers.get("wandb")
-
-    @wandb_logger.setter
-    def wandb_logger(self, logger: object) -> None:
-        self.trackers.put("wandb", logger)
-
-    @property
-    def mlflow_logger(self) -> Any:
-        """MLflow, with `log_metrics`; None without `logger.mlflow_experiment`."""
-        return self.trackers.get("mlflow")
-
-    @mlflow_logger.setter
-    def mlflow_logger(self, logger: object) -> None:
-        self.trackers.put("mlflow", logger)
-
-    @property
-    def comet_logger(self) -> Any:
-        """Comet, with `log_metrics`; None without `logger.comet_project`."""
-        return self.trackers.get("comet")
-
-    @comet_logger.setter
-    def comet_logger(self, logger: object) -> None:
-        self.trackers.put("comet", logger)
+    tensorboard_logger = _logger_of("tensorboard")
+    """TensorBoard, with `add_scalar`; None where `logger.tensorboard_dir` is not set, and on all ranks but the last.
+    Any object with that method may be put in its place, as for the other three."""
+    wandb_logger = _logger_of("wandb")
+    """W&B, with `log`; None without `logger.wandb_project`."""
+    mlflow_logger = _logger_of("mlflow")
+    """MLflow, with `log_metrics`; None without `logger.mlflow_experiment`."""
+    comet_logger = _logger_of("comet")
+    """Comet, with `log_metrics`; None without `logger.comet_project`."""
 
     @property
     def flops_per_token(self) -> float:
@@ -378,6 +339,14 @@ class Run:
     def leaves(self) -> bool:
         """Whether the ranks have decided that this process ends before the run is done."""
         return self.exits.decided is not None
+
+    def print_timers(self, names: Sequence[str], normalizer: float = 1.0) -> None:
+        """Print times as Megatron Bridge does, on the last rank. Collective.
+
+        Where a callback shows progress, only if timers were asked for (`logger.timing_log_level` above 0).
+        """
+        is_shown = self.door.prints_console_line or self.cfg.logger.timing_log_level > 0
+        self.timers.log(names, rank=None if is_shown else _NOBODY, normalizer=normalizer)
 
     def mean_loss(self) -> float:
         """Mean loss of the steps of this `train()`; NaN before the first is reported."""

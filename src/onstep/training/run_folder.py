@@ -1,23 +1,27 @@
-"""A run's folder and identity: who may write here, and what an earlier run left."""
+"""A run's folder and identity: who may write here, what an earlier run left, and one live process for a run."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
+import socket
 import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from filelock import lock_descriptor
 
 from onstep.config import ConfigContainer
 from onstep.config.differences import Change, changes, decide, of_kind
 from onstep.config.part import ChangeClass
 from onstep.errors import ConfigError, RunExistsError
-from onstep.training.run_lock import RunLock
+from onstep.forking import release_in_forked_children
+from onstep.training.seams import StateDict
 
 Status = Literal["running", "completed", "stopped", "paused", "preempted", "failed", "again"]
 """How a run stands: paused is left by `exit_interval` or `exit_duration_in_mins`, preempted by a signal, again by a
@@ -43,21 +47,26 @@ FINISHED = ("completed", "stopped")
 """A run that ends so is not continued by the same command."""
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """`<output_dir>/<name>/`: run.json, trainer_logs.json, decisions.jsonl, checkpoints/, model/ and the loss plot."""
 
-    path: Path
-
-    @property
-    def checkpoints(self) -> Path:
-        """The run's checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def lock(self) -> Path:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.lock = path / ".run.lock"
         """Held by rank 0 while it works on the run; the system lets go of it however the process ends."""
-        return self.path / ".run.lock"
+        self.run_json = path / "run.json"
+        """Run id, status and configuration."""
+        self.journal = path / "trainer_logs.json"
+        """What happened, step by step."""
+        self.decisions = path / "decisions.jsonl"
+        """What callbacks asked for, and who."""
+        self.model = path / "model"
+        """The final weights, as a Hugging Face directory."""
+        self.adapter = path / "adapter"
+        """What LoRA added, as a directory that `peft` opens."""
+        self.plot = path / "loss.png"
+        """The loss over the steps."""
 
     @property
     def run_id(self) -> str:
@@ -72,37 +81,7 @@ class RunFolder:
         """Record which checkpoint the user asked to start from."""
         self.write({**self.read(), "started_from": asked})
 
-    @property
-    def run_json(self) -> Path:
-        """Run id, status and configuration."""
-        return self.path / "run.json"
-
-    @property
-    def journal(self) -> Path:
-        """What happened, step by step."""
-        return self.path / "trainer_logs.json"
-
-    @property
-    def decisions(self) -> Path:
-        """What callbacks asked for, and who."""
-        return self.path / "decisions.jsonl"
-
-    @property
-    def model(self) -> Path:
-        """The final weights, as a Hugging Face directory."""
-        return self.path / "model"
-
-    @property
-    def adapter(self) -> Path:
-        """What LoRA added, as a directory that `peft` opens."""
-        return self.path / "adapter"
-
-    @property
-    def plot(self) -> Path:
-        """The loss over the steps."""
-        return self.path / "loss.png"
-
-    def read(self) -> dict[str, Any]:
+    def read(self) -> StateDict:
         """The content of run.json.
 
         Raises:
@@ -118,7 +97,7 @@ class RunFolder:
             raise RunExistsError(f"{self.run_json} is not the record of a run; choose another run.name.")
         return content
 
-    def write(self, content: dict[str, Any]) -> None:
+    def write(self, content: StateDict) -> None:
         """Replace run.json in one step: a crash leaves the old or the new one."""
         temporary = self.run_json.with_suffix(".json.tmp")
         with temporary.open("w", encoding="utf-8") as file:
@@ -134,12 +113,8 @@ class RunFolder:
 
     def set_checkpoints_aside(self) -> None:
         """Keep the checkpoints of the run before in `checkpoints-<n>`."""
-        if not self.checkpoints.exists():
-            return
-        number = 1
-        while (aside := self.path / f"checkpoints-{number}").exists():
-            number += 1
-        self.checkpoints.rename(aside)
+        if self.checkpoints.exists():
+            self.checkpoints.rename(_next_free(self.checkpoints, 1))
 
     def finish(self, status: Status, step: int, error: str | None = None) -> None:
         """Record how the run ended, and what error ended it."""
@@ -148,6 +123,37 @@ class RunFolder:
         content = {**before, "status": status, "step": reached, "ended_at": time.time()}
         content.pop("error", None)
         self.write(content if error is None else {**content, "error": error})
+
+
+class RunLock:
+    """Holds `path` until `release` or the process's end. A forked child (a data loader's worker) does not hold it.
+
+    Raises:
+        RunExistsError: when a live process holds it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            is_free = lock_descriptor(self._descriptor, blocking=False)
+        except OSError:
+            is_free = True  # a file system without locks (some network mounts): nothing tells two processes apart there
+        if not is_free:
+            holder = os.pread(self._descriptor, 200, 0).decode("utf-8", "replace").strip()
+            self.release()
+            raise RunExistsError(
+                f"{path.parent} is being worked on by a live process ({holder or 'unknown'}); wait for it or end it, "
+                f"or choose another run.name."
+            )
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        release_in_forked_children(self, RunLock.release)
+
+    def release(self) -> None:
+        """Let go; doing it twice is harmless."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -175,8 +181,8 @@ def claim_run_folder(config: ConfigContainer) -> tuple[Claim, RunLock | None]:
     """
     assert config.run.name is not None
     folder = RunFolder(Path(config.run.output_dir) / config.run.name)
-    if config.run.fresh:
-        folder = _next_free(folder)
+    if config.run.fresh and folder.path.exists():
+        folder = RunFolder(_next_free(folder.path, 2))
     if not folder.run_json.exists():
         _make_writable(folder)
     elif not _may_be_replaced(folder):
@@ -196,7 +202,18 @@ def _take(folder: RunFolder, config: ConfigContainer) -> Claim:
     if not folder.run_json.exists() or _may_be_replaced(folder):
         if folder.run_json.exists():
             folder.set_checkpoints_aside()
-        _start(folder, config)
+        content: StateDict = {
+            "format": 1,
+            "run_id": uuid.uuid4().hex,
+            "name": folder.path.name,
+            "recipe": config.run.recipe,
+            "status": "running",
+            "step": 0,
+            "started_at": time.time(),
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "config": config.to_dict(),
+        }
+        folder.write(content)
         return Claim(folder, config)
     claim = _judge(folder, config)
     folder.write({**folder.read(), "status": "running", "config": claim.config.to_dict(), "continued_at": time.time()})
@@ -207,7 +224,10 @@ def _judge(folder: RunFolder, config: ConfigContainer) -> Claim:
     """Whether the run that is there is finished, may go on, or is another one than `config` describes."""
     content = folder.read()
     policy = config.checkpoint.on_config_change
-    found = stored_changes(folder, content, config)
+    try:
+        found = changes(content["config"], config)
+    except ConfigError as error:
+        raise RunExistsError(f"The stored configuration cannot be read: {error} {_ways_out(folder)}.") from None
     try:
         decided = decide(found, config, policy)
     except ConfigError as error:
@@ -224,18 +244,6 @@ def _judge(folder: RunFolder, config: ConfigContainer) -> Claim:
             f"checkpoint.resume=false says not to continue it. Nothing was touched; {_ways_out(folder)}."
         )
     return Claim(folder, decided, changes=tuple(found))
-
-
-def stored_changes(folder: RunFolder, content: dict[str, Any], config: ConfigContainer) -> list[Change]:
-    """What differs between the configuration that the run was started with and today's.
-
-    Raises:
-        RunExistsError: when the stored one cannot be read.
-    """
-    try:
-        return changes(content["config"], config)
-    except ConfigError as error:
-        raise RunExistsError(f"The stored configuration cannot be read: {error} {_ways_out(folder)}.") from None
 
 
 def _ways_out(folder: RunFolder) -> str:
@@ -255,17 +263,16 @@ def _may_be_replaced(folder: RunFolder) -> bool:
     return content.get("status") == "failed" and not content.get("step") and not folder.journal.exists()
 
 
-def _next_free(folder: RunFolder) -> RunFolder:
-    number = 2
-    candidate = folder
-    while candidate.path.exists():
-        candidate = RunFolder(folder.path.with_name(f"{folder.path.name}-{number}"))
-        number += 1
-    return candidate
+def _next_free(path: Path, first: int) -> Path:
+    """`<path>-<n>` that does not exist, with the smallest n from `first` on."""
+    candidates = (path.with_name(f"{path.name}-{number}") for number in itertools.count(first))
+    return next(one for one in candidates if not one.exists())
 
 
 def _make_writable(folder: RunFolder) -> None:
-    if folder.path.is_dir() and not all(_is_own(folder, each) for each in folder.path.iterdir()):
+    there = [one for one in folder.path.iterdir() if one != folder.lock] if folder.path.is_dir() else []
+    # an evaluation before training leaves reports, and the folder is still the run's
+    if not all(any(one.match(pattern) for pattern in REPORTS) or _holds_only_events(one) for one in there):
         raise RunExistsError(
             f"{folder.path} holds files but no run.json, so they are not a run's. Nothing was touched; choose another "
             f"run.name or run.output_dir, or run.fresh=true."
@@ -282,30 +289,9 @@ def _make_writable(folder: RunFolder) -> None:
         ) from None
 
 
-def _is_own(folder: RunFolder, path: Path) -> bool:
-    """Whether a file is one that an evaluation before training leaves, so that the folder is still the run's."""
-    return path == folder.lock or any(path.match(pattern) for pattern in REPORTS) or _holds_only_events(path)
-
-
 def _holds_only_events(path: Path) -> bool:
     """Whether a folder has event files of TensorBoard, also in folders below, and nothing else."""
     if not path.is_dir() or path.is_symlink():
         return False
     is_all = all(one.is_dir() or one.match(EVENT_FILES) for one in path.rglob("*"))
     return is_all and any(path.rglob(EVENT_FILES))
-
-
-def _start(folder: RunFolder, config: ConfigContainer) -> None:
-    folder.write(
-        {
-            "format": 1,
-            "run_id": uuid.uuid4().hex,
-            "name": folder.path.name,
-            "recipe": config.run.recipe,
-            "status": "running",
-            "step": 0,
-            "started_at": time.time(),
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
-            "config": config.to_dict(),
-        }
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 from onstep.training.feature import Feature
 from onstep.training.job import Job
@@ -72,7 +71,7 @@ class Endings(Feature[Run]):
         """Always."""
         return True
 
-    def session(self) -> AbstractContextManager[Any]:
+    def session(self) -> AbstractContextManager[None]:
         """See how the run ends."""
         return run_scope(self.host, self.host.door.tell)
 
@@ -107,7 +106,8 @@ def fire_endings(run: Run, tell: Callable[..., None], error: BaseException | Non
     # nobody would see a note on an exit
     main = raised.pop(0) if error is None or isinstance(error, SystemExit) else error
     for other in raised:
-        main.add_note(_as_note(other))
+        notes = "; ".join(getattr(other, "__notes__", []))  # they name its callback
+        main.add_note(f"while the run ended: {type(other).__name__}: {other}" + (f" ({notes})" if notes else ""))
     if main is not error:
         raise main
 
@@ -119,9 +119,3 @@ def reason_of(run: Run, error: BaseException | None) -> Reason:
     if error is not None:
         return "stopped" if isinstance(error, SystemExit) else "failed"
     return "stopped" if run.ending.was_stopped else "completed"
-
-
-def _as_note(error: BaseException) -> str:
-    """One line for an error while the run ended, with the notes that name its callback."""
-    notes = "; ".join(getattr(error, "__notes__", []))
-    return f"while the run ended: {type(error).__name__}: {error}" + (f" ({notes})" if notes else "")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
+from torch import nn
+
+from onstep.data import Batch, EvalLoader
+from onstep.data.stream import is_stateful
 from onstep.optim.protocol import HasParamGroups, HasState, ParamScheduler
 
 StateDict = dict[str, Any]
@@ -13,12 +17,9 @@ StateDict = dict[str, Any]
 Metrics = dict[str, Any]
 """A record of the log by name: numbers, and what callbacks add."""
 
-ForwardStep = Callable[..., Any]
+ForwardStep = Callable[..., tuple[object, Callable[..., object]]]
 """`forward_step(data_iterator, model)`, optionally with the state first and `return_schedule_plan` last; gives
 `(output, loss_function)`."""
-
-Wrapped = Callable[..., Any]
-"""A piece of the loop's work, before or after a feature has wrapped it."""
 
 
 class UserOptimizer(HasParamGroups, HasState, Protocol):
@@ -29,10 +30,18 @@ UserScheduler = ParamScheduler
 """A schedule of the learning rate: ours, or an adapter of torch's."""
 
 
-DataSource = Any
-"""An `EvalLoader`, an iterator of micro-batches, or a list of one."""
+class Trained(NamedTuple):
+    """What a training changes, as checkpoints know it."""
 
-NonLossFunction = Callable[..., Any]
+    model: list[nn.Module]
+    optimizer: UserOptimizer | None
+    scheduler: UserScheduler | None
+
+
+DataSource = EvalLoader | Iterator[Batch] | list[Iterator[Batch]]
+"""What an evaluation reads: the last is a list of one iterator of micro-batches."""
+
+NonLossFunction = Callable[..., object]
 """A user's function that collects or shows data of an evaluation beside its losses."""
 
 Loggers = Mapping[str, Any]
@@ -40,3 +49,8 @@ Loggers = Mapping[str, Any]
 
 Values = Mapping[str, Any]
 """Numbers and tensors of one element by name, perhaps still unread."""
+
+
+def has_state(owner: object) -> TypeGuard[HasState]:
+    """Whether an object has a state that can be saved and loaded; a class or a module of code has none of its own."""
+    return is_stateful(owner)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 from onstep.distributed import World
 from onstep.pulse import PULSE
@@ -57,8 +56,8 @@ class SectionClock:
     def start_section(self, section: str) -> None:
         """A section begins."""
         now = self._clock()
-        if not self._open:
-            self._see_outside(now)
+        if self._outside_since is not None:
+            self._see(OUT_OF_SECTION, now - self._outside_since)
         self._open[section], self._outside_since = now, None
         PULSE.section = section
         PULSE.beats += 1
@@ -68,7 +67,7 @@ class SectionClock:
         began, now = self._open.pop(section, None), self._clock()
         if began is None:
             return
-        self.longest[section] = max(self.longest.get(section, 0.0), now - began)
+        self._see(section, now - began)
         PULSE.section = next(reversed(self._open), None)
         PULSE.beats += 1
         if not self._open:
@@ -87,11 +86,11 @@ class SectionClock:
             calc_out_of_section: learn too how long the run may be between two sections.
             skip_if_not_ready: kept for its namesake: a section that was not seen is always left as it is.
         """
-        if not self._open:
-            self._see_outside(self._clock())
+        if self._outside_since is not None:
+            self._see(OUT_OF_SECTION, self._clock() - self._outside_since)
         for longest in self._world.gather(self.longest):
             for name, seconds in longest.items():
-                self.longest[name] = max(seconds, self.longest.get(name, 0.0))
+                self._see(name, seconds)
         names = set(self.longest) - {OUT_OF_SECTION} if selected_sections is None else set(selected_sections)
         if calc_out_of_section:
             names.add(OUT_OF_SECTION)
@@ -99,11 +98,11 @@ class SectionClock:
             self.limits[name] = max(self._shortest, self._factor * self.longest[name])
         return True
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, dict[str, float]]:
         """What was learned: seconds by section."""
         return {"limits": dict(self.limits), "longest": {name: self.longest[name] for name in self.limits}}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go on with what an earlier start has learned; no limit is below the shortest.
 
         Raises:
@@ -113,13 +112,11 @@ class SectionClock:
         self.limits.update({name: max(self._shortest, seconds) for name, seconds in limits.items()})
         self.longest.update(longest)
 
-    def _see_outside(self, now: float) -> None:
-        if self._outside_since is not None:
-            seconds = now - self._outside_since
-            self.longest[OUT_OF_SECTION] = max(self.longest.get(OUT_OF_SECTION, 0.0), seconds)
+    def _see(self, name: str, seconds: float) -> None:
+        self.longest[name] = max(seconds, self.longest.get(name, 0.0))
 
 
-def _seconds_by_name(content: Any) -> dict[str, float]:
+def _seconds_by_name(content: object) -> dict[str, float]:
     if not isinstance(content, dict):
         raise ValueError(f"expected seconds by section, got {content!r}")
     for name, seconds in content.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,14 +12,12 @@ from torch import nn
 from onstep.config import ConfigContainer
 from onstep.config.differences import configured_schedule_holds
 from onstep.config.lengths import has_growing_tails, schedule_samples, sizes_of, standing_after, train_iters
-from onstep.data import EvalLoader
+from onstep.data import EvalLoader, TrainLoader
 from onstep.errors import ConfigError
 from onstep.optim import build_loss_scaler, build_optimizer, build_scheduler
-from onstep.training.data_setup import build_data, open_tokenizer
-from onstep.training.interval_time import print_timers
-from onstep.training.model_setup import build_model
+from onstep.training.model_and_data import build_data, build_model, open_tokenizer
 from onstep.training.run import Run
-from onstep.training.seams import UserOptimizer, UserScheduler
+from onstep.training.seams import Trained, UserOptimizer, UserScheduler
 from onstep.training.telling import Teller
 
 MODEL_TIMER, DATA_TIMER = "model-and-optimizer-setup", "train/valid/test-data-iterators-setup"
@@ -34,7 +31,7 @@ class Parts:
     optimizer: UserOptimizer | None
     """None, as are scheduler and training data, in a run that only evaluates."""
     scheduler: UserScheduler | None
-    train_data: Any
+    train_data: TrainLoader | None
     valid_data: EvalLoader | None
     test_data: EvalLoader | None
 
@@ -86,14 +83,14 @@ def load_checkpoint(state: Run, tell: Teller) -> None:
     """Put the checkpoint that the run continues from, if there is one, into what `tell` shows callbacks. Collective."""
     if state.checkpoints is not None:
         with state.timers("load-checkpoint").measure(barrier=True):
-            state.checkpoints.load_progress(tell.model, tell.optimizer, tell.scheduler)
+            state.checkpoints.load_progress(Trained(tell.model, tell.optimizer, tell.scheduler))
     if state.stage.is_resumed:
-        print_timers(state, ["load-checkpoint"])
+        state.print_timers(["load-checkpoint"])
 
 
 def end_set_up(state: Run, tell: Teller) -> None:
     """Print how long the set-up took, and tell `on_init_end`. Collective."""
-    print_timers(state, [MODEL_TIMER, "load-pretrained-checkpoint", DATA_TIMER])
+    state.print_timers([MODEL_TIMER, "load-pretrained-checkpoint", DATA_TIMER])
     tell("on_init_end")
 
 
@@ -120,7 +117,7 @@ def scheduler_for(
     iters: int | None,
     world_size: int = 1,
     num_samples: int | None = None,
-) -> Any:
+) -> UserScheduler:
     """The learning-rate schedule of a run of `iters` steps.
 
     `world_size` matters where a global batch is rounded down to whole micro-batches, `num_samples` of an epoch where
@@ -141,7 +138,7 @@ def scheduler_for(
     )
 
 
-def count_steps(state: Run, train_data: Any) -> None:
+def count_steps(state: Run, train_data: TrainLoader | None) -> None:
     """Fill in the facts that Hugging Face's view of the progress shows."""
     config, world, facts = state.cfg, state.world, state.facts
     train, validation = config.train, config.validation

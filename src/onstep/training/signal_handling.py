@@ -27,12 +27,10 @@ class SignalHandling(Feature[Run]):
 
     @classmethod
     def wanted(cls, host: Run) -> bool:
-        """Whether signals are handled."""
         return host.cfg.train.exit_signal_handler and host.exits.handler is None
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Handle them."""
         run = self.host
         with DistributedSignalHandler(run.cfg.train.exit_signals) as handler:
             run.exits.handler = handler
@@ -50,11 +48,9 @@ class DataTimeoutGuard(Feature[Job]):
 
     @classmethod
     def wanted(cls, host: Job) -> bool:
-        """Whether signals are handled."""
         return host.run.exits.handler is not None
 
     def wrap_read(self, read: Read) -> Read:
-        """Read; None where the run leaves without the batch."""
         run = self.host.run
         wait = DataWait(read, run.exits.handler, run.cfg.train.data_timeout)
 

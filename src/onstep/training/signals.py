@@ -7,14 +7,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any, TypeGuard
+from typing import Literal, TypeGuard
 
-import torch.distributed as dist
-
-from onstep.distributed import World
+from onstep.distributed import World, shards
 from onstep.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -26,21 +25,19 @@ REPEAT_WINDOW_SECONDS = 1.0
 """A signal this soon after the first is the same request once more: schedulers signal a whole process group and
 `torchrun` passes the same signal on, so that every rank gets it twice."""
 
+_BROKEN = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS")
 _REFUSED = {
-    "SIGKILL": "no process can handle it",
-    "SIGSTOP": "no process can handle it",
-    "SIGSEGV": "it tells of a broken process",
-    "SIGBUS": "it tells of a broken process",
-    "SIGFPE": "it tells of a broken process",
-    "SIGILL": "it tells of a broken process",
-    "SIGABRT": "it tells of a broken process",
-    "SIGTRAP": "it tells of a broken process",
-    "SIGSYS": "it tells of a broken process",
+    **dict.fromkeys(("SIGKILL", "SIGSTOP"), "no process can handle it"),
+    **dict.fromkeys(_BROKEN, "it tells of a broken process"),
     "SIGCHLD": "data workers use it",
     "SIGALRM": "train.data_timeout uses it",
 }
 
-Handler = Callable[[int, FrameType | None], Any]
+ExitKind = Literal["signal", "duration", "straggler", "interval"]
+
+Handler = Callable[[int, FrameType | None], object]
+Installed = Handler | int | None
+"""What `signal.getsignal` gives: None for a handler that was not installed by Python."""
 
 
 class Preempted(SystemExit):
@@ -60,7 +57,17 @@ def signal_numbers(names: Iterable[str | int]) -> list[signal.Signals]:
     Raises:
         ConfigError: for a name that this system does not have, or a signal that cannot ask for a graceful stop.
     """
-    return list(dict.fromkeys(_signal_number(name) for name in names))
+    numbers: dict[signal.Signals, None] = {}
+    valid = f"it takes {', '.join(one.name for one in signal.Signals if one.name not in _REFUSED)}."
+    for name in names:
+        try:
+            number = signal.Signals[name] if isinstance(name, str) else signal.Signals(name)
+        except (KeyError, ValueError):
+            raise ConfigError(f"train.exit_signals has no signal {name!r}; {valid}") from None
+        if number.name in _REFUSED:
+            raise ConfigError(f"train.exit_signals cannot have {number.name}: {_REFUSED[number.name]}; {valid}")
+        numbers[number] = None
+    return list(numbers)
 
 
 class DistributedSignalHandler:
@@ -84,17 +91,15 @@ class DistributedSignalHandler:
         ConfigError: see `signal_numbers`.
     """
 
-    def __init__(self, sig: Any = signal.SIGTERM, *, world: World | None = None) -> None:
-        several = isinstance(sig, Iterable) and not isinstance(sig, str)
-        self._signals = signal_numbers(sig if several else [sig])
+    def __init__(self, sig: int | str | Iterable[int | str] = signal.SIGTERM, *, world: World | None = None) -> None:
+        self._signals = signal_numbers([sig] if isinstance(sig, int | str) else sig)
         self._world = world
-        self._previous: dict[signal.Signals, Any] = {}
+        self._previous: dict[signal.Signals, Installed] = {}
         self._outer: DistributedSignalHandler | None = None
         self._entries = 0
         self._pid = 0
         self._first_time: float | None = None
         self._first_signal: signal.Signals | None = None
-        self._lines: dict[int, bytes] = {}
         self._children = _QuietChildren(self)
         self.on_first_signal: Callable[[], None] | None = None
         """Called by the handler with the first signal; it must be quick and take no locks."""
@@ -142,20 +147,15 @@ class DistributedSignalHandler:
 
     def signals_received(self) -> list[bool]:
         """Whether each rank got one of the signals, in rank order. Collective."""
-        if self._world is not None:
-            return [bool(one) for one in self._world.gather(self.received)]
-        if not dist.is_available() or not dist.is_initialized():
-            return [self.received]
-        flags: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(flags, self.received)
-        return [bool(flag) for flag in flags]
+        world = self._world or World(rank=shards.rank(), size=shards.world_size())
+        return [bool(one) for one in world.gather(self.received)]
 
     def release(self) -> bool:
         """Restore the handlers from before; False if that was done already, or nothing was installed."""
         was_installed = bool(self._previous)
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._handle:  # a handler that somebody put over ours stays theirs
-                signal.signal(number, _restorable(previous))
+                signal.signal(number, signal.SIG_DFL if previous is None else previous)
         self._previous = {}
         self._outer = None
         self._children.stop()
@@ -163,11 +163,10 @@ class DistributedSignalHandler:
 
     def _install(self) -> None:
         if threading.current_thread() is not threading.main_thread():
-            names = ", ".join(one.name for one in self._signals)
             logger.warning(
                 "training outside the main thread: Python handles signals in the main thread only, so %s will not save "
                 "and leave; run the training in the main thread for that",
-                names,
+                ", ".join(one.name for one in self._signals),
             )
             return
         self._pid = os.getpid()
@@ -177,7 +176,6 @@ class DistributedSignalHandler:
             if isinstance(owner, DistributedSignalHandler) and owner._pid == self._pid:
                 self._outer = owner
                 continue
-            self._lines[number] = f"Received signal {int(number)} ({number.name}), initiating graceful stop\n".encode()
             self._previous[number] = previous
             signal.signal(number, self._handle)
 
@@ -194,8 +192,9 @@ class DistributedSignalHandler:
         else:
             self._first_time, self._first_signal = now, signal.Signals(number)
             self._children.start()
+            line = f"Received signal {number} ({self._first_signal.name}), initiating graceful stop\n"
             with suppress(OSError):  # standard error may be closed
-                os.write(2, self._lines.get(number, b""))
+                os.write(2, line.encode())
             if self.on_first_signal is not None:
                 self.on_first_signal()
         previous = self._previous.get(signal.Signals(number))
@@ -244,30 +243,93 @@ class _QuietChildren:
                 self._owner.on_lost_worker(frame)
 
 
-def _signal_number(name: str | int) -> signal.Signals:
-    valid = [one.name for one in signal.Signals if one.name not in _REFUSED]
-    try:
-        number = signal.Signals[name] if isinstance(name, str) else signal.Signals(name)
-    except (KeyError, ValueError):
-        raise ConfigError(f"train.exit_signals has no signal {name!r}; {_known(valid)}") from None
-    if number.name in _REFUSED:
-        raise ConfigError(
-            f"train.exit_signals cannot have {number.name}: {_REFUSED[number.name]}; {_known(valid)}"
-        ) from None
-    return number
+class Interrupts:
+    """Notices SIGINT also while the main thread stands in C, where Python cannot raise `KeyboardInterrupt` yet.
+
+    A pipe to which Python's own handler in C writes the number of each signal as it comes.
+
+    Only where the signal would raise `KeyboardInterrupt`, and nobody else has such a pipe; else `look` is always False.
+    Made and closed in the main thread.
+    """
+
+    def __init__(self) -> None:
+        self._was_sent = False
+        self._ends: tuple[int, int] | None = None
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            return
+        self._ends = os.pipe()
+        for end in self._ends:
+            os.set_blocking(end, False)
+        others = signal.set_wakeup_fd(self._ends[1], warn_on_full_buffer=False)
+        if others != -1:
+            signal.set_wakeup_fd(others)
+            self.close()
+
+    def look(self) -> bool:
+        """Whether SIGINT was sent to this process since this was made."""
+        if self._ends is not None and not self._was_sent:
+            with suppress(BlockingIOError):
+                self._was_sent = signal.SIGINT in os.read(self._ends[0], 4096)
+        return self._was_sent
+
+    def close(self) -> None:
+        """Give the signals' pipe back."""
+        ends, self._ends = self._ends, None
+        if ends is None:
+            return
+        present = signal.set_wakeup_fd(-1)
+        if present not in (-1, ends[1]):
+            signal.set_wakeup_fd(present)
+        for end in ends:
+            os.close(end)
 
 
-def _known(names: Sequence[str]) -> str:
-    return f"it takes {', '.join(names)}."
+@dataclass
+class ExitWatch:
+    """What ends the process before the run is done, and what a pending save waits for; ranks agree on it."""
+
+    handler: DistributedSignalHandler | None = None
+    """None outside of a run and where `train.exit_signal_handler` is off."""
+    deadline: float | None = None
+    """When `train.exit_duration_in_mins` is over, in seconds of the monotonic clock."""
+    decided: ExitKind | None = None
+    is_said: bool = False
+    """Why the process leaves has been printed."""
+    straggler: str = ""
+    """Which rank is so slow that the run is to end, in words; nothing otherwise."""
+    some_rank_writes: bool = False
+    """Whether a rank is still writing its files of an asynchronous save."""
+
+    def start(self, exit_duration_in_mins: float | None, start_time: float) -> None:
+        """Forget an earlier decision, and start the clock of `train.exit_duration_in_mins` if it does not run yet."""
+        if self.decided != "signal":
+            self.decided = None
+        self.is_said, self.straggler = False, ""
+        if exit_duration_in_mins is not None and self.deadline is None:
+            self.deadline = time.monotonic() + 60 * exit_duration_in_mins - (time.time() - start_time)
+
+    def votes(self, is_main: bool, writes: bool) -> list[int]:
+        """What this rank knows: a signal came; the time is over (rank 0's clock); a rank is too slow; its save is not
+        written yet."""
+        signalled = self.handler is not None and self.handler.received
+        is_late = self.deadline is not None and is_main and time.monotonic() >= self.deadline
+        return [int(signalled), int(is_late), int(bool(self.straggler)), int(writes)]
+
+    def adopt(self, votes: list[int]) -> None:
+        """Take the votes of all ranks; a signal wins over the clock, and that over a slow rank."""
+        signalled, is_late, is_slow, writes = votes
+        if signalled:
+            self.decided = "signal"
+        elif is_late and self.decided is None:
+            self.decided = "duration"
+        elif is_slow and self.decided is None:
+            self.decided = "straggler"
+        self.some_rank_writes = bool(writes)
 
 
-def _is_users(handler: Any) -> TypeGuard[Handler]:
+def _is_users(handler: Installed) -> TypeGuard[Handler]:
     """Whether a previous handler is to be called: not the default, not Python's for SIGINT, not a parent's of ours."""
     if not callable(handler) or handler is signal.default_int_handler or isinstance(handler, signal.Handlers):
         return False
     return not isinstance(getattr(handler, "__self__", None), DistributedSignalHandler)
-
-
-def _restorable(handler: Any) -> Any:
-    """A handler to install again; one that was not installed by Python cannot be, and becomes the default."""
-    return signal.SIG_DFL if handler is None else handler

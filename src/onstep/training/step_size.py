@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
 from onstep.config import ConfigContainer
+from onstep.config.parts import ModelConfig
 from onstep.events.context import unwrap
 from onstep.metrics.flops import num_floating_point_operations
 from onstep.training.run import Run
@@ -25,11 +25,11 @@ def flops_of_samples(
     shape = describing_config(config, model)
     if shape is None or shape.vocab_size is None:
         return 0.0
-    described = replace(config, model=shape) if isinstance(config, ConfigContainer) else shape  # with its LoRA
+    described = replace(config, model=shape)  # with its LoRA
     return num_floating_point_operations(described, num_samples, seq_length=seq_length or config.model.seq_length)
 
 
-def describing_config(config: ConfigContainer, model: list[nn.Module]) -> Any:
+def describing_config(config: ConfigContainer, model: list[nn.Module]) -> ModelConfig | None:
     """The configuration with the sizes of the model; None where there is none.
 
     The built-in transformer carries its own; without a model it is the run's. A module of the user has none: the run's
@@ -37,11 +37,11 @@ def describing_config(config: ConfigContainer, model: list[nn.Module]) -> Any:
     """
     if not model:
         return config.model
-    own = getattr(unwrap(model[0]), "config", None)
+    own: ModelConfig | None = getattr(unwrap(model[0]), "config", None)
     return own if hasattr(own, "num_attention_heads") and hasattr(own, "kv_channels") else None
 
 
-def model_options(config: ConfigContainer, model: list[nn.Module]) -> Any:
+def model_options(config: ConfigContainer, model: list[nn.Module]) -> ModelConfig:
     """The configuration that the model was built with: its own where it carries one, else the run's."""
     own = describing_config(config, model)
     return config.model if own is None else own

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 FORWARD_SHARE = 3.0
 """Forward and backward pass take three times what the forward pass takes: the backward pass has twice its products."""
@@ -38,10 +38,6 @@ class RankTimes:
     def communication(self) -> float:
         """The rest of the step: collectives, the waiting for slower ranks in them, and the update."""
         return max(0.0, self.step - self.work)
-
-    def numbers(self) -> list[float]:
-        """For one collective; `RankTimes(*numbers)` is the way back."""
-        return list(astuple(self))
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,24 @@ def find_stragglers(times: Sequence[RankTimes], threshold: float) -> list[Stragg
 
 def straggler_line(times: Sequence[RankTimes], step_flops: float) -> str:
     """One line of the least and largest of all ranks; `step_flops` are the model FLOPs of a step over all ranks."""
-    fields = [_extremes(name, values) for name, values in _columns(times, step_flops) if _has_any(values)]
+    teraflops = step_flops / len(times) / 1e12
+    columns = {
+        "step (ms)": [one.step * 1000 for one in times],
+        "data (ms)": [one.data * 1000 for one in times],
+        "compute (ms)": [one.compute * 1000 for one in times],
+        "communication (ms)": [one.communication * 1000 for one in times],
+        "TFLOP/s": [teraflops / one.compute if teraflops > 0 and one.compute > 0 else math.nan for one in times],
+        "power (W)": [one.watts for one in times],
+        "temperature (C)": [one.celsius for one in times],
+        "utilization (%)": [one.utilization for one in times],
+        "clock (MHz)": [one.megahertz for one in times],
+    }
+    fields = []
+    for name, values in columns.items():
+        known = [(one, rank) for rank, one in enumerate(values) if not math.isnan(one)]
+        if known:
+            least, largest = min(known), max(known, key=lambda pair: (pair[0], -pair[1]))
+            fields.append(f"{name} min {least[0]:.2f} (rank {least[1]}) max {largest[0]:.2f} (rank {largest[1]})")
     return "straggler report | " + " | ".join(fields)
 
 
@@ -97,29 +110,3 @@ def ranking_lines(times: Sequence[RankTimes], count: int) -> list[str]:
         f"{name} ranks (ms of own work): " + ", ".join(f"{rank}: {times[rank].work * 1000:.2f}" for rank in ranks)
         for name, ranks in shown.items()
     ]
-
-
-def _columns(times: Sequence[RankTimes], step_flops: float) -> Iterator[tuple[str, list[float]]]:
-    def column(read: Callable[[RankTimes], float]) -> list[float]:
-        return [read(one) for one in times]
-
-    yield "step (ms)", column(lambda one: one.step * 1000)
-    yield "data (ms)", column(lambda one: one.data * 1000)
-    yield "compute (ms)", column(lambda one: one.compute * 1000)
-    yield "communication (ms)", column(lambda one: one.communication * 1000)
-    flops = step_flops / len(times)
-    yield "TFLOP/s", column(lambda one: flops / one.compute / 1e12 if flops > 0 and one.compute > 0 else math.nan)
-    yield "power (W)", column(lambda one: one.watts)
-    yield "temperature (C)", column(lambda one: one.celsius)
-    yield "utilization (%)", column(lambda one: one.utilization)
-    yield "clock (MHz)", column(lambda one: one.megahertz)
-
-
-def _has_any(values: Sequence[float]) -> bool:
-    return not all(math.isnan(one) for one in values)
-
-
-def _extremes(name: str, values: Sequence[float]) -> str:
-    known = [(one, rank) for rank, one in enumerate(values) if not math.isnan(one)]
-    least, largest = min(known), max(known, key=lambda pair: (pair[0], -pair[1]))
-    return f"{name} min {least[0]:.2f} (rank {least[1]}) max {largest[0]:.2f} (rank {largest[1]})"

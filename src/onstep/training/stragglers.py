@@ -7,11 +7,11 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import astuple, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Any
+from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -27,70 +27,98 @@ from onstep.training.step import Step
 from onstep.training.step_size import flops_of_samples
 from onstep.training.straggler_report import RankTimes, Straggler, find_stragglers, ranking_lines, straggler_line
 
+logger = logging.getLogger(__name__)
 
-class TogglePort:
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+Mark = TypeVar("Mark")
+
+
+class TogglePort(ThreadingHTTPServer):
     """Listens on 127.0.0.1; `curl -X POST http://127.0.0.1:<port>/` turns the detection over, GET only asks.
 
     What it says holds from the next report on.
 
     Args:
-        port: 0 takes a free one. One that is taken costs a warning, and nothing can be switched.
+        port: 0 takes a free one.
         is_wanted: whether the detection is on now.
+
+    Raises:
+        OSError: for a port that is taken.
     """
+
+    daemon_threads = True
 
     def __init__(self, port: int, is_wanted: bool) -> None:
         self.is_wanted = is_wanted
-        self._server: ThreadingHTTPServer | None = None
-        try:
-            self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler_of(self))
-        except OSError as error:
-            logger.warning("the straggler detection cannot be switched: port %d of 127.0.0.1: %s", port, error)
-            return
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, name="straggler port", daemon=True)
+        super().__init__(("127.0.0.1", port), _Toggle)
+        self._thread = threading.Thread(target=self.serve_forever, name="straggler port", daemon=True)
         self._thread.start()
-
-    @property
-    def port(self) -> int | None:
-        """Where it listens; None where it does not."""
-        return None if self._server is None else int(self._server.server_address[1])
 
     def close(self) -> None:
         """Stop listening."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._thread.join()
-            self._server = None
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
 
 
-def _handler_of(port: TogglePort) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._answer()
+class _Toggle(BaseHTTPRequestHandler):
+    server: TogglePort
 
-        def do_POST(self) -> None:
-            if self.headers.get("Origin") is not None:  # a web page in somebody's browser
-                self.send_error(403)
-                return
-            port.is_wanted = not port.is_wanted
-            self._answer()
+    def do_GET(self) -> None:
+        body = f"straggler detection is {'on' if self.server.is_wanted else 'off'} from the next report on\n".encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
-        def log_message(self, format: str, *args: object) -> None:
-            """A request is no news."""
+    def do_POST(self) -> None:
+        if self.headers.get("Origin") is not None:  # a web page in somebody's browser
+            self.send_error(403)
+            return
+        self.server.is_wanted = not self.server.is_wanted
+        self.do_GET()
 
-        def _answer(self) -> None:
-            body = f"straggler detection is {'on' if port.is_wanted else 'off'} from the next report on\n".encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "text/plain")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-    return Handler
+    def log_message(self, format: str, *args: object) -> None:
+        """A request is no news."""
 
 
-logger = logging.getLogger(__name__)
+class _Section(Generic[Mark]):
+    """Adds up the seconds between entering and leaving, which are only computed when the sum is asked for."""
+
+    def __init__(self, mark: Callable[[], Mark], seconds_between: Callable[[Mark, Mark], float]) -> None:
+        self._mark, self._seconds_between = mark, seconds_between
+        self._begun: Mark | None = None
+        self.pairs: list[tuple[Mark, Mark]] = []
+        """Marks at the beginning and the end of each time inside."""
+
+    def __enter__(self) -> None:
+        self._begun = self._mark()
+
+    def __exit__(self, *exception: object) -> None:
+        if self._begun is not None:
+            self.pairs.append((self._begun, self._mark()))
+            self._begun = None
+
+    def seconds(self) -> float:
+        return math.fsum(self._seconds_between(begun, ended) for begun, ended in self.pairs)
+
+
+def _seconds_on_host(begun: float, ended: float) -> float:
+    return ended - begun
+
+
+def _device_mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _seconds_on_device(begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
+    """Waits for the device."""
+    ended.synchronize()
+    return float(begun.elapsed_time(ended)) / 1000
 
 
 class StragglerDetector:
@@ -106,8 +134,6 @@ class StragglerDetector:
         on_found: told what `report` found, on every rank alike.
     """
 
-    is_configured = True
-
     def __init__(
         self,
         options: StragglerDetectionConfig,
@@ -116,18 +142,25 @@ class StragglerDetector:
         on_found: Callable[[list[Straggler]], None] | None = None,
     ) -> None:
         self._options, self._world, self._clock, self._on_found = options, world or World(), clock, on_found
-        self._forward: _Section = _DeviceSection(clock) if self._world.device.type == "cuda" else _Section(clock)
-        self._data = _Section(clock)
-        self._gauge = open_gauge(self._world.device) if self._world.device.type == "cuda" else None
+        self._data = _Section(clock, _seconds_on_host)
+        self._forward: _Section[float] | _Section[torch.cuda.Event] = _Section(clock, _seconds_on_host)
+        self._gauge = None
+        if self._world.device.type == "cuda":
+            self._forward = _Section(_device_mark, _seconds_on_device)
+            self._gauge = open_gauge(self._world.device)
         self.enabled = not options.disable_straggler_on_startup
         self.stragglers: tuple[Straggler, ...] = ()
         """What the last report found."""
         self._since = clock()
         self._port: TogglePort | None = None
         if options.open_port and self._world.is_main:
-            self._port = TogglePort(options.straggler_ctrlr_port, self.enabled)
+            port = options.straggler_ctrlr_port
+            try:
+                self._port = TogglePort(port, self.enabled)
+            except OSError as error:
+                logger.warning("the straggler detection cannot be switched: port %d of 127.0.0.1: %s", port, error)
 
-    def __call__(self, bdata: bool = False) -> _Section | StragglerDetector:
+    def __call__(self, bdata: bool = False) -> _Section[float] | _Section[torch.cuda.Event] | StragglerDetector:
         """What to stand in `with` around the reading of a batch (`bdata`), or around the forward pass."""
         if not self.enabled:
             return self
@@ -165,17 +198,20 @@ class StragglerDetector:
         Returns:
             Whether a rank is slow: the same on all ranks.
         """
-        if not self._is_asked_for():
+        if not (self.enabled or self._options.open_port):  # the same on all ranks: a request to rank 0 may switch it on
             return False
         is_wanted = self._port.is_wanted if self._port is not None else self.enabled
-        steps = max(self._data.count or log_interval, 1)
-        rows = self._world.gather_numbers([float(is_wanted), *self._times(steps).numbers()])
+        steps = max(len(self._data.pairs) or log_interval, 1)
+        rows = self._world.gather_numbers([float(is_wanted), *astuple(self._times(steps))])
         was_enabled, self.enabled = self.enabled, bool(rows[0][0])
         self.restart()
         if not was_enabled:
             return False
         times = [RankTimes(*row[1:]) for row in rows]
-        self._say(times, total_flops / steps)
+        if self._world.is_main:
+            lines = [straggler_line(times, total_flops / steps)]
+            lines += ranking_lines(times, self._options.straggler_minmax_count)
+            print("\n".join(lines), flush=True)  # noqa: T201 - the report is what was asked for
         found = find_stragglers(times, self._options.threshold) if self._world.size > 1 else []
         self.stragglers = tuple(found)
         if found and self._on_found is not None:
@@ -188,10 +224,6 @@ class StragglerDetector:
             self._port.close()
             self._port = None
 
-    def _is_asked_for(self) -> bool:
-        """The same on all ranks: one that is off may be switched on by a request to rank 0."""
-        return self.enabled or self._options.open_port
-
     def _times(self, steps: int) -> RankTimes:
         gauge = self._gauge
         readings = (gauge.watts(), gauge.celsius(), gauge.utilization(), gauge.megahertz()) if gauge else ()
@@ -200,72 +232,9 @@ class StragglerDetector:
 
     def restart(self) -> None:
         """Forget what was measured, and measure from here on."""
-        self._data.clear()
-        self._forward.clear()
+        self._data.pairs.clear()
+        self._forward.pairs.clear()
         self._since = self._clock()
-
-    def _say(self, times: list[RankTimes], step_flops: float) -> None:
-        if self._world.is_main:
-            lines = [straggler_line(times, step_flops), *ranking_lines(times, self._options.straggler_minmax_count)]
-            print("\n".join(lines), flush=True)  # noqa: T201 - the report is what was asked for
-
-
-class _Section:
-    """Adds up the seconds between entering and leaving."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._started: float | None = None
-        self._seconds = 0.0
-        self.count = 0
-
-    def __enter__(self) -> None:
-        self._started = self._clock()
-
-    def __exit__(self, *exception: object) -> None:
-        if self._started is None:
-            return
-        self._seconds += self._clock() - self._started
-        self._started = None
-        self.count += 1
-
-    def seconds(self) -> float:
-        return self._seconds
-
-    def clear(self) -> None:
-        self._seconds, self.count = 0.0, 0
-
-
-class _DeviceSection(_Section):
-    """The same by events on the device, which are read when the sum is asked for."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        super().__init__(clock)
-        self._pairs: list[tuple[Any, Any]] = []
-        self._begun: Any = None
-
-    def __enter__(self) -> None:
-        self._begun = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._begun.record()
-
-    def __exit__(self, *exception: object) -> None:
-        if self._begun is None:
-            return
-        ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        ended.record()
-        self._pairs.append((self._begun, ended))
-        self._begun = None
-        self.count += 1
-
-    def seconds(self) -> float:
-        """Of all that was left. Waits for the device."""
-        if self._pairs:
-            self._pairs[-1][1].synchronize()
-        return math.fsum(begun.elapsed_time(ended) for begun, ended in self._pairs) / 1000
-
-    def clear(self) -> None:
-        super().clear()
-        self._pairs.clear()
 
 
 @dataclass
@@ -299,22 +268,16 @@ class Stragglers(Feature[Job]):
         self.detector = detector_of(host.run)
         self._flops = 0.0
 
-    @contextmanager
-    def session(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self.detector.close()
+    def session(self) -> AbstractContextManager[object]:
+        return closing(self.detector)
 
     def restart_interval(self) -> None:
         self.detector.restart()
 
-    def wrap_read(self, read: Callable[..., Any]) -> Callable[..., Any]:
-        """Measure the reading of a batch."""
+    def wrap_read(self, read: Callable[Given, Found]) -> Callable[Given, Found]:
         return self._measured(read, is_data=True)
 
-    def wrap_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Measure a forward pass."""
+    def wrap_forward(self, forward: Callable[Given, Found]) -> Callable[Given, Found]:
         return self._measured(forward, is_data=False)
 
     def after_iteration(self, step: Step) -> None:
@@ -335,10 +298,10 @@ class Stragglers(Feature[Job]):
             if work in ("evaluate", "save"):
                 self.detector.leave_out(self._run.clock.elapsed() - started)
 
-    def _measured(self, function: Callable[..., Any], is_data: bool) -> Callable[..., Any]:
-        def measured(*given: Any) -> Any:
+    def _measured(self, function: Callable[Given, Found], is_data: bool) -> Callable[Given, Found]:
+        def measured(*given: Given.args, **named: Given.kwargs) -> Found:
             with self.detector(bdata=is_data):
-                return function(*given)
+                return function(*given, **named)
 
         return measured
 

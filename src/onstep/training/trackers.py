@@ -15,12 +15,14 @@ from onstep.distributed import World
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager
 from onstep.sinks import RunIdentity, SinkQueue, make_sink
+from onstep.sinks.metric_sink import require_package
+from onstep.sinks.metric_sinks import shown_config
 from onstep.sinks.reporting import asked_names, tracker_options
 from onstep.sinks.sink_names import BRIDGE
 from onstep.sinks.tag_record import TagRecord
-from onstep.sinks.tracker_logger import SAMPLES_FOLDER, TensorBoardLogger, TrackerLogger, close_together
-from onstep.sinks.tracker_run import require_package
+from onstep.sinks.tracker_logger import SAMPLES_FOLDER, TrackerLogger, close_together
 from onstep.training.interval import read_together
+from onstep.training.run_folder import RunFolder
 from onstep.training.seams import Loggers, StateDict
 
 _REMEDY = "A journal (JsonLogger) has these tags too: `onstep logs replay RUN --to NAME` fills a tracker with them."
@@ -62,11 +64,11 @@ class Trackers:
         self,
         cfg: ConfigContainer,
         world: World,
-        run_folder: Any = None,
+        run_folder: RunFolder | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._cfg, self._world, self._run_folder, self._clock = cfg, world, run_folder, clock
-        self._given: dict[str, Any] = {}
+        self._given: dict[str, object] = {}
         self._own: dict[str, TrackerLogger] = {}
         self._shared: dict[str, TrackerLogger] = {}
         """Those of the callback that fills trackers, by which a tracker has one run for all names."""
@@ -126,7 +128,7 @@ class Trackers:
             self._own[name] = self._make(name)
         return self._own.get(name)
 
-    def put(self, name: str, logger: Any) -> None:
+    def put(self, name: str, logger: object) -> None:
         """Use another logger on this rank: an object with its own client's methods; None takes it out again."""
         self._given[name], self._takers = logger, None
         if logger is None:
@@ -192,7 +194,10 @@ class Trackers:
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue the runs of a checkpoint, when they are opened."""
-        if self._run_folder is None and not self._is_fork:
+        checkpoint = self._cfg.checkpoint
+        places = [None if one is None else Path(one).resolve() for one in (checkpoint.load, checkpoint.save)]
+        is_fork = checkpoint.load is not None and places[0] != places[1]  # its trackers must be left alone
+        if self._run_folder is None and not is_fork:
             self._run_id = state_dict["run_id"]
         self.evaluated = dict(state_dict["evaluated"])
         self._states = states = dict(state_dict["trackers"])
@@ -204,20 +209,9 @@ class Trackers:
         """Points that trackers of this rank did not take."""
         return sum(queue.dropped for logger in self._own.values() for queue in logger.queues)
 
-    @property
-    def _is_fork(self) -> bool:
-        """Whether the run starts from a checkpoint of another one, whose trackers it must leave alone."""
-        checkpoint = self._cfg.checkpoint
-        if checkpoint.load is None:
-            return False
-        return checkpoint.save is None or Path(checkpoint.load).resolve() != Path(checkpoint.save).resolve()
-
     def _current_states(self) -> StateDict:
-        states = dict(self._states)
-        if self._is_open:
-            for name, logger in self._own.items():
-                states[name] = logger.state_dict()
-        return states
+        own = self._own if self._is_open else {}
+        return self._states | {name: logger.state_dict() for name, logger in own.items()}
 
     def _make(self, name: str) -> TrackerLogger:
         capacity, options = self._cfg.logger.tensorboard_queue_size, tracker_options(name, self._cfg.logger)
@@ -225,18 +219,17 @@ class Trackers:
         if name != "tensorboard":
             return TrackerLogger(queue, self._clock)
         over_samples = SinkQueue(make_sink(name, **options, part=SAMPLES_FOLDER), capacity=capacity, remedy=_REMEDY)
-        return TensorBoardLogger(queue, over_samples, self._clock)
+        return TrackerLogger(queue, self._clock, over_samples)
 
     def _identity(self, name: str, start: int, adds_only: bool) -> RunIdentity:
         cfg = self._cfg
-        field = _RUN_NAMES.get(name)
-        run_name = getattr(cfg.logger, field) if field is not None else None
+        run_name = tracker_options(name, cfg.logger).get("run_name")
         folder = Path(cfg.logger.logging_dir or ".") if self._run_folder is None else Path(self._run_folder.path)
         return RunIdentity(
             name=run_name or cfg.run.name or cfg.run.recipe or "onstep",
             run_id=self._stable_id(),
             folder=folder,
-            config={**cfg.to_dict(), "env_vars": sorted(cfg.env_vars)},  # names only: a value may be a key
+            config=shown_config(cfg),
             start_step=start,
             adds_only=adds_only,
         )
@@ -249,5 +242,5 @@ class Trackers:
         return self._run_id
 
 
-def _read(values: Sequence[Any]) -> Sequence[Any]:
+def _read(values: Sequence[object]) -> Sequence[object]:
     return list(read_together(dict(enumerate(values))).values())

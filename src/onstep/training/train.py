@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from onstep.data import IteratorReader, StepBatches, as_step_source
+from onstep.data import Batch, IteratorReader, StepBatches, as_step_source
 from onstep.events import CallbackManager
 from onstep.optim import ForeignOptimizer, TorchSchedulerAdapter
-from onstep.training.bridge.global_state import GlobalState
-from onstep.training.bridge.step_result import TrainStepResult
+from onstep.training.bridge.global_state import GlobalState, TrainStepResult
 from onstep.training.checkpointing import own_checkpoints
 from onstep.training.ending import Leave, leave_if_preempted
 from onstep.training.features import RUN, SECTIONS, STEP, TRAINING
@@ -22,7 +20,7 @@ from onstep.training.job import Evaluation, Job, drive
 from onstep.training.log_step import RunStart
 from onstep.training.loop import Loop
 from onstep.training.profiling import check_profilers
-from onstep.training.seams import ForwardStep, UserOptimizer, UserScheduler
+from onstep.training.seams import DataSource, ForwardStep, NonLossFunction, Trained, UserOptimizer, UserScheduler
 from onstep.training.telling import Teller
 
 
@@ -31,14 +29,14 @@ def train(
     model: list[nn.Module],
     optimizer: UserOptimizer,
     scheduler: UserScheduler | None,
-    train_data_iterator: Any,
-    valid_data_iterator: Any,
+    train_data_iterator: object,
+    valid_data_iterator: DataSource | None,
     global_state: GlobalState,
-    checkpointing_context: Any = None,
-    process_non_loss_data_func: Callable[..., Any] | None = None,
-    non_loss_data_func: Callable[..., Any] | None = None,
+    checkpointing_context: object = None,
+    process_non_loss_data_func: NonLossFunction | None = None,
+    non_loss_data_func: NonLossFunction | None = None,
     *,
-    pg_collection: Any = None,
+    pg_collection: object = None,
     callback_manager: CallbackManager | None = None,
     evaluation: Evaluation | None = None,
 ) -> None:
@@ -76,7 +74,7 @@ def train(
     run.trackers.join(callback_manager)
     if not run.ending.in_run:
         run.door.tell = tell
-    with own_checkpoints(run, tell, model, optimizer, scheduler):
+    with own_checkpoints(run, tell, Trained(model, optimizer, scheduler)):
         job = Job(
             run=run,
             forward_step_func=prepare_forward_step_func(forward_step_func, run),
@@ -105,7 +103,7 @@ def train(
 
 def train_step(
     forward_step_func: ForwardStep,
-    data_iterator: Any,
+    data_iterator: StepBatches | Iterator[Batch] | list[Iterator[Batch]],
     model: list[nn.Module],
     optimizer: UserOptimizer,
     scheduler: UserScheduler | None,
@@ -173,7 +171,9 @@ def _loop_of(
     return room.loop
 
 
-def step_batches(data_iterator: Any, num_microbatches: int, world_size: int = 1) -> StepBatches:
+def step_batches(
+    data_iterator: StepBatches | Iterator[Batch] | list[Iterator[Batch]], num_microbatches: int, world_size: int = 1
+) -> StepBatches:
     """The step's micro-batches, read now if they come as an iterator; fewer where it ends within the step.
 
     Raises:

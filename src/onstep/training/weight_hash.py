@@ -17,8 +17,6 @@ from onstep.training.feature import Feature
 from onstep.training.job import Job
 from onstep.training.step import Step
 
-_DIGEST_BYTES = 16
-
 
 def weight_hashes(model: Sequence[nn.Module]) -> dict[str, bytes]:
     """The hash of each parameter's bytes by name: frozen ones too, tied ones once.
@@ -34,7 +32,7 @@ def weight_hashes(model: Sequence[nn.Module]) -> dict[str, bytes]:
             if id(parameter) in seen or shards.as_dtensor(parameter) is not None:
                 continue
             seen.add(id(parameter))
-            hashes[prefix + name.removeprefix("module.")] = blake3(bytes_of(parameter)).digest(length=_DIGEST_BYTES)
+            hashes[prefix + name.removeprefix("module.")] = blake3(bytes_of(parameter)).digest(length=16)
     return hashes
 
 
@@ -52,38 +50,28 @@ def check_param_hashes_across_dp_replicas(
         ReplicaMismatchError: on every rank, naming the ranks and parameters that differ from what most ranks have (from
             rank 0 where there is no majority).
     """
-    mine = weight_hashes(model)
-    by_rank: list[dict[str, bytes]] = (world or World(rank=shards.rank(), size=shards.world_size())).gather(mine)
-    differing = _differing(by_rank)
+    world = world or World(rank=shards.rank(), size=shards.world_size())
+    differing = _differing(world.gather(weight_hashes(model)))
     if differing:
+        told = "; ".join(f"rank {rank} differs in {listed(names, 3)}" for rank, names in differing.items())
         when = "" if iteration is None else f" after {iteration} iterations"
         raise ReplicaMismatchError(
-            f"Parameter hashes not matching across DP replicas{when}: {_told(differing)}. A rank changed weights on "
+            f"Parameter hashes not matching across DP replicas{when}: {told}. A rank changed weights on "
             "its own, or computes wrongly (look at its memory errors); continue from a checkpoint of before it."
         )
 
 
 def _differing(by_rank: list[dict[str, bytes]]) -> dict[int, list[str]]:
     """The parameters by rank that are not as on most ranks."""
-    names = list(dict.fromkeys(name for hashes in by_rank for name in hashes))
     differing: dict[int, list[str]] = {}
-    for name in names:
+    for name in dict.fromkeys(name for hashes in by_rank for name in hashes):
         found = [hashes.get(name) for hashes in by_rank]
-        if len(set(found)) == 1:
-            continue
         # equal counts are in order of first appearance, so rank 0 wins
         right = Counter(found).most_common(1)[0][0]
         for rank, one in enumerate(found):
             if one != right:
                 differing.setdefault(rank, []).append(name)
     return dict(sorted(differing.items()))
-
-
-def _told(differing: dict[int, list[str]], shown: int = 3) -> str:
-    parts = []
-    for rank, names in differing.items():
-        parts.append(f"rank {rank} differs in {listed(names, shown)}")
-    return "; ".join(parts)
 
 
 class WeightHashes(Feature[Job]):
@@ -98,17 +86,15 @@ class WeightHashes(Feature[Job]):
         return host.run.cfg.train.check_weight_hash_across_dp_replicas_interval is not None
 
     def begin(self) -> None:
-        """Compare before the first step. Collective."""
         self._compare()
 
     def after_iteration(self, step: Step) -> None:
-        """Compare where it is due. Collective then."""
         if is_due(step.number, self.host.run.cfg.train.check_weight_hash_across_dp_replicas_interval):
             self._compare()
 
     def _compare(self) -> None:
         run = self.host.run
-        with run.features.paused("compare"):
+        with run.features.pause("compare"):
             check_weight_hashes(self.host.model, run.train_state.step, run.world)
 
 

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from onstep.metrics.params_l2_norm import unread_params_l2_norm
 from onstep.schedules import is_due
-from onstep.training.bridge.console_line import LineFacts
-from onstep.training.bridge.global_state import GlobalState
-from onstep.training.bridge.step_result import TrainStepResult
-from onstep.training.bridge.training_log import (
-    NAN,
-    LogContext,
-    is_nan,
-    line_facts,
-    report_interval,
-    report_step,
-    whole,
-)
+from onstep.training.bridge.console_line import IntervalFacts
+from onstep.training.bridge.global_state import GlobalState, TrainStepResult
+from onstep.training.bridge.training_log import NAN, LogContext, is_nan, report_interval, report_step, whole
 from onstep.training.feature import Feature
-from onstep.training.interval import IntervalMeter
 from onstep.training.job import Job
 from onstep.training.log_step import decoupled_learning_rate, learning_rate
 from onstep.training.moe_log import interval_losses
+from onstep.training.seams import StateDict
 from onstep.training.step import Step
 from onstep.training.tags import StepValues
 
@@ -110,11 +100,11 @@ class BridgeLog(Feature[Job]):
             report_step(run, lambda: self._values(result, is_logged), self._history)
         if is_logged and self._last is not None:
             values = self._values(self._last, is_logged and result is not None)
-            facts = partial(self._line_facts, run, values)
-            self._reports_memory = report_interval(run, self._meter.num_steps, facts, self._reports_memory, {})
+            facts, num_steps = partial(self._facts, values), self.host.meter.num_steps
+            self._reports_memory = report_interval(run, num_steps, facts, self._reports_memory)
             self._num_nan = 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The counters of the interval, and its seconds so far."""
         state = self._state
         return {
@@ -125,18 +115,13 @@ class BridgeLog(Feature[Job]):
             "tags": state.trackers.record.state_dict(),
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue the interval of a checkpoint; older ones have sums of their own, of which a counter is left."""
         older = state_dict.get("totals", {}).get(NAN, 0)
         self._num_nan = int(state_dict.get("num_nan", older))
         self._state.sums.interval_samples = state_dict["samples"]
         self._seconds_before = state_dict["interval_runtime"]
         self._state.trackers.record.load_state_dict(state_dict.get("tags", {}))
-
-    @property
-    def _meter(self) -> IntervalMeter:
-        meter: IntervalMeter = self._state.features.of_the_loop["meter"]
-        return meter
 
     def _values(self, result: TrainStepResult, is_logged: bool) -> StepValues:
         """What the step is reported by. Collective with `logger.log_params_norm`."""
@@ -152,16 +137,16 @@ class BridgeLog(Feature[Job]):
             max_attention_logit=self._state.max_attention_logit,
         )
 
-    def _line_facts(self, run: LogContext, values: StepValues) -> LineFacts:
+    def _facts(self, values: StepValues) -> IntervalFacts:
         """What the console line says, with the one read of the device that the record shares."""
-        shown = {**values.shown, "num_nan": self._num_nan}
-        report = self._meter.read(experts=interval_losses(self._state.experts, self._state.cfg), last=shown)
+        unread = {**values.shown, "num_nan": self._num_nan}
+        report = self.host.meter.read(experts=interval_losses(self._state.experts), last=unread)
         assert report is not None
         shown, experts = report.extras["last"], report.extras["experts"]
         losses = report.applied
         if losses:
             losses = losses | {name: loss for name, loss in experts.items() if name.endswith("loss")}
-        return line_facts(run, values, shown, losses, report.num_skipped, int(shown.pop("num_nan")))
+        return IntervalFacts(values.learning_rate, losses, shown, report.num_skipped, int(shown.pop("num_nan")))
 
     def _params_norm(self, is_logged: bool) -> Tensor | None:
         """The L2 norm of all parameters, where it is asked for and will be reported. Collective for sharded ones."""

@@ -1,26 +1,51 @@
-"""Megatron Bridge's `GlobalState`: the run, with what its features have under the documented names."""
+"""Megatron Bridge's `GlobalState` (the run, with what its features have under the documented names) and step result."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from onstep.training.bridge.straggler_timer import NoStragglerTimer
-from onstep.training.energy import EnergyMonitor
-from onstep.training.expert_steps import ExpertSteps
+from onstep.config.safety_config import StragglerDetectionConfig
 from onstep.training.experts import Experts
-from onstep.training.fault_tolerance import sections_of
-from onstep.training.fault_tolerance_state import FaultToleranceState
-from onstep.training.losses import StepLoss
+from onstep.training.fault_tolerance import FaultToleranceState, sections_of
+from onstep.training.gpu_gauge import EnergyMonitor
+from onstep.training.losses import StepLoss, Weight
 from onstep.training.nvrx_straggler import NVRxStragglerDetectionManager, NvrxStragglers
 from onstep.training.profiling_features import GivenMonitor, monitor_of
 from onstep.training.rerun import RerunStateMachine
 from onstep.training.rerun_step import GivenMachine, RerunMachine
 from onstep.training.run import Run
 from onstep.training.signals import DistributedSignalHandler
-from onstep.training.step import LastStep
+from onstep.training.step import LastStep, Step
 from onstep.training.stragglers import StragglerDetector, detector_of
+
+
+class TrainStepResult(NamedTuple):
+    """What `train_step` returns, in Megatron Bridge's order."""
+
+    loss_dict: dict[str, Tensor]
+    """Reduced losses as 0-d device tensors."""
+    skipped_iter: int
+    """1 where the update was not applied."""
+    should_checkpoint: bool
+    should_exit: bool
+    exit_code: int
+    grad_norm: Weight | None
+    """Global L2 norm before clipping; a device tensor of our optimizers."""
+    num_zeros_in_grad: Tensor | int | None
+    """Exact zeros among the gradients, where they are counted; an int64 device tensor of our optimizers."""
+
+    def with_max_attention_logit(self, global_state: Run) -> tuple[object, ...]:
+        """The 8 values that newer versions of Megatron Bridge return: these 7 and the largest attention logit of the
+        step, a device tensor, or None unless `model.log_max_attention_logit`."""
+        step = global_state.features.room(LastStep).step
+        return (*self, None if step is None else step.max_attention_logit)
+
+    @classmethod
+    def of(cls, step: Step) -> TrainStepResult:
+        """The result of a step of the loop."""
+        return cls(step.loss_dict, int(not step.applied), False, False, 0, step.grad_norm, step.num_zeros)
 
 
 class GlobalState(Run):
@@ -69,10 +94,12 @@ class GlobalState(Run):
         self.door.prints_console_line = wanted
 
     @property
-    def straggler_timer(self) -> StragglerDetector | NoStragglerTimer:
+    def straggler_timer(self) -> StragglerDetector:
         """Stands around the reading of batches and the forward passes; does nothing unless
         `straggler.log_straggler`."""
-        return detector_of(self) if self.cfg.straggler.log_straggler else NoStragglerTimer()
+        if self.cfg.straggler.log_straggler:
+            return detector_of(self)
+        return StragglerDetector(StragglerDetectionConfig(disable_straggler_on_startup=True))
 
     @property
     def energy_monitor(self) -> EnergyMonitor | None:
@@ -90,10 +117,9 @@ class GlobalState(Run):
         return None if feature is None else feature.manager
 
     @property
-    def experts(self) -> ExpertSteps | None:
+    def experts(self) -> Experts | None:
         """The routers and the multi-token prediction of the model; None where it has neither."""
-        feature = self.features.find(Experts)
-        return None if feature is None else feature.steps
+        return self.features.find(Experts)
 
     @property
     def last_step_loss(self) -> StepLoss | None:

@@ -1,12 +1,15 @@
-"""What is done after each step beside training: waiting for the device, reports, comparisons, profiles, collection.
+"""What is done beside training, for those who drive it themselves: after each step, for an evaluation, at the end.
 
-The order is that of `post_training_step_callbacks`. The loop does the same by features of its own.
+After a step this is waiting for the device, reports, comparisons, profiles and collection, in the order of
+`post_training_step_callbacks`. The loop does the same by features of its own.
 """
 
 from __future__ import annotations
 
 import gc
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -14,22 +17,38 @@ from torch import nn
 from onstep.config import ConfigContainer
 from onstep.distributed import World, shards
 from onstep.schedules import is_due
-from onstep.training.param_sync import disable_forward_pre_hook, enable_forward_pre_hook
-from onstep.training.profiling import Profiler, handle_profiling_stop
+from onstep.training import evaluation
+from onstep.training.bridge.global_state import GlobalState
+from onstep.training.microbatches_calculator import unset_num_microbatches_calculator
+from onstep.training.model_parallel import disable_forward_pre_hook, enable_forward_pre_hook
+from onstep.training.nvrx_straggler import safe_shutdown_nvrx_straggler_manager
+from onstep.training.profiling import NsysContext, Profiler, handle_profiling_stop
+from onstep.training.profiling_features import MemoryRelease
+from onstep.training.run import Run
 from onstep.training.weight_hash import check_weight_hashes
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class ReportsSpeed(Protocol):
+    """What measures the ranks, such as a `StragglerDetector`."""
+
+    def report(self, total_flops: float, log_interval: int, /) -> object:
+        """Compare the ranks. Collective."""
 
 
 def post_training_step_callbacks(
     model: list[nn.Module],
     num_floating_point_operations_since_last_log_event: float,
-    straggler_timer: Any,
+    straggler_timer: ReportsSpeed,
     iteration: int,
     prof: Profiler | None,
     config: ConfigContainer,
     should_toggle_forward_pre_hook: bool,
-    nsys_nvtx_context: Any = None,
+    nsys_nvtx_context: NsysContext | None = None,
 ) -> float:
-    """Do what is due after step `iteration` beside training; no user's callback is told. Collective.
+    """Do what is due after step `iteration` beside training; no user's callback is called. Collective.
 
     In order: wait for the device, report stragglers, compare weights, end a profile, collect garbage.
 
@@ -69,20 +88,15 @@ def post_training_step_callbacks(
 
 
 def maybe_synchronize_training_step(train_sync_interval: int | None, iteration: int) -> None:
-    """Wait for the device at every `train_sync_interval`-th step; the CPU has nothing to wait for.
-
-    Args:
-        train_sync_interval: steps between waits; None never waits.
-        iteration: steps done.
-    """
-    if train_sync_interval and iteration % train_sync_interval == 0 and torch.cuda.is_available():
+    """Wait for the device where `iteration` (steps done) is a multiple of `train_sync_interval`; None never waits."""
+    if is_due(iteration, train_sync_interval) and torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def maybe_report_stragglers(
     log_interval: int | None,
     log_straggler: bool,
-    straggler_timer: Any,
+    straggler_timer: ReportsSpeed,
     iteration: int,
     num_floating_point_operations_since_last_log_event: float,
 ) -> float:
@@ -106,7 +120,7 @@ def maybe_report_stragglers(
 
 def maybe_check_weight_hash_across_dp_replicas(
     model: list[nn.Module],
-    optimizer: Any,
+    optimizer: object,
     interval: int | None,
     iteration: int,
     should_toggle_forward_pre_hook: bool,
@@ -114,9 +128,7 @@ def maybe_check_weight_hash_across_dp_replicas(
 ) -> None:
     """Compare all weights over the data-parallel ranks at every `interval`-th step, and say on rank 0 that they match.
 
-    Collective then.
-
-    Hooks that are toggled are on again afterwards, also where the weights differ.
+    Collective then. Hooks that are toggled are on again afterwards, also where the weights differ.
 
     Args:
         model: list of model chunks.
@@ -132,14 +144,13 @@ def maybe_check_weight_hash_across_dp_replicas(
     """
     if not is_due(iteration, interval):
         return
-    if not should_toggle_forward_pre_hook:
-        check_weight_hashes(model, iteration, world)
-        return
-    disable_forward_pre_hook(model, param_sync=True, optimizer=optimizer)
+    if should_toggle_forward_pre_hook:
+        disable_forward_pre_hook(model, param_sync=True, optimizer=optimizer)
     try:
         check_weight_hashes(model, iteration, world)
     finally:
-        enable_forward_pre_hook(model)
+        if should_toggle_forward_pre_hook:
+            enable_forward_pre_hook(model)
 
 
 def maybe_run_manual_gc(enabled: bool, interval: int, iteration: int) -> None:
@@ -150,5 +161,45 @@ def maybe_run_manual_gc(enabled: bool, interval: int, iteration: int) -> None:
         interval: steps between collections; 0 never collects.
         iteration: steps done.
     """
-    if enabled and interval and iteration % interval == 0:
+    if enabled and is_due(iteration, interval):
         gc.collect()
+
+
+def _alone(function: Callable[P, T]) -> Callable[P, T]:
+    """The function with the features that an evaluation outside of a run has."""
+
+    @wraps(function)
+    def evaluated(*args: P.args, **kwargs: P.kwargs) -> T:
+        run = args[0] if args else kwargs["state"]
+        assert isinstance(run, Run)
+        with run.features.open((MemoryRelease,), run, run.world):
+            return function(*args, **kwargs)
+
+    return evaluated
+
+
+evaluate = _alone(evaluation.evaluate)
+evaluate_and_print_results = _alone(evaluation.evaluate_and_print_results)
+
+
+def _finish_train(global_state: GlobalState, checkpoint_manager: object = None) -> None:
+    """Finish a run that went well: end measurements, make a pending save durable, close the trackers. Collective.
+
+    `pretrain()` calls it after the final evaluations; inside of it the trackers and the micro-batch calculator stay
+    until `on_run_end` fires.
+
+    Args:
+        global_state: the run's state.
+        checkpoint_manager: an object with `finish()` in place of the run's own checkpoints; anything else, such as
+            Megatron Bridge's dictionary, means those.
+    """
+    safe_shutdown_nvrx_straggler_manager(global_state.nvrx_straggler_manager)
+    finish = getattr(checkpoint_manager, "finish", None)
+    if callable(finish):
+        finish()
+    elif global_state.checkpoints is not None:
+        global_state.checkpoints.finish()
+    if not global_state.trackers.is_held:
+        global_state.trackers.close("completed")
+    if not global_state.ending.in_run:
+        unset_num_microbatches_calculator()

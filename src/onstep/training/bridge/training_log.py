@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +17,14 @@ from onstep.metrics.parameter_norms import report_l2_norm_grad
 from onstep.metrics.reductions import reduce_max_memory_across_pp_group
 from onstep.metrics.throughput import report_runtime, report_throughput
 from onstep.schedules import is_due
-from onstep.training.bridge.console_line import LineFacts, console_line, memory_line, step_time_line
+from onstep.training.bridge.console_line import IntervalFacts, console_line
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.interval import read_together
-from onstep.training.interval_time import print_timers
-from onstep.training.moe_log import add_experts, step_losses
+from onstep.training.losses import Weight
+from onstep.training.moe_log import step_losses
 from onstep.training.seams import Loggers
 from onstep.training.step_size import describing_config, flops_of_samples, step_batch_size
-from onstep.training.tags import GpuEnergy, Point, StepValues, interval_points, report_points, step_points, write_points
+from onstep.training.tags import STEPS_ONLY, StepValues, step_tags, write_tags
 from onstep.training.timers import INTERVAL_TIME
 
 ADVANCED, SKIPPED, NAN = COUNTERS = ("advanced iterations", "skipped iterations", "nan iterations")
@@ -40,7 +39,7 @@ class LogContext:
     config: ConfigContainer
     state: GlobalState
     model: list[nn.Module]
-    pg_collection: Any = None
+    pg_collection: object = None
     loaded_iteration: int = 0
     seq_length: int | None = None
 
@@ -54,7 +53,7 @@ class LogContext:
 
 def training_log(
     loss_dict: Mapping[str, Tensor],
-    total_loss_dict: dict[str, Any],
+    total_loss_dict: dict[str, Tensor | int],
     learning_rate: float | None,
     decoupled_learning_rate: float | None,
     loss_scale: float,
@@ -68,7 +67,7 @@ def training_log(
     history_wct: Sequence[float],
     model: list[nn.Module],
     *,
-    pg_collection: Any = None,
+    pg_collection: object = None,
     log_max_attention_logit: Tensor | float | None = None,
     loaded_iteration: int = 0,
     seq_length: int | None = None,
@@ -114,38 +113,46 @@ def training_log(
         params_norm=params_norm,
         max_attention_logit=log_max_attention_logit,
     )
-    add_to_interval(loss_dict, total_loss_dict, skipped_iter)
-    if not skipped_iter:
-        add_experts(step_losses(global_state.experts, config, model), total_loss_dict)
-    report_step(run, values, history_wct)
+    experts = {} if skipped_iter else step_losses(global_state.experts)
+    shown = {name: loss for name, loss in experts.items() if name.endswith("loss")}
+    add_to_interval({**loss_dict, **shown}, total_loss_dict, skipped_iter)
+    report_step(run, lambda: values, history_wct)
     if not is_due(global_state.train_state.step, config.logger.log_interval):
         return report_memory_flag
-    num_steps = total_loss_dict[ADVANCED] + total_loss_dict[SKIPPED]
-    facts = partial(facts_of_totals, run, values, total_loss_dict)
-    return report_interval(run, num_steps, facts, report_memory_flag, total_loss_dict)
+    num_steps = int(total_loss_dict[ADVANCED] + total_loss_dict[SKIPPED])
+    facts = partial(facts_of_totals, values, total_loss_dict)
+    report_memory_flag = report_interval(run, num_steps, facts, report_memory_flag)
+    for name, value in total_loss_dict.items():
+        total_loss_dict[name] = 0 if name in COUNTERS else torch.zeros_like(torch.as_tensor(value))
+    return report_memory_flag
 
 
-def report_step(run: LogContext, values: StepValues | Callable[[], StepValues], history_wct: Sequence[float]) -> None:
+def report_step(run: LogContext, values: Callable[[], StepValues], history_wct: Sequence[float]) -> None:
     """Count the samples of a step, take a memory snapshot and hand its tags to the trackers, where that is due.
 
     Args:
-        values: made only where they are written. Collective with `logger.log_params_norm`.
+        values: called only where they are written. Collective with `logger.log_params_norm`.
     """
-    options, state = run.config.logger, run.state
-    state.sums.interval_samples += step_batch_size(run.config, state)
-    save_memory_snapshot(run.config.profiling, state.train_state.step)
+    options, state, progress = run.config.logger, run.state, run.state.train_state
+    batch_size = step_batch_size(run.config, state)
+    state.sums.interval_samples += batch_size
+    save_memory_snapshot(run.config.profiling, progress.step)
     if options.skip_train_metrics_log:
         return
-    points: list[Point] = []
-    if is_due(state.train_state.step, options.tensorboard_log_interval):
-        points += tags_of_step(run, values() if callable(values) else values, history_wct)
-    if state.experts is not None and run.loggers:
-        points += report_points(step_losses(state.experts, run.config, run.model))
-    if points:
-        write_points(run.loggers, points, state.train_state.step, state.train_state.consumed_train_samples)
+    tags: dict[str, Weight] = {}
+    curves: dict[str, Weight] = {}
+    if is_due(progress.step, options.tensorboard_log_interval):
+        curves = step_tags(values(), progress, batch_size, state.world.size, options)
+        tags = step_reports(run, batch_size, history_wct) | curves
+    if run.loggers:
+        tags |= step_losses(state.experts)
+        over_samples = [tag for tag in curves if tag not in STEPS_ONLY]
+        write_tags(run.loggers, tags, progress.step, progress.consumed_train_samples, over_samples)
 
 
-def add_to_interval(loss_dict: Mapping[str, Tensor], total_loss_dict: dict[str, Any], skipped_iter: int) -> None:
+def add_to_interval(
+    loss_dict: Mapping[str, Tensor], total_loss_dict: dict[str, Tensor | int], skipped_iter: int
+) -> None:
     """Add a step to the sums of the interval, without reading the device.
 
     The losses of a skipped step are not added; a NaN or infinite one among them counts it as a nan iteration.
@@ -153,14 +160,14 @@ def add_to_interval(loss_dict: Mapping[str, Tensor], total_loss_dict: dict[str, 
     for counter in COUNTERS:
         total_loss_dict.setdefault(counter, 0)
     total_loss_dict[SKIPPED if skipped_iter else ADVANCED] += 1
-    if not skipped_iter:
-        for name, loss in loss_dict.items():
-            if name in total_loss_dict:
-                total_loss_dict[name].add_(loss.detach().reshape(1))
-            else:  # a copy: the loss itself may still wait for a tracker
-                total_loss_dict[name] = loss.detach().to(torch.float64, copy=True).reshape(1)
-    else:
+    if skipped_iter:
         total_loss_dict[NAN] = total_loss_dict[NAN] + is_nan(loss_dict)
+        return
+    for name, loss in loss_dict.items():
+        row = loss.detach().reshape(1)
+        total = total_loss_dict.get(name)
+        # a copy at first: the loss itself may still wait for a tracker
+        total_loss_dict[name] = row.to(torch.float64, copy=True) if total is None else total + row
 
 
 def is_nan(loss_dict: Mapping[str, Tensor]) -> Tensor | int:
@@ -171,28 +178,21 @@ def is_nan(loss_dict: Mapping[str, Tensor]) -> Tensor | int:
     return sums.isfinite().all().logical_not().int()
 
 
-def tags_of_step(run: LogContext, values: StepValues, history_wct: Sequence[float]) -> list[Point]:
-    """A step's tags, where there is somebody to take them. Collective where the reports are."""
-    reports = step_reports(run, history_wct)
-    if not run.loggers:
-        return []
-    state = run.state
-    batch_size = step_batch_size(run.config, state)
-    return report_points(*reports) + step_points(
-        values, state.train_state, batch_size, state.world.size, run.config.logger
-    )
-
-
-def step_reports(run: LogContext, history_wct: Sequence[float]) -> list[Mapping[str, Any]]:
-    """The reports that the configuration asks for, by tag.
+def step_reports(run: LogContext, batch_size: int, history_wct: Sequence[float]) -> dict[str, Weight]:
+    """The reports that the configuration asks for, by tag; nothing where there is nobody to take them.
 
     Collective: the timers, the memory over pipeline stages, the gradients of sharded parameters; the others only where
     there are trackers.
     """
     options, state, progress = run.config.logger, run.state, run.state.train_state
-    timers = timer_report(run)
-    memory: dict[str, Any] = {}
+    timers: dict[str, float] = {}
+    memory: dict[str, float] = {}
     gradients: dict[str, float] = {}
+    throughput: dict[str, float] = {}
+    runtime: dict[str, float] = {}
+    if options.log_timers_to_tensorboard:  # seconds of a step, of the slowest rank
+        steps = min(options.tensorboard_log_interval, progress.step - state.sums.start_step)
+        timers = state.timers.maxima(state.timers.names(), normalizer=max(1, steps))
     if options.log_memory_to_tensorboard:
         stages = getattr(run.pg_collection, "pp", None)
         report = reduce_max_memory_across_pp_group(report_memory(options.memory_keys), stages)
@@ -200,9 +200,7 @@ def step_reports(run: LogContext, history_wct: Sequence[float]) -> list[Mapping[
     if options.log_l2_norm_grad_to_tensorboard:
         gradients = report_l2_norm_grad(run.model)
     if not run.loggers:
-        return []
-    throughput: dict[str, float] = {}
-    runtime: dict[str, float] = {}
+        return {}
     length = run.seq_length or run.config.dataset.seq_length
     if options.log_throughput_to_tensorboard:
         throughput = report_throughput(
@@ -211,7 +209,7 @@ def step_reports(run: LogContext, history_wct: Sequence[float]) -> list[Mapping[
             length,
             history_wct,
             options.throughput_window_size,
-            batch_size=step_batch_size(run.config, state),
+            batch_size=batch_size,
             world_size=state.world.size,
         )
     if options.log_runtime_to_tensorboard:
@@ -224,124 +222,94 @@ def step_reports(run: LogContext, history_wct: Sequence[float]) -> list[Mapping[
             start_step=state.sums.start_step,
             now=state.clock.wall(),
         )
-    return [timers, throughput, memory, runtime, gradients]
-
-
-def timer_report(run: LogContext) -> dict[str, float]:
-    """Seconds of a step by `<timer>-time`, of the slowest rank; every tracker gets the same. Collective."""
-    options, state = run.config.logger, run.state
-    if not options.log_timers_to_tensorboard:
-        return {}
-    steps = min(options.tensorboard_log_interval, state.train_state.step - state.sums.start_step)
-    return state.timers.maxima(state.timers.names(), normalizer=max(1, steps))
+    return {**timers, **throughput, **memory, **runtime, **gradients}
 
 
 def report_interval(
-    run: LogContext,
-    num_steps: int,
-    facts: Callable[[], LineFacts],
-    report_memory_flag: bool,
-    total_loss_dict: dict[str, Any],
+    run: LogContext, num_steps: int, facts: Callable[[], IntervalFacts], report_memory_flag: bool
 ) -> bool:
     """Report the steps since the last report, and begin the next interval; nothing where there was no step.
 
     Args:
         facts: reads what the console line says, called where it is printed.
-        total_loss_dict: sums and counters, zeroed when this returns.
 
     Returns:
         Whether the next one reports the memory again.
     """
-    state, options = run.state, run.config.logger
+    state, options, progress = run.state, run.config.logger, run.state.train_state
     if num_steps == 0:
         return report_memory_flag
     prints = state.door.prints_console_line and not options.skip_train_metrics_log
     shown = facts() if prints and state.is_last_rank else None
-    seconds = (state.clock.elapsed() - state.sums.interval_start) / num_steps
-    teraflops = teraflops_per_device(run, seconds * num_steps)
+    elapsed = state.clock.elapsed() - state.sums.interval_start
+    seconds = elapsed / num_steps
+    flops = flops_of_samples(run.config, run.model, state.sums.interval_samples, run.seq_length)
+    teraflops = flops / elapsed / state.world.size / 1e12 if flops and elapsed > 0 else None
     energy = energy_per_gpu(state, num_steps, seconds)
-    begin_interval(total_loss_dict, state)
+    state.sums.interval_samples, state.sums.interval_start = 0, state.clock.elapsed()
+    state.timers(INTERVAL_TIME).restart()
     if options.skip_train_metrics_log:
         return report_memory_flag
-    write_speed(run, teraflops, seconds, energy)
+    if run.loggers:
+        tags = interval_tags(run, seconds, teraflops, energy)
+        write_tags(run.loggers, tags, progress.step, progress.consumed_train_samples)
     if prints:
         print_lines(run, shown, seconds, teraflops, energy)
         if report_memory_flag:
             print_memory(run)
-            report_memory_flag = state.train_state.step <= run.loaded_iteration + 1
-    print_timers(state, state.timers.names(), normalizer=num_steps)
+            report_memory_flag = progress.step <= run.loaded_iteration + 1
+    state.print_timers(state.timers.names(), normalizer=num_steps)
     return report_memory_flag
 
 
 def print_lines(
-    run: LogContext, facts: LineFacts | None, seconds: float, teraflops: float | None, energy: GpuEnergy | None
+    run: LogContext,
+    facts: IntervalFacts | None,
+    seconds: float,
+    teraflops: float | None,
+    energy: tuple[float, float] | None,
 ) -> None:
     """Print the lines of an interval: of its speed on rank 0, of everything where there are facts."""
     if run.state.world.is_main and teraflops is not None:
-        print(step_time_line(seconds, teraflops), flush=True)  # noqa: T201 - Bridge's line
+        speed = f"Step Time : {seconds:.2f}s GPU utilization: {teraflops:.1f}MODEL_TFLOP/s/GPU"
+        print(speed, flush=True)  # noqa: T201 - Bridge's line
     if facts is not None:
-        shown = teraflops if run.config.logger.log_throughput else None
-        joules, watts = (None, None) if energy is None else (energy.joules, energy.watts)
-        print(console_line(facts, seconds, shown, joules, watts), flush=True)  # noqa: T201 - Bridge's line
+        batch_size, shown = step_batch_size(run.config, run.state), run.config.logger.log_throughput
+        line = console_line(run.state, batch_size, facts, seconds, teraflops if shown else None, energy)
+        print(line, flush=True)  # noqa: T201 - Bridge's line
 
 
-def energy_per_gpu(state: GlobalState, num_steps: int, seconds: float) -> GpuEnergy | None:
-    """What a GPU takes for a step of `seconds`; None where nobody measures it. Collective where somebody does."""
+def energy_per_gpu(state: GlobalState, num_steps: int, seconds: float) -> tuple[float, float] | None:
+    """Joules of a step of `seconds` and watts of a GPU; None where nobody measures. Collective where somebody does."""
     monitor = state.energy_monitor
     if monitor is None or not monitor.is_available:
         return None
     joules = monitor.lap() / num_steps / state.world.size
-    return GpuEnergy(joules, joules / seconds if seconds > 0 else math.nan)
+    return joules, joules / seconds if seconds > 0 else math.nan
 
 
-def teraflops_per_device(run: LogContext, seconds: float) -> float | None:
-    """Model TFLOP/s of one device over an interval; None where the FLOPs of the model are not known."""
-    flops = flops_of_samples(run.config, run.model, run.state.sums.interval_samples, run.seq_length)
-    return flops / seconds / run.state.world.size / 1e12 if flops and seconds > 0 else None
+def interval_tags(
+    run: LogContext, seconds: float, teraflops: float | None, energy: tuple[float, float] | None
+) -> dict[str, float]:
+    """The tags of an interval: TFLOP/s of one device and of all, seconds of a step, a GPU's joules of it and watts."""
+    options, tags = run.config.logger, dict[str, float]()
+    if teraflops is not None and options.log_throughput_to_tensorboard:
+        tags |= {"throughput/tflops/device": teraflops, "throughput/tflops": teraflops * run.state.world.size}
+    if options.log_timers_to_tensorboard:
+        tags["iteration-time"] = seconds
+    if energy is not None:
+        tags["iter-energy/gpu"], tags["power/gpu"] = energy
+    return tags
 
 
-def begin_interval(total_loss_dict: dict[str, Any], state: GlobalState) -> None:
-    """Zero the sums and counters, and start the interval's time."""
-    for name, value in total_loss_dict.items():
-        total_loss_dict[name] = 0 if name in COUNTERS else torch.zeros_like(value)
-    state.sums.interval_samples = 0
-    state.sums.interval_start = state.clock.elapsed()
-    state.timers(INTERVAL_TIME).restart()
-
-
-def facts_of_totals(run: LogContext, values: StepValues, total_loss_dict: Mapping[str, Any]) -> LineFacts:
+def facts_of_totals(values: StepValues, total_loss_dict: Mapping[str, Tensor | int]) -> IntervalFacts:
     """What the console line shows of the sums that `training_log` was given. Reads the device, once."""
     last = {("last", name): value for name, value in values.shown.items()}
     read = read_together({**total_loss_dict, **last})
     shown = {name: read.pop(("last", name)) for name in values.shown}
     counts = {name: int(read.pop(name)) for name in COUNTERS}
     losses = {name: value / counts[ADVANCED] for name, value in read.items() if counts[ADVANCED]}
-    return line_facts(run, values, shown, losses, counts[SKIPPED], counts[NAN])
-
-
-def line_facts(
-    run: LogContext,
-    values: StepValues,
-    shown: Mapping[str, Any],
-    losses: Mapping[str, float],
-    num_skipped: int,
-    num_nan: int,
-) -> LineFacts:
-    """What the console line shows of an interval; `shown` are those of the last step, as plain numbers."""
-    state, progress = run.state, run.state.train_state
-    return LineFacts(
-        timestamp=state.clock.wall(),
-        step=progress.step,
-        train_iters=state.train_iters or 0,
-        consumed_samples=progress.consumed_train_samples,
-        skipped_samples=progress.skipped_train_samples,
-        batch_size=step_batch_size(run.config, state),
-        learning_rate=values.learning_rate,
-        losses=losses,
-        num_skipped=num_skipped,
-        num_nan=num_nan,
-        **{**shown, "num_zeros": whole(shown["num_zeros"])},
-    )
+    return IntervalFacts(values.learning_rate, losses, shown, counts[SKIPPED], counts[NAN])
 
 
 def whole(count: Tensor | float | None) -> Tensor | int | None:
@@ -349,20 +317,6 @@ def whole(count: Tensor | float | None) -> Tensor | int | None:
     if count is None:
         return None
     return count.detach().to(torch.int64) if isinstance(count, Tensor) else int(count)
-
-
-def write_speed(run: LogContext, teraflops: float | None, seconds: float, energy: GpuEnergy | None = None) -> None:
-    """Hand the interval's speed to the trackers: TFLOP/s of one device, seconds of a step, energy."""
-    if not run.loggers:
-        return
-    options, progress = run.config.logger, run.state.train_state
-    points = interval_points(
-        teraflops if options.log_throughput_to_tensorboard else None,
-        run.state.world.size,
-        seconds if options.log_timers_to_tensorboard else None,
-        energy,
-    )
-    write_points(run.loggers, points, progress.step, progress.consumed_train_samples)
 
 
 def print_memory(run: LogContext) -> None:
@@ -375,4 +329,6 @@ def print_memory(run: LogContext) -> None:
         report_theoretical_memory(replace(run.config, model=sizes))
     report = report_memory(run.config.logger.memory_keys)
     if report:
-        print(memory_line(state.world.rank, state.train_state.step, report), flush=True)  # noqa: T201 - Bridge's line
+        held = "".join(f" | {name}: {value}" for name, value in report.items())
+        line = f"[Rank {state.world.rank}] (after {state.train_state.step} iterations) memory (GB){held}"
+        print(line, flush=True)  # noqa: T201 - Bridge's line

@@ -1,0 +1,163 @@
+"""The states that every run saves: the weights of a model, whatever wraps or splits it, and the random generators."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from onstep.config.part import listed
+from onstep.errors import CheckpointError
+
+NAMES_SHOWN = 5
+"""Names of each kind that an error lists; the rest is counted."""
+_REMEDY = (
+    "Build the model that the checkpoint was saved from: for a model of the configuration, set model.vocab_size, "
+    "model.hidden_size, model.num_layers and the other sizes (or the tokenizer) to those in `config` of the "
+    "checkpoint's manifest.json. Or load a checkpoint that fits (checkpoint.load=PATH), or start a new run "
+    "(run.fresh=true)."
+)
+
+
+class ModelState:
+    """Parameters and persistent buffers of the chunks of a model, by the names of the bare modules.
+
+    One chunk keeps its names; of several, chunk i gets the prefix `chunk_<i>.`. Wrappers (data parallelism,
+    `torch.compile`) leave no trace in the names, so that a checkpoint loads with and without them.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        self._modules = [bare_module(chunk) for chunk in chunks]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The tensors themselves, not copies: tied ones share their storage."""
+        state: dict[str, Any] = {}
+        for prefix, module in self._prefixed():
+            state |= module.state_dict(prefix=prefix)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy the values into the model's own tensors; nothing is copied unless everything fits.
+
+        Raises:
+            CheckpointError: listing what is missing, unexpected, or of another shape or dtype.
+        """
+        problems = mismatches(self.state_dict(), state_dict)
+        if problems:
+            raise CheckpointError("The weights do not fit this model: " + "; ".join(problems) + ". " + _REMEDY)
+        for prefix, module in self._prefixed():
+            own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+            module.load_state_dict(own)
+
+    def _prefixed(self) -> list[tuple[str, nn.Module]]:
+        if len(self._modules) == 1:
+            return [("", self._modules[0])]
+        return [(f"chunk_{i}.", module) for i, module in enumerate(self._modules)]
+
+
+def bare_module(module: nn.Module) -> nn.Module:
+    """The module inside data-parallel and compile wrappers."""
+    while True:  # torch.compile's wrapper is known by its attribute, without importing it
+        inner = module.module if isinstance(module, DistributedDataParallel) else module._modules.get("_orig_mod")
+        if inner is None:
+            return module
+        module = inner
+
+
+def mismatches(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Why `given` cannot be loaded into `own`: one phrase for each kind of difference, empty if it can."""
+    differences = [_difference(name, own[name], given[name]) for name in own if name in given]
+    found = {
+        "missing": [name for name in own if name not in given],
+        "unexpected": [name for name in given if name not in own],
+        "different": [difference for difference in differences if difference],
+    }
+    return [f"{kind} {listed(names, NAMES_SHOWN)}" for kind, names in found.items() if names]
+
+
+def _difference(name: str, own: Any, given: Any) -> str:
+    if not isinstance(own, Tensor):  # a module's extra state: the module itself judges it
+        return ""
+    if not isinstance(given, Tensor):
+        return f"{name} (a tensor here, {type(given).__name__} in the checkpoint)"
+    if own.shape != given.shape:
+        return f"{name} (shape {tuple(own.shape)} here, {tuple(given.shape)} in the checkpoint)"
+    if own.dtype != given.dtype:
+        return f"{name} (dtype {own.dtype} here, {given.dtype} in the checkpoint)"
+    return ""
+
+
+_log = logging.getLogger(__name__)
+
+_MALFORMED = (KeyError, TypeError, ValueError, OverflowError, AttributeError, RuntimeError)
+"""What the generators raise for a state that is none."""
+
+
+class RngState:
+    """Stateful over Python's `random`, NumPy's global generator, torch's CPU generator and that of this rank's device.
+
+    Each rank has its own, so its component is PER_RANK.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        """Take the device whose generator belongs to the state; for the CPU there is none besides torch's own."""
+        self._device = torch.device(device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where each generator stands, to the bit: also the second of a pair of Gaussian draws that waits in it."""
+        return {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(legacy=False),
+            "torch": torch.get_rng_state(),
+            "device": {"type": self._device.type, "state": self._device_state()},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put every generator where it stood; either all of them or, on an error, none.
+
+        A state from another type of device leaves this device's generator as it is, with a warning.
+
+        Raises:
+            CheckpointError: for a state that no generator can be put into.
+        """
+        try:
+            python, numpy, cpu, device = (state_dict[key] for key in ("python", "numpy", "torch", "device"))
+            is_same_device = device["type"] == self._device.type
+            self._try_out(python, numpy, cpu, device["state"] if is_same_device else None)
+        except _MALFORMED as error:
+            raise CheckpointError(f"the state of the random generators cannot be loaded: {error!r}.") from error
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu.cpu())
+        if is_same_device and device["state"] is not None:
+            own = () if self._device.type == "mps" else (self._device,)
+            torch.get_device_module(self._device).set_rng_state(device["state"].cpu(), *own)
+        elif not is_same_device:
+            _log.warning(
+                "The random state is of device type %s, this rank runs on %s: the device's generator goes on as it "
+                "is, so what is drawn on it differs from a run that was not interrupted.",
+                device["type"],
+                self._device.type,
+            )
+
+    def _try_out(self, python: Any, numpy: Any, cpu: Tensor, device: Tensor | None) -> None:
+        """Put the states into generators of our own, which check them; the global ones are not touched."""
+        random.Random().setstate(python)
+        bit_generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # missing in NumPy's stubs
+        np.random.RandomState(type(bit_generator)()).set_state(numpy)
+        torch.Generator().set_state(cpu.cpu())
+        if self._device.type != "cpu":
+            torch.Generator(self._device).set_state(device.cpu())  # type: ignore[union-attr]
+
+    def _device_state(self) -> Tensor | None:
+        if self._device.type == "cpu":
+            return None
+        own = () if self._device.type == "mps" else (self._device,)
+        state: Tensor = torch.get_device_module(self._device).get_rng_state(*own)
+        return state

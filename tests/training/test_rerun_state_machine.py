@@ -381,6 +381,21 @@ def test_a_buffer_that_a_forward_pass_replaced_is_put_back_too() -> None:
     assert model.seen.tolist() == [0.0, 0.0]
 
 
+def test_a_buffer_may_change_its_size_between_steps_and_within_one() -> None:
+    model = nn.Module()
+    model.register_buffer("angles", torch.arange(2.0), persistent=False)
+    guard = BufferGuard([model], saved_only=False)
+    guard.keep()
+    model.angles = torch.arange(5.0)  # text generation at a logged step needs more positions
+    guard.keep()
+    model.angles = torch.zeros(7)
+    guard.restore()
+    assert model.angles.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    model.angles += 1
+    guard.restore()
+    assert model.angles.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0], "what was kept is not what the model goes on with"
+
+
 class TestRerunDataIterator:
     def test_it_passes_on_and_keeps_nothing_before_the_first_advance(self) -> None:
         iterator = RerunDataIterator([1, 2, 3])

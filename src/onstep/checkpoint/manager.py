@@ -338,6 +338,7 @@ def _abandon(transaction: SaveTransaction | None) -> None:
 def _copied(states: list[EncodedState], snapshot: Snapshot) -> list[EncodedState]:
     """The same states in the memory of the snapshot, once the copies are complete."""
     copies = iter(snapshot.wait())
+    # `copies` is one iterator for all states: it stands second, so that a state's end does not swallow the next's first
     return [replace(state, tensors=dict(zip(state.tensors, copies, strict=False))) for state in states]
 
 

@@ -118,18 +118,23 @@ class BufferGuard:
     @torch.no_grad()
     def keep(self) -> None:
         """Copy the buffers as they are now."""
-        if not self._copies:
-            self._copies = [buffer.clone() for buffer in self._buffers()]
+        buffers = self._buffers()
+        if [copy.shape for copy in self._copies] != [buffer.shape for buffer in buffers]:
+            self._copies = [buffer.clone() for buffer in buffers]
             return
-        for copy, buffer in zip(self._copies, self._buffers(), strict=True):
+        for copy, buffer in zip(self._copies, buffers, strict=True):
             copy.copy_(buffer)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put the buffers back to what `keep` saw."""
-        for copy, buffer in zip(self._copies, self._buffers(), strict=False):
-            buffer.copy_(copy)
+        for copy, (module, name) in zip(self._copies, self._places.values(), strict=False):
+            buffer = getattr(module, name)
+            if buffer.shape == copy.shape:
+                buffer.copy_(copy)
+            else:
+                setattr(module, name, copy.clone())
 
     def _buffers(self) -> list[Tensor]:
-        """The buffers of today: a forward pass may put another tensor in the place of one."""
+        """The buffers of today: a forward pass may put another tensor, of another size too, in the place of one."""
         return [getattr(module, name) for module, name in self._places.values()]

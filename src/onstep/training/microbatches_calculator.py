@@ -14,7 +14,7 @@ from onstep.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(eq=False)
 class NumMicroBatchesCalculator:
     """The size of the current step, in micro-batches and samples.
 

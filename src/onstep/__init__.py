@@ -13,7 +13,17 @@ if TYPE_CHECKING:
     from onstep.callbacks import DefaultMetrics, InfoCallback, JsonLogger, ProgressCallback
     from onstep.config import ConfigContainer, TrainingArguments
     from onstep.errors import OnstepError
-    from onstep.events import Callback, CallbackContext, CallbackManager, TrainerCallback, TrainerControl, TrainerState
+    from onstep.events import (
+        VALID_EVENTS,
+        Callback,
+        CallbackContext,
+        CallbackManager,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        normalize_callbacks,
+        should_fire,
+    )
     from onstep.trainer import Trainer
     from onstep.training import finetune, pretrain
 
@@ -32,8 +42,11 @@ _HOMES = {
     "TrainerControl": "onstep.events",
     "TrainerState": "onstep.events",
     "TrainingArguments": "onstep.config",
+    "VALID_EVENTS": "onstep.events",
     "finetune": "onstep.training",
+    "normalize_callbacks": "onstep.events",
     "pretrain": "onstep.training",
+    "should_fire": "onstep.events",
 }
 
 __all__ = [
@@ -51,8 +64,11 @@ __all__ = [
     "TrainerControl",
     "TrainerState",
     "TrainingArguments",
+    "VALID_EVENTS",
     "finetune",
+    "normalize_callbacks",
     "pretrain",
+    "should_fire",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -120,7 +120,9 @@ def init_num_microbatches_calculator(
         rank: kept for Megatron; what is told goes to the log of this module.
         rampup_batch_size: [start, increment, samples], or None for a constant size.
         global_batch_size: samples of a step over all ranks, at the end.
-        micro_batch_size, data_parallel_size, decrease_batch_size_if_needed: see `NumMicroBatchesCalculator`.
+        micro_batch_size: samples of one forward pass on one rank.
+        data_parallel_size: ranks.
+        decrease_batch_size_if_needed: see `NumMicroBatchesCalculator`.
 
     Raises:
         ConfigError: where there is one already, or for sizes that do not go together.

@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 from bridge_pages import BASES, DATA, KEYWORD_ONLY, TRAIN, TRAIN_STEP_RESULT, TRAIN_UTILS
 
+import onstep
+import onstep.events as events
 import onstep.training as training
 
 CALLABLES = {**TRAIN, **TRAIN_UTILS}
 NAMES = [*dict.fromkeys(name.partition(".")[0] for name in CALLABLES), *DATA]
+CALLBACK_PAGE = ["Callback", "CallbackContext", "CallbackManager", "VALID_EVENTS", "normalize_callbacks", "should_fire"]
 GUIDE = Path(__file__).parents[2] / "docs" / "coming-from" / "megatron-bridge.md"
 
 
@@ -40,6 +43,12 @@ def documented_parameters(text: str) -> dict[str, Any]:
 def test_a_documented_name_can_be_imported_from_the_training_package(name: str) -> None:
     assert hasattr(training, name)
     assert name.startswith("_") or name in training.__all__
+
+
+@pytest.mark.parametrize("name", CALLBACK_PAGE)
+def test_every_name_of_the_callback_page_can_be_imported_from_onstep(name: str) -> None:
+    assert name in onstep.__all__
+    assert getattr(onstep, name) is getattr(events, name)
 
 
 @pytest.mark.parametrize("name", CALLABLES)

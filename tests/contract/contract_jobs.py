@@ -16,6 +16,7 @@ from resume_jobs import small_config
 
 from onstep import CallbackManager, JsonLogger, Trainer, TrainingArguments, pretrain
 from onstep.checkpoint import encode_state
+from onstep.events import Dispatcher
 
 RANK = int(os.environ.get("RANK", "0"))
 SAVE_INTERVAL = 4
@@ -113,8 +114,6 @@ def _trainer(settings: dict[str, Any]) -> Trainer:
 
 
 def _tell_the_end_again(manager: CallbackManager, state: Any) -> None:
-    from onstep.training.telling import Teller
-
-    tell = Teller(manager, state)
-    tell("on_train_end")
-    tell("on_run_end", reason="completed", exception=None)
+    tell = Dispatcher(manager, state)
+    tell.on_train_end()
+    tell.on_run_end(reason="completed", exception=None)

@@ -11,11 +11,11 @@ from torch.nn.functional import cross_entropy
 from onstep import CallbackManager
 from onstep.config import ConfigContainer
 from onstep.data import EvalLoader, StepBatches, TrainLoader
+from onstep.events import Dispatcher
 from onstep.optim import TrainingOptimizer
 from onstep.training import GlobalState, train
 from onstep.training.job import Job, drive
 from onstep.training.log_step import RunStart
-from onstep.training.telling import Teller
 
 VOCABULARY, LENGTH = 16, 12
 
@@ -119,6 +119,6 @@ def small_job(state: GlobalState, model: nn.Module | None = None, optimizer: Any
         raw_optimizer=optimizer,
         scheduler=None,
         reader=loader(),
-        tell=Teller(None, state, [model], optimizer),
+        tell=Dispatcher(None, state, [model], optimizer),
         start=RunStart.now(state),
     )

@@ -11,10 +11,9 @@ from small_runs import TinyModel, eval_loader, run, small_state, sum_step
 
 from onstep import CallbackManager, pretrain
 from onstep.config import ConfigContainer
-from onstep.events import CallbackContext
+from onstep.events import CallbackContext, Dispatcher
 from onstep.training import evaluate
 from onstep.training.scope import run_scope
-from onstep.training.telling import Teller
 
 ENDINGS = ("on_exception", "on_train_end", "on_run_end")
 
@@ -160,7 +159,10 @@ def test_a_handled_error_of_an_evaluation_inside_a_run_ends_nothing() -> None:
         raise RuntimeError("no such layer")
 
     def evaluate_and_shrug(context: CallbackContext) -> None:
-        with pytest.raises(RuntimeError), run_scope(context.state, Teller(manager, context.state, context.model)):
+        with (
+            pytest.raises(RuntimeError),
+            run_scope(context.state, Dispatcher(manager, context.state, context.model).fire),
+        ):
             evaluate(context.state, broken_step, eval_loader(), context.model, None, None)
         calls.append(len(told))
 

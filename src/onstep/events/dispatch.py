@@ -56,6 +56,10 @@ class Dispatcher:
             else:
                 self.__dict__[event] = NOTHING
 
+    def fire(self, event: str, **fields: object) -> None:
+        """Fire the event of that name."""
+        getattr(self, event)(**fields)
+
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Callable[..., None]: ...

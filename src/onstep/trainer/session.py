@@ -19,7 +19,7 @@ from onstep.config import ConfigContainer
 from onstep.config.lengths import train_iters
 from onstep.distributed import World, data_parallel, open_world, world_size_from_environment
 from onstep.errors import ConfigError, DataError, RunExistsError
-from onstep.events import Control
+from onstep.events import Control, Dispatcher
 from onstep.models import Transformer
 from onstep.sinks.reporting import attach_trackers
 from onstep.trainer import loss_convention
@@ -37,7 +37,6 @@ from onstep.training.run import Door
 from onstep.training.run_folder import FINISHED, Claim, RunFolder, RunLock
 from onstep.training.scope import Endings
 from onstep.training.setup import DATA_TIMER, MODEL_TIMER, count_steps, end_set_up, load_checkpoint, seed_everything
-from onstep.training.telling import Teller
 from onstep.training.watchdog import Watching
 
 logger = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ class Session:
     forward_step: ModelStep
     labels: Labels
     collate: Collate
-    tell: Teller
+    tell: Dispatcher
     optimizer: Any = None
     scheduler: Any = None
     train_data: Any = None
@@ -134,7 +133,8 @@ def evaluation_session(trainer: BaseTrainer) -> Iterator[Session]:
     state = GlobalState(cfg=config, run_folder=folder, door=door)
     with state.features.open(SETUP, state, state.world), _world(config) as world:
         state.world, state.control = world, Control(rank=world.rank)
-        door.tell = tell = Teller(trainer.callback_manager, state, [])
+        tell = Dispatcher(trainer.callback_manager, state, [])
+        door.fire = tell.fire
         if before is None:
             count_steps(state, None)
             state.trackers.join(trainer.callback_manager)
@@ -142,7 +142,7 @@ def evaluation_session(trainer: BaseTrainer) -> Iterator[Session]:
             state.train_state, state.facts, state.trackers = before.train_state, before.facts, before.trackers
         rows = (Watching, Endings)
         with state.features.open(rows, state, world), _session(trainer, state, tell, trainer.model is None) as session:
-            session.tell("on_init_end")
+            session.tell.on_init_end()
             yield session
 
 
@@ -160,7 +160,7 @@ def _world(config: ConfigContainer) -> Iterator[World]:
 
 
 @contextmanager
-def _session(trainer: BaseTrainer, state: GlobalState, tell: Teller, seeds: bool) -> Iterator[Session]:
+def _session(trainer: BaseTrainer, state: GlobalState, tell: Dispatcher, seeds: bool) -> Iterator[Session]:
     trainer.global_state = state
     if seeds:
         seed_everything(state.cfg.rng.seed)
@@ -232,7 +232,7 @@ def _build_training(trainer: BaseTrainer, session: Session, num_samples: int | N
         )
     show_made(trainer, session.optimizer, session.scheduler)
     load_checkpoint(state, tell)
-    tell("on_data_init_start")
+    tell.on_data_init_start()
     with state.timers(DATA_TIMER).measure(barrier=True):
         session.train_data = train_loader(trainer.train_dataset, session.collate, config, state.world)
     state.door.train_dataloader = session.train_data

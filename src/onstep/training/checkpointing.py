@@ -27,7 +27,7 @@ from onstep.config.optimizer_rules import GROUP_SETTINGS
 from onstep.config.validate import fill
 from onstep.data import StepSource
 from onstep.errors import CheckpointError, ConfigError
-from onstep.events import Request
+from onstep.events import Dispatcher, Request
 from onstep.optim import OptimizerParamScheduler
 from onstep.training.decisions import write_decision
 from onstep.training.evaluation import note_best_checkpoint
@@ -35,7 +35,6 @@ from onstep.training.progress_log import log_async_checkpoint_saved
 from onstep.training.run import Run
 from onstep.training.saved_parts import DataPosition, RunComponents, finite_numbers
 from onstep.training.seams import Trained, UserOptimizer, UserScheduler
-from onstep.training.telling import Teller
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ class RunCheckpoints:
     so that nothing between them can move the random generators.
     """
 
-    def __init__(self, state: Run, tell: Teller, root: Path) -> None:
+    def __init__(self, state: Run, tell: Dispatcher, root: Path) -> None:
         config = state.cfg.checkpoint
         self.state = state
         self.tell = tell
@@ -121,7 +120,7 @@ class RunCheckpoints:
         if self.state.world.is_main:
             logger.info("continuing from %s", info.path)
         note_best_checkpoint(self.state, info.step, info.path)
-        self.tell("on_checkpoint_load", checkpoint_step=info.step, checkpoint_path=str(info.path))
+        self.tell.on_checkpoint_load(checkpoint_step=info.step, checkpoint_path=str(info.path))
 
     def load_position(self, reader: StepSource, scheduler: UserScheduler | None = None) -> None:
         """Load the data position, the log interval and the random generators. Collective."""
@@ -146,7 +145,7 @@ class RunCheckpoints:
         self._load(info, self.components.position(None, loads=True))
         self._leave_branch(info)
         note_best_checkpoint(self.state, info.step, info.path)
-        self.tell("on_checkpoint_load", checkpoint_step=info.step, checkpoint_path=str(info.path))
+        self.tell.on_checkpoint_load(checkpoint_step=info.step, checkpoint_path=str(info.path))
 
     def save(self, trained: Trained, reader: StepSource, persistent: bool = True) -> None:
         """Write a checkpoint of this moment. Collective; asynchronous where `checkpoint.async_save` says so.
@@ -155,7 +154,7 @@ class RunCheckpoints:
             CheckpointError: see `CheckpointManager.save`.
         """
         state, step = self.state, self.state.train_state.step
-        self.tell("on_checkpoint_save_start", checkpoint_step=step)
+        self.tell.on_checkpoint_save_start(checkpoint_step=step)
         state.saving.is_unsaved = False
         with state.features.pause("write"):
             components = [
@@ -304,10 +303,10 @@ class RunCheckpoints:
         details = {"checkpoint_step": saved.step, "path": str(saved.path)}
         note_best_checkpoint(self.state, saved.step, saved.path)
         write_decision(self.state, Request("saved", "the loop", "", self.state.saving.save_reason, 0, details))
-        self.tell("on_checkpoint_save", checkpoint_step=saved.step, checkpoint_path=str(saved.path))
+        self.tell.on_checkpoint_save(checkpoint_step=saved.step, checkpoint_path=str(saved.path))
 
 
-def open_checkpoints(state: Run, tell: Teller) -> RunCheckpoints | None:
+def open_checkpoints(state: Run, tell: Dispatcher) -> RunCheckpoints | None:
     """The checkpoints of a run, in `checkpoint.save` or its folder; None for a run that has neither."""
     if state.cfg.checkpoint.save is not None:
         return RunCheckpoints(state, tell, Path(state.cfg.checkpoint.save))
@@ -315,7 +314,7 @@ def open_checkpoints(state: Run, tell: Teller) -> RunCheckpoints | None:
 
 
 @contextmanager
-def own_checkpoints(state: Run, tell: Teller, trained: Trained) -> Iterator[None]:
+def own_checkpoints(state: Run, tell: Dispatcher, trained: Trained) -> Iterator[None]:
     """Checkpoints of a `train()` that is called by itself, where `checkpoint.save` names a folder. Collective."""
     if state.checkpoints is not None or state.cfg.checkpoint.save is None:
         yield

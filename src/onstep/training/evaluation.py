@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from onstep.data import Batch, EvalLoader, IteratorReader, StepBatches
 from onstep.distributed import World
-from onstep.events import CallbackManager, Request
+from onstep.events import CallbackManager, Dispatcher, Request
 from onstep.training.decisions import agree
 from onstep.training.exits import EvaluationInterrupted, leave_if_decided
 from onstep.training.forward_step import prepare_forward_step_func
@@ -25,7 +25,6 @@ from onstep.training.run import Run
 from onstep.training.seams import DataSource, ForwardStep, Metrics, NonLossFunction
 from onstep.training.step import MicroBatches
 from onstep.training.tags import TENSORBOARD, evaluation_tags, write_tags
-from onstep.training.telling import Teller
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ def evaluate(
     non_loss_data_func: NonLossFunction | None = None,
     callback_manager: CallbackManager | None = None,
     is_test: bool = False,
-    tell: Teller | None = None,
+    tell: Dispatcher | None = None,
     metric_key_prefix: str | None = None,
     extra_metrics: Callable[[], Metrics] | None = None,
 ) -> tuple[dict[str, Tensor] | None, Any, bool]:
@@ -67,7 +66,7 @@ def evaluate(
         EvaluationInterrupted: where a signal ended it, or, inside the training loop, a time limit: the loop saves from
             before it.
     """
-    tell = tell or Teller(callback_manager, state, model)
+    tell = tell or Dispatcher(callback_manager, state, model)
     kind = "test" if is_test else "eval"
     forward_step_func = prepare_forward_step_func(forward_step_func, state)
     modes = {module: module.training for chunk in model for module in chunk.modules()}
@@ -76,7 +75,7 @@ def evaluate(
         chunk.eval()
     try:
         with state.features.pause("score"), state.timers("evaluate").measure(barrier=True):
-            tell(f"on_{kind}_start")
+            tell.fire(f"on_{kind}_start")
             started = time.perf_counter()
             totals = _sum_batches(state, forward_step_func, data_iterator, model, tell, kind, verbose)
             if non_loss_data_func is not None:
@@ -94,7 +93,7 @@ def evaluate(
         state.evaluated.last_metrics = metrics
         state.evaluated.is_restartable = False
         state.facts.log_history.append({**metrics, "step": state.train_state.step})
-        tell(f"on_{kind}_end", total_loss_dict=means, metrics=metrics)
+        tell.fire(f"on_{kind}_end", total_loss_dict=means, metrics=metrics)
     except EvaluationInterrupted:
         if not _is_over_in_time(state):
             raise
@@ -127,7 +126,7 @@ def _sum_batches(
     forward_step_func: ForwardStep,
     data_iterator: DataSource,
     model: list[nn.Module],
-    tell: Teller,
+    tell: Dispatcher,
     kind: str,
     verbose: bool,
 ) -> _Totals:
@@ -152,9 +151,9 @@ def _sum_batches(
     for number, step in enumerate(eval_batches(state, data_iterator), start=1):
         if shows:
             print(f"Evaluating iter {number}/{limit or '?'}", flush=True)  # noqa: T201 - asked for
-        tell(f"on_{kind}_step_start")
+        tell.fire(f"on_{kind}_step_start")
         score(step)
-        tell(f"on_{kind}_step_end")
+        tell.fire(f"on_{kind}_step_end")
         agree(state)
         leave_if_decided(state)
         totals.samples += step.num_samples or 0
@@ -243,7 +242,7 @@ def evaluate_and_print_results(
     non_loss_data_func: NonLossFunction | None = None,
     callback_manager: CallbackManager | None = None,
     is_test: bool = False,
-    tell: Teller | None = None,
+    tell: Dispatcher | None = None,
 ) -> dict[str, Tensor] | None:
     """Evaluate, and report the losses with their perplexities on the last rank. Collective.
 

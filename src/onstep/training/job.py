@@ -9,13 +9,13 @@ from typing import Any
 from torch import nn
 
 from onstep.data import StepBatches, StepSource
+from onstep.events import Dispatcher
 from onstep.optim import ScalesRates, StepOptimizer, as_step_optimizer
 from onstep.training.interval import IntervalMeter
 from onstep.training.log_step import RunStart
 from onstep.training.run import Run
 from onstep.training.seams import DataSource, ForwardStep, NonLossFunction, Trained, UserOptimizer, UserScheduler
 from onstep.training.step import LastStep, Step
-from onstep.training.telling import Teller
 
 Evaluation = Callable[[], None]
 
@@ -34,7 +34,7 @@ class Job:
     """The optimizer as callbacks and checkpoints know it: an adapter is not shown."""
     scheduler: UserScheduler | None
     reader: StepSource
-    tell: Teller
+    tell: Dispatcher
     start: RunStart
     valid_data_iterator: DataSource | None = None
     evaluation: Evaluation | None = None

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from onstep.events import Dispatcher
 from onstep.progress import TrainState
 from onstep.training.interval import IntervalMeter, IntervalReport
 from onstep.training.losses import Weight
 from onstep.training.run import Run
 from onstep.training.seams import Metrics, UserOptimizer
 from onstep.training.step import Step
-from onstep.training.telling import Teller
 
 logger = logging.getLogger(__name__)
 
 
-def log_step(state: Run, meter: IntervalMeter, optimizer: UserOptimizer, tell: Teller) -> None:
+def log_step(state: Run, meter: IntervalMeter, optimizer: UserOptimizer, tell: Dispatcher) -> None:
     """Report the steps since the last logged one: read the device, tell `on_log_step`, then `on_log`. Collective."""
     unread: dict[str, dict[str, torch.Tensor]] = {}
     state.features.add_to_read(unread)
@@ -32,7 +32,7 @@ def log_step(state: Run, meter: IntervalMeter, optimizer: UserOptimizer, tell: T
     advance_tokens(state, report)
     logs = build_logs(state, report, optimizer, extras=tuple(unread))
     warn_of_nothing_learned(state, report)
-    tell("on_log_step", logs=logs)
+    tell.on_log_step(logs=logs)
     publish(state, logs, tell)
     state.sums.interval_start = state.clock.elapsed()
 
@@ -53,10 +53,10 @@ def warn_of_nothing_learned(state: Run, report: IntervalReport) -> None:
         )
 
 
-def publish(state: Run, logs: Metrics, tell: Teller) -> None:
+def publish(state: Run, logs: Metrics, tell: Dispatcher) -> None:
     """Add a record to `log_history`, with its step, and tell `on_log`; Megatron Bridge's tags go with it."""
     state.facts.log_history.append({**logs, "step": state.train_state.step})
-    tell("on_log", logs=logs)
+    tell.on_log(logs=logs)
     state.trackers.record.clear()
 
 

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from onstep.config import ConfigContainer, resolve
 from onstep.config.differences import describe
 from onstep.distributed import World, attempt
-from onstep.events import CallbackManager, Control
+from onstep.events import CallbackManager, Control, Dispatcher
 from onstep.sinks.reporting import attach_trackers
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.checkpointing import open_checkpoints
 from onstep.training.features import RUN, SECTIONS, SETUP
 from onstep.training.run import Door
 from onstep.training.run_folder import Claim, RunFolder, RunLock, Status, claim_run_folder
-from onstep.training.telling import Teller
 from onstep.training.trackers import check_trackers
 
 logger = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ class OpenRun:
     run: GlobalState
     manager: CallbackManager | None
     """The callbacks, with those that fill the configured trackers."""
-    tell: Teller
+    tell: Dispatcher
     claim: Claim | None
     """What its folder says of it; None for a run without one."""
 
@@ -69,7 +68,7 @@ def open_run(
         run.world, run.control = world, Control(rank=world.rank)
         if claim is not None:
             run.cfg, run.run_folder = resolve(claim.config, world.size), claim.folder
-        tell = Teller(manager, run)
+        tell = Dispatcher(manager, run)
         if claim is not None and claim.is_finished and not takes_finished:
             yield OpenRun(run, manager, tell, claim)
             return
@@ -80,7 +79,7 @@ def open_run(
             run.cfg.run.name = claim.folder.path.name
             run.cfg.logger.logging_dir = run.cfg.logger.logging_dir or str(claim.folder.path)
         run.trackers.join(manager)
-        door.tell = tell
+        door.fire = tell.fire
         try:
             with (
                 world.error_scope(),
@@ -96,7 +95,7 @@ def open_run(
 
 
 @contextmanager
-def _checkpoints(run: GlobalState, tell: Teller) -> Iterator[None]:
+def _checkpoints(run: GlobalState, tell: Dispatcher) -> Iterator[None]:
     """The run's checkpoints, and the one that it continues from."""
     run.checkpoints = checkpoints = open_checkpoints(run, tell)
     try:

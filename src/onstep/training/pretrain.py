@@ -11,7 +11,7 @@ from onstep.config import ConfigContainer, resolve
 from onstep.config.load import typed_copy
 from onstep.distributed import World, open_world, world_size_from_environment
 from onstep.errors import ConfigError
-from onstep.events import CallbackManager, normalize_callbacks
+from onstep.events import CallbackManager, Dispatcher, normalize_callbacks
 from onstep.models import ModelHook
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.bridge.housekeeping import _finish_train
@@ -23,7 +23,6 @@ from onstep.training.pretrained import fill_from_pretrained
 from onstep.training.run import Door, Run
 from onstep.training.seams import ForwardStep
 from onstep.training.setup import Parts, set_up
-from onstep.training.telling import Teller
 from onstep.training.train import train
 
 
@@ -126,7 +125,7 @@ def _train_and_evaluate(
     parts: Parts,
     forward_step_func: ForwardStep,
     manager: CallbackManager | None,
-    tell: Teller,
+    tell: Dispatcher,
 ) -> None:
     progress = state.train_state
     if progress.do_train and parts.optimizer is not None:

@@ -136,7 +136,7 @@ class Door:
     """`TrainingArguments` as the user of `Trainer` gave them."""
     prints_console_line: bool = False
     """Megatron Bridge's lines of logged steps are wanted: no callback shows progress."""
-    tell: Callable[..., None] = lambda event, **fields: None
+    fire: Callable[..., None] = lambda event, **fields: None
     """Fires the events of the run's end."""
     evaluates_last_step: bool = False
     """The last step is evaluated inside the loop, due or not, as Hugging Face's Trainer does with `eval_steps`."""

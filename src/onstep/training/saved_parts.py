@@ -13,13 +13,12 @@ from typing import Any
 from onstep.checkpoint import ModelState, RngState, SharingPattern, StateComponent, Stateful, check_encodable
 from onstep.data import StepSource
 from onstep.errors import CheckpointError
-from onstep.events import CallbackManager, Request
+from onstep.events import CallbackManager, Dispatcher, Request
 from onstep.events.control import FLAGS
 from onstep.optim import OptimizerParamScheduler
 from onstep.optim.protocol import HasState
 from onstep.training.run import Run
 from onstep.training.seams import Metrics, StateDict, Trained, UserScheduler, has_state
-from onstep.training.telling import Teller
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ _DIGEST = re.compile("[0-9a-f]{8}")
 class RunComponents:
     """The components of a run, for saving and for loading: which there are, and on which ranks each of them differs."""
 
-    def __init__(self, state: Run, tell: Teller) -> None:
+    def __init__(self, state: Run, tell: Dispatcher) -> None:
         self.state = state
         self.tell = tell
         self.callbacks = CallbackStates(tell.manager)

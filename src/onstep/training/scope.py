@@ -29,12 +29,12 @@ class TrainingEnd(Feature[Job]):
             yield
         except BaseException as error:
             if self.host.run.ending.train_started:
-                fire_endings(self.host.run, self.host.tell, error, is_outermost=False)
+                fire_endings(self.host.run, self.host.tell.fire, error, is_outermost=False)
             raise
 
 
 @contextmanager
-def run_scope(run: Run, tell: Callable[..., None]) -> Iterator[None]:
+def run_scope(run: Run, fire: Callable[..., None]) -> Iterator[None]:
     """Wraps everything of a run, so that its end is fired exactly once.
 
     `on_exception` once when an exception ends the run, `on_train_end` once if `on_train_start` was fired, `on_run_end`
@@ -54,9 +54,9 @@ def run_scope(run: Run, tell: Callable[..., None]) -> Iterator[None]:
             except BaseException as error:
                 if not isinstance(error, SystemExit):
                     run.features.failing(error)
-                fire_endings(run, tell, error, is_outermost=True)
+                fire_endings(run, fire, error, is_outermost=True)
                 raise
-            fire_endings(run, tell, None, is_outermost=True)
+            fire_endings(run, fire, None, is_outermost=True)
         finally:
             ending.in_run = False
 
@@ -73,10 +73,10 @@ class Endings(Feature[Run]):
 
     def session(self) -> AbstractContextManager[None]:
         """See how the run ends."""
-        return run_scope(self.host, self.host.door.tell)
+        return run_scope(self.host, self.host.door.fire)
 
 
-def fire_endings(run: Run, tell: Callable[..., None], error: BaseException | None, *, is_outermost: bool) -> None:
+def fire_endings(run: Run, fire: Callable[..., None], error: BaseException | None, *, is_outermost: bool) -> None:
     """Fire what is due at the end of a training, or of the run. All of it is fired; the first error is raised.
 
     Raises:
@@ -98,7 +98,7 @@ def fire_endings(run: Run, tell: Callable[..., None], error: BaseException | Non
     raised: list[BaseException] = []
     for event, fields in endings:
         try:
-            tell(event, **fields)
+            fire(event, **fields)
         except BaseException as one:  # noqa: BLE001 - every ending is fired; the first error is raised below
             raised.append(one)
     if not raised:

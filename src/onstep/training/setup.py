@@ -14,11 +14,11 @@ from onstep.config.differences import configured_schedule_holds
 from onstep.config.lengths import has_growing_tails, schedule_samples, sizes_of, standing_after, train_iters
 from onstep.data import EvalLoader, TrainLoader
 from onstep.errors import ConfigError
+from onstep.events import Dispatcher
 from onstep.optim import build_loss_scaler, build_optimizer, build_scheduler
 from onstep.training.model_and_data import build_data, build_model, open_tokenizer
 from onstep.training.run import Run
 from onstep.training.seams import Trained, UserOptimizer, UserScheduler
-from onstep.training.telling import Teller
 
 MODEL_TIMER, DATA_TIMER = "model-and-optimizer-setup", "train/valid/test-data-iterators-setup"
 
@@ -41,7 +41,7 @@ class Parts:
             self.train_data.close()
 
 
-def set_up(state: Run, tell: Teller) -> Parts:
+def set_up(state: Run, tell: Dispatcher) -> Parts:
     """Build everything of a language-model run. Collective.
 
     Tells `on_data_init_start` before any data file is opened (but those that a `bpe` tokenizer is learned from) and
@@ -62,7 +62,7 @@ def set_up(state: Run, tell: Teller) -> Parts:
         scheduler = None if optimizer is None or waits else scheduler_for(config, optimizer, iters, world.size)
     tell.model, tell.optimizer, tell.scheduler = model, optimizer, scheduler
     load_checkpoint(state, tell)
-    tell("on_data_init_start")
+    tell.on_data_init_start()
     with timers(DATA_TIMER).measure(barrier=True):
         train_data, valid_data, test_data = build_data(config, world, state.tokenizer)
     if scheduler is None and train_data is not None and optimizer is not None:
@@ -79,7 +79,7 @@ def set_up(state: Run, tell: Teller) -> Parts:
     return Parts(model, optimizer, scheduler, train_data, valid_data, test_data)
 
 
-def load_checkpoint(state: Run, tell: Teller) -> None:
+def load_checkpoint(state: Run, tell: Dispatcher) -> None:
     """Put the checkpoint that the run continues from, if there is one, into what `tell` shows callbacks. Collective."""
     if state.checkpoints is not None:
         with state.timers("load-checkpoint").measure(barrier=True):
@@ -88,10 +88,10 @@ def load_checkpoint(state: Run, tell: Teller) -> None:
         state.print_timers(["load-checkpoint"])
 
 
-def end_set_up(state: Run, tell: Teller) -> None:
+def end_set_up(state: Run, tell: Dispatcher) -> None:
     """Print how long the set-up took, and tell `on_init_end`. Collective."""
     state.print_timers([MODEL_TIMER, "load-pretrained-checkpoint", DATA_TIMER])
-    tell("on_init_end")
+    tell.on_init_end()
 
 
 def resolve_vocabulary(config: ConfigContainer, tokenizer_size: int) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from onstep.data import Batch, IteratorReader, StepBatches, as_step_source
-from onstep.events import CallbackManager
+from onstep.events import CallbackManager, Dispatcher
 from onstep.optim import ForeignOptimizer, TorchSchedulerAdapter
 from onstep.training.bridge.global_state import GlobalState, TrainStepResult
 from onstep.training.checkpointing import own_checkpoints
@@ -21,7 +21,6 @@ from onstep.training.log_step import RunStart
 from onstep.training.loop import Loop
 from onstep.training.profiling import check_profilers
 from onstep.training.seams import DataSource, ForwardStep, NonLossFunction, Trained, UserOptimizer, UserScheduler
-from onstep.training.telling import Teller
 
 
 def train(
@@ -70,10 +69,10 @@ def train(
     optimizer = optimizer if isinstance(driven, ForeignOptimizer) else driven
     if isinstance(scheduler, LRScheduler):
         scheduler = TorchSchedulerAdapter(scheduler)
-    tell = Teller(callback_manager, run, model, optimizer, scheduler)
+    tell = Dispatcher(callback_manager, run, model, optimizer, scheduler)
     run.trackers.join(callback_manager)
     if not run.ending.in_run:
-        run.door.tell = tell
+        run.door.fire = tell.fire
     with own_checkpoints(run, tell, Trained(model, optimizer, scheduler)):
         job = Job(
             run=run,
@@ -108,7 +107,7 @@ def train_step(
     optimizer: UserOptimizer,
     scheduler: UserScheduler | None,
     global_state: GlobalState,
-    tell: Teller | None = None,
+    tell: Dispatcher | None = None,
 ) -> TrainStepResult:
     """Run forward and backward over the step's micro-batches and apply one update. Collective.
 
@@ -146,7 +145,7 @@ def _loop_of(
     optimizer: UserOptimizer,
     scheduler: UserScheduler | None,
     state: GlobalState,
-    tell: Teller | None,
+    tell: Dispatcher | None,
 ) -> Loop:
     room, built = state.features.room(_OwnLoop), state.features.built
     given = (forward_step_func, *model, optimizer, scheduler, tell)
@@ -162,7 +161,7 @@ def _loop_of(
         raw_optimizer=optimizer,
         scheduler=scheduler,
         reader=IteratorReader(iter(())),
-        tell=tell or Teller(None, state),
+        tell=tell or Dispatcher(None, state),
         start=RunStart.now(state),
     )
     state.features.build(STEP, job, state.world)

@@ -16,6 +16,7 @@ from onstep.checkpoint import RngState
 from onstep.config.part import is_whole
 from onstep.errors import ConfigError, require
 from onstep.events import TrainerCallback
+from onstep.models.modes import kept_modes
 from onstep.models.prompts import can_generate, check_options, continue_prompts, decode_new, encode_prompt, eos_of
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -185,21 +186,19 @@ def read_prompts(prompts: Any) -> list[str]:
 def undisturbed(model: Any) -> Iterator[None]:
     """Evaluation mode and no compiled forward inside; afterwards these and the random generators are as before."""
     modules = list(model.modules()) if hasattr(model, "modules") else []
-    modes = [(module, module.training) for module in modules]
     # `module.compile()` keeps its compiled call here; every new length of text would compile again
     compiled = [(one, one._compiled_call_impl) for one in modules if getattr(one, "_compiled_call_impl", None)]
     parameter = next(model.parameters(), None) if modules else None
     generators = RngState("cpu" if parameter is None else parameter.device)
     drawn = generators.state_dict()
     try:
-        for module, _ in modes:
-            module.training = False
-        for module, _ in compiled:
-            module._compiled_call_impl = None
-        yield
+        with kept_modes([model] if modules else []):
+            for module in modules:  # not by `eval()`, in which a module may change more than its mode
+                module.training = False
+            for module, _ in compiled:
+                module._compiled_call_impl = None
+            yield
     finally:
-        for module, mode in modes:
-            module.training = mode
         for module, call in compiled:
             module._compiled_call_impl = call
         generators.load_state_dict(drawn)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 
 from onstep.errors import ConfigError
 from onstep.models.context import KeyValueCache, check_positions
+from onstep.models.modes import kept_modes
 from onstep.models.transformer import Transformer
 
 
@@ -135,25 +134,14 @@ def generate(
         generator.seed()
     else:
         generator.manual_seed(seed)
-    with _evaluation_mode(transformer):
+    with kept_modes([transformer]):
+        transformer.eval()
         return _continue(transformer, tokens, max_new_tokens, sampling, generator, eos_id)
 
 
 def inner_transformer(model: nn.Module) -> Transformer | None:
     """The `Transformer` inside wrappers such as DistributedDataParallel; None where there is none."""
     return next((module for module in model.modules() if isinstance(module, Transformer)), None)
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Every submodule in evaluation mode, and afterwards each in the mode it had (a frozen one may have its own)."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _continue(

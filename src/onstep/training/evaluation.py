@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from onstep.data import Batch, EvalLoader, IteratorReader, StepBatches
 from onstep.distributed import World
 from onstep.events import CallbackManager, Dispatcher, Request
+from onstep.models.modes import kept_modes
 from onstep.training.decisions import agree
 from onstep.training.exits import EvaluationInterrupted, leave_if_decided
 from onstep.training.forward_step import prepare_forward_step_func
@@ -69,38 +70,35 @@ def evaluate(
     tell = tell or Dispatcher(callback_manager, state, model)
     kind = "test" if is_test else "eval"
     forward_step_func = prepare_forward_step_func(forward_step_func, state)
-    modes = {module: module.training for chunk in model for module in chunk.modules()}
     collected: object = None
-    for chunk in model:
-        chunk.eval()
-    try:
-        with state.features.pause("score"), state.timers("evaluate").measure(barrier=True):
-            tell.fire(f"on_{kind}_start")
-            started = time.perf_counter()
-            totals = _sum_batches(state, forward_step_func, data_iterator, model, tell, kind, verbose)
-            if non_loss_data_func is not None:
-                collected = non_loss_data_func(model)
-            elif process_non_loss_data_func is not None:
-                collected = _collect_non_loss_data(state, forward_step_func, data_iterator, model)
-        state.print_timers(["evaluate"])
-        losses = {key: top / bottom.clamp(min=1) for key, (top, bottom) in totals.sums.items()}
-        reported = {key: value for key, value in losses.items() if key != "loss"}
-        means = reported or ({"lm loss": losses["loss"]} if losses else {})
-        prefix = metric_key_prefix or kind
-        metrics = _metrics(prefix, losses, totals, time.perf_counter() - started)
-        metrics |= extra_metrics() if extra_metrics is not None else {}
-        metrics["epoch"] = state.trainer_state.epoch
-        state.evaluated.last_metrics = metrics
-        state.evaluated.is_restartable = False
-        state.facts.log_history.append({**metrics, "step": state.train_state.step})
-        tell.fire(f"on_{kind}_end", total_loss_dict=means, metrics=metrics)
-    except EvaluationInterrupted:
-        if not _is_over_in_time(state):
-            raise
-        return None, None, True
-    finally:
-        for module, was_training in modes.items():
-            module.training = was_training
+    with kept_modes(model):
+        for chunk in model:
+            chunk.eval()
+        try:
+            with state.features.pause("score"), state.timers("evaluate").measure(barrier=True):
+                tell.fire(f"on_{kind}_start")
+                started = time.perf_counter()
+                totals = _sum_batches(state, forward_step_func, data_iterator, model, tell, kind, verbose)
+                if non_loss_data_func is not None:
+                    collected = non_loss_data_func(model)
+                elif process_non_loss_data_func is not None:
+                    collected = _collect_non_loss_data(state, forward_step_func, data_iterator, model)
+            state.print_timers(["evaluate"])
+            losses = {key: top / bottom.clamp(min=1) for key, (top, bottom) in totals.sums.items()}
+            reported = {key: value for key, value in losses.items() if key != "loss"}
+            means = reported or ({"lm loss": losses["loss"]} if losses else {})
+            prefix = metric_key_prefix or kind
+            metrics = _metrics(prefix, losses, totals, time.perf_counter() - started)
+            metrics |= extra_metrics() if extra_metrics is not None else {}
+            metrics["epoch"] = state.trainer_state.epoch
+            state.evaluated.last_metrics = metrics
+            state.evaluated.is_restartable = False
+            state.facts.log_history.append({**metrics, "step": state.train_state.step})
+            tell.fire(f"on_{kind}_end", total_loss_dict=means, metrics=metrics)
+        except EvaluationInterrupted:
+            if not _is_over_in_time(state):
+                raise
+            return None, None, True
     return means, collected, False
 
 

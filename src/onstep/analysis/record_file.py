@@ -7,7 +7,9 @@ import math
 import os
 import re
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -68,8 +70,9 @@ def number(value: Any) -> float:
 
 
 def _numbers(values: Sequence[Any]) -> Numbers:
-    if {*map(type, values)} == {float}:
-        return np.array(values)
+    if {*map(type, values)} <= {float, int}:
+        with suppress(OverflowError):  # of an integer too large for a float
+            return np.array(values, float)
     return np.fromiter(map(number, values), float, len(values))
 
 
@@ -232,11 +235,12 @@ class RecordFile(Sequence[Record]):
         records = _decoded_together([line.text for line in lines])
         if records is None:
             lines, records = self._decoded_one_by_one(lines)
-        rows: dict[tuple[str, ...], list[int]] = {}
-        for row, record in enumerate(records):
-            rows.setdefault(tuple(record), []).append(row)
+        rows: dict[tuple[str, ...], list[int]] = defaultdict(list)
+        for row, keys in enumerate(map(tuple, records)):
+            rows[keys].append(row)
         for keys, chosen in rows.items():
-            columns = {key: _numbers([records[row][key] for row in chosen]) for key in keys}
+            values = zip(*(records[row].values() for row in chosen), strict=True)
+            columns = dict(zip(keys, map(_numbers, values), strict=True))
             known = {key: column for key, column in columns.items() if not np.isnan(column).all()}
             self._alike.append(_Alike(np.array(chosen) + self._num_records, keys, known))
         self._num_records += len(records)

@@ -103,6 +103,7 @@ def test_a_context_is_what_the_constructor_would_make(moment, manager, dispatche
         **{name: value for name, value in objects.items() if name in moment.fields},
     )
     assert repr(seen[0]) == repr(made)
+    assert seen[0].user_state is manager.user_state
     assert dataclasses.replace(seen[0], rank=3).rank == 3
     known = seen[0].hf_keywords()
     assert {"lr_scheduler" if name == "scheduler" else name for name in objects} <= set(known)
@@ -252,15 +253,17 @@ def test_another_event_fired_with_the_same_context_leaves_the_outer_one_alone(ma
         def on_log(self, args, state, control, logs, **kwargs):
             manager.fire("on_eval_start", context_of["log"])
 
-    context_of = {}
+    context_of, inner = {}, []
     manager.register("on_log", lambda context: context_of.update(log=context))
     manager.add(Fires())
+    manager.register("on_eval_start", lambda **kwargs: inner.append("logs" in kwargs))
     manager.register("on_log", lambda logs, **kwargs: seen.append(logs))
     manager.register("on_log", lambda context: seen.append(context.event))
 
     dispatcher.on_log(logs={"loss": 1.0})
 
     assert seen == [{"loss": 1.0}, "on_log"]
+    assert inner == [False], "keywords are those of the event that is fired"
 
 
 def _package_calls(work):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from onstep.optim import MuonWithAdamW, TrainingOptimizer
 from onstep.optim.own_step import OwnStep
@@ -132,6 +134,71 @@ def test_what_is_not_known_is_torchs_business(name: str, profiled_steps: list[st
     assert len(profiled_steps) == 3
 
 
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("adamw", {"foreach": True}),
+        ("adamw", {"amsgrad": True}),
+        ("adamw", {"capturable": True}),
+        ("adamw", {"differentiable": True}),
+        ("adamw", {"lr": torch.tensor(1e-2)}),
+        ("sgd-momentum", {"foreach": True}),
+        ("sgd-momentum", {"differentiable": True}),
+        ("sgd-momentum", {"lr": torch.tensor(1e-2)}),
+    ],
+    ids=lambda one: one if isinstance(one, str) else next(iter(one)),
+)
+def test_a_setting_that_is_not_ours_leaves_the_step_to_torch(
+    name: str, setting: dict[str, Any], profiled_steps: list[str]
+) -> None:
+    model = make_model()
+    optimizer = FUSED[name](two_groups(model))
+    step = OwnStep(optimizer)
+    fill_grads(model, 0)
+    step()
+    step()
+    before = len(profiled_steps)
+    optimizer.param_groups[1].update(setting)
+    with suppress(RuntimeError, KeyError):  # torch refuses some of them beside `fused`
+        step()
+    assert len(profiled_steps) == before + 1
+
+
+class KernelTypes(TorchDispatchMode):
+    """Notes the types of the parameters that each call of a fused kernel gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: list[set[torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().startswith("aten::_fused_"):
+            self.types.append({param.dtype for param in args[0]})
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_kernel_gets_parameters_of_one_type(name: str) -> None:
+    model = make_model()
+    step = OwnStep(FUSED[name](two_groups(model)))
+    fill_grads(model, 0)
+    step()
+    with KernelTypes() as seen:
+        step()
+    assert sorted(map(str, seen.types)) == ["{torch.float32}"] * 2 + ["{torch.float64}"]
+
+
+@pytest.mark.parametrize("has_autograd", [True, False])
+def test_a_step_leaves_autograd_as_it_was(has_autograd: bool) -> None:
+    model = make_model()
+    step = OwnStep(FUSED["adamw"](model.parameters()))
+    fill_grads(model, 0)
+    step()
+    with torch.set_grad_enabled(has_autograd):
+        step()
+        assert torch.is_grad_enabled() is has_autograd
+
+
 @pytest.mark.parametrize("name", FUSED)
 def test_parameters_may_have_no_gradient_at_some_steps(name: str) -> None:
     pair = Pair(FUSED[name])
@@ -193,6 +260,18 @@ def test_groups_and_parameters_may_come_and_go(name: str) -> None:
     pair.step(5)
 
 
+@pytest.mark.parametrize("name", [one for one in FUSED if "sgd-" not in one])  # torch's cannot start a momentum later
+def test_parameters_may_be_added_to_the_list_of_a_group(name: str) -> None:
+    pair = Pair(FUSED[name])
+    pair.step(0)
+    pair.step(1)
+    for model, optimizer in zip(pair.models, (pair.torchs, pair.ours), strict=True):
+        model.append(make_model()[2])
+        optimizer.param_groups[1]["params"] += model[-1].parameters()
+    pair.step(2)
+    pair.step(3)
+
+
 @pytest.mark.parametrize("name", FUSED)
 def test_a_parameter_may_change_its_group_and_a_group_be_replaced(name: str) -> None:
     pair = Pair(FUSED[name])
@@ -224,6 +303,7 @@ def test_hooks_are_called(profiled_steps: list[str]) -> None:
     for register in (
         lambda optimizer, hook: optimizer.register_step_pre_hook(hook),
         lambda optimizer, hook: optimizer.register_step_post_hook(hook),
+        lambda optimizer, hook: register_optimizer_step_pre_hook(hook),
         lambda optimizer, hook: register_optimizer_step_post_hook(hook),
     ):
         model = make_model()
@@ -276,6 +356,18 @@ def test_a_subclass_steps_by_itself() -> None:
         fill_grads(model, seed)
         step()
     assert optimizer.calls == 3
+
+
+def test_a_subclass_without_a_step_of_its_own_steps_by_torch(profiled_steps: list[str]) -> None:
+    class Named(torch.optim.AdamW):
+        pass
+
+    model = make_model()
+    step = OwnStep(Named(model.parameters(), fused=True))
+    for seed in range(3):
+        fill_grads(model, seed)
+        step()
+    assert len(profiled_steps) == 3
 
 
 def test_a_subclass_of_parameter_steps_by_torch(profiled_steps: list[str]) -> None:

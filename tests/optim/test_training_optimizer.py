@@ -172,11 +172,11 @@ def make_gate(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-def spoil(model: nn.Module, value: float) -> None:
-    """One gradient element becomes `value`."""
-    grad = next(model.parameters()).grad
+def spoil(model: nn.Module, value: float, place: int = 0) -> None:
+    """One element of the gradient at `place` becomes `value`."""
+    grad = list(model.parameters())[place].grad
     assert grad is not None
-    grad[0, 0] = value
+    grad.view(-1)[0] = value
 
 
 def bits(state: Any) -> Any:
@@ -377,6 +377,43 @@ def test_without_a_norm_what_is_not_finite_is_never_applied(make_optimizer: Any,
     optimizer.gate.reset()
     optimizer.prepare(needs_norm=False)
     assert optimizer.apply() is True
+
+
+@pytest.mark.parametrize("place", range(6))
+def test_without_a_norm_every_gradient_is_looked_at(make_optimizer: Any, make_gate: Any, place: int) -> None:
+    model = make_model()
+    optimizer = TrainingOptimizer(make_optimizer(model.parameters()), gate=make_gate(), clip_grad=None)
+    before = weights(model)
+    fill_grads(model, 0)
+    spoil(model, float("nan"), place)
+    optimizer.prepare(needs_norm=False)
+    optimizer.apply()
+    assert_same(weights(model), before)
+    assert optimizer.gate.poll(force=True) is not None
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_without_a_norm_a_loss_that_is_not_finite_keeps_the_update_out(
+    make_optimizer: Any, make_gate: Any, loss: float
+) -> None:
+    model = make_model()
+    optimizer = TrainingOptimizer(make_optimizer(model.parameters()), gate=make_gate(), clip_grad=None)
+    before = weights(model)
+    fill_grads(model, 0)
+    optimizer.observe_loss(torch.tensor(loss))
+    optimizer.prepare(needs_norm=False)
+    optimizer.apply()
+    assert_same(weights(model), before)
+    assert optimizer.gate.poll(force=True) is not None
+
+
+def test_a_norm_of_an_earlier_step_is_not_taken_for_that_of_this_one() -> None:
+    model = make_model()
+    optimizer = TrainingOptimizer(OPTIMIZERS["adamw-fused"](model.parameters()), clip_grad=None)
+    fill_grads(model, 0)
+    assert optimizer.prepare() is not None
+    assert optimizer.prepare(needs_norm=False) is None
+    assert optimizer.grad_norm is None
 
 
 @pytest.mark.parametrize("setting", [{"clip_grad": 1.0}, {"grad_norm_skip_threshold": 1e9}, {"scaler": LossScaler()}])

@@ -81,3 +81,27 @@ def test_function_modes_other_shapes_and_a_replaced_backward_are_honoured(monkey
     run_backward(loss)
 
     assert calls[0] is loss
+
+
+def test_a_replaced_autograd_backward_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.autograd, "backward", lambda *args, **options: calls.append(args))
+
+    run_backward(loss_of(nn.Parameter(torch.ones(3))))
+
+    assert len(calls) == 1
+
+
+def test_a_tensor_subclass_goes_backward_by_its_own_method() -> None:
+    calls: list[Tensor] = []
+
+    class Noting(Tensor):
+        __torch_function__ = torch._C._disabled_torch_function_impl  # so that nothing else tells it from a tensor
+
+        def backward(self, *args: Any, **options: Any) -> None:
+            calls.append(self)
+
+    loss = loss_of(nn.Parameter(torch.ones(3))).as_subclass(Noting)
+    run_backward(loss)
+
+    assert calls[0] is loss

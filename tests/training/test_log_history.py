@@ -101,6 +101,18 @@ def test_going_back_drops_what_came_after_the_checkpoint() -> None:
     assert [record["step"] for record in state.facts.log_history] == [1, 2]
 
 
+def test_going_back_drops_later_records_also_where_the_earlier_ones_are_not_in_memory() -> None:
+    """As in a continued run without a journal, which has fewer records than its checkpoint counts."""
+    state = small_state(train_iters=2)
+    state.cfg.logger.log_interval = 1
+    run(state)
+    del state.facts.log_history[-1]
+    saved = RunProgress(state).state_dict()
+    state.facts.log_history[:] = [{"loss": 1.0, "step": 2}, {"loss": 1.0, "step": 3}]
+    RunProgress(state).load_state_dict(saved)
+    assert [record["step"] for record in state.facts.log_history] == [2]
+
+
 def test_an_older_checkpoint_brings_its_log() -> None:
     state = small_state(train_iters=2)
     older = RunProgress(state).state_dict()

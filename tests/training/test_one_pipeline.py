@@ -16,7 +16,7 @@ from onstep.callbacks import MetricSinks
 from onstep.config import ConfigContainer
 from onstep.journal import read_records
 from onstep.sinks import make_sink, replay
-from onstep.sinks.tag_record import rows_of
+from onstep.sinks.tag_record import TagRecord, rows_of
 
 BOTH = ["hf", "bridge"]
 
@@ -173,6 +173,24 @@ def test_values_of_environment_variables_reach_no_tracker(config: ConfigContaine
     [events] = (tmp_path / "run" / "tensorboard").glob("events*")
     assert b"ONSTEP_TEST_KEY" in events.read_bytes()
     assert b"sesame" not in events.read_bytes()
+
+
+def test_tags_that_no_journal_takes_do_not_pile_up(config: ConfigContainer, tmp_path: Path) -> None:
+    config.logger.tensorboard_dir = str(tmp_path / "tb")
+    waiting: list[int] = []
+    manager = CallbackManager()
+    manager.register(
+        "on_step_end", lambda context: waiting.append(len(context.state.trackers.record.state_dict().get("step", [])))
+    )
+    pretrain(config, callbacks=manager)
+    assert waiting == [1, 2, 3, 1, 2, 3, 1, 2]
+
+
+def test_tags_are_taken_once() -> None:
+    record = TagRecord()
+    record.add_tags({"lm loss": 1.0}, {}, 1, 4)
+    assert record.take()["tags"] == {"lm loss": 1.0}
+    assert record.take() == {}
 
 
 def test_without_the_tags_a_record_has_none(config: ConfigContainer, tmp_path: Path) -> None:

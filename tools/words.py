@@ -1,0 +1,88 @@
+"""Finds turns of phrase that a native engineer would not use; run by `make lint` over src, docs, tools and the README.
+
+    python tools/words.py [PATH ...]
+
+In Python files only comments and strings are read, in Markdown everything; names of code are none of its business.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+RULES = {
+    r"\btakes\b|\b(?:do|does|did|can|could|would)(?: not|n't)? take (?:a|an|no|only|the)\b": "requires, accepts, expects",
+    r"\b(?:is|are|was|were|be) no (?!longer\b|more than\b|less than\b|fewer than\b)": "is not a; there is no",
+    r"\b(?:leave|leaves|leaving|left) (?:\S+ ){1,4}away\b": "drop, omit",
+    r"\bmend(?:s|ed|ing)?\b": "fix",
+    r"\banew\b": "again, from scratch",
+    r"\bsees? to (?:it|its|their|the|that)\b": "check, ensure",
+    r"\bat the (?:most|least)\b": "at most, at least",
+    r"\btold\b|\btellings?\b|\btellers?\b|\btells (?:callbacks|the callbacks|them|it)\b": "called, notified; fires",
+    r"(?<!optimizer\s)(?<!optimizer's\s)(?<!Adam's\s)(?<!first\s)(?<!second\s)(?<!its\s)\bmoments?\b": "event (callbacks), hook (features)",
+    r"\bfolders?\b": "directory",
+    r"\bjournals?\b": "metrics log",
+    r"\bpass(?:es|ed|ing)? over\b": "skip",
+    r"\bculprits?\b|\bverdicts?\b|\baccus\w+|\bconfess\w*|\bwitness\w*": "diagnosis, report",
+    r"\bstands?\b(?! for\b)(?! out\b)(?!-)|\bstood\b": "is, is listed",
+    r"\bhas grown\b|\bgrowth of the batch\b|\bbatch grows\b": "ramp-up",
+    r"\bruns already\b": "is already running",
+    r"\b(?:goes|went|go|going|gone) on\b": "continues",
+    r"\bwhole numbers?\b": "integer",
+    r"\bmay not\b": "must not, might not",
+    r"\b(?:is|are|was|were) (?:said|heard)\b": "is logged, is reported",
+    r"\btoday'?s?\b": "current",
+    r"\bt(?:ake|akes|aking|aken|ook) up\b": "record, start",
+    r"\b(?:is|are|was|were) of (?:another|an other|a different)\b": "was saved with a different, belongs to another",
+    r"\bno letters?\b|\bno form in\b": "cannot be saved, is not a character",
+    r"\bof somebody else\b|\bsomebody else's\b": "another process's, another run's",
+    r"\bthinn(?:ed|ing)\b": "downsampled",
+    r"\bcertificates?\b": "trajectory hash",
+}
+PATTERNS = [(re.compile(pattern.replace(" ", r"\s+"), re.IGNORECASE), rather) for pattern, rather in RULES.items()]
+RIDDLE = re.compile(r"(?:What|Who|How|Where|When|Why|Which)\b|.*\?$")
+
+
+def texts(path: Path) -> Iterator[tuple[int, str]]:
+    """The text that people read, with the number of its first line."""
+    if path.suffix != ".py":
+        yield 1, path.read_text("utf-8")
+        return
+    with tokenize.open(path) as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type == tokenize.COMMENT or "STRING" in tokenize.tok_name[token.type]:
+                yield token.start[0], token.string
+
+
+def findings(path: Path) -> Iterator[tuple[int, str, str]]:
+    """Line, words and what to write rather."""
+    for start, text in texts(path):
+        for pattern, rather in PATTERNS:
+            for match in pattern.finditer(text):
+                yield start + text.count("\n", 0, match.start()), " ".join(match[0].split()), rather
+    if path.suffix == ".py":
+        doc = ast.get_docstring(ast.parse(path.read_bytes()))
+        if doc and RIDDLE.match(doc.partition("\n")[0]):
+            yield 1, doc.partition("\n")[0], "a module's docstring says what it does"
+
+
+def main(words: list[str]) -> int:
+    """Print what is found; 1 if there is something."""
+    roots = [Path(word) for word in words or ("src", "docs", "tools", "README.md")]
+    files = [file for root in roots for file in ([root] if root.is_file() else sorted(root.rglob("*.*")))]
+    found = 0
+    for file in files:
+        if file.suffix in (".py", ".md") and file.name != "words.py":
+            for line, phrase, rather in sorted(findings(file)):
+                found += 1
+                print(f"{file}:{line}: {phrase!r}: rather {rather}")
+    print(f"{found} found in {len(files)} files.")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -26,7 +26,7 @@ from onstep.callbacks import DefaultMetrics, InfoCallback, ProgressCallback
 from onstep.config import ConfigContainer
 from onstep.optim import wrap_optimizer
 from onstep.training import GlobalState, train
-from onstep.training.setup import scheduler_for
+from onstep.training.setup.setup import scheduler_for
 from peer_models import Clock, Workload
 
 LR, CLIP, LOG_INTERVAL = 1e-3, 1.0, 10

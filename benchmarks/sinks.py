@@ -30,13 +30,13 @@ from onstep import Callback, CallbackContext, CallbackManager, JsonLogger
 from onstep.callbacks import MetricSinks
 from onstep.config import ConfigContainer, resolve
 from onstep.data import TrainLoader, build_datasets, build_tokenizer
-from onstep.journal import read_records
+from onstep.metrics_log import read_records
 from onstep.models import build_transformer
 from onstep.optim import build_optimizer
 from onstep.recipes import tiny_gpt_pretrain_config
-from onstep.sinks import RunIdentity
+from onstep.trackers import RunIdentity
 from onstep.training import GlobalState, forward_step, train
-from onstep.training.setup import count_steps, resolve_vocabulary, scheduler_for
+from onstep.training.setup.setup import count_steps, resolve_vocabulary, scheduler_for
 
 LIMIT = 1.05
 
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=15)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    logging.getLogger("onstep.sinks").setLevel(logging.ERROR)  # the one warning of each training is tested elsewhere
+    logging.getLogger("onstep.trackers").setLevel(logging.ERROR)  # the one warning of each training is tested elsewhere
     case = small_case(arguments.steps)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in trackers()}
     for repetition in range(arguments.repetitions + 1):

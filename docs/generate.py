@@ -17,7 +17,7 @@ from onstep.cli.why_features import PARTS, Row
 from onstep.config import ConfigContainer, ConfigPart, TrainingArguments
 from onstep.config.argument_rules import REASONS, ReservedArguments
 from onstep.events import MOMENTS
-from onstep.events.moments import Moment
+from onstep.events.events import Moment
 from onstep.training import loop
 from onstep.training.feature import HOOKS, Feature
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onstep.sinks import RunIdentity
+from onstep.trackers import RunIdentity
 
 
 def identity(folder: Path, **values: Any) -> RunIdentity:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from onstep.journal import read_records
+from onstep.metrics_log import read_records
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from onstep.errors import OnstepError
-from onstep.journal import Journal, JournalError, JournalHeldError, align, read_records, set_aside
+from onstep.metrics_log import Journal, JournalError, JournalHeldError, align, read_records, set_aside
 
 RECORDS = [
     {"global_step": 0, "note": 'a "quoted" {brace} \\ and ☃ é\n', "list": [1, 2.5e-7, -3]},
@@ -378,7 +378,7 @@ def test_forked_child_cannot_append_and_does_not_keep_the_lock(path: Path) -> No
 
 WRITER = """
 import sys
-from onstep.journal import Journal
+from onstep.metrics_log import Journal
 journal = Journal.open(sys.argv[1])
 start = int(sys.argv[2])
 print("ready", flush=True)
@@ -409,5 +409,5 @@ def test_sigkill_at_any_moment_costs_at_most_the_record_being_written(path: Path
 
 
 def test_it_can_be_imported_where_there_is_no_fcntl() -> None:
-    code = "import sys; sys.modules['fcntl'] = None; import onstep.journal"
+    code = "import sys; sys.modules['fcntl'] = None; import onstep.metrics_log"
     subprocess.run([sys.executable, "-c", code], check=True)

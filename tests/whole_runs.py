@@ -12,7 +12,7 @@ from typing import Any
 
 from forked_processes import Processes, output_of
 from onstep.checkpoint import checkpoints, newest_verified
-from onstep.journal import read_records, without_wall_clock
+from onstep.metrics_log import read_records, without_wall_clock
 
 JOBS = Path(__file__).parent / "distributed" / "resume_jobs.py"
 

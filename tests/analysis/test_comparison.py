@@ -12,10 +12,10 @@ import pytest
 from made_logs import log_of, points
 
 from onstep.analysis import TrainingLog, compare_runs, format_comparison
-from onstep.analysis.comparison import ABSENT, differences, flat, number_text, value_text
-from onstep.analysis.run_liveness import is_locked
+from onstep.analysis.logs.run_status import is_locked
+from onstep.analysis.reports.comparison import ABSENT, differences, flat, number_text, value_text
 from onstep.errors import ConfigError
-from onstep.journal import Journal
+from onstep.metrics_log import Journal
 
 CONFIG = {"optimizer": {"lr": 0.1, "betas": [0.9, 0.95]}, "logger": {"log_interval": 1}, "run": {"name": "x"}}
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from onstep.analysis import TrainingLog, export, export_csv, export_parquet, record_file
+from onstep.analysis import TrainingLog, export_csv, export_parquet
+from onstep.analysis.logs import export_tables as export
+from onstep.analysis.logs import record_file
 from onstep.errors import ConfigError, MissingExtraError
 
 RECORDS: list[dict[str, Any]] = [

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from onstep.analysis.smoothing import bulk_limits, outlier_limits
+from onstep.analysis.plots.smoothing import bulk_limits, outlier_limits
 
 
 def test_far_outliers_leave_the_percentiles_with_room() -> None:

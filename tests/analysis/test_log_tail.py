@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from onstep.analysis import LogTail, log_reading
-from onstep.journal import Journal, align, set_aside
+from onstep.analysis import LogTail
+from onstep.analysis.logs import reading as log_reading
+from onstep.metrics_log import Journal, align, set_aside
 
 
 def steps(records: list[dict[str, int]]) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 
 from onstep.analysis import plot_loss
 from onstep.errors import DataError
-from onstep.journal import Journal
+from onstep.metrics_log import Journal
 
 
 def journal(path: Path, records: list[dict[str, object]]) -> Path:

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from onstep.analysis import plot_grad_norm, plot_loss_curves, plot_training_metrics, smooth_values
-from onstep.analysis.plots_axes import LogNumbers, ShortNumbers
+from onstep.analysis.plots.axes import LogNumbers, ShortNumbers
 from onstep.errors import ConfigError, DataError
 
 
@@ -238,7 +238,7 @@ def test_a_log_of_one_record_has_whole_steps_and_points_that_can_be_seen() -> No
 def test_letters_that_no_font_has_are_told_once_and_not_by_a_warning_each(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onstep.analysis.plots_output.FALLBACKS", ("STIXGeneral", "No Such Font"))
+    monkeypatch.setattr("onstep.analysis.plots.output.FALLBACKS", ("STIXGeneral", "No Such Font"))
     logs = [run("\u8bad\u7ec3"), run("\u2a6f b")]
     figure = plot_training_metrics(logs, ["loss"], output_path=tmp_path / "loss.png")
     [said] = [record.getMessage() for record in caplog.records]

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onstep.analysis import TrainingLog, record_file
-from onstep.analysis.record_file import ListColumns
+from onstep.analysis import TrainingLog
+from onstep.analysis.logs import record_file
+from onstep.analysis.logs.record_file import ListColumns
 
 KEYS = [
     "loss",

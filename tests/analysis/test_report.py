@@ -19,8 +19,8 @@ import pytest
 from made_logs import log_of, points, run
 
 from onstep.analysis import TrainingLog, smooth_values, write_report
-from onstep.analysis.report import SCRIPT, group_of, report_data
-from onstep.analysis.smoothing import outlier_limits
+from onstep.analysis.plots.smoothing import outlier_limits
+from onstep.analysis.reports.report import SCRIPT, group_of, report_data
 from onstep.errors import ConfigError, DataError, MissingExtraError
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

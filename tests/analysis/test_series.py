@@ -7,7 +7,7 @@ import math
 import pytest
 from made_logs import log_of, points, run
 
-from onstep.analysis.series import curve, curves, metrics_of, x_axes
+from onstep.analysis.plots.series import curve, curves, metrics_of, x_axes
 from onstep.errors import DataError
 
 

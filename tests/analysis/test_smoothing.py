@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from onstep.analysis import smooth_values
-from onstep.analysis.smoothing import automatic_window, spikes
+from onstep.analysis.plots.smoothing import automatic_window, spikes
 
 
 def reference(values: list[float], window: int) -> list[float]:

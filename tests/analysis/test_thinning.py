@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from onstep.analysis.smoothing import column_means, thin
+from onstep.analysis.plots.smoothing import column_means, thin
 
 
 @pytest.fixture

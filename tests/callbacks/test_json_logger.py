@@ -14,7 +14,7 @@ import pytest
 from onstep.callbacks import JsonLogger
 from onstep.errors import ConfigError
 from onstep.events import CallbackContext, CallbackManager
-from onstep.journal import Journal, read_records
+from onstep.metrics_log import Journal, read_records
 
 
 class Run:

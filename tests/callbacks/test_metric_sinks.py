@@ -19,8 +19,8 @@ from onstep.checkpoint import checkpoints
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
 from onstep.events import CallbackContext
-from onstep.journal import read_records, without_wall_clock
-from onstep.sinks import RecentPoints
+from onstep.metrics_log import read_records, without_wall_clock
+from onstep.trackers import RecentPoints
 from sink_reading import journal_values, scalars, table
 
 
@@ -166,9 +166,9 @@ def test_a_hostile_tracker_costs_one_warning_and_nothing_of_the_run(
     folder = tmp_path / "runs" / "run"
     assert [step for step, _ in journal_values(folder / "trainer_logs.json", "loss")] == list(range(1, 9))
     assert [info.step for info in checkpoints(folder / "checkpoints")][:1] == [8]
-    warnings = [one for one in caplog.records if one.levelname == "WARNING" and one.name.startswith("onstep.sinks")]
+    warnings = [one for one in caplog.records if one.levelname == "WARNING" and one.name.startswith("onstep.trackers")]
     assert len(warnings) == 1
-    assert f"onstep.sinks.replay({str(folder / 'trainer_logs.json')!r}, sink)" in warnings[0].getMessage()
+    assert f"onstep.trackers.replay({str(folder / 'trainer_logs.json')!r}, sink)" in warnings[0].getMessage()
     assert list(table(folder / "metrics.csv").loss.dropna()) == [
         loss for _, loss in journal_values(folder / "trainer_logs.json", "loss")
     ]
@@ -347,9 +347,9 @@ def test_what_a_tracker_has_never_been_given_survives_any_number_of_kills(tmp_pa
 
 
 def test_settled_points_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onstep.sinks.points.SETTLING_SECONDS", 0.0)
-    monkeypatch.setattr("onstep.sinks.sink_queue.SETTLING_SECONDS", 0.0)
-    monkeypatch.setattr("onstep.sinks.sink_queue._MARK_SECONDS", 0.0)
+    monkeypatch.setattr("onstep.trackers.points.SETTLING_SECONDS", 0.0)
+    monkeypatch.setattr("onstep.trackers.tracker_queue.SETTLING_SECONDS", 0.0)
+    monkeypatch.setattr("onstep.trackers.tracker_queue._MARK_SECONDS", 0.0)
     sink = Remembering()
     callback = MetricSinks(sink)
     callback.on_train_start(_context(tmp_path))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from onstep import pretrain
-from onstep.callbacks.memory import PeakMemory
+from onstep.callbacks.peak_memory import PeakMemory
 from onstep.config import ConfigContainer
 
 GIB = 2**30

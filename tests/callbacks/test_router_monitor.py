@@ -13,7 +13,7 @@ from onstep.config import apply_overrides
 from onstep.errors import ConfigError
 from onstep.events import Callback
 from onstep.metrics.moe_losses import collapse, router_load
-from onstep.models.router import Router
+from onstep.models.layers.router import Router
 
 EXPERTS, TOPK = 4, 2
 

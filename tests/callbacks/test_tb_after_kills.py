@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from event_files import scalars, steps_by_tag
 
-from onstep.journal import read_records
+from onstep.metrics_log import read_records
 from whole_runs import Ranks, forked
 
 JOBS = Path(__file__).with_name("tb_jobs.py")

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from onstep import Callback, CallbackManager, pretrain
-from onstep.callbacks.throughput import ThroughputMonitor
+from onstep.callbacks.throughput_monitor import ThroughputMonitor
 from onstep.config import ConfigContainer
 from onstep.data import EvalLoader, TrainLoader
 from onstep.errors import ConfigError
-from onstep.journal import without_wall_clock
+from onstep.metrics_log import without_wall_clock
 from onstep.optim import TrainingOptimizer
 from onstep.training import GlobalState, train
-from onstep.training.signals import ExitWatch
+from onstep.training.runs.signals import ExitWatch
 
 ROW, FORWARD, UPDATE, EVALUATION, CALLBACK, SAVE = 1, 10, 100, 1_000, 10_000, 100_000
 """Seconds that one of each takes; the digits of a sum tell what it is made of."""

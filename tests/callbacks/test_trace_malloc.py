@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from onstep import Callback, pretrain
-from onstep.callbacks.memory import TraceMalloc
+from onstep.callbacks.peak_memory import TraceMalloc
 from onstep.callbacks.profiler_callback import ProfilerCallback
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
@@ -45,7 +45,7 @@ def config(tiny_config: ConfigContainer) -> ConfigContainer:
 
 def reports(config: ConfigContainer, callback: TraceMalloc, caplog: pytest.LogCaptureFixture) -> list[str]:
     caplog.clear()
-    with caplog.at_level(logging.INFO, logger="onstep.callbacks.memory"):
+    with caplog.at_level(logging.INFO, logger="onstep.callbacks.peak_memory"):
         pretrain(config, callbacks=[Leak(), callback])
     return [message for message in caplog.messages if message.startswith("memory at step")]
 
@@ -104,7 +104,7 @@ def test_where_a_profiler_records_it_makes_no_report_and_the_next_one_has_the_gr
 def test_without_psutil_the_message_has_the_install_line(config: ConfigContainer) -> None:
     code = (
         "import sys; sys.modules['psutil'] = None\n"
-        "from onstep.callbacks.memory import TraceMalloc\n"
+        "from onstep.callbacks.peak_memory import TraceMalloc\n"
         "TraceMalloc(monitor_system_memory=False).on_train_begin(None, None, None)\n"
         "TraceMalloc().on_train_begin(None, None, None)\n"
     )

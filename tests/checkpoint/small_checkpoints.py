@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from onstep.checkpoint.manifest import ComponentEntry, Manifest
-from onstep.checkpoint.store import FileStore
-from onstep.checkpoint.tensor_file import FileDigest
-from onstep.checkpoint.transaction import SaveTransaction
+from onstep.checkpoint.format.tensor_file import FileDigest
+from onstep.checkpoint.storage.manifest import ComponentEntry, Manifest
+from onstep.checkpoint.storage.store import FileStore
+from onstep.checkpoint.storage.transaction import SaveTransaction
 
 FILES = {"model/model.safetensors": b"weights " * 50, "model/state.json": b"{}", "rng/rank_0.json": b"[1, 2]"}
 

@@ -27,7 +27,7 @@ from onstep.checkpoint import (
     StateComponent,
     verify,
 )
-from onstep.checkpoint.snapshot import WarmBuffers
+from onstep.checkpoint.storage.memory_copies import WarmBuffers
 from onstep.distributed import World
 from onstep.errors import CheckpointError
 

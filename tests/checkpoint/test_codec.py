@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onstep.checkpoint.codec import (
+from onstep.checkpoint.format.codec import (
     check_encodable,
     decode_state,
     document_from_bytes,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from small_checkpoints import FILES, write_checkpoint
 
-from onstep.checkpoint.discovery import checkpoints, newest_verified, resolve
-from onstep.checkpoint.manifest import MANIFEST
+from onstep.checkpoint.catalog.discovery import checkpoints, newest_verified, resolve
+from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.errors import CheckpointError
 
 

@@ -25,7 +25,7 @@ from onstep.checkpoint import (
     StateComponent,
     verify,
 )
-from onstep.checkpoint.discovery import verify_shown
+from onstep.checkpoint.catalog.discovery import verify_shown
 from onstep.distributed import World
 from onstep.errors import CheckpointError, ConfigError
 

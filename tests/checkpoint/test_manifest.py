@@ -13,8 +13,8 @@ import pytest
 from blake3 import blake3
 from small_checkpoints import FILES, make_manifest, write_checkpoint
 
-from onstep.checkpoint.manifest import MANIFEST, MANIFEST_BYTES, read_manifest, verify
-from onstep.checkpoint.tensor_file import FileDigest
+from onstep.checkpoint.format.tensor_file import FileDigest
+from onstep.checkpoint.storage.manifest import MANIFEST, MANIFEST_BYTES, read_manifest, verify
 from onstep.errors import CheckpointError
 
 GOOD_HASH = "0" * 64

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from small_checkpoints import make_manifest, write_checkpoint
 
-from onstep.checkpoint.discovery import CheckpointInfo, checkpoints
-from onstep.checkpoint.retention import Retention, best, to_delete
-from onstep.checkpoint.store import FileStore
+from onstep.checkpoint.catalog.discovery import CheckpointInfo, checkpoints
+from onstep.checkpoint.catalog.retention import Retention, best, to_delete
+from onstep.checkpoint.storage.store import FileStore
 from onstep.errors import ConfigError
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from onstep.checkpoint.codec import decode_state, document_from_bytes, document_to_bytes, encode_state
+from onstep.checkpoint.format.codec import decode_state, document_from_bytes, document_to_bytes, encode_state
+from onstep.checkpoint.format.tensor_file import read_tensors, write_tensors
 from onstep.checkpoint.states import RngState
-from onstep.checkpoint.tensor_file import read_tensors, write_tensors
 from onstep.errors import CheckpointError
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]

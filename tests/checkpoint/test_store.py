@@ -10,10 +10,10 @@ import pytest
 from blake3 import blake3
 from small_checkpoints import FILES, make_manifest, prepared, write_checkpoint
 
-from onstep.checkpoint.discovery import newest_verified
-from onstep.checkpoint.manifest import verify
-from onstep.checkpoint.store import HASH_ASIDE_BYTES, FileStore, Operation
-from onstep.checkpoint.transaction import SaveTransaction, sweep
+from onstep.checkpoint.catalog.discovery import newest_verified
+from onstep.checkpoint.storage.manifest import verify
+from onstep.checkpoint.storage.store import HASH_ASIDE_BYTES, FileStore, Operation
+from onstep.checkpoint.storage.transaction import SaveTransaction, sweep
 from onstep.errors import CheckpointError
 
 

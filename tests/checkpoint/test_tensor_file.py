@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint import state_dict_loader as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from onstep.checkpoint.codec import encode_state
-from onstep.checkpoint.tensor_file import (
+from onstep.checkpoint.format.codec import encode_state
+from onstep.checkpoint.format.tensor_file import (
     CHUNK_BYTES,
     WRITE_BYTES,
     read_header,
@@ -30,7 +30,7 @@ from onstep.checkpoint.tensor_file import (
     read_tensors,
     write_tensors,
 )
-from onstep.checkpoint.tensor_header import DTYPE_NAMES
+from onstep.checkpoint.format.tensor_header import DTYPE_NAMES
 from onstep.errors import CheckpointError, UnsupportedStateError
 
 

@@ -20,9 +20,9 @@ from torch import nn
 
 from onstep import JsonLogger, Trainer, TrainingArguments, pretrain
 from onstep.checkpoint import FileDigest, FileStore, SaveTransaction, encode_state, newest_verified, read_manifest
-from onstep.checkpoint.codec import document_to_bytes
-from onstep.checkpoint.manifest import ComponentEntry, Manifest
-from onstep.checkpoint.tensor_file import write_tensors
+from onstep.checkpoint.format.codec import document_to_bytes
+from onstep.checkpoint.format.tensor_file import write_tensors
+from onstep.checkpoint.storage.manifest import ComponentEntry, Manifest
 from onstep.cli.main import main
 from onstep.config import ConfigContainer, apply_overrides
 from onstep.models import load_hf

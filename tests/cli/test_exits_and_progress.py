@@ -13,7 +13,7 @@ import pytest
 from test_train_signals import Command
 
 from forked_processes import Processes, output_of
-from onstep.journal import read_records
+from onstep.metrics_log import read_records
 
 HEAVY = "callbacks=[struck:Struck,struck:Heavy]"
 INTERVAL = ["train.exit_interval=4"]

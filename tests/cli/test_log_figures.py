@@ -18,11 +18,11 @@ from onstep.analysis import TrainingLog
 from onstep.callbacks import JsonLogger
 from onstep.cli.main import main
 from onstep.config import ConfigContainer
-from onstep.journal import Journal
+from onstep.metrics_log import Journal
 
 WRITER = """
 import sys
-from onstep.journal import Journal
+from onstep.metrics_log import Journal
 with Journal.open(sys.argv[1]) as journal:
     for step in range(1, 10**9):
         journal.append({"timestamp": 1000.0 + step, "global_step": step, "epoch": step / 1e3, "loss": 5 / step})

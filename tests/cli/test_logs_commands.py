@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from onstep.analysis import LogTail
-from onstep.analysis.run_liveness import ending_of, is_locked
-from onstep.cli import logs_tail
+from onstep.analysis.logs.run_status import ending_of, is_locked
+from onstep.cli.logs import tail as logs_tail
 from onstep.cli.main import main
-from onstep.journal import Journal, align
+from onstep.metrics_log import Journal, align
 
 RECORDS: list[dict[str, Any]] = [
     {"timestamp": 1.7e9, "global_step": 10, "epoch": 0.5, "loss": 3.0, "learning_rate": 1e-3},

@@ -11,9 +11,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from onstep.cli.logs_replay import replay
+from onstep.cli.logs.replay import replay
 from onstep.errors import ConfigError, OnstepError
-from onstep.journal import Journal
+from onstep.metrics_log import Journal
 from sink_reading import scalars, table
 
 app = typer.Typer()
@@ -23,7 +23,7 @@ app.command()(replay)
 @pytest.fixture(autouse=True)
 def quiet_again() -> Iterator[None]:
     """The command lets trackers tell where they record; other tests are not to hear of it."""
-    sinks = logging.getLogger("onstep.sinks")
+    sinks = logging.getLogger("onstep.trackers")
     before = sinks.level
     yield
     sinks.setLevel(before)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from onstep.analysis.run_liveness import is_locked
-from onstep.cli.logs_reading import file_prefix, output_path, read_logs
+from onstep.analysis.logs.run_status import is_locked
+from onstep.cli.logs.reading import file_prefix, output_path, read_logs
 from onstep.cli.main import COMMANDS, in_options, main
 from onstep.errors import ConfigError
-from onstep.journal import Journal
+from onstep.metrics_log import Journal
 
 
 def made(folder: Path, num_steps: int = 3) -> Path:

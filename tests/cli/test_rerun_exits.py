@@ -12,8 +12,8 @@ from test_train_signals import Command
 
 from forked_processes import Processes, output_of
 from onstep.checkpoint import newest_verified
-from onstep.checkpoint.codec import decode_state
-from onstep.checkpoint.tensor_file import read_tensors
+from onstep.checkpoint.format.codec import decode_state
+from onstep.checkpoint.format.tensor_file import read_tensors
 
 ONE, OTHER = "node-1/gpu-0", "node-2/gpu-0"
 VALIDATE = "rerun_state_machine.rerun_mode=validate_results"

@@ -16,7 +16,7 @@ import pytest
 
 from forked_processes import Processes, output_of
 from onstep.checkpoint import checkpoints
-from onstep.journal import read_records, without_wall_clock
+from onstep.metrics_log import read_records, without_wall_clock
 
 STRUCK = Path(__file__).with_name("struck.py")
 JOBS = Path(__file__).parent.parent / "distributed" / "resume_jobs.py"

@@ -15,7 +15,7 @@ from every_callback import discovered, make
 
 from forked_processes import Processes
 from onstep.checkpoint import decode_state, encode_state
-from onstep.journal import read_records
+from onstep.metrics_log import read_records
 from whole_runs import Ranks, check_same, forked
 
 NAMES = sorted(discovered())

@@ -26,7 +26,7 @@ from the_page import (
 import onstep.callbacks as callbacks
 from onstep import TrainerCallback, pretrain
 from onstep.config import ConfigContainer
-from onstep.journal import read_records
+from onstep.metrics_log import read_records
 
 
 def parameters_of(name: str) -> dict[str, inspect.Parameter]:

@@ -29,7 +29,7 @@ from onstep.callbacks import JsonLogger
 from onstep.config import ConfigContainer, config_to_args, merge, resolve
 from onstep.config.part import ConfigPart
 from onstep.data import build_datasets
-from onstep.data.tokenizers import build_tokenizer
+from onstep.data.corpus.tokenizers import build_tokenizer
 from onstep.events import VALID_EVENTS, Callback
 from onstep.models import build_transformer
 from sink_reading import scalars
@@ -47,8 +47,8 @@ WHOLE = tuple(f"config/{name}.py" for name in ("conversion", "derived", "differe
 """What goes over whole configurations: a value that it reads has no effect by that."""
 
 PRETRAIN_DOOR = (
-    "training/pretrain.py", "training/setup.py:set_up", "training/setup.py:resolve_vocabulary",
-    "training/model_and_data.py", "training/pretrained.py", "training/final_weights.py:_",
+    "training/pretrain.py", "training/setup/setup.py:set_up", "training/setup/setup.py:resolve_vocabulary",
+    "training/setup/model_and_data.py", "training/setup/pretrained.py", "training/setup/final_weights.py:_",
 )  # fmt: skip
 """Code that runs for `pretrain()` alone; that of `trainer/` runs for `Trainer` alone."""
 

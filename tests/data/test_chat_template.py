@@ -10,7 +10,7 @@ import pytest
 
 from onstep.config.parts import DatasetConfig
 from onstep.data import ByteTokenizer, PlainTemplate, TokenizerTemplate, learn_bpe, template_for, tokenizer_source
-from onstep.data.tokenizers import HuggingFaceTokenizer
+from onstep.data.corpus.tokenizers import HuggingFaceTokenizer
 from onstep.errors import DataError
 
 transformers = pytest.importorskip("transformers")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onstep.data import SampleOrder, TrainLoader
-from onstep.data.order import ids_in_force, skip_samples
+from onstep.data.loaders.sample_order import ids_in_force, skip_samples
 from onstep.errors import DataError
 
 

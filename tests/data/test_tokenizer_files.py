@@ -11,8 +11,8 @@ import pytest
 
 from onstep.config.parts import DatasetConfig
 from onstep.data import build_tokenizer, learn_bpe, tokenizer_source
-from onstep.data.tokenizer_files import keep_ids_in_transformers, tokenizer_in_folder
-from onstep.data.tokenizers import TokenizersTokenizer
+from onstep.data.corpus.tokenizer_files import keep_ids_in_transformers, tokenizer_in_folder
+from onstep.data.corpus.tokenizers import TokenizersTokenizer
 
 transformers = pytest.importorskip("transformers")
 

@@ -22,7 +22,7 @@ from onstep.callbacks import RouterMonitor
 from onstep.config import ConfigContainer, apply_overrides
 from onstep.config.parts import DistributedDataParallelConfig, DistributedInitConfig
 from onstep.distributed import data_parallel, open_world
-from onstep.models.router import Router
+from onstep.models.layers.router import Router
 from onstep.recipes import tiny_gpt_pretrain_config
 
 RANK = int(os.environ.get("RANK", "0"))

@@ -23,14 +23,14 @@ from onstep import Callback, CallbackManager, TrainerCallback
 from onstep.callbacks import GradNormLogger, JsonLogger, ParameterNormLogger, WeightNormLogger
 from onstep.config import ConfigContainer
 from onstep.distributed import open_world
-from onstep.metrics.named_parameters import named_parameters
-from onstep.metrics.parameter_norms import (
+from onstep.metrics.norms.named_parameters import named_parameters
+from onstep.metrics.norms.parameter_norms import (
     gradient_norms,
     local_norms,
     parameter_norms,
     report_l2_norm_grad,
 )
-from onstep.metrics.spectral_norms import SpectralNorms
+from onstep.metrics.norms.spectral_norms import SpectralNorms
 from onstep.optim import TrainingOptimizer
 from onstep.training import GlobalState, train
 

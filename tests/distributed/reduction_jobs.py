@@ -31,7 +31,7 @@ from onstep.metrics import (
     reduce_max_memory_across_pp_group,
     reduce_max_stat_across_model_parallel_group,
 )
-from onstep.metrics.parameter_norms import parameter_norms, total_norm
+from onstep.metrics.norms.parameter_norms import parameter_norms, total_norm
 from onstep.models import build_transformer
 from onstep.optim import build_optimizer
 from onstep.training import train_step

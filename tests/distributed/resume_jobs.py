@@ -22,15 +22,15 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-import onstep.checkpoint.manager
+import onstep.checkpoint.checkpoint_manager
 import onstep.optim.optimizer
-import onstep.training.rerun
+import onstep.training.rerun.machine
 from onstep import CallbackManager, JsonLogger, Trainer, TrainerCallback, TrainingArguments, pretrain
-from onstep.checkpoint.store import FileStore, Operation
+from onstep.checkpoint.storage.store import FileStore, Operation
 from onstep.config import ConfigContainer, apply_overrides
 from onstep.optim import DeviceFiniteGate
 from onstep.recipes import tiny_gpt_pretrain_config
-from onstep.training import signals
+from onstep.training.runs import signals
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -122,7 +122,7 @@ def prepare_strikes(settings: dict[str, Any], manager: CallbackManager | None) -
     operations = [one for one in strikes if "operation" in one]
     if operations or settings.get("slow_save"):
         on_operation = _slow_and_struck(settings.get("slow_save", 0.0), operations)
-        onstep.checkpoint.manager.FileStore = functools.partial(FileStore, on_operation)
+        onstep.checkpoint.checkpoint_manager.FileStore = functools.partial(FileStore, on_operation)
 
 
 def strike(one: dict[str, Any]) -> None:
@@ -189,7 +189,7 @@ def job_cli(settings: dict[str, Any]) -> None:
     from onstep.cli.main import main
 
     if "device" in settings:  # what a restart on another machine would say
-        onstep.training.rerun.device_identity = lambda world: settings["device"]
+        onstep.training.rerun.machine.device_identity = lambda world: settings["device"]
     prepare_strikes(settings, None)
     raise SystemExit(main(settings["argv"]))
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from onstep.cli.main import main
-from onstep.journal import read_records
+from onstep.metrics_log import read_records
 from whole_runs import Ranks, check_same, forked, samples_of_epochs, taken
 
 pytestmark = pytest.mark.distributed

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from forked_processes import Processes
-from onstep.journal import read_records, without_wall_clock
+from onstep.metrics_log import read_records, without_wall_clock
 from whole_runs import Ranks, check_same
 
 pytestmark = pytest.mark.distributed

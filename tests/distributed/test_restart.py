@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from onstep.config import ConfigContainer, save_yaml
-from onstep.journal import read_records, without_wall_clock
+from onstep.metrics_log import read_records, without_wall_clock
 
 pytestmark = pytest.mark.distributed
 

@@ -12,7 +12,7 @@ import pytest
 
 import onstep.events
 from onstep.events import Callback, CallbackContext, CallbackManager, Control, Dispatcher, TrainerCallback
-from onstep.events.moments import MOMENTS
+from onstep.events.events import MOMENTS
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from onstep.events import CallbackContext, Control
-from onstep.events.moments import moment_of
+from onstep.events.events import moment_of
 from onstep.events.signatures import as_handler
 
 SEEN: list[Any] = []

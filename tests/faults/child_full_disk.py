@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from fault_saves import Holder, debris
 
+from onstep.checkpoint.catalog.discovery import newest_verified
+from onstep.checkpoint.checkpoint_manager import CheckpointManager, SaveRequest
 from onstep.checkpoint.components import SharingPattern, StateComponent
-from onstep.checkpoint.discovery import newest_verified
-from onstep.checkpoint.manager import CheckpointManager, SaveRequest
 from onstep.distributed import World
 from onstep.errors import CheckpointError
 

@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from onstep.checkpoint.store import FileStore
-from onstep.checkpoint.transaction import SaveTransaction
+from onstep.checkpoint.storage.store import FileStore
+from onstep.checkpoint.storage.transaction import SaveTransaction
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fault_saves import DRIVERS, Recorder
 
-from onstep.checkpoint.store import FileStore
+from onstep.checkpoint.storage.store import FileStore
 
 
 def main() -> None:

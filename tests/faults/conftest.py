@@ -12,7 +12,7 @@ import pytest
 from fault_saves import DRIVERS, Recorder
 from forking import Children
 
-from onstep.checkpoint.store import FileStore, Operation
+from onstep.checkpoint.storage.store import FileStore, Operation
 
 
 @pytest.fixture(scope="module")

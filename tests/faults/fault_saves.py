@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 import torch
 
+from onstep.checkpoint.catalog.discovery import CheckpointInfo, checkpoints, newest_verified
+from onstep.checkpoint.catalog.retention import Retention, to_delete
+from onstep.checkpoint.checkpoint_manager import CheckpointManager, SaveRequest
 from onstep.checkpoint.components import SharingPattern, StateComponent
-from onstep.checkpoint.discovery import CheckpointInfo, checkpoints, newest_verified
-from onstep.checkpoint.manager import CheckpointManager, SaveRequest
-from onstep.checkpoint.manifest import ComponentEntry, Manifest, verify
-from onstep.checkpoint.retention import Retention, to_delete
-from onstep.checkpoint.store import FileStore, Operation
-from onstep.checkpoint.transaction import LATEST, SaveTransaction
+from onstep.checkpoint.storage.manifest import ComponentEntry, Manifest, verify
+from onstep.checkpoint.storage.store import FileStore, Operation
+from onstep.checkpoint.storage.transaction import LATEST, SaveTransaction
 from onstep.distributed import World
 from onstep.errors import CheckpointError
 

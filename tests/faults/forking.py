@@ -42,7 +42,7 @@ def serve() -> None:
     import torch
     from fault_saves import DRIVERS, DieAt
 
-    from onstep.checkpoint.store import FileStore
+    from onstep.checkpoint.storage.store import FileStore
 
     torch.set_num_threads(1)
     for line in sys.stdin:

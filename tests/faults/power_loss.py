@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
-from onstep.checkpoint.store import Operation
+from onstep.checkpoint.storage.store import Operation
 
 Tree = tuple[tuple[str, bytes | None], ...]
 """All paths below the root, in order, with the bytes of files and None for folders."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from fault_saves import DRIVERS, debris, what_is_wrong
 
-from onstep.checkpoint.store import FileStore
+from onstep.checkpoint.storage.store import FileStore
 from onstep.errors import CheckpointError
 
 pytestmark = pytest.mark.faults

@@ -12,8 +12,8 @@ import pytest
 from fault_saves import DIED, DRIVERS, DieAt, FailAt, debris, what_is_wrong
 from forking import Children
 
-from onstep.checkpoint.store import FileStore, Operation
-from onstep.checkpoint.transaction import sweep
+from onstep.checkpoint.storage.store import FileStore, Operation
+from onstep.checkpoint.storage.transaction import sweep
 from onstep.errors import CheckpointError
 
 pytestmark = pytest.mark.faults

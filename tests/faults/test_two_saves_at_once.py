@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from fault_saves import DRIVERS, debris, what_is_wrong
 
-from onstep.checkpoint.store import FileStore
-from onstep.checkpoint.transaction import SaveTransaction, sweep
+from onstep.checkpoint.storage.store import FileStore
+from onstep.checkpoint.storage.transaction import SaveTransaction, sweep
 
 pytestmark = pytest.mark.faults
 

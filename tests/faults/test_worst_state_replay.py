@@ -12,8 +12,8 @@ import pytest
 from fault_saves import DRIVERS, Recorder, what_is_wrong
 from power_loss import Disk, Tree, states_after_power_loss, write_tree
 
-from onstep.checkpoint.store import FileStore, Operation
-from onstep.checkpoint.transaction import sweep
+from onstep.checkpoint.storage.store import FileStore, Operation
+from onstep.checkpoint.storage.transaction import sweep
 
 pytestmark = pytest.mark.faults
 

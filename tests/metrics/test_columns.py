@@ -6,7 +6,7 @@ from dataclasses import astuple
 
 import pytest
 
-from onstep.metrics.console import (
+from onstep.metrics.console_table import (
     ColumnSpec,
     MetricSpec,
     default_final_metrics,

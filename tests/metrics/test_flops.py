@@ -15,7 +15,7 @@ from onstep.metrics import MFU_DEFINITION, model_flops_utilization, num_floating
 from onstep.metrics.model_shape import ModelShape
 from onstep.models import Transformer, build_transformer
 from onstep.recipes import get_recipe
-from onstep.training.lora import add_lora
+from onstep.training.setup.lora import add_lora
 
 DENSE = ModelConfig(num_layers=3, hidden_size=48, num_attention_heads=4, vocab_size=96, seq_length=32)
 GROUPED = ModelConfig(

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from onstep.journal import read_records
 from onstep.metrics.json_log_writer import JsonLogWriter
+from onstep.metrics_log import read_records
 
 NAME = "norms.json"
 

@@ -12,7 +12,7 @@ from onstep.config.parts import ConfigContainer, ModelConfig
 from onstep.metrics import estimate_training_memory, format_training_memory_estimate
 from onstep.models import Transformer, build_transformer
 from onstep.optim import build_optimizer
-from onstep.training.lora import add_lora
+from onstep.training.setup.lora import add_lora
 
 SIZES = {"hidden_size": 128, "ffn_hidden_size": 512, "num_attention_heads": 4, "vocab_size": 512, "seq_length": 128}
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 64}

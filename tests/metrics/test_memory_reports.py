@@ -19,7 +19,7 @@ from onstep.metrics import (
     report_theoretical_memory,
     start_memory_history_recording,
 )
-from onstep.metrics.memory import save_memory_snapshot
+from onstep.metrics.memory_reports import save_memory_snapshot
 from onstep.models import build_transformer
 
 DOCUMENTED = {

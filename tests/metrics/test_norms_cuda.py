@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from onstep.metrics.parameter_norms import full_norms, local_parameter_norms, parameter_norms
-from onstep.metrics.params_l2_norm import calc_params_l2_norm, unread_params_l2_norm
-from onstep.metrics.spectral_norms import SpectralNorms
+from onstep.metrics.norms.parameter_norms import full_norms, local_parameter_norms, parameter_norms
+from onstep.metrics.norms.params_l2_norm import calc_params_l2_norm, unread_params_l2_norm
+from onstep.metrics.norms.spectral_norms import SpectralNorms
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

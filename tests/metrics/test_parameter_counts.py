@@ -19,7 +19,7 @@ from onstep.metrics.model_shape import (
 )
 from onstep.models import Transformer, build_transformer
 from onstep.optim.param_groups import trainable_parameters
-from onstep.training.lora import add_lora
+from onstep.training.setup.lora import add_lora
 
 DENSE = ModelConfig(num_layers=3, hidden_size=48, num_attention_heads=4, vocab_size=96, seq_length=32)
 MOE = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24}

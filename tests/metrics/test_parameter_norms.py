@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import onstep.metrics.parameter_norms as parameter_norms_module
-from onstep.metrics.named_parameters import MissingOnce, missing_parameters, named_parameters
-from onstep.metrics.parameter_norms import (
+import onstep.metrics.norms.parameter_norms as parameter_norms_module
+from onstep.metrics.norms.named_parameters import MissingOnce, missing_parameters, named_parameters
+from onstep.metrics.norms.parameter_norms import (
     gradient_norms,
     local_norms,
     local_parameter_norms,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from onstep.errors import ConfigError
 from onstep.metrics import calc_dtensor_params_l2_norm, calc_params_l2_norm
-from onstep.metrics.params_l2_norm import unread_params_l2_norm
+from onstep.metrics.norms.params_l2_norm import unread_params_l2_norm
 
 BF16 = SimpleNamespace(bf16=True)
 

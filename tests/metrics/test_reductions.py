@@ -15,7 +15,7 @@ from onstep.metrics import (
     param_is_not_shared,
     reduce_max_stat_across_model_parallel_group,
 )
-from onstep.metrics.params_l2_norm import is_counted
+from onstep.metrics.norms.params_l2_norm import is_counted
 
 
 @pytest.mark.parametrize(

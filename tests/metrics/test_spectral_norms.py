@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from onstep.checkpoint import decode_state, encode_state
 from onstep.errors import ConfigError
-from onstep.metrics.named_parameters import missing_parameters
-from onstep.metrics.spectral_norms import SpectralNorms
+from onstep.metrics.norms.named_parameters import missing_parameters
+from onstep.metrics.norms.spectral_norms import SpectralNorms
 
 
 def exact(tensor: Tensor) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onstep.config.parts import ModelConfig
 from onstep.models import Transformer, build_transformer
-from onstep.models.feed_forward import GroupedProduct, LoopedProduct, MixtureOfExperts, can_group
+from onstep.models.layers.feed_forward import GroupedProduct, LoopedProduct, MixtureOfExperts, can_group
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

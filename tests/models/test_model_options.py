@@ -214,7 +214,7 @@ def test_the_largest_attention_logit_is_that_of_the_pairs_that_are_looked_at(gro
 
 
 def test_logits_in_blocks_are_those_of_the_whole():
-    from onstep.models.layer import largest_logit
+    from onstep.models.layers.layer import largest_logit
 
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(3, 4, 17, 8, generator=generator), torch.randn(3, 2, 17, 8, generator=generator)

@@ -66,7 +66,7 @@ def positions_of(tokens, documents, depth):
 
 
 def context_of(model, tokens, documents):
-    from onstep.models.context import chosen_positions, sequence_context
+    from onstep.models.layers.sequence_context import chosen_positions, sequence_context
 
     return sequence_context(model.rotary, tokens, None, chosen_positions(None, documents), documents)
 

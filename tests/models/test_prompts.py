@@ -11,10 +11,17 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
 from onstep.config.parts import ModelConfig
-from onstep.data.tokenizers import ByteTokenizer
+from onstep.data.corpus.tokenizers import ByteTokenizer
 from onstep.errors import ConfigError
 from onstep.models import build_transformer, generate
-from onstep.models.prompts import can_generate, check_options, continue_prompts, decode_new, encode_prompt, left_padded
+from onstep.models.generation.prompts import (
+    can_generate,
+    check_options,
+    continue_prompts,
+    decode_new,
+    encode_prompt,
+    left_padded,
+)
 
 GREEDY = {"do_sample": False}
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 20}

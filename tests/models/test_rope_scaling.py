@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from onstep.models.rotary import RotaryTables
+from onstep.models.layers.rotary import RotaryTables
 
 WIDTH, LENGTH = 16, 64
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -2,7 +2,7 @@ import math
 
 import torch
 
-from onstep.models.rotary import RotaryTables, rotate
+from onstep.models.layers.rotary import RotaryTables, rotate
 
 
 def turned(x, position, base=100.0):

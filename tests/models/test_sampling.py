@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from onstep.errors import ConfigError
-from onstep.models.generation import Sampling
+from onstep.models.generation.generate import Sampling
 
 PROBABILITIES = torch.tensor([0.05, 0.5, 0.15, 0.3])
 

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onstep.optim import MuonWithAdamW, TrainingOptimizer
-from onstep.optim.own_step import OwnStep
+from onstep.optim.fused_step import OwnStep
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

@@ -13,7 +13,7 @@ from onstep import CallbackManager, Trainer, TrainingArguments, pretrain
 from onstep.config import ConfigContainer, resolve
 from onstep.data import TrainLoader, build_datasets, build_tokenizer
 from onstep.models import Transformer, build_transformer
-from onstep.training.setup import resolve_vocabulary
+from onstep.training.setup.setup import resolve_vocabulary
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from plain_loop import plain_loop

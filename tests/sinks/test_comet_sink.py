@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tracker_reading import CometArchive, comet_archives, without_keys
 
-from onstep.sinks import RunIdentity
-from onstep.sinks.comet_sink import CometSink, Segment, finish_segments
+from onstep.trackers import RunIdentity
+from onstep.trackers.services.comet_tracker import CometSink, Segment, finish_segments
 
 RUN_ID = "0123456789abcdef" * 2
 

@@ -10,7 +10,7 @@ import pytest
 
 from hostile_sinks import identity
 from onstep.errors import OnstepError
-from onstep.sinks import Point, make_sink
+from onstep.trackers import Point, make_sink
 from sink_reading import table
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onstep.sinks.sink_queue import Deliveries
+from onstep.trackers.tracker_queue import Deliveries
 
 
 def test_what_was_taken_settles_after_two_seconds() -> None:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from onstep.sinks.sink_names import metric_name, parameters
+from onstep.trackers.metric_names import metric_name, parameters
 
 ACCEPTED = re.compile(r"[/\w.\- :]*")
 

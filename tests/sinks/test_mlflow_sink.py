@@ -11,8 +11,8 @@ import pytest
 from mlflow.exceptions import MlflowException
 from tracker_reading import mlflow_points, mlflow_runs, without_keys
 
-from onstep.sinks import RunIdentity
-from onstep.sinks.mlflow_sink import MlflowSink
+from onstep.trackers import RunIdentity
+from onstep.trackers.services.mlflow_tracker import MlflowSink
 
 
 @pytest.fixture(autouse=True)

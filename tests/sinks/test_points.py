@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onstep.sinks import Point, RecentPoints, numbers_of
+from onstep.trackers import Point, RecentPoints, numbers_of
 
 
 def points_every(seconds: float, steps: int) -> RecentPoints:

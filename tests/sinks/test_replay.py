@@ -14,8 +14,8 @@ from hostile_sinks import Raising, Remembering
 from onstep import JsonLogger, pretrain
 from onstep.callbacks import MetricSinks
 from onstep.config import ConfigContainer
-from onstep.journal import Journal, JournalError
-from onstep.sinks import make_sink, replay
+from onstep.metrics_log import Journal, JournalError
+from onstep.trackers import make_sink, replay
 from sink_reading import scalars, table
 
 

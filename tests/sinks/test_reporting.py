@@ -20,8 +20,8 @@ from onstep.config import (
 )
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager
-from onstep.sinks import metric_sink
-from onstep.sinks.reporting import asked_names, attach_trackers, reporting_sinks
+from onstep.trackers import tracker as metric_sink
+from onstep.trackers.report_to import asked_names, attach_trackers, reporting_sinks
 
 ALL = ["csv", "tensorboard", "wandb", "mlflow", "comet", "trackio"]
 

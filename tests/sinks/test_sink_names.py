@@ -7,8 +7,8 @@ import math
 import pytest
 
 from onstep.errors import ConfigError
-from onstep.sinks import Point, RunPoints, make_sink, points_for, tracker_names
-from onstep.sinks.sink_names import SINKS, bridge_names
+from onstep.trackers import Point, RunPoints, make_sink, points_for, tracker_names
+from onstep.trackers.metric_names import SINKS, bridge_names
 
 
 def test_metrics_are_called_as_hugging_faces_integrations_call_them() -> None:

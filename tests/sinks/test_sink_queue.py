@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from hostile_sinks import Hanging, Raising, Remembering, identity
-from onstep.sinks import Point, SinkQueue
-from onstep.sinks.sink_queue import CircuitBreaker
+from onstep.trackers import Point, SinkQueue
+from onstep.trackers.tracker_queue import CircuitBreaker
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_sink_that_raises_costs_one_warning_and_what_it_did_not_take_is_counte
     assert queue.dropped == 4
     [warning] = warnings(caplog)
     assert "'remembering' failed with OSError: no route to host" in warning
-    assert f"onstep.sinks.replay({str(tmp_path / 'trainer_logs.json')!r}, sink)" in warning
+    assert f"onstep.trackers.replay({str(tmp_path / 'trainer_logs.json')!r}, sink)" in warning
 
 
 def test_the_remedy_is_the_trackers_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -378,7 +378,7 @@ def test_the_process_ends_although_a_sink_hangs(tmp_path: Path) -> None:
 import sys, threading
 from pathlib import Path
 from hostile_sinks import Hanging, identity
-from onstep.sinks import Point, SinkQueue
+from onstep.trackers import Point, SinkQueue
 queue = SinkQueue(Hanging("log"), close_timeout=0.1)
 queue.open(identity(Path(sys.argv[1])), {})
 queue.log({"loss": 1.0}, 1, 0.0)

@@ -11,8 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from hostile_sinks import identity
 from onstep.errors import MissingExtraError
-from onstep.sinks import Point, make_sink
-from onstep.sinks import tensorboard_sink as module
+from onstep.trackers import Point, make_sink
+from onstep.trackers.services import tensorboard_tracker as module
 from sink_reading import scalars, texts
 
 

@@ -22,7 +22,7 @@ from tracker_reading import (
 )
 
 from forked_processes import Processes, output_of
-from onstep.journal import read_records
+from onstep.metrics_log import read_records
 from whole_runs import Ranks
 
 JOBS = Path(__file__).parent / "tracker_jobs.py"

@@ -14,7 +14,7 @@ from tracker_reading import KEYS
 SCRIPT = """
 import sys
 from pathlib import Path
-from onstep.sinks import RunIdentity, make_sink
+from onstep.trackers import RunIdentity, make_sink
 
 run = RunIdentity("pretty", "0123456789abcdef" * 2, Path(sys.argv[1]), {"lr": 0.5})
 for name in ("wandb", "mlflow", "comet", "trackio"):

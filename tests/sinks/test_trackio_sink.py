@@ -12,8 +12,8 @@ from tracker_reading import trackio_logs
 SCRIPT = """
 import math, sys, threading
 from pathlib import Path
-from onstep.sinks import RunIdentity
-from onstep.sinks.trackio_sink import TrackioSink
+from onstep.trackers import RunIdentity
+from onstep.trackers.services.trackio_tracker import TrackioSink
 
 sink = TrackioSink(project="p")
 for segment, start in enumerate((0, 3)):

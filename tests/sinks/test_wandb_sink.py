@@ -13,8 +13,8 @@ from tracker_reading import wandb_segments, without_keys
 from onstep import pretrain
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
-from onstep.sinks import RunIdentity, SinkQueue, make_sink
-from onstep.sinks.wandb_sink import WandbSink, _has_key
+from onstep.trackers import RunIdentity, SinkQueue, make_sink
+from onstep.trackers.services.wandb_tracker import WandbSink, _has_key
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +149,7 @@ def test_disabled_by_the_environment_nothing_is_written(
 
 
 def test_a_missing_package_is_told_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onstep.sinks.metric_sink.find_spec", lambda name: None)
+    monkeypatch.setattr("onstep.trackers.tracker.find_spec", lambda name: None)
     for name in ("wandb", "mlflow", "comet", "trackio"):
         with pytest.raises(ConfigError, match=rf"pip install 'onstep\[{name}\]'"):
             make_sink(name)

@@ -14,7 +14,7 @@ from sink_jobs import small_config
 
 from onstep import CallbackManager, JsonLogger, pretrain
 from onstep.callbacks.metric_sinks import MetricSinks
-from onstep.sinks import MetricSink, RunIdentity, make_sink
+from onstep.trackers import MetricSink, RunIdentity, make_sink
 
 
 class Watched:

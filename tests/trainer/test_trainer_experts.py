@@ -12,7 +12,7 @@ from small_models import arguments, recorder
 from onstep import Trainer
 from onstep.config.parts import ModelConfig
 from onstep.models import build_transformer
-from onstep.models.routing_record import FIGURES
+from onstep.models.layers.routing_record import FIGURES
 
 CONFIG = ModelConfig(
     num_layers=2,

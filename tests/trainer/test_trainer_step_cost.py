@@ -17,7 +17,7 @@ from torch import Tensor
 import onstep.trainer
 from onstep import Callback, Trainer
 from onstep.data import default_data_collator
-from onstep.trainer.loading import ColumnFilter
+from onstep.trainer.dataloaders import ColumnFilter
 
 STEPS = 8
 

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from onstep import Trainer
 from onstep.callbacks.metric_sinks import MetricSinks
 from onstep.errors import ConfigError
-from onstep.sinks import metric_sink
+from onstep.trackers import tracker as metric_sink
 
 
 def trainer_with(tmp_path: Path, callbacks: list[Any] | None = None, **options: Any) -> Trainer:

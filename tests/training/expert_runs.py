@@ -11,7 +11,7 @@ from small_runs import LENGTH, VOCABULARY
 from expert_reference import balancing, sequence_balancing, z
 from onstep.config.parts import ModelConfig
 from onstep.models import build_transformer
-from onstep.models.router import Router
+from onstep.models.layers.router import Router
 from onstep.optim import TrainingOptimizer
 from onstep.training import LossShare, train_step
 

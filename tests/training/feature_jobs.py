@@ -16,11 +16,11 @@ from onstep.config.parts import DistributedInitConfig
 from onstep.distributed import open_world
 from onstep.errors import CollectiveAfterErrorError, ConfigError
 from onstep.training import GlobalState
+from onstep.training.compute.step import Step
 from onstep.training.feature import Feature
 from onstep.training.features import TRAINING
-from onstep.training.job import Job
 from onstep.training.run import Run
-from onstep.training.step import Step
+from onstep.training.stages.job import Job
 
 RANK = int(os.environ["RANK"])
 

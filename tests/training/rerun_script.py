@@ -9,7 +9,7 @@ from typing import Any
 
 from onstep.config.parts import DistributedInitConfig
 from onstep.distributed import World, open_world
-from onstep.training.rerun import RerunStateMachine
+from onstep.training.rerun.machine import RerunStateMachine
 
 
 def outcome(machine: RerunStateMachine, world: World, values: list[float]) -> list[Any]:

@@ -13,7 +13,7 @@ import pytest
 from onstep import CallbackManager, JsonLogger, TrainerCallback, pretrain
 from onstep.checkpoint import newest_verified
 from onstep.config import ConfigContainer
-from onstep.journal import read_records, without_wall_clock
+from onstep.metrics_log import read_records, without_wall_clock
 
 
 class Interrupted(Exception):

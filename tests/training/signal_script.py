@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from onstep.data import IterableLoader, TrainLoader
-from onstep.training import signals
-from onstep.training.data_wait import DataTimeout, DataWait
-from onstep.training.signals import DistributedSignalHandler, Preempted
+from onstep.training.lifecycle.data_timeout import DataTimeout, DataWait
+from onstep.training.runs import signals
+from onstep.training.runs.signals import DistributedSignalHandler, Preempted
 
 FOLDER = Path(sys.argv[2])
 EXIT_SIGNALS = ["SIGTERM", "SIGINT", "SIGUSR1"]

@@ -14,8 +14,8 @@ from onstep.data import EvalLoader, StepBatches, TrainLoader
 from onstep.events import Dispatcher
 from onstep.optim import TrainingOptimizer
 from onstep.training import GlobalState, train
-from onstep.training.job import Job, drive
-from onstep.training.log_step import RunStart
+from onstep.training.stages.job import Job, drive
+from onstep.training.stages.record import RunStart
 
 VOCABULARY, LENGTH = 16, 12
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from onstep.training.first_culprit import Accusation, Verdict, accusation_of, accuser_of
-from onstep.training.rank_record import RankRecord
+from onstep.training.watchdog.diagnosis import Accusation, Verdict, accusation_of, accuser_of
+from onstep.training.watchdog.rank_report import RankRecord
 
 HUNG = Verdict("hung", 1)
 

@@ -21,10 +21,10 @@ from onstep.events import Request
 from onstep.optim import DeviceFiniteGate, TrainingOptimizer
 from onstep.progress import TrainState
 from onstep.training import GlobalState
-from onstep.training.actions import RollBack
-from onstep.training.anomalies import AnomalyGate
-from onstep.training.decisions import write_decision
-from onstep.training.run_folder import RunFolder
+from onstep.training.anomalies.gate import AnomalyGate
+from onstep.training.runs.run_dir import RunFolder
+from onstep.training.stages.actions import RollBack
+from onstep.training.stages.agreement import write_decision
 
 
 class Rows(RaggedRows):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from onstep.events import Request
 from onstep.progress import TrainState
-from onstep.training.actions import RollBack
-from onstep.training.anomaly import too_many
+from onstep.training.anomalies.anomaly import too_many
+from onstep.training.stages.actions import RollBack
 
 
 def test_long_lists_of_samples_are_cut_to_twelve_and_a_count() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from onstep.training.losses import run_backward
+from onstep.training.compute.losses import run_backward
 
 
 def loss_of(weight: Tensor) -> Tensor:

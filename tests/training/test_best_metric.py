@@ -9,7 +9,7 @@ from small_runs import small_state
 from onstep.checkpoint import decode_state, encode_state
 from onstep.progress import TrainState
 from onstep.training import GlobalState
-from onstep.training.evaluation import note_best_checkpoint, note_best_metric
+from onstep.training.stages.evaluation import note_best_checkpoint, note_best_metric
 
 
 def evaluated(state: GlobalState, step: int, loss: float) -> None:

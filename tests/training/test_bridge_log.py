@@ -20,10 +20,10 @@ from onstep import CallbackManager
 from onstep.distributed import World
 from onstep.events import Control
 from onstep.training import GlobalState, training_log
-from onstep.training.bridge.feature import BridgeLog
+from onstep.training.bridge.bridge_log import BridgeLog
 from onstep.training.bridge.training_log import add_to_interval
-from onstep.training.interval import IntervalMeter
-from onstep.training.losses import StepLoss
+from onstep.training.compute.losses import StepLoss
+from onstep.training.reporting.loss_accumulator import IntervalMeter
 
 BACKENDS = ("tensorboard", "wandb", "mlflow", "comet")
 ALL = frozenset(BACKENDS)
@@ -381,7 +381,7 @@ def test_nothing_is_done_where_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) 
     def fail(*args: Any, **options: Any) -> bool:
         raise AssertionError
 
-    monkeypatch.setattr("onstep.training.bridge.feature.report_step", fail)
+    monkeypatch.setattr("onstep.training.bridge.bridge_log.report_step", fail)
     state = small_state(train_iters=3)
     state.cfg.logger.log_interval = 1
     run(state)

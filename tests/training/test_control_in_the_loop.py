@@ -11,7 +11,7 @@ from small_runs import eval_loader, loader, run, small_state
 
 from onstep import CallbackManager, TrainerCallback
 from onstep.training import GlobalState
-from onstep.training.run_folder import RunFolder
+from onstep.training.runs.run_dir import RunFolder
 
 
 def trace(manager: CallbackManager, *events: str) -> list[tuple[str, int]]:

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from onstep.data import TrainLoader
-from onstep.training.data_wait import DataTimeout, DataWait
-from onstep.training.signals import DistributedSignalHandler
+from onstep.training.lifecycle.data_timeout import DataTimeout, DataWait
+from onstep.training.runs.signals import DistributedSignalHandler
 
 
 class SlowRows(torch.utils.data.Dataset[Any]):

@@ -11,8 +11,8 @@ from small_runs import run, small_state
 
 from onstep import CallbackManager
 from onstep.events import Request
-from onstep.training.decisions import write_decision
-from onstep.training.run_folder import RunFolder
+from onstep.training.runs.run_dir import RunFolder
+from onstep.training.stages.agreement import write_decision
 
 
 @pytest.mark.parametrize("left", [b"", b'{"step": 1}\n', b'{"step": 1, "fl'])

@@ -11,8 +11,9 @@ import torch
 from small_runs import eval_loader, run, small_state
 
 from onstep.distributed import World
-from onstep.training import EnergyMonitor, profiling
-from onstep.training.gpu_gauge import GpuGauge, open_gauge
+from onstep.training import EnergyMonitor
+from onstep.training.profiling import profilers as profiling
+from onstep.training.reporting.gpu_telemetry import GpuGauge, open_gauge
 
 
 class Meter:

@@ -18,7 +18,7 @@ from onstep import CallbackManager, ProgressCallback, pretrain
 from onstep.config import ConfigContainer
 from onstep.data import EvalLoader
 from onstep.training import evaluate, evaluate_and_print_results
-from onstep.training.timers import Clock
+from onstep.training.reporting.timers import Clock
 
 
 def reference(model: nn.Module, rows: Any) -> float:

@@ -13,12 +13,12 @@ from small_runs import RaggedRows, TinyModel, small_job, small_state, split
 from small_runs import sum_step as plain_step
 
 from onstep.metrics.moe_losses import REPORTED
-from onstep.models.router import Router
+from onstep.models.layers.router import Router
 from onstep.optim import LossScaler, TrainingOptimizer
 from onstep.training import train_step
-from onstep.training.experts import Experts
+from onstep.training.compute.step import Step
+from onstep.training.experts.experts import Experts
 from onstep.training.loop import Loop
-from onstep.training.step import Step
 
 SPLITS = {"1 x 8": [8], "4 x 2": [2, 2, 2, 2], "ragged": [3, 1, 4]}
 

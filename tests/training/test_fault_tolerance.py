@@ -16,7 +16,7 @@ from onstep import Callback, pretrain
 from onstep.config import ConfigContainer, validate
 from onstep.config.safety_config import FaultToleranceConfig
 from onstep.errors import ConfigError, MissingExtraError
-from onstep.training.fault_tolerance import plan_fault
+from onstep.training.fault_tolerance.sections import plan_fault
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ from small_runs import run, small_job, small_state, sum_step
 from onstep.checkpoint import checkpoints
 from onstep.events.dispatch import NOTHING
 from onstep.training import GlobalState, loop
+from onstep.training.compute.step import Step
 from onstep.training.feature import HOOKS, Feature, Features, Interruption, Work
 from onstep.training.features import FEATURES, RUN, SECTIONS, SETUP, STEP, TRAINING
-from onstep.training.job import Job
 from onstep.training.loop import Loop
 from onstep.training.run import Run
-from onstep.training.step import Step
+from onstep.training.stages.job import Job
 from whole_runs import Ranks, forked
 
 NAMES = [kind.name for kind in FEATURES]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from onstep.training.first_culprit import Verdict, judge, worker_frame
-from onstep.training.rank_record import Failure, RankRecord
+from onstep.training.watchdog.diagnosis import Verdict, judge, worker_frame
+from onstep.training.watchdog.rank_report import Failure, RankRecord
 
 LIMIT = 10.0
 

@@ -23,7 +23,7 @@ from onstep.training import (
     post_training_step_callbacks,
     weight_hashes,
 )
-from onstep.training.weight_hash import check_param_hashes_across_dp_replicas
+from onstep.training.verification.weight_hash import check_param_hashes_across_dp_replicas
 
 
 class Straggler:

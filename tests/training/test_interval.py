@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from onstep.training.interval import IntervalMeter
-from onstep.training.losses import StepLoss
+from onstep.training.compute.losses import StepLoss
+from onstep.training.reporting.loss_accumulator import IntervalMeter
 
 
 def step_loss(value: float, **reports: float) -> StepLoss:

@@ -14,7 +14,7 @@ from onstep import CallbackManager, JsonLogger, pretrain
 from onstep.checkpoint import encode_state
 from onstep.config import ConfigContainer
 from onstep.training import GlobalState
-from onstep.training.saved_parts import RunProgress
+from onstep.training.checkpointing.saved_states import RunProgress
 
 
 def size_of(state: GlobalState) -> int:

@@ -23,7 +23,7 @@ from onstep.config.parts import PeftConfig, TokenizerConfig
 from onstep.errors import ConfigError, MissingExtraError
 from onstep.models import Transformer, load_hf
 from onstep.recipes import get_recipe
-from onstep.training.lora import add_lora, merged_model, target_names
+from onstep.training.setup.lora import add_lora, merged_model, target_names
 from small_weights import gpt2, llama, tokens
 
 RUN = Path("runs/run")

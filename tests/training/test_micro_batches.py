@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from onstep.data import IteratorReader, StepBatches, StepSource, TrainLoader
-from onstep.training.step import MicroBatches, to_device
+from onstep.training.compute.step import MicroBatches, to_device
 
 META = torch.device("meta")
 

@@ -22,7 +22,7 @@ from onstep.training import (
     check_nvrx_straggler_detection,
     safe_shutdown_nvrx_straggler_manager,
 )
-from onstep.training.nvrx_straggler import scores_block
+from onstep.training.stragglers.nvrx import scores_block
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from onstep import CallbackManager, JsonLogger, pretrain
 from onstep.callbacks import MetricSinks
 from onstep.config import ConfigContainer
-from onstep.journal import read_records
-from onstep.sinks import make_sink, replay
-from onstep.sinks.tag_record import TagRecord, rows_of
+from onstep.metrics_log import read_records
+from onstep.trackers import make_sink, replay
+from onstep.trackers.tag_record import TagRecord, rows_of
 
 BOTH = ["hf", "bridge"]
 

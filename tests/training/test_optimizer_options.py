@@ -19,14 +19,14 @@ from onstep.config import ConfigContainer, apply_overrides
 from onstep.config.parts import OptimizerConfig
 from onstep.errors import CheckpointError, ConfigError, RunExistsError
 from onstep.metrics import calc_params_l2_norm
-from onstep.metrics.parameter_norms import parameter_norms, total_norm
+from onstep.metrics.norms.parameter_norms import parameter_norms, total_norm
 from onstep.optim import MuonWithAdamW, OptimizerParamScheduler, TrainingOptimizer, build_optimizer
 from onstep.training import GlobalState
-from onstep.training.bridge.feature import BridgeLog
-from onstep.training.interval import IntervalMeter
-from onstep.training.log_step import decoupled_learning_rate, learning_rate
-from onstep.training.losses import StepLoss
-from onstep.training.saved_parts import SchedulerPosition
+from onstep.training.bridge.bridge_log import BridgeLog
+from onstep.training.checkpointing.saved_states import SchedulerPosition
+from onstep.training.compute.losses import StepLoss
+from onstep.training.reporting.loss_accumulator import IntervalMeter
+from onstep.training.stages.record import decoupled_learning_rate, learning_rate
 
 
 @pytest.fixture

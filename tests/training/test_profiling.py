@@ -17,7 +17,7 @@ from onstep.callbacks import ProfilerCallback
 from onstep.config import ProfilingConfig
 from onstep.errors import ConfigError
 from onstep.training import GlobalState
-from onstep.training.profiling_features import (
+from onstep.training.profiling.instruments import (
     NvtxRanges,
     handle_profiling_step,
     handle_profiling_stop,

@@ -13,7 +13,7 @@ from onstep import pretrain
 from onstep.config import ConfigContainer
 from onstep.distributed import World
 from onstep.errors import CheckpointError
-from onstep.training.progress_log import (
+from onstep.training.stages.progress_log import (
     append_to_progress_log,
     compute_throughputs_and_append_to_progress_log,
     get_start_time_from_progress_log,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from onstep.training.rank_stacks import StackDump, place_of_error
+from onstep.training.watchdog.stacks import StackDump, place_of_error
 
 
 class Broken(torch.utils.data.Dataset[Any]):
@@ -36,7 +36,7 @@ def test_a_row_that_cannot_be_read_is_placed_in_the_dataset(num_workers: int) ->
 
 
 def test_the_file_of_a_process_that_was_killed_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import os; from onstep.training.rank_stacks import StackDump; StackDump(is_alone=False); os.abort()"
+    code = "import os; from onstep.training.watchdog.stacks import StackDump; StackDump(is_alone=False); os.abort()"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False)
     (left,) = tmp_path.iterdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

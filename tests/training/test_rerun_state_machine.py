@@ -24,12 +24,11 @@ from onstep.config.parts import RerunStateMachineConfig
 from onstep.data import StepBatches
 from onstep.distributed import World
 from onstep.errors import ConfigError
-from onstep.training.compute import BufferGuard
-from onstep.training.losses import MicroLoss
-from onstep.training.rerun import RerunStateMachine
-from onstep.training.rerun_snapshot import RerunDataIterator
-from onstep.training.rerun_step import fresh_batches, validate_losses
-from onstep.training.rerun_validation import (
+from onstep.training.compute.losses import MicroLoss
+from onstep.training.rerun.machine import RerunStateMachine
+from onstep.training.rerun.rerun import fresh_batches, validate_losses
+from onstep.training.rerun.snapshot import RerunDataIterator
+from onstep.training.rerun.validation import (
     RerunDiagnostic,
     RerunErrorInjector,
     RerunMode,
@@ -37,6 +36,7 @@ from onstep.training.rerun_validation import (
     UnexpectedResultError,
     relative_difference,
 )
+from onstep.training.stages.forward_backward import BufferGuard
 
 Compute = Callable[[int, float], float]
 """(run of the step, what the data gives) -> result"""

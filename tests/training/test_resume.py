@@ -15,7 +15,7 @@ from onstep import CallbackManager, JsonLogger, pretrain
 from onstep.checkpoint import checkpoints
 from onstep.config import ConfigContainer, apply_overrides
 from onstep.errors import CheckpointError, RunExistsError
-from onstep.journal import read_records, without_wall_clock
+from onstep.metrics_log import read_records, without_wall_clock
 
 Make = Callable[..., ConfigContainer]
 

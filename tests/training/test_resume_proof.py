@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from onstep.training.certificate import ITEMS, first_difference
+from onstep.training.verification.trajectory_hash import ITEMS, first_difference
 
 
 def step(number: int, **changed: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from onstep import CallbackManager, pretrain
 from onstep.config import ConfigContainer
 from onstep.events import CallbackContext, Dispatcher
 from onstep.training import evaluate
-from onstep.training.scope import run_scope
+from onstep.training.lifecycle.endings import run_scope
 
 ENDINGS = ("on_exception", "on_train_end", "on_run_end")
 

@@ -18,10 +18,10 @@ from onstep.config import ConfigContainer
 from onstep.errors import CheckpointError, UnsupportedStateError
 from onstep.progress import TrainState
 from onstep.training import forward_step
-from onstep.training.certificate import Certificate, fingerprint
-from onstep.training.interval import IntervalMeter
-from onstep.training.losses import StepLoss
-from onstep.training.saved_parts import CallbackStates
+from onstep.training.checkpointing.saved_states import CallbackStates
+from onstep.training.compute.losses import StepLoss
+from onstep.training.reporting.loss_accumulator import IntervalMeter
+from onstep.training.verification.trajectory_hash import Certificate, fingerprint
 
 
 class Counter(TrainerCallback):

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from onstep.distributed import World
-from onstep.pulse import PULSE
-from onstep.training.section_clock import SectionClock
+from onstep.heartbeat import PULSE
+from onstep.training.fault_tolerance.learned_timeouts import SectionClock
 
 
 class Time:

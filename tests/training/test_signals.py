@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from onstep.errors import ConfigError
-from onstep.training.signals import DistributedSignalHandler, Preempted, signal_numbers
+from onstep.training.runs.signals import DistributedSignalHandler, Preempted, signal_numbers
 
 SCRIPT = Path(__file__).with_name("signal_script.py")
 

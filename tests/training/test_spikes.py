@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from onstep.config.parts import AnomalyConfig
-from onstep.training.anomaly import SpikeDetector
+from onstep.training.anomalies.anomaly import SpikeDetector
 
 
 def detector(**options: Any) -> SpikeDetector:

@@ -15,11 +15,11 @@ from onstep import CallbackManager
 from onstep.distributed import World
 from onstep.errors import CheckpointError, CollectiveAfterErrorError
 from onstep.events import MOMENTS
-from onstep.pulse import PULSE
+from onstep.heartbeat import PULSE
 from onstep.training import EnergyMonitor, RerunStateMachine, StragglerDetector
 from onstep.training.feature import Feature
 from onstep.training.features import TRAINING
-from onstep.training.job import Job
+from onstep.training.stages.job import Job
 
 
 class Client:

@@ -19,7 +19,7 @@ from onstep import CallbackManager
 from onstep.config.safety_config import StragglerDetectionConfig
 from onstep.distributed import World
 from onstep.training import StragglerDetector
-from onstep.training.straggler_report import RankTimes, find_stragglers, ranking_lines, straggler_line
+from onstep.training.stragglers.comparison import RankTimes, find_stragglers, ranking_lines, straggler_line
 
 JOBS = Path(__file__).with_name("watch_jobs.py")
 MS = 1e-3

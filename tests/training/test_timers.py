@@ -15,7 +15,7 @@ from small_runs import small_state
 from forked_processes import Processes, output_of
 from onstep.distributed import World
 from onstep.training import Clock, Timers
-from onstep.training.timers import TIMER_LEVELS, TimerError, times_block
+from onstep.training.reporting.timers import TIMER_LEVELS, TimerError, times_block
 
 JOBS = Path(__file__).with_name("watch_jobs.py")
 

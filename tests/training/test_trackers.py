@@ -18,11 +18,11 @@ from onstep import CallbackManager, pretrain
 from onstep.config import ConfigContainer
 from onstep.distributed import World
 from onstep.errors import ConfigError
-from onstep.sinks import RunIdentity, SinkQueue, make_sink
-from onstep.sinks.tracker_logger import TrackerLogger
+from onstep.trackers import RunIdentity, SinkQueue, make_sink
+from onstep.trackers.tracker_logger import TrackerLogger
 from onstep.training import Clock, GlobalState, evaluate_and_print_results
-from onstep.training.tags import write_tags
-from onstep.training.trackers import Trackers
+from onstep.training.reporting.bridge_tags import write_tags
+from onstep.training.reporting.bridge_trackers import Trackers
 
 FIELDS = {
     "tensorboard": "tensorboard_dir",
@@ -71,7 +71,7 @@ def sinks(monkeypatch: pytest.MonkeyPatch) -> list[MemorySink]:
         made.append(MemorySink(name, options))
         return made[-1]
 
-    monkeypatch.setattr("onstep.training.trackers.make_sink", make_sink)
+    monkeypatch.setattr("onstep.training.reporting.bridge_trackers.make_sink", make_sink)
     return made
 
 
@@ -137,7 +137,7 @@ def test_an_empty_name_is_refused(field_name: str, sinks: list[MemorySink]) -> N
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_built(
     monkeypatch: pytest.MonkeyPatch, tiny_config: ConfigContainer, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("onstep.sinks.metric_sink.find_spec", lambda name: None)
+    monkeypatch.setattr("onstep.trackers.tracker.find_spec", lambda name: None)
     tiny_config.logger.tensorboard_dir = "here"
     tiny_config.run.name, tiny_config.run.output_dir = "run", str(tmp_path)
     with pytest.raises(ConfigError, match=r"pip install 'onstep\[tensorboard\]'"):
@@ -444,6 +444,6 @@ def test_a_warning_does_not_promise_what_the_journal_cannot_give(
         logger.log_metrics({"lm loss": 1.0}, 1)
     trackers.loggers["tensorboard"].add_scalar("lm loss vs samples", 1.0, 8)
     trackers.close("completed")
-    warnings = [record.getMessage() for record in caplog.records if record.name.startswith("onstep.sinks")]
+    warnings = [record.getMessage() for record in caplog.records if record.name.startswith("onstep.trackers")]
     assert len(warnings) == len(sinks) == 5
     assert all("onstep logs replay" in warning and "journal is complete" not in warning for warning in warnings)

@@ -22,9 +22,9 @@ from small_runs import run, small_state
 
 from forked_processes import Processes, output_of
 from onstep import Callback, CallbackManager
-from onstep.pulse import PULSE
-from onstep.training import watchdog
-from onstep.training.rank_stacks import DUMP_SIGNAL
+from onstep.heartbeat import PULSE
+from onstep.training.watchdog import watchdog
+from onstep.training.watchdog.stacks import DUMP_SIGNAL
 
 JOBS = Path(__file__).parents[1] / "distributed" / "hanging_jobs.py"
 

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 from onstep.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from onstep.analysis.comparison import compare_runs, format_comparison
-    from onstep.analysis.export import export_csv, export_parquet
-    from onstep.analysis.heatmap import plot_parameter_heatmap
-    from onstep.analysis.log_files import find_diagnostic_logs, find_log_files
-    from onstep.analysis.log_reading import LogTail
-    from onstep.analysis.plots import plot_grad_norm, plot_loss, plot_loss_curves, plot_training_metrics
-    from onstep.analysis.report import write_report
-    from onstep.analysis.smoothing import smooth_values
-    from onstep.analysis.summary import (
+    from onstep.analysis.logs.export_tables import export_csv, export_parquet
+    from onstep.analysis.logs.files import find_diagnostic_logs, find_log_files
+    from onstep.analysis.logs.reading import LogTail
+    from onstep.analysis.logs.training_log import TrainingLog, distinct_labels
+    from onstep.analysis.plots.heatmap import plot_parameter_heatmap
+    from onstep.analysis.plots.plots import plot_grad_norm, plot_loss, plot_loss_curves, plot_training_metrics
+    from onstep.analysis.plots.smoothing import smooth_values
+    from onstep.analysis.reports.comparison import compare_runs, format_comparison
+    from onstep.analysis.reports.report import write_report
+    from onstep.analysis.reports.summary import (
         compute_summary_statistics,
         format_summary_json,
         format_summary_markdown,
@@ -26,31 +27,30 @@ if TYPE_CHECKING:
         format_summary_text,
         get_perplexity,
     )
-    from onstep.analysis.training_log import TrainingLog, distinct_labels
 
 _HOMES = {
-    "LogTail": "onstep.analysis.log_reading",
-    "TrainingLog": "onstep.analysis.training_log",
-    "compare_runs": "onstep.analysis.comparison",
-    "compute_summary_statistics": "onstep.analysis.summary",
-    "distinct_labels": "onstep.analysis.training_log",
-    "export_csv": "onstep.analysis.export",
-    "export_parquet": "onstep.analysis.export",
-    "find_diagnostic_logs": "onstep.analysis.log_files",
-    "find_log_files": "onstep.analysis.log_files",
-    "format_comparison": "onstep.analysis.comparison",
-    "format_summary_json": "onstep.analysis.summary",
-    "format_summary_markdown": "onstep.analysis.summary",
-    "format_summary_one_line": "onstep.analysis.summary",
-    "format_summary_text": "onstep.analysis.summary",
-    "get_perplexity": "onstep.analysis.summary",
-    "plot_grad_norm": "onstep.analysis.plots",
-    "plot_loss": "onstep.analysis.plots",
-    "plot_loss_curves": "onstep.analysis.plots",
-    "plot_parameter_heatmap": "onstep.analysis.heatmap",
-    "plot_training_metrics": "onstep.analysis.plots",
-    "smooth_values": "onstep.analysis.smoothing",
-    "write_report": "onstep.analysis.report",
+    "LogTail": "onstep.analysis.logs.reading",
+    "TrainingLog": "onstep.analysis.logs.training_log",
+    "compare_runs": "onstep.analysis.reports.comparison",
+    "compute_summary_statistics": "onstep.analysis.reports.summary",
+    "distinct_labels": "onstep.analysis.logs.training_log",
+    "export_csv": "onstep.analysis.logs.export_tables",
+    "export_parquet": "onstep.analysis.logs.export_tables",
+    "find_diagnostic_logs": "onstep.analysis.logs.files",
+    "find_log_files": "onstep.analysis.logs.files",
+    "format_comparison": "onstep.analysis.reports.comparison",
+    "format_summary_json": "onstep.analysis.reports.summary",
+    "format_summary_markdown": "onstep.analysis.reports.summary",
+    "format_summary_one_line": "onstep.analysis.reports.summary",
+    "format_summary_text": "onstep.analysis.reports.summary",
+    "get_perplexity": "onstep.analysis.reports.summary",
+    "plot_grad_norm": "onstep.analysis.plots.plots",
+    "plot_loss": "onstep.analysis.plots.plots",
+    "plot_loss_curves": "onstep.analysis.plots.plots",
+    "plot_parameter_heatmap": "onstep.analysis.plots.heatmap",
+    "plot_training_metrics": "onstep.analysis.plots.plots",
+    "smooth_values": "onstep.analysis.plots.smoothing",
+    "write_report": "onstep.analysis.reports.report",
 }
 
 __all__ = [

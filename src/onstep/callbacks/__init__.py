@@ -10,16 +10,16 @@ from onstep.callbacks.early_stopping import EarlyStopping
 from onstep.callbacks.grad_norm_logger import GradNormLogger
 from onstep.callbacks.json_logger import JsonLogger
 from onstep.callbacks.learning_rate_monitor import LearningRateMonitor
-from onstep.callbacks.memory import PeakMemory, TraceMalloc
 from onstep.callbacks.metric_sinks import MetricSinks
 from onstep.callbacks.parameter_norm_logger import ParameterNormLogger, WeightNormLogger
+from onstep.callbacks.peak_memory import PeakMemory, TraceMalloc
 from onstep.callbacks.profiler_callback import ProfilerCallback
 from onstep.callbacks.resumable_summary_writer import ResumableSummaryWriter
 from onstep.callbacks.router_monitor import CountsRouting, RouterMonitor
 from onstep.callbacks.tb_logger import TBLogger, TBScalar, default_tb_scalars
 from onstep.callbacks.textgen_callback import TextgenCallback
-from onstep.callbacks.throughput import DefaultMetrics, ThroughputMonitor
-from onstep.metrics.console import ColumnSpec, MetricSpec, default_final_metrics, default_step_columns
+from onstep.callbacks.throughput_monitor import DefaultMetrics, ThroughputMonitor
+from onstep.metrics.console_table import ColumnSpec, MetricSpec, default_final_metrics, default_step_columns
 
 __all__ = [
     "ColumnSpec",

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from onstep.errors import require
 from onstep.events import TrainerCallback
-from onstep.metrics.console import (
+from onstep.metrics.console_table import (
     ColumnSpec,
     LineWriter,
     MetricSpec,

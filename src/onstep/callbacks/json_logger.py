@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from onstep.events import TrainerCallback, TrainerState
-from onstep.journal import encode, read_records
 from onstep.metrics.json_log_writer import JsonLogWriter, logging_dir_of
-from onstep.sinks.tag_record import BRIDGE_KEY
+from onstep.metrics_log import encode, read_records
+from onstep.trackers.tag_record import BRIDGE_KEY
 
 FILE_NAME = "trainer_logs.json"
 _INFO_KEY = "experiment_info"

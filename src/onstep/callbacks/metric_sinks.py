@@ -1,5 +1,5 @@
-"""Sends what a run reports to trackers; both doors attach it for `logger.report_to`, so its home is `onstep.sinks`."""
+"""Sends what a run reports to trackers; both doors attach it for `logger.report_to`, so its home is `onstep.trackers`."""
 
-from onstep.sinks.metric_sinks import MetricSinks
+from onstep.trackers.trackers_callback import MetricSinks
 
 __all__ = ["MetricSinks"]

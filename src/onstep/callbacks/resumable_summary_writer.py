@@ -13,7 +13,7 @@ from typing import Any
 
 from onstep.errors import ConfigError, MissingExtraError
 from onstep.events import TrainerCallback
-from onstep.sinks.tensorboard_sink import EVENT_FILES, newest_second, session_start
+from onstep.trackers.services.tensorboard_tracker import EVENT_FILES, newest_second, session_start
 
 logger: logging.Logger = logging.getLogger(__name__)
 

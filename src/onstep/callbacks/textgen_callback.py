@@ -16,8 +16,15 @@ from onstep.checkpoint import RngState
 from onstep.config.part import is_whole
 from onstep.errors import ConfigError, require
 from onstep.events import TrainerCallback
+from onstep.models.generation.prompts import (
+    can_generate,
+    check_options,
+    continue_prompts,
+    decode_new,
+    encode_prompt,
+    eos_of,
+)
 from onstep.models.modes import kept_modes
-from onstep.models.prompts import can_generate, check_options, continue_prompts, decode_new, encode_prompt, eos_of
 
 logger: logging.Logger = logging.getLogger(__name__)
 

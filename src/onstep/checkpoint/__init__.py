@@ -1,17 +1,17 @@
 """Checkpoints: what they hold, how they are written so that no crash can harm them, and how they are read."""
 
-from onstep.checkpoint.codec import check_encodable, decode_state, encode_state
+from onstep.checkpoint.catalog.discovery import CheckpointInfo, checkpoints, newest_verified, resolve
+from onstep.checkpoint.catalog.retention import Retention, best, to_delete
+from onstep.checkpoint.checkpoint_manager import CheckpointManager
 from onstep.checkpoint.components import SharingPattern, StateComponent, Stateful
-from onstep.checkpoint.discovery import CheckpointInfo, checkpoints, newest_verified, resolve
+from onstep.checkpoint.format.codec import check_encodable, decode_state, encode_state
+from onstep.checkpoint.format.tensor_file import FileDigest, read_header, read_tensors, write_tensors
 from onstep.checkpoint.loading import LoadReport
-from onstep.checkpoint.manager import CheckpointManager
-from onstep.checkpoint.manifest import Manifest, read_manifest, verify
-from onstep.checkpoint.retention import Retention, best, to_delete
 from onstep.checkpoint.saving import SavedCheckpoint, SaveRequest
 from onstep.checkpoint.states import ModelState, RngState
-from onstep.checkpoint.store import FileStore, Operation
-from onstep.checkpoint.tensor_file import FileDigest, read_header, read_tensors, write_tensors
-from onstep.checkpoint.transaction import SaveTransaction, sweep
+from onstep.checkpoint.storage.manifest import Manifest, read_manifest, verify
+from onstep.checkpoint.storage.store import FileStore, Operation
+from onstep.checkpoint.storage.transaction import SaveTransaction, sweep
 
 __all__ = [
     "CheckpointInfo",

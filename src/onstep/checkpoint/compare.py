@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onstep.checkpoint.codec import step_name
-from onstep.checkpoint.discovery import CheckpointInfo
+from onstep.checkpoint.catalog.discovery import CheckpointInfo
+from onstep.checkpoint.format.codec import step_name
 from onstep.checkpoint.loading import Outline, StoredState, read_outline, stored_states
-from onstep.journal import WALL_CLOCK_FIELDS
+from onstep.metrics_log import WALL_CLOCK_FIELDS
 
 S = TypeVar("S")
 T = TypeVar("T")

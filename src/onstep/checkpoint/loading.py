@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onstep.checkpoint.codec import decode_state, document_from_bytes
+from onstep.checkpoint.catalog.discovery import CheckpointInfo
 from onstep.checkpoint.components import ComponentFiles, Placement, SharingPattern, StateComponent
-from onstep.checkpoint.discovery import CheckpointInfo
-from onstep.checkpoint.manifest import Manifest
+from onstep.checkpoint.format.codec import decode_state, document_from_bytes
+from onstep.checkpoint.format.tensor_file import read_header, read_tensor, read_tensors
+from onstep.checkpoint.format.tensor_header import TensorInfo
 from onstep.checkpoint.saving import check_keys
-from onstep.checkpoint.tensor_file import read_header, read_tensor, read_tensors
-from onstep.checkpoint.tensor_header import TensorInfo
+from onstep.checkpoint.storage.manifest import Manifest
 from onstep.distributed import World
 from onstep.distributed.world import attempt, raise_together, together
 from onstep.errors import CheckpointError

@@ -20,13 +20,13 @@ from typing import Any
 from blake3 import blake3
 from torch import Tensor
 
-from onstep.checkpoint.codec import document_to_bytes, encode_state
 from onstep.checkpoint.components import ComponentFiles, Placement, StateComponent
-from onstep.checkpoint.manifest import ComponentEntry, Manifest
-from onstep.checkpoint.store import FileStore
-from onstep.checkpoint.tensor_file import FileDigest, bytes_of, write_tensors
-from onstep.checkpoint.tensor_header import ordered_names
-from onstep.checkpoint.transaction import SaveTransaction
+from onstep.checkpoint.format.codec import document_to_bytes, encode_state
+from onstep.checkpoint.format.tensor_file import FileDigest, bytes_of, write_tensors
+from onstep.checkpoint.format.tensor_header import ordered_names
+from onstep.checkpoint.storage.manifest import ComponentEntry, Manifest
+from onstep.checkpoint.storage.store import FileStore
+from onstep.checkpoint.storage.transaction import SaveTransaction
 from onstep.distributed import World
 from onstep.distributed.world import together
 from onstep.errors import CheckpointError, ConfigError

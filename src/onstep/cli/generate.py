@@ -57,7 +57,7 @@ def generate(
 def _model(folder: Path) -> Transformer:
     """The final weights of a run, else those of its newest checkpoint."""
     from onstep.models import load_hf
-    from onstep.training.pretrained import model_of_checkpoint
+    from onstep.training.setup.pretrained import model_of_checkpoint
 
     if (folder / "model" / "config.json").is_file():
         return load_hf(folder / "model")

@@ -11,7 +11,7 @@ from onstep.cli.application import Labels, application
 from onstep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from onstep.analysis.training_log import TrainingLog
+    from onstep.analysis.logs.training_log import TrainingLog
 
 Picture = Annotated[Path | None, typer.Option("--output", "-o", help="The picture; default in tmp/.")]
 PictureFormat = Annotated[str | None, typer.Option("--format", metavar="FORMAT", help="png, svg or pdf.")]
@@ -63,8 +63,8 @@ def plot(
 
     Several runs share the axes: onstep logs plot base low-lr --loss-curves --x-axis tokens
     """
-    from onstep.analysis.training_log import natural_order
-    from onstep.cli.logs_reading import as_file_name, file_prefix, hand_over, output_path, read_logs
+    from onstep.analysis.logs.training_log import natural_order
+    from onstep.cli.logs.reading import as_file_name, file_prefix, hand_over, output_path, read_logs
 
     names = _metric_names(metrics, loss_curves=loss_curves, grad_norm=grad_norm)
     logs = natural_order(read_logs(paths or [], labels or []))
@@ -105,7 +105,7 @@ def _metric_names(metrics: str | None, *, loss_curves: bool, grad_norm: bool) ->
 def _draw(
     logs: list[TrainingLog], names: list[str] | None, options: dict[str, Any], *, loss_curves: bool, grad_norm: bool
 ) -> None:
-    from onstep.analysis.plots import default_metrics, plot_grad_norm, plot_loss_curves, plot_training_metrics
+    from onstep.analysis.plots.plots import default_metrics, plot_grad_norm, plot_loss_curves, plot_training_metrics
 
     if loss_curves:
         plot_loss_curves(logs, **options)
@@ -135,9 +135,9 @@ def report(
 
     One HTML file that works without a network. Needs plotly: pip install 'onstep[reports]'
     """
-    from onstep.analysis.report import write_report
-    from onstep.analysis.training_log import natural_order
-    from onstep.cli.logs_reading import file_prefix, hand_over, output_path, read_logs
+    from onstep.analysis.logs.training_log import natural_order
+    from onstep.analysis.reports.report import write_report
+    from onstep.cli.logs.reading import file_prefix, hand_over, output_path, read_logs
 
     logs = natural_order(read_logs(paths or [], labels or [], expand=True))
     target = output_path(output, None, f"{file_prefix(logs)}report", known=("html", "htm"))
@@ -189,8 +189,8 @@ def heatmap(
     show: ShowPicture = False,
 ) -> None:
     """Draw a norm of every parameter over the steps, and print where the picture is."""
-    from onstep.analysis.heatmap import plot_parameter_heatmap
-    from onstep.cli.logs_reading import as_file_name, hand_over, output_path
+    from onstep.analysis.plots.heatmap import plot_parameter_heatmap
+    from onstep.cli.logs.reading import as_file_name, hand_over, output_path
 
     path = find_file(log_path, metric)
     name = f"{as_file_name(path.absolute().parent.name)}_heatmap_{path.stem}{f'_{metric}' if metric else ''}"
@@ -211,7 +211,7 @@ def find_file(words: str | None, metric: str | None = None) -> Path:
     Raises:
         ConfigError: when there is none.
     """
-    from onstep.analysis.log_files import find_diagnostic_logs
+    from onstep.analysis.logs.files import find_diagnostic_logs
 
     names = [name for name, (_, metrics) in FILE_NAMES.items() if metric in metrics] or list(FILE_NAMES)
     if words is None:

@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
-from onstep.analysis.tables import table
+from onstep.analysis.text_tables import table
 from onstep.cli.application import application
 from onstep.cli.config import configuration
 from onstep.config import ConfigContainer, diff, dump_yaml, resolve
 from onstep.errors import ConfigError
-from onstep.metrics.console import format_si
+from onstep.metrics.console_table import format_si
 from onstep.metrics.flops import num_floating_point_operations
 from onstep.metrics.memory_estimate import MemoryEstimate, estimate_training_memory, format_training_memory_estimate
 from onstep.metrics.model_shape import ModelShape, num_active_parameters, num_parameters
@@ -134,7 +134,7 @@ def _configuration(words: list[str], ranks: int) -> ConfigContainer:
             "checkpoint.pretrained_checkpoint=DIR."
         )
     if is_any or (weights is not None and Path(weights).exists()):
-        from onstep.training.pretrained import fill_from_pretrained
+        from onstep.training.setup.pretrained import fill_from_pretrained
 
         config = fill_from_pretrained(config)
     elif config.checkpoint.finetune and weights is None and config.checkpoint.load is None:

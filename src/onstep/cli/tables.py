@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from onstep.analysis.tables import shortened
-from onstep.metrics.console import format_si
+from onstep.analysis.text_tables import shortened
+from onstep.metrics.console_table import format_si
 
 
 def size_shown(num_bytes: int | None) -> str:

@@ -22,7 +22,7 @@ from onstep.recipes.finetuning import LORA_LR
 
 if TYPE_CHECKING:
     from onstep.training import GlobalState
-    from onstep.training.run_folder import RunFolder
+    from onstep.training.runs.run_dir import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def run_to_its_end(
         config.checkpoint.on_config_change = on_config_change
     for path in imports:
         import_file(path)
-    from onstep.training.signals import Preempted
+    from onstep.training.runs.signals import Preempted
 
     manager = _callbacks(config.run.default_callbacks, names)
     try:
@@ -175,7 +175,7 @@ def _say_where(state: GlobalState) -> None:
 
 def _is_drawn(folder: RunFolder) -> bool:
     """Whether the loss could be drawn; a run without logged losses has none."""
-    from onstep.analysis.plots import plot_loss
+    from onstep.analysis.plots.plots import plot_loss
 
     if not folder.journal.exists():
         return False

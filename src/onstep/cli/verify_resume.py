@@ -331,7 +331,7 @@ def _show(bar: tqdm[NoReturn], step: int) -> None:
 
 
 def _judge(whole: UserJob, killed: UserJob, landed: list[Kill]) -> bool:
-    from onstep.training.certificate import certificates, first_difference
+    from onstep.training.verification.trajectory_hash import certificates, first_difference
 
     steps, ranks = whole.step(), len(certificates(whole.run))
     where = ", ".join(f"{one.step} ({one.victim})" if ranks > 1 else str(one.step) for one in landed)

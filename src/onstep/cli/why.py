@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from onstep.analysis.run_liveness import run_record
+from onstep.analysis.logs.run_status import run_record
 from onstep.config.part import nearest
 from onstep.errors import ConfigError
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from onstep.analysis.tables import printable
+from onstep.analysis.text_tables import printable
 from onstep.config import ConfigContainer
 from onstep.training import GlobalState
 from onstep.training.feature import HOOKS, Feature
 from onstep.training.features import RUN, SECTIONS, SETUP, TRAINING
-from onstep.training.signal_handling import SignalHandling
-from onstep.training.signals import DistributedSignalHandler
+from onstep.training.lifecycle.signal_handling import SignalHandling
+from onstep.training.runs.signals import DistributedSignalHandler
 
 PARTS: dict[str, tuple[Sequence[type[Feature[Any]]], str]] = {
     "SETUP": (SETUP, "opened by pretrain() and Trainer before the process group"),

@@ -7,24 +7,24 @@ with a loss on the answers (`build_chat_file`, `PackedDataset`). Loaders hand a 
 iterator, `EvalLoader` for evaluation; `as_step_source` makes a `StepSource` of whatever a user gives.
 """
 
-from onstep.data.bpe import learn_bpe
-from onstep.data.build import build_datasets, split_documents, split_tokens, tokenizer_source
-from onstep.data.chat_dataset import ChatDataset, ChatFile, PackedDataset, build_chat_file
-from onstep.data.chat_records import ChatFiles, ChatKeys, ChatRows, ChatSource
-from onstep.data.chat_template import EncodedChat, PlainTemplate, TokenizerTemplate, template_for
-from onstep.data.corpus import DocumentSource, default_corpus_files, find_files, iter_documents
-from onstep.data.eval_loader import EvalLoader
-from onstep.data.fetch import PaddingCollator, default_data_collator, is_map_style
-from onstep.data.indexed_file import IndexedFile, write_indexed_dataset
-from onstep.data.loader import TrainLoader
-from onstep.data.made_once import default_cache_dir
-from onstep.data.order import RowLayout, SampleOrder
-from onstep.data.step_batches import Batch, StepBatches, StepSource
-from onstep.data.step_source import ForeignReader, IteratorReader, as_step_source
-from onstep.data.stream import IterableLoader
+from onstep.data.chat.dataset import ChatDataset, ChatFile, PackedDataset, build_chat_file
+from onstep.data.chat.records import ChatFiles, ChatKeys, ChatRows, ChatSource
+from onstep.data.chat.template import EncodedChat, PlainTemplate, TokenizerTemplate, template_for
+from onstep.data.corpus.bpe import learn_bpe
+from onstep.data.corpus.build_cache import default_cache_dir
+from onstep.data.corpus.corpus import DocumentSource, default_corpus_files, find_files, iter_documents
+from onstep.data.corpus.indexed_file import IndexedFile, write_indexed_dataset
+from onstep.data.corpus.token_file import TokenFile, build_token_file
+from onstep.data.corpus.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer, tokenizer_in_run
+from onstep.data.datasets import build_datasets, split_documents, split_tokens, tokenizer_source
+from onstep.data.loaders.collate import PaddingCollator, default_data_collator, is_map_style
+from onstep.data.loaders.eval_loader import EvalLoader
+from onstep.data.loaders.iterable_loader import IterableLoader
+from onstep.data.loaders.loader import TrainLoader
+from onstep.data.loaders.sample_order import RowLayout, SampleOrder
+from onstep.data.loaders.step_batches import Batch, StepBatches, StepSource
+from onstep.data.loaders.step_source import ForeignReader, IteratorReader, as_step_source
 from onstep.data.token_dataset import BlendedDataset, Boundaries, TokenDataset
-from onstep.data.token_file import TokenFile, build_token_file
-from onstep.data.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer, tokenizer_in_run
 
 __all__ = [
     "Batch",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from onstep.events.context import CallbackContext
-from onstep.events.moments import HF_EVENTS, MOMENTS, moments_named
+from onstep.events.events import HF_EVENTS, MOMENTS, moments_named
 
 
 class Callback:

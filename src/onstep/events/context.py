@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from onstep.events.callback_clock import CallbackClock
+from onstep.events.callback_timer import CallbackClock
 from onstep.events.control import Control
-from onstep.events.moments import BY_NAME
+from onstep.events.events import BY_NAME
 from onstep.events.trainer_state import TrainerState
 from onstep.events.views import OptimizerView, RunView, SchedulerView
 

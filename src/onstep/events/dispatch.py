@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from onstep.events.context import CallbackContext
+from onstep.events.events import MOMENTS, TRAINING, VALID_EVENTS, Moment
 from onstep.events.manager import CallbackManager, Listeners
-from onstep.events.moments import MOMENTS, TRAINING, VALID_EVENTS, Moment
 from onstep.events.views import RunView
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from inspect import ismethod
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
-from onstep.events.callback_clock import CallbackClock
+from onstep.events.callback_timer import CallbackClock
 from onstep.events.context import CallbackContext
-from onstep.events.moments import MOMENTS, VALID_EVENTS, Moment, moment_of
+from onstep.events.events import MOMENTS, VALID_EVENTS, Moment, moment_of
 from onstep.events.registration import (
     Listener,
     Registration,
@@ -19,7 +19,7 @@ from onstep.events.registration import (
     function_registration,
     registration_of,
 )
-from onstep.pulse import PULSE
+from onstep.heartbeat import PULSE
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from onstep.events.callback import Callback, TrainerCallback
 from onstep.events.context import CallbackContext
-from onstep.events.moments import HF_EVENTS, VALID_EVENTS, Moment, moment_of, moments_named
+from onstep.events.events import HF_EVENTS, VALID_EVENTS, Moment, moment_of, moments_named
 from onstep.events.signatures import ACCEPTED, Handler, Style, as_handler
 
 _EVENT_NAMES = sorted(VALID_EVENTS | HF_EVENTS)

@@ -9,7 +9,7 @@ from types import CodeType
 from typing import Any, Literal
 
 from onstep.events.context import CallbackContext
-from onstep.events.moments import MOMENTS, Moment
+from onstep.events.events import MOMENTS, Moment
 
 Handler = Callable[[CallbackContext], None]
 Style = Literal["context", "hf"]

@@ -33,7 +33,7 @@ class RunFacts:
     local_rank: int = 0
     log_history: list[dict[str, Any]] = field(default_factory=list)
     bridge_tags: Any = None
-    """Megatron Bridge's tags since the journal's last record (`onstep.sinks.tag_record`); None without them."""
+    """Megatron Bridge's tags since the journal's last record (`onstep.trackers.tag_record`); None without them."""
 
 
 class TrainerState:

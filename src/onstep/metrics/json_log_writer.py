@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from onstep.errors import ConfigError
-from onstep.journal import Journal, JournalHeldError, align, fork, numbered_name, read_records, set_aside
+from onstep.metrics_log import Journal, JournalHeldError, align, fork, numbered_name, read_records, set_aside
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -1,8 +1,6 @@
 """Decoder-only transformers (Llama, Qwen, GPT-2), value heads, generation, conversion to and from `transformers`."""
 
-from onstep.models.context import KeyValueCache
-from onstep.models.feed_forward import MixtureOfExperts, is_moe_layer
-from onstep.models.generation import generate
+from onstep.models.generation.generate import generate
 from onstep.models.heads import (
     LinearForLastLayer,
     ModelHook,
@@ -11,7 +9,7 @@ from onstep.models.heads import (
     ensure_model_list,
     make_value_model,
 )
-from onstep.models.hf_directory import (
+from onstep.models.hf.directory import (
     config_from_hf,
     from_hf_state_dict,
     hf_config_dict,
@@ -20,8 +18,10 @@ from onstep.models.hf_directory import (
     save_hf,
     to_hf_state_dict,
 )
-from onstep.models.router import Router
-from onstep.models.routing_record import is_recomputing
+from onstep.models.layers.feed_forward import MixtureOfExperts, is_moe_layer
+from onstep.models.layers.router import Router
+from onstep.models.layers.routing_record import is_recomputing
+from onstep.models.layers.sequence_context import KeyValueCache
 from onstep.models.sizes import check_model_config, ffn_hidden_size, head_width, num_query_groups
 from onstep.models.transformer import Transformer, build_transformer, init_weights
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
 from onstep.config.parts import ModelConfig
-from onstep.models.layer import build_norm
-from onstep.models.routing_record import RoutingStep, count_dtype, is_recomputing, with_token_losses
+from onstep.models.layers.layer import build_norm
+from onstep.models.layers.routing_record import RoutingStep, count_dtype, is_recomputing, with_token_losses
 
 IGNORE_INDEX = -100
 """A label that has no loss."""

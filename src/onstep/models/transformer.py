@@ -13,17 +13,17 @@ from torch.utils.checkpoint import checkpoint
 
 from onstep.config.parts import ModelConfig
 from onstep.errors import ConfigError
-from onstep.models.context import (
+from onstep.models.heads import LinearForLastLayer
+from onstep.models.layers.layer import Attention, Layer, build_norm
+from onstep.models.layers.rotary import RotaryTables
+from onstep.models.layers.sequence_context import (
     KeyValueCache,
     SequenceContext,
     chosen_positions,
     learned_positions,
     sequence_context,
 )
-from onstep.models.heads import LinearForLastLayer
-from onstep.models.layer import Attention, Layer, build_norm
 from onstep.models.multi_token_prediction import IGNORE_INDEX, MultiTokenPrediction, shifted
-from onstep.models.rotary import RotaryTables
 from onstep.models.sizes import check_model_config, head_width, vocabulary_size
 
 _RESIDUAL_OUTPUTS = (

@@ -2,8 +2,8 @@
 
 from onstep.optim.build import as_step_optimizer, build_loss_scaler, build_optimizer, build_scheduler, wrap_optimizer
 from onstep.optim.finite_gate import DeviceFiniteGate, FiniteGate, HostFiniteGate, finite_gate
-from onstep.optim.foreign import ForeignOptimizer, MegatronOptimizer
 from onstep.optim.loss_scaler import LossScaler
+from onstep.optim.megatron_optimizer import ForeignOptimizer, MegatronOptimizer
 from onstep.optim.muon import MuonWithAdamW
 from onstep.optim.optimizer import TrainingOptimizer, count_zeros
 from onstep.optim.param_scheduler import (

@@ -13,8 +13,8 @@ from onstep.config.optimizer_rules import check_param_groups
 from onstep.config.part import nearest
 from onstep.config.parts import OptimizerConfig, SchedulerConfig
 from onstep.errors import ConfigError
-from onstep.optim.foreign import ForeignOptimizer, MegatronOptimizer
 from onstep.optim.loss_scaler import LossScaler
+from onstep.optim.megatron_optimizer import ForeignOptimizer, MegatronOptimizer
 from onstep.optim.muon import MuonWithAdamW
 from onstep.optim.optimizer import TrainingOptimizer
 from onstep.optim.param_groups import param_groups, trainable_parameters

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from onstep.errors import ConfigError
-from onstep.optim.own_step import OwnStep
+from onstep.optim.fused_step import OwnStep
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

@@ -13,8 +13,8 @@ from torch.nn import Parameter
 from onstep.distributed.shards import Split, is_sharded, local_part, split_of, whole
 from onstep.errors import CheckpointError, ConfigError
 from onstep.optim.finite_gate import DeviceFiniteGate, FiniteGate, HostFiniteGate, finite_gate
+from onstep.optim.fused_step import OwnStep, are_members
 from onstep.optim.loss_scaler import LossScaler
-from onstep.optim.own_step import OwnStep, are_members
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 

@@ -18,7 +18,7 @@ from onstep.trainer.loss_convention import NUM_ITEMS, accepts_num_items, of_mode
 from onstep.trainer.model_step import function_loss, model_loss
 from onstep.trainer.predictions import EvalPrediction
 from onstep.training.bridge.global_state import GlobalState
-from onstep.training.run_folder import RunFolder
+from onstep.training.runs.run_dir import RunFolder
 
 Collate = Callable[[Sequence[Any]], Any]
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from onstep.events.context import unwrap
-from onstep.training.losses import IGNORE_INDEX
+from onstep.training.compute.losses import IGNORE_INDEX
 
 Convention = Literal["share", "mean"]
 NUM_ITEMS = "num_items_in_batch"

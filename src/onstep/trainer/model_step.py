@@ -13,8 +13,8 @@ from onstep.distributed import World
 from onstep.errors import ConfigError
 from onstep.trainer.loss_convention import MAPPING, NUM_ITEMS, Convention, Labels, accepts_num_items
 from onstep.trainer.predictions import PredictionCollector
-from onstep.training.losses import LossShare, MeanLoss, mean_weight
-from onstep.training.step import MicroBatches, to_device
+from onstep.training.compute.losses import LossShare, MeanLoss, mean_weight
+from onstep.training.compute.step import MicroBatches, to_device
 
 
 class ModelStep:

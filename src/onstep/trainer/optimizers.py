@@ -19,7 +19,7 @@ from onstep.optim import (
 )
 from onstep.optim.param_groups import trainable_parameters
 from onstep.trainer.base_trainer import BaseTrainer
-from onstep.training.setup import scheduler_for
+from onstep.training.setup.setup import scheduler_for
 
 
 def check_optimizers(trainer: BaseTrainer) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onstep.data.stream import count_samples
+from onstep.data.loaders.iterable_loader import count_samples
 from onstep.distributed import World
 from onstep.trainer.loss_convention import Labels
 

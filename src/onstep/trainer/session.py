@@ -21,23 +21,30 @@ from onstep.distributed import World, data_parallel, open_world, world_size_from
 from onstep.errors import ConfigError, DataError, RunExistsError
 from onstep.events import Control, Dispatcher
 from onstep.models import Transformer
-from onstep.sinks.reporting import attach_trackers
+from onstep.trackers.report_to import attach_trackers
 from onstep.trainer import loss_convention
 from onstep.trainer.arguments import config_of, shown_arguments
 from onstep.trainer.base_trainer import BaseTrainer, Collate
-from onstep.trainer.loading import ColumnFilter, collator, num_samples_of, train_loader
+from onstep.trainer.dataloaders import ColumnFilter, collator, num_samples_of, train_loader
 from onstep.trainer.loss_convention import Convention, Labels, shifts_labels
 from onstep.trainer.model_step import ModelStep
 from onstep.trainer.optimizers import check_optimizers, forget_made, make_optimizer, make_scheduler, show_made
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.features import SETUP
-from onstep.training.model_and_data import idle_parameters
+from onstep.training.lifecycle.endings import Endings
 from onstep.training.opening import already_finished, claim_for_all, open_run
 from onstep.training.run import Door
-from onstep.training.run_folder import FINISHED, Claim, RunFolder, RunLock
-from onstep.training.scope import Endings
-from onstep.training.setup import DATA_TIMER, MODEL_TIMER, count_steps, end_set_up, load_checkpoint, seed_everything
-from onstep.training.watchdog import Watching
+from onstep.training.runs.run_dir import FINISHED, Claim, RunFolder, RunLock
+from onstep.training.setup.model_and_data import idle_parameters
+from onstep.training.setup.setup import (
+    DATA_TIMER,
+    MODEL_TIMER,
+    count_steps,
+    end_set_up,
+    load_checkpoint,
+    seed_everything,
+)
+from onstep.training.watchdog.watchdog import Watching
 
 logger = logging.getLogger(__name__)
 

@@ -13,15 +13,15 @@ from onstep.errors import ConfigError
 from onstep.events.context import unwrap
 from onstep.models import Transformer, hf_obstacle, save_hf
 from onstep.trainer.base_trainer import BaseTrainer
-from onstep.trainer.loading import eval_loader
+from onstep.trainer.dataloaders import eval_loader
 from onstep.trainer.loss_convention import inner_module
 from onstep.trainer.predictions import Collected, EvalPrediction, PredictionCollector, PredictionOutput, TrainOutput
 from onstep.trainer.session import Session, check_training, evaluation_session, training_session
 from onstep.training.bridge.global_state import GlobalState
-from onstep.training.evaluation import evaluate, note_best_metric, write_evaluation
-from onstep.training.final_weights import write_final_weights
-from onstep.training.log_step import publish
 from onstep.training.pretrain import load_best_model
+from onstep.training.setup.final_weights import write_final_weights
+from onstep.training.stages.evaluation import evaluate, note_best_metric, write_evaluation
+from onstep.training.stages.record import publish
 from onstep.training.train import train
 
 

@@ -2,15 +2,15 @@
 
 from onstep.events import CallbackContext, CallbackManager
 from onstep.metrics.flops import MFU_DEFINITION, model_flops_utilization, num_floating_point_operations
-from onstep.metrics.memory import MEMORY_KEYS, report_memory, start_memory_history_recording
 from onstep.metrics.memory_estimate import (
     MemoryEstimate,
     estimate_training_memory,
     format_training_memory_estimate,
     report_theoretical_memory,
 )
-from onstep.metrics.parameter_norms import report_l2_norm_grad
-from onstep.metrics.params_l2_norm import calc_dtensor_params_l2_norm, calc_params_l2_norm, param_is_not_shared
+from onstep.metrics.memory_reports import MEMORY_KEYS, report_memory, start_memory_history_recording
+from onstep.metrics.norms.parameter_norms import report_l2_norm_grad
+from onstep.metrics.norms.params_l2_norm import calc_dtensor_params_l2_norm, calc_params_l2_norm, param_is_not_shared
 from onstep.metrics.reductions import (
     logical_and_across_model_parallel_group,
     reduce_max_memory_across_pp_group,
@@ -32,20 +32,24 @@ from onstep.training.bridge.housekeeping import (
     maybe_synchronize_training_step,
     post_training_step_callbacks,
 )
-from onstep.training.bridge.training_log import training_log
-from onstep.training.exits import checkpoint_and_decide_exit, save_checkpoint_and_time
-from onstep.training.fault_tolerance import FaultToleranceState
-from onstep.training.forward_step import (
-    forward_step,
-    maybe_inject_state,
-    needs_global_state_injection,
-    prepare_forward_step_func,
+from onstep.training.bridge.model_parallel import _handle_mxfp8_param_buffer_copy as _handle_mxfp8_param_buffer_copy
+from onstep.training.bridge.model_parallel import (
+    disable_forward_pre_hook,
+    enable_forward_pre_hook,
+    should_disable_forward_pre_hook,
 )
-from onstep.training.freezing import _freeze_parameter_if_present as _freeze_parameter_if_present
-from onstep.training.freezing import freeze_moe_router
-from onstep.training.gpu_gauge import EnergyMonitor
-from onstep.training.losses import LossShare, MeanLoss
-from onstep.training.microbatches_calculator import (
+from onstep.training.bridge.training_log import training_log
+from onstep.training.compute.losses import LossShare, MeanLoss
+from onstep.training.experts.moe_log import _build_moe_metric_writer as _build_moe_metric_writer
+from onstep.training.experts.moe_log import _MoeMetricFanoutWriter as _MoeMetricFanoutWriter
+from onstep.training.fault_tolerance.sections import FaultToleranceState
+from onstep.training.pretrain import finetune, pretrain
+from onstep.training.profiling.profilers import handle_profiling_step, handle_profiling_stop, should_profile_rank
+from onstep.training.reporting.gpu_telemetry import EnergyMonitor
+from onstep.training.reporting.timers import Clock, Timer, Timers
+from onstep.training.rerun.machine import RerunStateMachine
+from onstep.training.rerun.snapshot import RerunDataIterator
+from onstep.training.runs.microbatches import (
     NumMicroBatchesCalculator,
     destroy_num_microbatches_calculator,
     get_current_global_batch_size,
@@ -57,32 +61,28 @@ from onstep.training.microbatches_calculator import (
     unset_num_microbatches_calculator,
     update_num_microbatches,
 )
-from onstep.training.model_parallel import _handle_mxfp8_param_buffer_copy as _handle_mxfp8_param_buffer_copy
-from onstep.training.model_parallel import (
-    disable_forward_pre_hook,
-    enable_forward_pre_hook,
-    should_disable_forward_pre_hook,
+from onstep.training.runs.signals import DistributedSignalHandler, Preempted
+from onstep.training.setup.freezing import _freeze_parameter_if_present as _freeze_parameter_if_present
+from onstep.training.setup.freezing import freeze_moe_router
+from onstep.training.stages.exits import checkpoint_and_decide_exit, save_checkpoint_and_time
+from onstep.training.stages.forward_step import (
+    forward_step,
+    maybe_inject_state,
+    needs_global_state_injection,
+    prepare_forward_step_func,
 )
-from onstep.training.moe_log import _build_moe_metric_writer as _build_moe_metric_writer
-from onstep.training.moe_log import _MoeMetricFanoutWriter as _MoeMetricFanoutWriter
-from onstep.training.nvrx_straggler import (
+from onstep.training.stages.progress_log import (
+    compute_throughputs_and_append_to_progress_log,
+    get_start_time_from_progress_log,
+)
+from onstep.training.stragglers.detector import StragglerDetector
+from onstep.training.stragglers.nvrx import (
     NVRxStragglerDetectionManager,
     check_nvrx_straggler_detection,
     safe_shutdown_nvrx_straggler_manager,
 )
-from onstep.training.pretrain import finetune, pretrain
-from onstep.training.profiling import handle_profiling_step, handle_profiling_stop, should_profile_rank
-from onstep.training.progress_log import (
-    compute_throughputs_and_append_to_progress_log,
-    get_start_time_from_progress_log,
-)
-from onstep.training.rerun import RerunStateMachine
-from onstep.training.rerun_snapshot import RerunDataIterator
-from onstep.training.signals import DistributedSignalHandler, Preempted
-from onstep.training.stragglers import StragglerDetector
-from onstep.training.timers import Clock, Timer, Timers
 from onstep.training.train import train, train_step
-from onstep.training.weight_hash import check_param_hashes_across_dp_replicas, weight_hashes
+from onstep.training.verification.weight_hash import check_param_hashes_across_dp_replicas, weight_hashes
 
 __all__ = [
     "MEMORY_KEYS",

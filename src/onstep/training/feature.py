@@ -12,8 +12,8 @@ from onstep.distributed import World, attempt
 from onstep.errors import ConfigError
 from onstep.events import Request
 from onstep.events.dispatch import NOTHING
-from onstep.training.losses import MicroLoss, Weight
-from onstep.training.step import Step
+from onstep.training.compute.losses import MicroLoss, Weight
+from onstep.training.compute.step import Step
 
 Host = TypeVar("Host")
 """What a feature is built for: a `Run`, or the `Job` of one training."""

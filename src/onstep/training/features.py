@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from onstep.training.anomalies import AnomalyGate
-from onstep.training.attention_logits import AttentionLogits
-from onstep.training.bridge.feature import BridgeLog
-from onstep.training.certificate import TrajectoryHash
-from onstep.training.environment import EnvironmentVariables, LogLevel, TrackerSessions
-from onstep.training.experts import Experts
-from onstep.training.fault_tolerance import FaultToleranceSections
+from onstep.training.anomalies.gate import AnomalyGate
+from onstep.training.bridge.bridge_log import BridgeLog
+from onstep.training.bridge.model_parallel import ForwardPreHooks, ModelParallelAgreement
+from onstep.training.experts.experts import Experts
+from onstep.training.fault_tolerance.sections import FaultToleranceSections
 from onstep.training.feature import Feature
-from onstep.training.growth import BatchGrowth
-from onstep.training.job import Job
-from onstep.training.model_parallel import ForwardPreHooks, ModelParallelAgreement
-from onstep.training.nvrx_straggler import NvrxStragglers
-from onstep.training.profiling_features import (
+from onstep.training.lifecycle.endings import Endings, TrainingEnd
+from onstep.training.lifecycle.environment import EnvironmentVariables, LogLevel, TrackerSessions
+from onstep.training.lifecycle.rampup import BatchGrowth
+from onstep.training.lifecycle.signal_handling import DataTimeoutGuard, SignalHandling
+from onstep.training.profiling.attention_logits import AttentionLogits
+from onstep.training.profiling.instruments import (
     DeviceSync,
     Energy,
     IntervalTime,
@@ -30,13 +29,14 @@ from onstep.training.profiling_features import (
     Profilers,
     StepTimers,
 )
-from onstep.training.rerun_step import RerunMachine
+from onstep.training.rerun.rerun import RerunMachine
 from onstep.training.run import Run
-from onstep.training.scope import Endings, TrainingEnd
-from onstep.training.signal_handling import DataTimeoutGuard, SignalHandling
-from onstep.training.stragglers import Stragglers
-from onstep.training.watchdog import Watching
-from onstep.training.weight_hash import WeightHashes
+from onstep.training.stages.job import Job
+from onstep.training.stragglers.detector import Stragglers
+from onstep.training.stragglers.nvrx import NvrxStragglers
+from onstep.training.verification.trajectory_hash import TrajectoryHash
+from onstep.training.verification.weight_hash import WeightHashes
+from onstep.training.watchdog.watchdog import Watching
 
 SETUP: tuple[type[Feature[Run]], ...] = (EnvironmentVariables, LogLevel)
 """Opened by a door before the ranks' group is."""

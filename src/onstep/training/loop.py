@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from onstep.data import StepBatches
-from onstep.training import actions, compute, position
-from onstep.training.decisions import agree
-from onstep.training.ending import Leave, conclude, leave_early
-from onstep.training.job import Job
-from onstep.training.losses import MicroLoss, reduce_step
-from onstep.training.step import LastStep, MicroBatches, Step, mean_loss
+from onstep.training.compute.losses import MicroLoss, reduce_step
+from onstep.training.compute.step import LastStep, MicroBatches, Step, mean_loss
+from onstep.training.stages import actions
+from onstep.training.stages import data_position as position
+from onstep.training.stages import forward_backward as compute
+from onstep.training.stages.agreement import agree
+from onstep.training.stages.ending import Leave, conclude, leave_early
+from onstep.training.stages.job import Job
 
 
 class Loop:

@@ -11,13 +11,13 @@ from onstep.config import ConfigContainer, resolve
 from onstep.config.differences import describe
 from onstep.distributed import World, attempt
 from onstep.events import CallbackManager, Control, Dispatcher
-from onstep.sinks.reporting import attach_trackers
+from onstep.trackers.report_to import attach_trackers
 from onstep.training.bridge.global_state import GlobalState
-from onstep.training.checkpointing import open_checkpoints
+from onstep.training.checkpointing.writing import open_checkpoints
 from onstep.training.features import RUN, SECTIONS, SETUP
+from onstep.training.reporting.bridge_trackers import check_trackers
 from onstep.training.run import Door
-from onstep.training.run_folder import Claim, RunFolder, RunLock, Status, claim_run_folder
-from onstep.training.trackers import check_trackers
+from onstep.training.runs.run_dir import Claim, RunFolder, RunLock, Status, claim_run_folder
 
 logger = logging.getLogger(__name__)
 

@@ -15,14 +15,14 @@ from onstep.events import CallbackManager, Dispatcher, normalize_callbacks
 from onstep.models import ModelHook
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.bridge.housekeeping import _finish_train
-from onstep.training.evaluation import evaluate_and_print_results
-from onstep.training.final_weights import save_weights
-from onstep.training.forward_step import forward_step
 from onstep.training.opening import already_finished, claim_for_all, open_run
-from onstep.training.pretrained import fill_from_pretrained
+from onstep.training.protocols import ForwardStep
 from onstep.training.run import Door, Run
-from onstep.training.seams import ForwardStep
-from onstep.training.setup import Parts, set_up
+from onstep.training.setup.final_weights import save_weights
+from onstep.training.setup.pretrained import fill_from_pretrained
+from onstep.training.setup.setup import Parts, set_up
+from onstep.training.stages.evaluation import evaluate_and_print_results
+from onstep.training.stages.forward_step import forward_step
 from onstep.training.train import train
 
 

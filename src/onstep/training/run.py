@@ -24,12 +24,12 @@ from onstep.models.heads import ModelHook
 from onstep.optim import LossScaler, TrainingOptimizer, build_loss_scaler
 from onstep.progress import TrainState
 from onstep.training.feature import Features
-from onstep.training.microbatches_calculator import NumMicroBatchesCalculator
-from onstep.training.run_folder import RunFolder
-from onstep.training.seams import Metrics, Trained, UserOptimizer, UserScheduler
-from onstep.training.signals import ExitWatch
-from onstep.training.timers import Clock, Timers
-from onstep.training.trackers import Trackers
+from onstep.training.protocols import Metrics, Trained, UserOptimizer, UserScheduler
+from onstep.training.reporting.bridge_trackers import Trackers
+from onstep.training.reporting.timers import Clock, Timers
+from onstep.training.runs.microbatches import NumMicroBatchesCalculator
+from onstep.training.runs.run_dir import RunFolder
+from onstep.training.runs.signals import ExitWatch
 
 _NOBODY = -1
 """No rank."""
@@ -149,7 +149,7 @@ class Door:
 
 
 class Checkpoints(Protocol):
-    """What the loop needs of a run's checkpoints (`onstep.training.checkpointing.RunCheckpoints`)."""
+    """What the loop needs of a run's checkpoints (`onstep.training.checkpointing.writing.RunCheckpoints`)."""
 
     @property
     def is_writing(self) -> bool: ...

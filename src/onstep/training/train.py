@@ -12,15 +12,15 @@ from onstep.data import Batch, IteratorReader, StepBatches, as_step_source
 from onstep.events import CallbackManager, Dispatcher
 from onstep.optim import ForeignOptimizer, TorchSchedulerAdapter
 from onstep.training.bridge.global_state import GlobalState, TrainStepResult
-from onstep.training.checkpointing import own_checkpoints
-from onstep.training.ending import Leave, leave_if_preempted
+from onstep.training.checkpointing.writing import own_checkpoints
 from onstep.training.features import RUN, SECTIONS, STEP, TRAINING
-from onstep.training.forward_step import prepare_forward_step_func
-from onstep.training.job import Evaluation, Job, drive
-from onstep.training.log_step import RunStart
 from onstep.training.loop import Loop
-from onstep.training.profiling import check_profilers
-from onstep.training.seams import DataSource, ForwardStep, NonLossFunction, Trained, UserOptimizer, UserScheduler
+from onstep.training.profiling.profilers import check_profilers
+from onstep.training.protocols import DataSource, ForwardStep, NonLossFunction, Trained, UserOptimizer, UserScheduler
+from onstep.training.stages.ending import Leave, leave_if_preempted
+from onstep.training.stages.forward_step import prepare_forward_step_func
+from onstep.training.stages.job import Evaluation, Job, drive
+from onstep.training.stages.record import RunStart
 
 
 def train(
@@ -42,7 +42,7 @@ def train(
     """Train until the configured number of steps, or until somebody asks for a stop. Collective.
 
     Args:
-        forward_step_func: one of the documented signatures (`onstep.training.forward_step`).
+        forward_step_func: one of the documented signatures (`onstep.training.stages.forward_step`).
         model: list of model chunks, wrapped for data parallelism where there are several ranks.
         optimizer: a `TrainingOptimizer`, a torch optimizer (it is made one, with `optimizer.clip_grad`), or an object
             whose `step()` returns `(successful, grad_norm, num_zeros)` and which clips by itself. Of the last kind loss

@@ -7,18 +7,18 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from onstep.config.safety_config import StragglerDetectionConfig
-from onstep.training.experts import Experts
-from onstep.training.fault_tolerance import FaultToleranceState, sections_of
-from onstep.training.gpu_gauge import EnergyMonitor
-from onstep.training.losses import StepLoss, Weight
-from onstep.training.nvrx_straggler import NVRxStragglerDetectionManager, NvrxStragglers
-from onstep.training.profiling_features import GivenMonitor, monitor_of
-from onstep.training.rerun import RerunStateMachine
-from onstep.training.rerun_step import GivenMachine, RerunMachine
+from onstep.training.compute.losses import StepLoss, Weight
+from onstep.training.compute.step import LastStep, Step
+from onstep.training.experts.experts import Experts
+from onstep.training.fault_tolerance.sections import FaultToleranceState, sections_of
+from onstep.training.profiling.instruments import GivenMonitor, monitor_of
+from onstep.training.reporting.gpu_telemetry import EnergyMonitor
+from onstep.training.rerun.machine import RerunStateMachine
+from onstep.training.rerun.rerun import GivenMachine, RerunMachine
 from onstep.training.run import Run
-from onstep.training.signals import DistributedSignalHandler
-from onstep.training.step import LastStep, Step
-from onstep.training.stragglers import StragglerDetector, detector_of
+from onstep.training.runs.signals import DistributedSignalHandler
+from onstep.training.stragglers.detector import StragglerDetector, detector_of
+from onstep.training.stragglers.nvrx import NVRxStragglerDetectionManager, NvrxStragglers
 
 
 class TrainStepResult(NamedTuple):

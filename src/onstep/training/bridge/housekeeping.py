@@ -17,15 +17,15 @@ from torch import nn
 from onstep.config import ConfigContainer
 from onstep.distributed import World, shards
 from onstep.schedules import is_due
-from onstep.training import evaluation
 from onstep.training.bridge.global_state import GlobalState
-from onstep.training.microbatches_calculator import unset_num_microbatches_calculator
-from onstep.training.model_parallel import disable_forward_pre_hook, enable_forward_pre_hook
-from onstep.training.nvrx_straggler import safe_shutdown_nvrx_straggler_manager
-from onstep.training.profiling import NsysContext, Profiler, handle_profiling_stop
-from onstep.training.profiling_features import MemoryRelease
+from onstep.training.bridge.model_parallel import disable_forward_pre_hook, enable_forward_pre_hook
+from onstep.training.profiling.instruments import MemoryRelease
+from onstep.training.profiling.profilers import NsysContext, Profiler, handle_profiling_stop
 from onstep.training.run import Run
-from onstep.training.weight_hash import check_weight_hashes
+from onstep.training.runs.microbatches import unset_num_microbatches_calculator
+from onstep.training.stages import evaluation
+from onstep.training.stragglers.nvrx import safe_shutdown_nvrx_straggler_manager
+from onstep.training.verification.weight_hash import check_weight_hashes
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from onstep.config import ConfigContainer
-from onstep.metrics.memory import report_memory, save_memory_snapshot
 from onstep.metrics.memory_estimate import report_theoretical_memory
-from onstep.metrics.parameter_norms import report_l2_norm_grad
+from onstep.metrics.memory_reports import report_memory, save_memory_snapshot
+from onstep.metrics.norms.parameter_norms import report_l2_norm_grad
 from onstep.metrics.reductions import reduce_max_memory_across_pp_group
 from onstep.metrics.throughput import report_runtime, report_throughput
 from onstep.schedules import is_due
 from onstep.training.bridge.console_line import IntervalFacts, console_line
 from onstep.training.bridge.global_state import GlobalState
-from onstep.training.interval import read_together
-from onstep.training.losses import Weight
-from onstep.training.moe_log import step_losses
-from onstep.training.seams import Loggers
-from onstep.training.step_size import describing_config, flops_of_samples, step_batch_size
-from onstep.training.tags import STEPS_ONLY, StepValues, step_tags, write_tags
-from onstep.training.timers import INTERVAL_TIME
+from onstep.training.compute.losses import Weight
+from onstep.training.experts.moe_log import step_losses
+from onstep.training.protocols import Loggers
+from onstep.training.reporting.bridge_tags import STEPS_ONLY, StepValues, step_tags, write_tags
+from onstep.training.reporting.loss_accumulator import read_together
+from onstep.training.reporting.timers import INTERVAL_TIME
+from onstep.training.stages.step_flops import describing_config, flops_of_samples, step_batch_size
 
 ADVANCED, SKIPPED, NAN = COUNTERS = ("advanced iterations", "skipped iterations", "nan iterations")
 """Keys of `total_loss_dict` that are no losses: steps of the interval that updated the weights, those that did not, and
@@ -74,7 +74,7 @@ def training_log(
 ) -> bool:
     """Take up the step that was just counted, and report it where that is due. All ranks call it after each step.
 
-    At every `logger.tensorboard_log_interval`-th step the trackers get its tags (`onstep.training.tags`), with values
+    At every `logger.tensorboard_log_interval`-th step the trackers get its tags (`onstep.training.reporting.bridge_tags`), with values
     on the device handed over unread. At every `logger.log_interval`-th step the console gets Megatron Bridge's lines,
     for which the device is read, and the interval begins anew. Collective where `pg_collection` has several pipeline
     stages, and with gradient norms of sharded parameters.

@@ -1,0 +1,148 @@
+"""Writes the records of a log as a table, a row a record: CSV and Parquet."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from onstep.analysis.logs.record_file import number
+from onstep.analysis.logs.training_log import TrainingLog
+from onstep.errors import ConfigError, MissingExtraError
+
+_ROWS_A_GROUP = 100_000
+"""Of a Parquet file; one group is in memory at once."""
+
+
+def export(log: TrainingLog, path: str | Path) -> Path:
+    """Write CSV or Parquet, as the suffix of `path` says; see `export_csv` and `export_parquet`."""
+    writers = {".csv": export_csv, ".parquet": export_parquet}
+    suffix = Path(path).suffix.lower()
+    if suffix not in writers:
+        raise ConfigError(f"a log is exported to a name that ends in {' or '.join(writers)}, got {str(path)!r}.")
+    return writers[suffix](log, path)
+
+
+def export_csv(log: TrainingLog, path: str | Path) -> Path:
+    """Write the records as CSV: a heading with all keys, a line a record, nothing where a record lacks the key.
+
+    Numbers are written so that reading them gives the same float (`nan` and `inf` where they are not finite); lists and
+    objects as JSON. A million records take little memory.
+
+    Returns:
+        `path`.
+    """
+    keys = log.keys()
+    with (
+        _replacing(Path(path)) as temporary,
+        temporary.open("w", encoding="utf-8", errors="replace", newline="") as file,
+    ):
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(keys)
+        for block in log.blocks(keys):
+            writer.writerows(zip(*(_cells(block[key]) for key in keys), strict=True))
+    return Path(path)
+
+
+def export_parquet(log: TrainingLog, path: str | Path) -> Path:
+    """Write the records as Parquet: a column a key, null where a record lacks it.
+
+    Whole numbers, numbers, truth values, texts and lists of numbers keep their type; a key with values of several
+    kinds, or with objects, is a column of JSON texts. The log is read twice and takes little memory.
+
+    Returns:
+        `path`.
+
+    Raises:
+        MissingExtraError: without pyarrow.
+    """
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise MissingExtraError(
+            "writing Parquet needs pyarrow; install it with: pip install 'onstep[reports]', or export CSV."
+        ) from None
+    keys = log.keys()
+    kinds = _kinds(log, keys)
+    schema = pa.schema([(key, _arrow_type(pa, kinds[key])) for key in keys])
+    with _replacing(Path(path)) as temporary, pq.ParquetWriter(temporary, schema) as writer:
+        for group in _groups(log, keys):
+            arrays = [_array(pa, group[key], kinds[key], schema.field(key).type) for key in keys]
+            writer.write_table(pa.table(arrays, schema=schema))
+    return Path(path)
+
+
+def _cells(values: list[Any]) -> list[Any]:
+    """What the csv writer does not write by itself as it should be."""
+    return [json.dumps(value) if isinstance(value, bool | list | dict) else value for value in values]
+
+
+_Kind = frozenset[str]
+"""Names of the types under a key; lists by the types within."""
+
+
+def _kinds(log: TrainingLog, keys: list[str]) -> dict[str, _Kind]:
+    kinds: dict[str, set[str]] = {key: set() for key in keys}
+    for block in log.blocks(keys):
+        for key in keys:
+            found = set(map(type, block[key]))
+            kinds[key] |= {kind.__name__ for kind in found if kind not in (list, int)}
+            if list in found:
+                lists = [value for value in block[key] if isinstance(value, list)]
+                are_numbers = all(type(one) in (int, float) for value in lists for one in value)
+                kinds[key] |= {"list" if are_numbers else "list of others"}
+            if int in found:
+                is_64_bit = all(-(1 << 63) <= value < 1 << 63 for value in block[key] if type(value) is int)
+                kinds[key] |= {"int" if is_64_bit else "float"}
+    return {key: frozenset(found - {"NoneType"}) for key, found in kinds.items()}
+
+
+def _arrow_type(pa: Any, kind: _Kind) -> Any:
+    if kind == {"int"}:
+        return pa.int64()
+    if not kind or kind <= {"int", "float"}:
+        return pa.float64()
+    if kind == {"bool"}:
+        return pa.bool_()
+    return pa.list_(pa.float64()) if kind == {"list"} else pa.string()
+
+
+def _array(pa: Any, values: list[Any], kind: _Kind, arrow_type: Any) -> Any:
+    if arrow_type == pa.float64():
+        values = [None if value is None else number(value) for value in values]
+    elif kind == {"list"}:
+        values = [None if value is None else [number(one) for one in value] for value in values]
+    elif arrow_type == pa.string() and kind != {"str"}:
+        values = [None if value is None else json.dumps(value) for value in values]
+    return pa.array(values, arrow_type, from_pandas=False)
+
+
+def _groups(log: TrainingLog, keys: list[str]) -> Iterator[dict[str, list[Any]]]:
+    group: dict[str, list[Any]] = {key: [] for key in keys}
+    num_rows = 0
+    for block in log.blocks(keys):
+        for key in keys:
+            group[key] += block[key]
+        num_rows += len(next(iter(block.values()), []))
+        if num_rows >= _ROWS_A_GROUP:
+            yield group
+            group, num_rows = {key: [] for key in keys}, 0
+    if num_rows:
+        yield group
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A file to write that takes the name `path` once it is whole; its folder is made if needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

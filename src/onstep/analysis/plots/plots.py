@@ -1,0 +1,299 @@
+"""Figures of one run or of several: any metrics, the losses, the gradient norm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from onstep.analysis.logs.training_log import TrainingLog, distinct_labels
+from onstep.analysis.plots.axes import (
+    FONT_SIZE,
+    RATE_COLOUR,
+    TEXT_COLOUR,
+    TITLE_SIZE,
+    TRAINING_COLOUR,
+    VALIDATION_COLOUR,
+    Look,
+    add_legend,
+    draw,
+    finish_axes,
+    legend_line,
+    look_of,
+    metric_name,
+    number_axis,
+    plain,
+)
+from onstep.analysis.plots.output import finish, new_figure, save
+from onstep.analysis.plots.series import (
+    Curve,
+    PlotOptions,
+    check_x_axis,
+    curves,
+    found_curves,
+    is_of_evaluation,
+    rows_of,
+    shaped,
+)
+from onstep.errors import ConfigError, DataError
+
+DEFAULT_METRICS = ("loss", "eval_loss", "learning_rate")
+LOSS_LOOKS = {"loss": Look(TRAINING_COLOUR), "eval_loss": Look(VALIDATION_COLOUR)}
+_NORM_LOOKS = {"grad_norm": Look(TRAINING_COLOUR), "max_grad_norm": Look(RATE_COLOUR)}
+_TITLE_LENGTH = 90
+_NAME_LENGTH = 50
+
+
+def plot_training_metrics(
+    logs: Sequence[TrainingLog] | TrainingLog,
+    metrics: Sequence[str] | None = None,
+    x_axis: str = "step",
+    smooth_window: int | None = None,
+    log_scale: bool = False,
+    output_path: str | Path | None = None,
+    figsize: tuple[float, float] = (12, 8),
+    show: bool = False,
+    title: str | None = None,
+    ignore_outliers: bool = True,
+    perplexity: bool = False,
+    x_min: float | None = None,
+    x_max: float | None = None,
+    y_min: float | None = None,
+    y_max: float | None = None,
+) -> Figure:
+    """One axes for each metric, in two columns, with a curve for each run.
+
+    Args:
+        logs: The runs, or one run.
+        metrics: Keys of their records; None: loss, eval_loss and learning_rate, those of them that a run has.
+        x_axis: "step", "epoch", "time" (since the first record that is plotted: minutes, or hours where it is long),
+            "tokens" or "flops" (both in total; an evaluation stands at the total of its step).
+        smooth_window: Points that a centred moving mean spans, drawn over the raw line; 1 draws the raw line alone;
+            None chooses by the number of points. Evaluations and learning rates are not smoothed.
+        log_scale: Whether the y axes are logarithmic.
+        output_path: The picture (.png, .svg, .pdf); None writes none.
+        figsize: Width and height in inches.
+        show: Whether to open the picture in the system's viewer.
+        title: Above the figure; None: the label of the run where there is one.
+        ignore_outliers: Whether a few points far outside leave the y limits of losses and gradient norms alone, and a
+            lone one the moving mean; a note says how far they reach. Logarithmic axes show them.
+        perplexity: Whether to show exp(loss) in place of a loss; a smoothed one is that of the mean loss.
+        x_min: Left end, in the unit of the axis (minutes for "time").
+        x_max: Right end.
+        y_min: Lower end of every axes; wins over what the data and `ignore_outliers` would make it.
+        y_max: Upper end.
+
+    Returns:
+        The figure, a `matplotlib.figure.Figure` that pyplot knows nothing of.
+
+    Raises:
+        ConfigError: a ValueError; for an option that cannot be, for bounds of the x axis with no point between them,
+            and for no logs.
+        DataError: when no run has one of the metrics, or one has nothing to place a metric on the x axis by.
+    """
+    options = PlotOptions(
+        x_axis, smooth_window, log_scale, output_path, figsize, show, title, ignore_outliers, perplexity,
+        x_min, x_max, y_min, y_max,
+    )  # fmt: skip
+    logs = _as_list(logs)
+    return _draw_grid(logs, default_metrics(logs, x_axis) if metrics is None else list(metrics), options)
+
+
+def plot_loss_curves(
+    logs: Sequence[TrainingLog] | TrainingLog,
+    x_axis: str = "step",
+    smooth_window: int | None = None,
+    log_scale: bool = False,
+    output_path: str | Path | None = None,
+    figsize: tuple[float, float] = (11, 6),
+    show: bool = False,
+    title: str | None = None,
+    ignore_outliers: bool = True,
+    perplexity: bool = False,
+    x_min: float | None = None,
+    x_max: float | None = None,
+    y_min: float | None = None,
+    y_max: float | None = None,
+) -> Figure:
+    """The losses: of one run with its learning rate, of several runs side by side for training and validation.
+
+    The parameters, the result and what is raised are those of `plot_training_metrics`.
+    """
+    options = PlotOptions(
+        x_axis, smooth_window, log_scale, output_path, figsize, show, title, ignore_outliers, perplexity,
+        x_min, x_max, y_min, y_max,
+    )  # fmt: skip
+    logs = _as_list(logs)
+    if len(logs) == 1:
+        return _draw_one_run(logs[0], LOSS_LOOKS, "perplexity" if options.perplexity else "loss", options)
+    known = [metric for metric in LOSS_LOOKS if any(log.has(metric).any() for log in logs)]
+    return _draw_grid(logs, known or list(LOSS_LOOKS), options, share_y=True)
+
+
+def plot_grad_norm(
+    logs: Sequence[TrainingLog] | TrainingLog,
+    x_axis: str = "step",
+    smooth_window: int | None = None,
+    log_scale: bool = False,
+    output_path: str | Path | None = None,
+    figsize: tuple[float, float] = (11, 6),
+    show: bool = False,
+    title: str | None = None,
+    ignore_outliers: bool = True,
+    x_min: float | None = None,
+    x_max: float | None = None,
+    y_min: float | None = None,
+    y_max: float | None = None,
+) -> Figure:
+    """The gradient norm before clipping; of one run also its maximum between two logged steps, where it was logged.
+
+    The parameters, the result and what is raised are those of `plot_training_metrics`.
+    """
+    options = PlotOptions(
+        x_axis, smooth_window, log_scale, output_path, figsize, show, title, ignore_outliers, False,
+        x_min, x_max, y_min, y_max,
+    )  # fmt: skip
+    logs = _as_list(logs)
+    if len(logs) > 1:
+        return _draw_grid(logs, ["grad_norm"], options)
+    return _draw_one_run(logs[0], _NORM_LOOKS, "gradient norm", options)
+
+
+def default_metrics(logs: Sequence[TrainingLog], x_axis: str = "step") -> list[str]:
+    """Those of `DEFAULT_METRICS` that a run has; all of them where no run has any."""
+    check_x_axis(x_axis)
+    known = [metric for metric in DEFAULT_METRICS if any(rows_of(log, metric).any() for log in logs)]
+    return known or list(DEFAULT_METRICS)
+
+
+def _as_list(logs: Sequence[TrainingLog] | TrainingLog) -> list[TrainingLog]:
+    found = [logs] if isinstance(logs, TrainingLog) else list(logs)
+    if not found:
+        raise ConfigError("there is no log to plot; give at least one.")
+    return found
+
+
+def _draw_grid(logs: list[TrainingLog], metrics: list[str], options: PlotOptions, *, share_y: bool = False) -> Figure:
+    """A grid of axes of two columns; an odd last one is as wide as both."""
+    of_metric, options = found_curves(logs, metrics, options)
+    rows = [[shaped(one, metric, options) for one in row] for metric, row in zip(metrics, of_metric, strict=True)]
+    neighbours = [shape for row in rows for shape in row] if share_y else []
+    figure = new_figure(options.figsize)
+    for axes, metric, row in zip(_grid(figure, len(metrics)), metrics, rows, strict=True):
+        for index, shape in enumerate(row):
+            draw(axes, shape, look_of(index), f"run {index + 1}")
+        finish_axes(axes, row, options, neighbours=neighbours)
+        name = plain(metric_name(metric, options), _NAME_LENGTH)
+        axes.set_title(name, loc="left", color=TEXT_COLOUR, fontsize=FONT_SIZE + 1)
+    runs = distinct_labels(logs) if len(logs) > 1 else []
+    return _finished(figure, logs, {run: legend_line(look_of(index)) for index, run in enumerate(runs)}, options)
+
+
+def _draw_one_run(log: TrainingLog, looks: Mapping[str, Look], y_name: str, options: PlotOptions) -> Figure:
+    """Several metrics of one run on the left axis; with losses the learning rate on the right one."""
+    with_rate = "loss" in looks
+    metrics = [*looks, "learning_rate"] if with_rate else [*looks]
+    of_metric, options = found_curves([log], metrics, options, need=len(looks))
+    found = dict(zip(metrics, (row[0] for row in of_metric), strict=True))
+    figure = new_figure(options.figsize)
+    axes = figure.add_subplot()
+    lines = _draw_together(axes, {metric: found[metric] for metric in looks}, looks, options)
+    axes.set_ylabel(y_name, color=TEXT_COLOUR, fontsize=FONT_SIZE)
+    if with_rate and len(found["learning_rate"]):
+        lines["learning rate"] = _draw_rate(axes, found["learning_rate"], options)
+    return _finished(figure, [log], lines, options)
+
+
+def _draw_together(
+    axes: Axes, found: Mapping[str, Curve], looks: Mapping[str, Look], options: PlotOptions
+) -> dict[str, Line2D]:
+    """Several metrics of one run on one axes; what stands for each in a legend, by name."""
+    shapes = [shaped(points, metric, options) for metric, points in found.items()]
+    lines = {}
+    for shape in shapes:
+        if len(shape.raw):
+            name, look = metric_name(shape.metric, options), looks[shape.metric]
+            draw(axes, shape, look, name)
+            lines[name] = legend_line(look, has_markers=is_of_evaluation(shape.metric))
+    finish_axes(axes, shapes, options)
+    return lines
+
+
+def _draw_rate(axes: Axes, rate: Curve, options: PlotOptions) -> Line2D:
+    right = axes.twinx()
+    seen, look = rate.within(options.x_min, options.x_max), Look(RATE_COLOUR, "--")
+    marker = "o" if len(rate) == 1 else ""  # which no line would show
+    right.plot(
+        seen.x, seen.y, color=look.colour, linestyle=look.dash, linewidth=1.4, marker=marker, markersize=5, zorder=1
+    )
+    right.set_ylim(bottom=0)
+    number_axis(right.yaxis, si_from=1e4)
+    right.tick_params(colors="#9a6a00", length=0, labelsize=FONT_SIZE - 1)
+    right.set_ylabel("learning rate", color="#9a6a00", fontsize=FONT_SIZE)
+    for spine in right.spines.values():
+        spine.set_visible(False)
+    axes.set_zorder(right.get_zorder() + 1)
+    axes.patch.set_visible(False)
+    return legend_line(look)
+
+
+def _grid(figure: Figure, num: int) -> list[Axes]:
+    if num == 1:
+        return [figure.add_subplot()]
+    grid = figure.add_gridspec(-(-num // 2), 2)
+    places = [grid[index // 2, index % 2] for index in range(num)]
+    if num % 2:
+        places[-1] = grid[num // 2, :]
+    return [figure.add_subplot(place) for place in places]
+
+
+def _finished(figure: Figure, logs: list[TrainingLog], legend: Mapping[str, Line2D], options: PlotOptions) -> Figure:
+    """The figure with its title and its legend, saved and shown as asked."""
+    title = options.title if options.title is not None else distinct_labels(logs)[0] if len(logs) == 1 else ""
+    if title:
+        _put_title(figure, plain(title, _TITLE_LENGTH))
+    if legend:
+        add_legend(figure, [*legend.values()], [*legend])
+    return finish(figure, options.output_path, show=options.show)
+
+
+def _put_title(figure: Figure, title: str) -> None:
+    figure.suptitle(title, x=0.01, ha="left", color=TEXT_COLOUR, fontsize=TITLE_SIZE, fontweight="bold")
+
+
+def plot_loss(journal_path: str | Path, output_path: str | Path) -> Path:
+    """Draw training and validation loss over optimizer steps, as `onstep train` does when it is done.
+
+    Many training points get a centred moving mean over the raw line. Losses that are NaN or infinite leave a gap.
+    `plot_loss_curves` draws more, and takes options.
+
+    Args:
+        journal_path: A `trainer_logs.json`, also of a run that is going on or was killed.
+        output_path: The picture; its suffix says the format (.png, .svg, .pdf). Its folder is made if needed.
+
+    Returns:
+        `output_path`.
+
+    Raises:
+        FileNotFoundError: when there is no such journal.
+        DataError: when the file is no journal, or has no loss to draw.
+    """
+    log = TrainingLog.from_file(journal_path)
+    options = PlotOptions(ignore_outliers=False)
+    found = {metric: row[0] for metric, row in zip(LOSS_LOOKS, curves([log], list(LOSS_LOOKS), "step"), strict=True)}
+    if not any(map(len, found.values())):
+        raise DataError(f"{journal_path} has no record with 'loss' or 'eval_loss'; log at least one step, then plot.")
+    figure = new_figure((9, 5.2))
+    axes = figure.add_subplot()
+    lines = _draw_together(axes, found, LOSS_LOOKS, options)
+    axes.set_ylabel("loss", color=TEXT_COLOUR, fontsize=FONT_SIZE)
+    name = plain(Path(journal_path).resolve().parent.name, 60)
+    _put_title(figure, f"Loss of {name}")
+    last = [one.y[np.isfinite(one.y)] for one in found.values() if len(one)]
+    ends = [f"(last {finite[-1]:.4f})" if len(finite) else "(not finite)" for finite in last]
+    add_legend(figure, list(lines.values()), [f"{name} {end}" for name, end in zip(lines, ends, strict=True)])
+    return save(figure, Path(output_path), dpi=150)

@@ -1,0 +1,343 @@
+"""What a run came to: its last, best and mean values, and these as text, Markdown, JSON and one line."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onstep.analysis.logs.files import name_of_place
+from onstep.analysis.logs.record_file import Mask, Numbers
+from onstep.analysis.logs.training_log import TrainingLog
+from onstep.analysis.plots.series import newest_rows
+from onstep.analysis.text_tables import printable
+
+Summary = dict[str, Any]
+
+_FINAL_KEYS = (
+    "train_runtime",
+    "train_samples",
+    "train_samples_per_second",
+    "train_steps_per_second",
+    "effective_batch_size",
+)
+_LOSS_OF_SET = re.compile(r"eval_(.+)_loss")
+"""Key of the loss on one of several evaluation sets."""
+_MOST_KEYS = 12
+"""Keys that are named where nothing could be summed up."""
+
+
+def compute_summary_statistics(log: TrainingLog) -> Summary:
+    """The figures of a run; a key is absent where the log has nothing for it.
+
+    Always: `run_name`, `log_path`. With training records: `total_steps`, `final_epoch`, `final_loss`, `avg_loss`,
+    `min_loss`, `best_loss`, `best_loss_step`; `avg_grad_norm`, `max_grad_norm_value`, `max_grad_norm_step`;
+    `initial_lr`, `final_lr`. With evaluations: `final_eval_loss`, `final_eval_loss_step`, `best_eval_loss`,
+    `best_eval_loss_step`. After the end: `train_runtime` (seconds), `train_samples`, `train_samples_per_second`,
+    `train_steps_per_second`, `effective_batch_size`. With several evaluation sets (`eval_<set>_loss`): `eval_sets`, for
+    each the same four figures of evaluations. `notes`: what to know of the figures, in words.
+
+    Where a run went back to an earlier step, and its log still holds what came after that step, only the newer branch
+    counts, as in figures.
+
+    The last value is what was logged, also NaN; mean, least and best are taken over the finite values, and
+    `nonfinite_losses` and `nonfinite_grad_norms` count the others where there are any.
+    """
+    summary: Summary = {"run_name": log.run_name, "log_path": str(log.log_path)}
+    # name of each evaluation set, and the key of the loss on it
+    found = [_LOSS_OF_SET.fullmatch(key) for key in log.keys()]  # noqa: SIM118 - a log is no dictionary
+    sets = {match[1]: match[0] for match in found if match is not None}
+    training, evaluation = log.is_training, log.is_evaluation
+    for key in sets.values():
+        evaluation = evaluation | log.has(key)
+    evaluation = _newest(log, training | evaluation) & evaluation
+    training = _newest(log, training) & training
+    final = log.get_final_record() or {}
+    parts = [
+        _training(log, training),
+        _grad_norm(log, training & log.has("grad_norm")),
+        {
+            "initial_lr": _logged(log, "learning_rate", training, 0),
+            "final_lr": _logged(log, "learning_rate", training, -1),
+        },
+        _evaluation(log, "eval_loss", evaluation & log.is_evaluation),
+        {"eval_sets": {name: _known(_evaluation(log, key, evaluation)) for name, key in sets.items()} or None},
+        {key: final.get(key) for key in _FINAL_KEYS},
+        {"notes": _notes(log, int(np.count_nonzero(log.is_training & ~training)), [*sets.values()]) or None},
+    ]
+    for part in parts:
+        summary.update(_known(part))
+    return summary
+
+
+def get_perplexity(loss: float) -> float:
+    """exp(loss); infinite where that is too large for a float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def _newest(log: TrainingLog, rows: Mask) -> Mask:
+    """Which records are not of a branch that was left; those of an unknown step are not."""
+    steps = np.where(rows, log.column("global_step"), np.nan)
+    newest: Mask = ~np.isfinite(steps)
+    newest[newest_rows(steps)] = True
+    return newest
+
+
+def _notes(log: TrainingLog, num_left: int, more_losses: list[str]) -> list[str]:
+    notes = []
+    if num_left:
+        notes.append(
+            f"the run went back to an earlier step: {num_left} records of training of the branch that it left are not "
+            "counted"
+        )
+    if not any(log.has(key).any() for key in ("loss", "eval_loss", *more_losses)):
+        keys = log.keys()
+        more = ", ..." if len(keys) > _MOST_KEYS else ""
+        its = f"no record has loss or eval_loss; its keys are {', '.join(keys[:_MOST_KEYS])}{more}"
+        notes.append(its if keys else "the log has no records yet")
+    return notes
+
+
+def _known(figures: Summary) -> Summary:
+    return {key: value for key, value in figures.items() if value is not None}
+
+
+def _training(log: TrainingLog, rows: Mask) -> Summary:
+    best = _extreme_row(log.column("loss"), rows, np.argmin)
+    return {
+        "total_steps": as_step(_logged(log, "global_step", rows, -1)),
+        "final_epoch": _logged(log, "epoch", rows, -1),
+        "final_loss": _logged(log, "loss", rows, -1),
+        "avg_loss": _mean(log, "loss", rows),
+        "min_loss": _value(log, "loss", best),
+        "best_loss": _value(log, "loss", best),
+        "best_loss_step": as_step(_value(log, "global_step", best)),
+        "nonfinite_losses": _num_not_finite(log, "loss", rows),
+    }
+
+
+def _grad_norm(log: TrainingLog, rows: Mask) -> Summary:
+    largest = _extreme_row(log.column("grad_norm"), rows, np.argmax)
+    return {
+        "avg_grad_norm": _mean(log, "grad_norm", rows),
+        "max_grad_norm_value": _value(log, "grad_norm", largest),
+        "max_grad_norm_step": as_step(_value(log, "global_step", largest)),
+        "nonfinite_grad_norms": _num_not_finite(log, "grad_norm", rows),
+    }
+
+
+def _evaluation(log: TrainingLog, key: str, rows: Mask) -> Summary:
+    chosen = np.flatnonzero(rows & log.has(key))
+    best = _extreme_row(log.column(key), rows, np.argmin)
+    return {
+        "final_eval_loss": _logged(log, key, rows, -1),
+        "final_eval_loss_step": as_step(_value(log, "global_step", int(chosen[-1]) if len(chosen) else None)),
+        "best_eval_loss": _value(log, key, best),
+        "best_eval_loss_step": as_step(_value(log, "global_step", best)),
+        "nonfinite_eval_losses": _num_not_finite(log, key, rows),
+    }
+
+
+def _logged(log: TrainingLog, key: str, rows: Mask, place: int) -> float | None:
+    """The value of the first (`place` 0) or the last (-1) of the rows that has the key."""
+    chosen = np.flatnonzero(rows & log.has(key))
+    return _value(log, key, int(chosen[place])) if len(chosen) else None
+
+
+def _value(log: TrainingLog, key: str, row: int | None) -> float | None:
+    """The number of one record as it was logged: whole, or a float."""
+    return None if row is None else as_number(log.records[row].get(key))
+
+
+def as_number(value: Any) -> float | None:
+    """The value if it is a number, else None."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def as_step(value: float | None) -> int | None:
+    """A step as a whole number; None where it is not known."""
+    return int(value) if value is not None and math.isfinite(value) else None
+
+
+def _num_not_finite(log: TrainingLog, key: str, rows: Mask) -> int | None:
+    """How many values are NaN or infinite; None for none."""
+    having = rows & log.has(key)
+    return int(np.count_nonzero(~np.isfinite(log.column(key)[having]))) or None
+
+
+def _mean(log: TrainingLog, key: str, rows: Mask) -> float | None:
+    """Of the finite values."""
+    values = log.column(key)[rows]
+    values = values[np.isfinite(values)]
+    return float(values.mean()) if len(values) else None
+
+
+def _extreme_row(values: Numbers, rows: Mask, best_of: Callable[[Numbers], Any]) -> int | None:
+    """The first of the rows with the least or the largest finite value."""
+    chosen = np.flatnonzero(rows & np.isfinite(values))
+    return int(chosen[int(best_of(values[chosen]))]) if len(chosen) else None
+
+
+ONE_LINE_HEADER = f"{'run':<32} | steps | time | loss | eval | samp/s"
+"""What stands above several lines of `format_summary_one_line`."""
+
+_NAME_LENGTH = 30
+_MISSING = "N/A"
+
+
+def format_summary_text(summary: Summary) -> str:
+    """A summary for a terminal, in sections, and notes; what is not known is left out."""
+    lines = [f"Summary of {_name(summary)}", f"  {summary['log_path']}"]
+    for title, entries in _sections(summary):
+        lines += ["", title, *(f"  {label + ':':<24} {text}{_at(step)}" for label, text, step in entries)]
+    lines += _note_lines(summary)
+    return "\n".join(lines)
+
+
+def format_summary_markdown(summary: Summary) -> str:
+    """A summary as Markdown: a table of the losses with their steps, and a list of the rest."""
+    lines = [f"## Summary of {_name(summary)}", "", f"Log: `{summary['log_path']}`", ""]
+    sections = dict(_sections(summary))
+    metrics = sections.pop("Metrics", [])
+    if metrics:
+        lines += ["| Metric | Value | Step |", "|---|---:|---:|"]
+        lines += [f"| {label} | {text} | {'' if step is None else step} |" for label, text, step in metrics]
+        lines.append("")
+    for title, entries in sections.items():
+        lines += [f"- {title}: {label} {text}{_at(step)}" for label, text, step in entries]
+    lines += _note_lines(summary)
+    return "\n".join(lines).rstrip()
+
+
+def format_summary_json(summaries: Summary | Sequence[Summary]) -> str:
+    """One summary as a JSON object, several as an array; what is not finite is null, as JSON has no NaN."""
+    content = summaries if isinstance(summaries, dict) else list(summaries)
+    return json.dumps(_strict(content), indent=2)
+
+
+def format_summary_one_line(summary: Summary) -> str:
+    """A summary in one line: name, steps, time, loss, evaluation loss, samples per second; N/A where not known."""
+    name = _name(summary)[:_NAME_LENGTH]
+    steps, runtime = summary.get("total_steps"), summary.get("train_runtime")
+    fields = [
+        f"{name:<32}",
+        f"steps={_MISSING if steps is None else steps}",
+        f"time={_MISSING if runtime is None else format_duration(runtime)}",
+        f"loss={_number(summary.get('final_loss'), '.4f')}",
+        f"eval={_number(summary.get('best_eval_loss'), '.4f')}",
+        f"samp/s={_number(summary.get('train_samples_per_second'), '.1f')}",
+    ]
+    return " | ".join(fields)
+
+
+def format_duration(seconds: float) -> str:
+    """``MM:SS``, with hours in front from one hour on: ``01:30``, ``2:00:05``."""
+    if not math.isfinite(seconds):
+        return _MISSING
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes:02d}:{rest:02d}"
+
+
+_Entry = tuple[str, str, int | None]
+"""Label, text, and the step the value is of."""
+_Row = tuple[str, str, str, str | None]
+"""Label, key, format, and the key of the step."""
+
+
+_METRICS: tuple[_Row, ...] = (
+    ("Total Steps", "total_steps", "d", None),
+    ("Final Epoch", "final_epoch", ".4g", None),
+    ("Final Loss", "final_loss", ".4f", "total_steps"),
+    ("Average Loss", "avg_loss", ".4f", None),
+    ("Best Loss", "best_loss", ".4f", "best_loss_step"),
+)
+_EVALUATION: tuple[_Row, ...] = (
+    ("Final Eval Loss", "final_eval_loss", ".4f", "final_eval_loss_step"),
+    ("Best Eval Loss", "best_eval_loss", ".4f", "best_eval_loss_step"),
+)
+_NOT_FINITE: tuple[_Row, ...] = (
+    ("NaN or Infinite Losses", "nonfinite_losses", "d", None),
+    ("NaN or Infinite Eval Losses", "nonfinite_eval_losses", "d", None),
+)
+_SPEED: tuple[_Row, ...] = (
+    ("Samples", "train_samples", ",d", None),
+    ("Samples per Second", "train_samples_per_second", ".2f", None),
+    ("Steps per Second", "train_steps_per_second", ".2f", None),
+    ("Effective Batch Size", "effective_batch_size", "d", None),
+)
+_GRADIENTS: tuple[_Row, ...] = (
+    ("Average Norm", "avg_grad_norm", ".4g", None),
+    ("Largest Norm", "max_grad_norm_value", ".4g", "max_grad_norm_step"),
+    ("NaN or Infinite", "nonfinite_grad_norms", "d", None),
+)
+_LEARNING_RATE: tuple[_Row, ...] = (("Initial", "initial_lr", ".3e", None), ("Final", "final_lr", ".3e", None))
+
+
+def _sections(summary: Summary) -> list[tuple[str, list[_Entry]]]:
+    """The known figures of each section; a section without any is left out."""
+    metrics = _entries(summary, (*_METRICS, *_EVALUATION))
+    if summary.get("best_eval_loss") is not None:
+        perplexity = get_perplexity(summary["best_eval_loss"])
+        metrics.append(("Best Eval Perplexity", f"{perplexity:.2f}", summary.get("best_eval_loss_step")))
+    for name, figures in summary.get("eval_sets", {}).items():
+        metrics += [(f"{label} ({name})", text, step) for label, text, step in _entries(figures, _EVALUATION)]
+    metrics += _entries(summary, _NOT_FINITE)
+    runtime = summary.get("train_runtime")
+    speed: list[_Entry] = [] if runtime is None else [("Runtime", format_duration(runtime), None)]
+    sections = [
+        ("Metrics", metrics),
+        ("Training Speed", speed + _entries(summary, _SPEED)),
+        ("Gradient Statistics", _entries(summary, _GRADIENTS)),
+        ("Learning Rate", _entries(summary, _LEARNING_RATE)),
+    ]
+    return [(title, entries) for title, entries in sections if entries]
+
+
+def _entries(summary: Summary, rows: Sequence[_Row]) -> list[_Entry]:
+    return [
+        (label, _number(summary[key], form), summary.get(step_key) if step_key else None)
+        for label, key, form, step_key in rows
+        if summary.get(key) is not None
+    ]
+
+
+def _at(step: int | None) -> str:
+    return "" if step is None else f" (step {step})"
+
+
+def _number(value: Any, form: str) -> str:
+    """A number in a form; as it is where it is none or the form does not suit it."""
+    if value is None:
+        return _MISSING
+    try:
+        return format(value, form)
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def _name(summary: Summary) -> str:
+    """The run's name, else that of the file or the folder that the log stands in."""
+    return str(summary.get("run_name") or name_of_place(Path(summary["log_path"])))
+
+
+def _note_lines(summary: Summary) -> list[str]:
+    notes = [f"note: {printable(note)}" for note in summary.get("notes", [])]
+    return ["", *notes] if notes else []
+
+
+def _strict(value: Any) -> Any:
+    """A value without what JSON has no form for."""
+    if isinstance(value, dict):
+        return {key: _strict(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_strict(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

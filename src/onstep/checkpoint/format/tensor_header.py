@@ -1,0 +1,215 @@
+"""The header of a safetensors file: built for what we write, and checked to the last byte for what we read.
+
+The format: eight bytes with the length of the header (little-endian), the header as JSON, then the tensors' bytes, one
+after the other without a gap. Source: https://huggingface.co/docs/safetensors (section "Format").
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from onstep.checkpoint.format.strict_json import load_strict
+from onstep.errors import CheckpointError, UnsupportedStateError
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.complex64: "C64",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+}
+"""What a tensor file can hold, under the format's names."""
+
+DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+METADATA_KEY = "__metadata__"
+SHARDING_KEY = "DCP_SHARDING_INFO"
+"""The key under which torch.distributed.checkpoint keeps, as JSON text, where each tensor stands in the full one."""
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 64 * 1024**2
+"""About half a million tensors; the format itself ends at 100 MB."""
+MAX_DIMENSIONS = 64
+MAX_ITEMS = 2**58
+"""More than any disk holds; torch counts bytes in 63 bits."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What the header says about one tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    """Bytes from the start of the file."""
+    size_bytes: int
+
+
+def ordered_names(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The order on disk: large items first, so that every tensor is aligned to its own item size.
+
+    Of one item size, tensors of odd lengths come last: the copies of a snapshot then lie side by side, and are written
+    as one.
+    """
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), tensors[name].nbytes % 64 != 0, name))
+
+
+def build_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """Length and header of a file that holds these tensors, padded so that their bytes start at a multiple of 8.
+
+    Raises:
+        UnsupportedStateError: for a tensor, name or metadata that the format cannot hold.
+    """
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise UnsupportedStateError(f"metadata of a tensor file maps text to text, got {key!r}: {value!r}.")
+    header: dict[str, Any] = {METADATA_KEY: {"format": "pt", **metadata}}
+    dtypes = {name: _dtype_name(name, tensor) for name, tensor in tensors.items()}
+    position = 0
+    for name in ordered_names(tensors):
+        end = position + tensors[name].nbytes
+        header[name] = {"dtype": dtypes[name], "shape": list(tensors[name].shape), "data_offsets": [position, end]}
+        position = end
+    try:
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UnsupportedStateError(
+            f"the name of a tensor or a metadata value is no valid text ({error.reason}); use names without lone "
+            f"surrogates."
+        ) from error
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    if len(text) > MAX_HEADER_BYTES:
+        raise UnsupportedStateError(
+            f"{len(tensors)} tensors need a header of {len(text)} bytes, a tensor file takes {MAX_HEADER_BYTES}; join "
+            f"small tensors into larger ones."
+        )
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def _dtype_name(name: str, tensor: Tensor) -> str:
+    if name == METADATA_KEY:
+        raise UnsupportedStateError(f"a tensor cannot be called {METADATA_KEY}, the format reserves it; rename it.")
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        raise UnsupportedStateError(f"{name}: only plain tensors can be written, got {type(tensor).__name__}.")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise UnsupportedStateError(f"{name}: only dense tensors with values can be written, got {tensor.layout}.")
+    if tensor.dtype not in DTYPE_NAMES:
+        raise UnsupportedStateError(f"{name}: a tensor file has no form for {tensor.dtype}; convert the tensor.")
+    return DTYPE_NAMES[tensor.dtype]
+
+
+def sharding_metadata(
+    tensors: Mapping[str, Tensor],
+    offsets: Mapping[str, Sequence[int]],
+    full_shapes: Mapping[str, Sequence[int]],
+) -> dict[str, str]:
+    """The metadata by which torch.distributed.checkpoint puts together tensors whose parts lie in several files.
+
+    A tensor without an entry stands at the origin of its full tensor, and is all of it.
+
+    Raises:
+        CheckpointError: for an entry of an unknown tensor, or a part that leaves its full tensor.
+    """
+    unknown = sorted((set(offsets) | set(full_shapes)) - set(tensors))
+    if unknown:
+        raise CheckpointError(f"offsets or full shapes were given for {unknown}, which are not among the tensors.")
+    sharding: dict[str, dict[str, list[int]]] = {}
+    for name, tensor in tensors.items():
+        offset = list(offsets.get(name, [0] * tensor.dim()))
+        full = list(full_shapes.get(name, [at + size for at, size in zip(offset, tensor.shape, strict=False)]))
+        fits = len(offset) == len(full) == tensor.dim() and all(
+            at >= 0 and at + size <= whole for at, size, whole in zip(offset, tensor.shape, full, strict=True)
+        )
+        if not fits:
+            raise CheckpointError(
+                f"{name}: a part of shape {list(tensor.shape)} at {offset} does not lie in a tensor of shape {full}."
+            )
+        sharding[name] = {"saved_offsets": offset, "full_shape": full}
+    return {SHARDING_KEY: json.dumps(sharding, separators=(",", ":"))}
+
+
+def header_length(where: str, first_bytes: bytes, file_size: int) -> int:
+    """Length of the header in bytes, checked against the file's size and the limit before anything is read.
+
+    Raises:
+        CheckpointError: for a file that cannot be a tensor file.
+    """
+    if len(first_bytes) < LENGTH_BYTES:
+        _refuse(where, f"it has {file_size} bytes, a tensor file has at least {LENGTH_BYTES + 2}")
+    length = int.from_bytes(first_bytes, "little")
+    if length > file_size - LENGTH_BYTES:
+        _refuse(where, f"its header should have {length} bytes, but the file has {file_size}")
+    if not 2 <= length <= MAX_HEADER_BYTES:
+        _refuse(where, f"its header should have {length} bytes, allowed are 2 to {MAX_HEADER_BYTES}")
+    return length
+
+
+def parse_header(where: str, text: bytes, file_size: int) -> dict[str, TensorInfo]:
+    """The tensors in the order in which they lie in the file; together they fill it exactly.
+
+    Raises:
+        CheckpointError: for anything else, with the file and the reason.
+    """
+    header = load_strict(text, f"{where} is no tensor file: its header")
+    if not isinstance(header, dict):
+        _refuse(where, "its header is no JSON object")
+    metadata = header.pop(METADATA_KEY, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        _refuse(where, f"{METADATA_KEY} does not map text to text")
+    start = LENGTH_BYTES + len(text)
+    infos = {name: _tensor_info(where, name, entry, start) for name, entry in header.items()}
+    ordered = dict(sorted(infos.items(), key=lambda item: (item[1].start, item[1].size_bytes)))
+    position = start
+    for name, info in ordered.items():
+        if info.start != position:
+            kind = "overlaps the tensor before it" if info.start < position else "leaves a gap before it"
+            _refuse(where, f"{name[:100]!r} {kind}")
+        position += info.size_bytes
+    if position != file_size:
+        _refuse(where, f"it has {file_size} bytes, its header accounts for {position}; it was cut short or added to")
+    return ordered
+
+
+def _tensor_info(where: str, full_name: str, entry: Any, data_start: int) -> TensorInfo:
+    name = full_name[:100]
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        _refuse(where, f"the entry of {name!r} must have dtype, shape and data_offsets, and nothing else")
+    dtype = DTYPES_BY_NAME.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    if dtype is None:
+        _refuse(where, f"{name!r} has no dtype of the format")
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS or math.prod(max(size, 1) for size in shape) > MAX_ITEMS:
+        _refuse(where, f"{name!r} has no valid shape")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        _refuse(where, f"{name!r} has no valid data_offsets")
+    size_bytes = offsets[1] - offsets[0]
+    if math.prod(shape) * dtype.itemsize != size_bytes:
+        _refuse(where, f"{name!r} of shape {shape} and {dtype} does not fill the {size_bytes} bytes it is given")
+    return TensorInfo(dtype, tuple(shape), data_start + offsets[0], size_bytes)
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)
+
+
+def _refuse(where: str, reason: str) -> NoReturn:
+    raise CheckpointError(f"{where} is no tensor file: {reason}.")

@@ -1,0 +1,301 @@
+"""The manifest: what a checkpoint holds, with size and hash of every file; a folder without a valid one is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn
+
+from blake3 import blake3
+
+from onstep.checkpoint.components import SharingPattern
+from onstep.checkpoint.format.strict_json import without_repetition
+from onstep.checkpoint.format.tensor_file import FileDigest
+from onstep.errors import CheckpointError
+from onstep.heartbeat import PULSE
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+MANIFEST_BYTES = 64 * 1024**2
+"""A manifest of more bytes is refused unread; one of 100,000 files has about 15 MB."""
+READ_BYTES = 8 * 1024**2
+Progress = Callable[[int], object]
+"""Told the bytes read since it was told last."""
+_HASH = re.compile(r"[0-9a-f]{64}")
+_SEAL = re.compile(rb',\n  "blake3": "([0-9a-f]{64})"\n}\n\Z')
+"""The last entry of a manifest: the hash of the bytes before it."""
+_SEAL_BYTES = len(b',\n  "blake3": ""\n}\n') + 64
+
+
+@dataclass(frozen=True)
+class ComponentEntry:
+    """What the manifest says about one component."""
+
+    sharing_pattern: str
+    """A value of `SharingPattern`."""
+    ranks: list[int]
+    """Ranks that saved it."""
+    files: list[str]
+    """Its files, relative to the checkpoint."""
+    size_bytes: int
+    required: bool = True
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of `manifest.json`."""
+
+    step: int
+    run_id: str
+    created_at: str
+    """ISO 8601."""
+    world_size: int
+    components: dict[str, ComponentEntry]
+    files: dict[str, FileDigest]
+    """Every file of the checkpoint but the manifest, by its path relative to the checkpoint."""
+    layout: dict[str, Any] = field(default_factory=dict)
+    """How the run was spread over its ranks."""
+    config: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    """Of the libraries that wrote it."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    persistent: bool = True
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(digest.size for digest in self.files.values())
+
+    def to_bytes(self) -> bytes:
+        """The file's content: JSON whose last entry is the BLAKE3 hash of all bytes before it.
+
+        Raises:
+            CheckpointError: for an entry that JSON has no form for, or that reading would refuse.
+        """
+        content = {"format": FORMAT, **asdict(self), "complete": True}
+        try:
+            content["metrics"] = {name: float(value) for name, value in self.metrics.items()}
+            body = json.dumps(content, indent=2, ensure_ascii=True).encode("ascii").removesuffix(b"\n}")
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise CheckpointError(f"the manifest of step {self.step} cannot be written as JSON: {error}.") from None
+        sealed = body + b',\n  "blake3": "' + blake3(body).hexdigest().encode("ascii") + b'"\n}\n'
+        _parse(sealed, Path(MANIFEST))
+        return sealed
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check the manifest of a checkpoint; its files are not looked at.
+
+    Raises:
+        CheckpointError: when there is none, or it is not exactly as it was written.
+    """
+    path = folder / MANIFEST
+    descriptor = _open_plain(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size > MANIFEST_BYTES:
+            raise CheckpointError(f"{path} has {size} bytes; a manifest has at most {MANIFEST_BYTES}.")
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(MANIFEST_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
+    finally:
+        os.close(descriptor)
+    return _parse(content, path)
+
+
+def verify(folder: Path, *, progress: Progress | None = None) -> Manifest:
+    """Check every file of a checkpoint against its manifest, by size and hash.
+
+    Raises:
+        CheckpointError: naming the first file that is missing or not as it was written.
+    """
+    manifest = read_manifest(folder)
+    for name, digest in manifest.files.items():
+        check_file(folder, name, digest, progress)
+    return manifest
+
+
+def check_file(
+    folder: Path, name: str, expected: FileDigest, progress: Progress | None = None, *, hashed: bool = True
+) -> None:
+    """Check one listed file by its size and, if `hashed`, its content.
+
+    Raises:
+        CheckpointError: when it differs, is missing, or is reached through a symbolic link.
+    """
+    path = folder / name
+    _check_parents(folder, name)
+    descriptor = _open_plain(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size != expected.size:
+            raise CheckpointError(f"{path} has {size} bytes, its manifest says {expected.size}; it is damaged.")
+        if hashed and _hash(descriptor, progress) != expected.blake3:
+            raise CheckpointError(f"{path} does not have the BLAKE3 hash in its manifest; its content has changed.")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
+    finally:
+        os.close(descriptor)
+
+
+def _check_parents(folder: Path, name: str) -> None:
+    for parent in list(PurePosixPath(name).parents)[:-1]:
+        path = folder / parent
+        try:
+            mode = os.lstat(path).st_mode
+        except OSError as error:
+            raise CheckpointError(f"{path} is missing ({error.strerror}), but the manifest lists {name}.") from error
+        if not stat.S_ISDIR(mode):
+            raise CheckpointError(f"{path} must be a folder of the checkpoint itself, not a file or symbolic link.")
+
+
+def _open_plain(path: Path) -> int:
+    """A descriptor of a regular file; neither links nor devices nor pipes are opened."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing.") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be opened ({error.strerror}); it must be a regular file.") from error
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise CheckpointError(f"{path} must be a regular file.")
+
+
+def _hash(descriptor: int, progress: Progress | None) -> str:
+    hasher = blake3(max_threads=blake3.AUTO)
+    buffer = memoryview(bytearray(min(READ_BYTES, max(1, os.fstat(descriptor).st_size))))
+    with open(descriptor, "rb", buffering=0, closefd=False) as file:
+        while count := file.readinto(buffer):
+            hasher.update(buffer[:count])
+            PULSE.beats += 1
+            if progress is not None:
+                progress(count)
+    return hasher.hexdigest()
+
+
+def _parse(content: bytes, path: Path) -> Manifest:
+    seal = _SEAL.search(content[-_SEAL_BYTES:])
+    if seal is None:
+        raise CheckpointError(f"{path} does not end with its own hash: it is cut short, damaged or no manifest.")
+    if blake3(content[:-_SEAL_BYTES]).hexdigest().encode() != seal[1]:
+        raise CheckpointError(f"{path} does not have the BLAKE3 hash that it ends with; its content has changed.")
+    try:
+        document = json.loads(content, object_pairs_hook=without_repetition)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no valid JSON: {error}.") from None
+    try:
+        return _manifest(document)
+    except _RefusedError as error:
+        raise CheckpointError(f"{path} is refused: {error}.") from None
+
+
+class _RefusedError(ValueError):
+    """What is wrong in a manifest, before the path of the manifest is known."""
+
+
+def _manifest(document: Any) -> Manifest:
+    _check_keys("the manifest", document, _KEYS)
+    if document["format"] != FORMAT or type(document["format"]) is not int:
+        raise _RefusedError(
+            f"format={document['format']!r} is not known to this version of Onstep, which reads {FORMAT}"
+        )
+    if document["complete"] is not True:
+        raise _RefusedError("complete must be true")
+    files = {name: _digest(name, entry) for name, entry in _of(document, "files", dict).items()}
+    for name in files:
+        inside = [str(parent) for parent in PurePosixPath(name).parents if str(parent) in files]
+        if inside:
+            raise _RefusedError(f"{name!r} lies in {inside[0]!r}, which is a file")
+    components = {key: _component(key, entry, files) for key, entry in _of(document, "components", dict).items()}
+    return Manifest(
+        step=_count(document, "step"),
+        run_id=_of(document, "run_id", str),
+        created_at=_of(document, "created_at", str),
+        world_size=_count(document, "world_size"),
+        components=components,
+        files=files,
+        layout=_of(document, "layout", dict),
+        config=_of(document, "config", dict),
+        versions=_values(document, "versions", str),
+        metrics=_values(document, "metrics", float),
+        persistent=_of(document, "persistent", bool),
+        extra=_of(document, "extra", dict),
+    )
+
+
+_KEYS = {"format", *Manifest.__dataclass_fields__, "complete", "blake3"}
+
+
+def _digest(name: str, entry: Any) -> FileDigest:
+    _check_path(name)
+    _check_keys(name, entry, {"size", "blake3"})
+    digest = _of(entry, "blake3", str)
+    if not _HASH.fullmatch(digest):
+        raise _RefusedError(f"blake3={digest[:80]!r} of {name} must be of 64 hexadecimal digits")
+    return FileDigest(_count(entry, "size"), digest)
+
+
+def _component(key: str, entry: Any, files: dict[str, FileDigest]) -> ComponentEntry:
+    _check_keys(f"component {key}", entry, set(ComponentEntry.__dataclass_fields__))
+    pattern = _of(entry, "sharing_pattern", str)
+    known = [item.value for item in SharingPattern]
+    if pattern not in known:
+        raise _RefusedError(f"sharing_pattern={pattern!r} of {key} must be one of {known}")
+    names, ranks = _of(entry, "files", list), _of(entry, "ranks", list)
+    unknown = [name for name in names if not isinstance(name, str) or name not in files]
+    if unknown:
+        raise _RefusedError(f"component {key} has {unknown[0]!r}, which `files` does not list")
+    if any(type(rank) is not int or rank < 0 for rank in ranks):
+        raise _RefusedError(f"ranks of {key} must be whole numbers >= 0")
+    size, required = _count(entry, "size_bytes"), _of(entry, "required", bool)
+    return ComponentEntry(pattern, ranks, names, size, required, _of(entry, "metadata", dict))
+
+
+def _check_path(name: str) -> None:
+    parts = name.split("/")
+    if name == MANIFEST or any(part in ("", ".", "..") or len(part.encode(errors="replace")) > 255 for part in parts):
+        raise _RefusedError(f"path {name[:200]!r} must be relative and below the checkpoint, without '..'")
+    if len(name) > 4096 or not name.isprintable() or "\\" in name:
+        raise _RefusedError(f"path {name[:200]!r} must be of printable characters, without a backslash, at most 4096")
+
+
+def _check_keys(where: str, entry: Any, expected: set[str]) -> None:
+    if not isinstance(entry, dict):
+        _wrong(where, "a dictionary", entry)
+    if entry.keys() != expected:
+        raise _RefusedError(f"{where} must have the keys {sorted(expected)}, got {sorted(entry)[:50]}")
+
+
+def _of(entry: dict[str, Any], key: str, kind: type[Any]) -> Any:
+    if type(entry[key]) is not kind:
+        _wrong(key, kind.__name__, entry[key])
+    return entry[key]
+
+
+def _values(entry: dict[str, Any], key: str, kind: type[Any]) -> dict[str, Any]:
+    values: dict[str, Any] = _of(entry, key, dict)
+    for name, value in values.items():
+        if type(value) is not kind:
+            _wrong(f"{key}.{name}", kind.__name__, value)
+    return values
+
+
+def _count(entry: dict[str, Any], key: str) -> int:
+    value = _of(entry, key, int)
+    if not 0 <= value < 2**63:
+        _wrong(key, "a whole number from 0 to 2**63 - 1", value)
+    return int(value)
+
+
+def _wrong(key: str, rule: str, value: Any) -> NoReturn:
+    raise _RefusedError(f"{key} must be {rule}, got {str(value)[:100]!r}")

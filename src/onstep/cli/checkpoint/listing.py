@@ -1,0 +1,209 @@
+"""`onstep checkpoint list|verify`: what lies in a folder of checkpoints, and every file against its hash."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from onstep.analysis.text_tables import printable, table, terminal_width
+from onstep.checkpoint import CheckpointInfo, Retention, best, read_manifest
+from onstep.checkpoint.catalog.discovery import (
+    Entry,
+    EntryState,
+    damage,
+    inventory,
+    left_branches,
+    mark_resumable,
+    unlisted_files,
+)
+from onstep.checkpoint.catalog.retention import metric_value
+from onstep.cli.checkpoint.paths import CHECKPOINT_NAME, folder_of, locate, retention_of
+from onstep.cli.tables import counted, date_shown, metric_shown, size_shown
+from onstep.errors import CheckpointError
+
+_NOISE = ("epoch", "runtime", "per_second")
+"""Ends of the names of metrics that say nothing of how good a checkpoint is."""
+_METRICS_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A folder of checkpoints."""
+
+    root: Path
+    entries: list[Entry]
+    taken: Entry | None
+    """The one that a resume would take."""
+    best: Entry | None
+    judge: Retention
+    branches: dict[str, list[int]]
+    is_verified: bool
+    """Whether contents were hashed, from the newest on, until one was right."""
+
+
+def read_listing(root: Path, *, verifies: bool) -> Listing:
+    """Look at a folder of checkpoints.
+
+    Raises:
+        CheckpointError: when it cannot be listed.
+    """
+    entries = inventory(root)
+    taken = next((entry for entry in entries if entry.info is not None), None)
+    if verifies:
+        entries, taken = mark_resumable(entries)
+    by_step = {entry.step: entry for entry in reversed(entries) if entry.info is not None}
+    infos = [entry.info for entry in reversed(by_step.values()) if entry.info is not None]
+    judge = retention_of(sorted(infos, key=lambda info: -info.step))
+    winner = best(infos, judge)
+    return Listing(
+        root, entries, taken, None if winner is None else by_step[winner.step], judge, left_branches(root), verifies
+    )
+
+
+def as_json(listing: Listing) -> dict[str, Any]:
+    """The same for programs; see `onstep checkpoint list --help`."""
+    return {
+        "root": str(listing.root),
+        "resumes_from": None if listing.taken is None else str(listing.taken.path),
+        "best_metric": listing.judge.metric,
+        "is_verified": listing.is_verified,
+        "checkpoints": [_record(listing, entry) for entry in listing.entries],
+        "left_branches": listing.branches,
+    }
+
+
+def as_lines(listing: Listing) -> list[str]:
+    """The table, with what needs more words below it."""
+    if not listing.entries:
+        return [f"{listing.root} has no checkpoints.", *_branch_lines(listing)]
+    total = size_shown(sum(entry.size_bytes for entry in listing.entries))
+    heading = ("", "step", "date", "size", "ranks", "metrics", "state")
+    rows = [heading, *(_row(listing, entry) for entry in listing.entries)]
+    lines = [
+        f"{listing.root}: {counted(len(listing.entries), 'folder')}, {total}",
+        "",
+        *table(rows, "<><>><<", indent="", shrink=5),
+        "",
+        *_legend(listing),
+        *(f"   step {entry.step}: {entry.reason}" for entry in listing.entries if entry.reason),
+        *_branch_lines(listing),
+    ]
+    return [printable(line) for line in lines]
+
+
+def _row(listing: Listing, entry: Entry) -> Sequence[str]:
+    manifest = entry.manifest
+    state = entry.state.value
+    if manifest is None:
+        return ("", str(entry.step), "-", size_shown(entry.size_bytes), "-", "-", state)
+    if entry.info is not None and not manifest.persistent:
+        state += ", temporary"
+    return (
+        "->" if entry is listing.taken else "",
+        str(entry.step),
+        date_shown(manifest.created_at),
+        size_shown(entry.size_bytes),
+        str(manifest.world_size),
+        _metrics(listing, entry),
+        state,
+    )
+
+
+def _metrics(listing: Listing, entry: Entry) -> str:
+    """The metric that checkpoints are judged by, marked where it is the best; then others, as far as there is room."""
+    assert entry.manifest is not None
+    metrics, bare = entry.manifest.metrics, listing.judge.metric.removeprefix("eval_")
+    others = [name for name in metrics if not name.endswith(_NOISE) and name.removeprefix("eval_") != bare]
+    value = metric_value(CheckpointInfo(entry.path, entry.step, entry.manifest), bare)
+    mark = " *" if entry is listing.best else ""
+    first = [] if value is None else [f"{bare} {metric_shown(value)}{mark}"]
+    width = terminal_width()
+    room = _METRICS_SHOWN if width is None or width >= 100 else 1
+    return "  ".join([*first, *(f"{name} {metric_shown(metrics[name])}" for name in others)][:room]) or "-"
+
+
+def _legend(listing: Listing) -> list[str]:
+    lines = []
+    if listing.taken is None:
+        lines.append("   No checkpoint here can be resumed from.")
+    else:
+        checked = "verified" if listing.is_verified else "not hashed"
+        lines.append(f"-> A resume takes this one ({checked}).")
+    if listing.best is not None:
+        lines.append(f" * The best by {listing.judge.metric}.")
+    if any(entry.state in (EntryState.UNFINISHED, EntryState.DELETING) for entry in listing.entries):
+        lines.append("   What is unfinished or half deleted is no checkpoint; the next start of the run removes it.")
+    return lines
+
+
+def _branch_lines(listing: Listing) -> list[str]:
+    return [
+        f"   {listing.root / name}: {counted(len(steps), 'checkpoint')} of a branch that the run has left "
+        f"(steps {', '.join(map(str, steps))})"
+        for name, steps in listing.branches.items()
+    ]
+
+
+def _record(listing: Listing, entry: Entry) -> dict[str, Any]:
+    manifest = entry.manifest
+    return {
+        "step": entry.step,
+        "path": str(entry.path),
+        "state": entry.state.value,
+        "reason": entry.reason or None,
+        "size_bytes": entry.size_bytes,
+        "created_at": None if manifest is None else manifest.created_at,
+        "run_id": None if manifest is None else manifest.run_id,
+        "ranks": None if manifest is None else manifest.world_size,
+        "persistent": None if manifest is None else manifest.persistent,
+        "metrics": None if manifest is None else manifest.metrics,
+        "is_best": entry is listing.best,
+        "is_resumed_from": entry is listing.taken,
+    }
+
+
+def folders_to_verify(words: str, *, everything: bool) -> list[Path]:
+    """The newest checkpoint, or the one that is named; with `everything` all beside it.
+
+    Raises:
+        CheckpointError: when there is none.
+    """
+    if not everything:
+        return [folder_of(words)]
+    root = locate(words).root
+    folders = [entry.path for entry in inventory(root) if CHECKPOINT_NAME.fullmatch(entry.path.name)]
+    if not folders:
+        raise CheckpointError(f"{root} has no checkpoints to verify; give a run, or a folder of checkpoints.")
+    return folders
+
+
+def is_intact(folder: Path) -> bool:
+    """Hash a checkpoint, with a bar where there is a terminal, and print what is wrong with it."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        print(f"{folder}: BAD\n  {printable(str(error))}")
+        return False
+    with tqdm(
+        total=manifest.size_bytes, desc=folder.name, unit="B", unit_scale=True, leave=False, disable=None, delay=0.5
+    ) as bar:
+
+        def show(count: int) -> None:
+            bar.update(count)
+
+        problems = damage(folder, show)
+    files = counted(len(manifest.files), "file")
+    if problems:
+        print(f"{folder}: BAD, {len(problems)} of {files}" if len(problems) > 1 else f"{folder}: BAD")
+    else:
+        print(f"{folder}: good, {files}, {size_shown(manifest.size_bytes)}")
+    for line in problems:
+        print(f"  {printable(line)}")
+    extra = unlisted_files(folder, manifest)
+    if extra:
+        print(f"  besides: {printable(', '.join(extra))}, not in the manifest, so never read")
+    return not problems

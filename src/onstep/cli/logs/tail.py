@@ -1,0 +1,111 @@
+"""`onstep logs tail`: the newest records of a log, and those to come."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import Annotated, Any
+
+import typer
+
+from onstep.analysis.logs.reading import LogTail
+from onstep.analysis.logs.run_status import ending_of, is_locked
+from onstep.analysis.logs.training_log import TrainingLog
+from onstep.analysis.text_tables import printable, shortened
+from onstep.cli.logs.reading import find_log
+from onstep.errors import ConfigError
+from onstep.metrics_log import Record
+
+POLL_SECONDS = 0.5
+_POLLS_TO_END = 2
+"""So many times nothing new is read after a run's end before the end is told."""
+_QUIET_POLLS = 10
+"""The same for a log without run.json, after its final record."""
+_LONGEST_VALUE = 60
+_HEAD_KEYS = ("timestamp", "global_step", "bridge")
+
+
+def tail(
+    path: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="A log, a run's folder, or its name; default: the newest.")
+    ] = None,
+    number: Annotated[int, typer.Option("-n", metavar="N", min=0, help="How many records.")] = 10,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show what comes, until the run has ended.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each record as a line of JSON.")] = False,
+) -> None:
+    """Show the newest records of a log, the newest last.
+
+    With --follow those to come as well, through resumes and rollbacks, until the run has ended or Ctrl-C.
+    """
+    log = LogTail(find_log(path))
+    as_text = json.dumps if as_json else one_line
+    records = log.last(number)
+    if not records and number:
+        records = list(TrainingLog.from_file(log.path).records[-number:])
+        if records and follow:
+            raise ConfigError(f"{log.path} has no record a line, so it cannot be followed; leave --follow out.")
+    try:
+        _show(records, as_text)
+        if follow:
+            _follow(log, as_text, has_final=any(map(_is_final, records)))
+    except KeyboardInterrupt:
+        return
+    except BrokenPipeError:  # the reader of the pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def one_line(record: Record) -> str:
+    """A record for people: time, step, and each key with a short value."""
+    head = [_time(record.get("timestamp")), f"step {record.get('global_step', '?'):>6}"]
+    rest = [f"{key} {_value(value)}" for key, value in record.items() if key not in _HEAD_KEYS]
+    return printable("  ".join([*head, *rest]))
+
+
+def _follow(log: LogTail, as_text: Callable[[Record], str], *, has_final: bool) -> None:
+    """Show what comes until nothing more can."""
+    num_quiet = 0
+    while True:
+        ending = ending_of(log.path)  # first, so that what a run wrote before its end is read
+        records = log.news()
+        if log.was_rewritten:
+            _tell("the log is another from here on: the run went back, was continued or begun anew")
+            has_final = False
+        _show(records, as_text)
+        has_final = has_final or any(map(_is_final, records))
+        num_quiet = 0 if records else num_quiet + 1
+        if ending is None and has_final and num_quiet >= _QUIET_POLLS and not is_locked(log.path):
+            ending = "the final record is written"
+        if ending is not None and num_quiet >= _POLLS_TO_END:
+            _tell(ending)
+            return
+        time.sleep(POLL_SECONDS)
+
+
+def _show(records: Sequence[Record], as_text: Callable[[Record], str]) -> None:
+    for record in records:
+        print(as_text(record), flush=True)
+
+
+def _tell(text: str) -> None:
+    print(f"-- {text} --", file=sys.stderr, flush=True)
+
+
+def _is_final(record: Record) -> bool:
+    return "train_runtime" in record
+
+
+def _time(timestamp: Any) -> str:
+    try:
+        return f"{datetime.fromtimestamp(timestamp):%Y-%m-%d %H:%M:%S}"
+    except (TypeError, ValueError, OverflowError, OSError):
+        return "-"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return shortened(value if isinstance(value, str) else json.dumps(value), _LONGEST_VALUE)

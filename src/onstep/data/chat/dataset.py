@@ -1,0 +1,293 @@
+"""Training sequences of conversations, with a loss on the answers, and the token files that they are cut from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Dataset
+
+from onstep.data.chat.records import ChatSource
+from onstep.data.chat.template import EncodedChat, template_for
+from onstep.data.corpus.build_cache import made_once
+from onstep.data.corpus.token_file import TokenFile, check_ids, find_token_file, token_dtype, write_tokens
+from onstep.data.corpus.tokenizers import Tokenizer
+from onstep.data.token_dataset import IGNORE_INDEX
+from onstep.errors import DataError
+
+_LOGGER = logging.getLogger(__name__)
+
+_Ids = npt.NDArray[np.int64]
+
+_FORMAT = "onstep chat 1"
+_NEVER = np.iinfo(np.int64).max
+
+
+@dataclass
+class ChatFile:
+    """Conversations of a corpus. It travels to workers by its paths.
+
+    `values` holds ``2 * id + (1 if trained on)`` for each token, one conversation after the other; `index` holds where
+    each ends and where its first token stands that is trained on.
+    """
+
+    values: TokenFile
+    index: TokenFile
+
+    def __len__(self) -> int:
+        """Conversations."""
+        return self.index.num_tokens // 2
+
+    @property
+    def lengths(self) -> _Ids:
+        """Tokens of each conversation."""
+        return np.diff(self._table[:, 0], prepend=0)
+
+    @property
+    def first_trained(self) -> _Ids:
+        """The first token of each conversation, from its start, that is a label; far beyond its end for none."""
+        return self._table[:, 1]
+
+    def read(self, number: int) -> EncodedChat:
+        """The tokens of one conversation."""
+        start = int(self._table[number - 1, 0]) if number else 0
+        values = self.values.read(start, int(self._table[number, 0])).astype(np.int64)
+        return EncodedChat(values >> 1, (values & 1).astype(np.bool_))
+
+    @property
+    def _table(self) -> _Ids:
+        table: _Ids = self.index.tokens.reshape(-1, 2)
+        return table
+
+
+def build_chat_file(
+    source: ChatSource,
+    tokenizer: Tokenizer,
+    cache_dir: str | Path | None,
+    *,
+    show_progress: bool,
+    wait_for_other: bool = False,
+) -> ChatFile:
+    """The tokens of the conversations of `source`, from the cache or made now; see `build_token_file` for the sharing.
+
+    Raises:
+        DataError: for conversations that are not of the documented form, or none at all.
+    """
+    template = template_for(tokenizer)
+
+    entries: list[tuple[int, int]] = []
+
+    def values() -> Iterator[npt.NDArray[Any]]:
+        end = 0
+        for messages, place in source.conversations("Tokenizing" if show_progress else None):
+            chat = template.encode(messages, place)
+            check_ids(chat.ids, tokenizer, place)
+            end += chat.ids.size
+            labels = chat.trained[1:]  # the very first token of a conversation follows nothing
+            entries.append((end, int(labels.argmax()) + 1 if labels.any() else _NEVER))
+            yield 2 * chat.ids + chat.trained
+
+    def make(path: Path) -> ChatFile:
+        """Writes the values, then the index, without which they are not found."""
+        empty = f"the corpus is empty: no conversations in {source.name}"
+        written = write_tokens(path, token_dtype(2 * tokenizer.vocab_size), values(), path.stem, empty)
+        table = np.array(entries, dtype=np.int64)
+        return ChatFile(written, write_tokens(_index_path(path), "<i8", [table], _index_source(written), empty))
+
+    described = f"{_FORMAT}\0{template.fingerprint}"
+    return made_once(source, described, ".tokens", cache_dir, _find, make, wait_for_other=wait_for_other)
+
+
+def _index_path(path: Path) -> Path:
+    return path.with_name(f"{path.stem}-index.tokens")
+
+
+def _find(path: Path) -> ChatFile | None:
+    values, index = find_token_file(path), find_token_file(_index_path(path))
+    if values is None or index is None or index.source != _index_source(values):
+        return None
+    return ChatFile(values, index)
+
+
+def _index_source(values: TokenFile) -> str:
+    return f"{values.source} {values.content_hash}"
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The items of each bin, one bin after the other."""
+
+    items: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    """Where in `items` each bin ends."""
+
+    def __len__(self) -> int:
+        """Bins."""
+        return int(self.ends.size)
+
+    def bin(self, number: int) -> list[int]:
+        """The items of one bin, in the order they came."""
+        start = int(self.ends[number - 1]) if number else 0
+        found: list[int] = self.items[start : int(self.ends[number])].tolist()
+        return found
+
+
+def first_fit(lengths: Sequence[int], capacity: int) -> Packing:
+    """Each item, in order, goes into the first bin that has room for it, else into a new one.
+
+    Every length must be between 1 and `capacity`. A tree over the bins' room finds the bin: items times the logarithm
+    of bins.
+
+    Source: Johnson et al., "Worst-Case Performance Bounds for Simple One-Dimensional Packing Algorithms" (1974).
+    """
+    size = 1
+    while size < len(lengths):
+        size *= 2
+    room = [capacity] * (2 * size)  # the largest room below each node; node 1 is the root, leaves begin at `size`
+    bins = np.empty(len(lengths), dtype=np.int64)
+    for number, length in enumerate(lengths):
+        node = 1
+        while node < size:
+            node *= 2
+            if room[node] < length:
+                node += 1
+        bins[number] = node - size
+        room[node] -= length
+        node //= 2
+        while node:
+            left, right = room[2 * node], room[2 * node + 1]
+            largest = left if left > right else right
+            if room[node] == largest:
+                break
+            room[node] = largest
+            node //= 2
+    return Packing(np.argsort(bins, kind="stable"), np.cumsum(np.bincount(bins)))
+
+
+class ChatDataset(Dataset[dict[str, torch.Tensor]]):
+    """The conversations ``start <= c < end`` of a file, each padded to a sequence of its own.
+
+    A sample is ``{"tokens": (seq_length,), "labels": (seq_length,)}``, int64. Labels are shifted: each is the next
+    token where that is the assistant's, its end token included, else -100. A conversation that is longer than a
+    sequence loses its end; one without a label is left out. Both are counted in one warning.
+
+    Args:
+        end: None is the last conversation.
+        pad_id: token that fills a sequence, without a label.
+        warns: False leaves the warning to another rank.
+
+    Raises:
+        DataError: where no conversation has a label.
+    """
+
+    def __init__(
+        self,
+        chats: ChatFile,
+        seq_length: int,
+        pad_id: int,
+        *,
+        start: int = 0,
+        end: int | None = None,
+        warns: bool = True,
+    ) -> None:
+        if seq_length < 1:
+            raise DataError(f"seq_length must be >= 1, got {seq_length}")
+        self.chats = chats
+        self.seq_length = seq_length
+        self.pad_id = pad_id
+        chosen = slice(start, len(chats) if end is None else end)
+        if not chats.lengths[chosen].size:
+            raise DataError("it is empty; give more conversations, or no share to evaluate on: dataset.split=100,0,0")
+        # The last token of a conversation is only a label.
+        wanted = chats.lengths[chosen] - 1
+        lengths = np.minimum(wanted, seq_length)
+        has_label = chats.first_trained[chosen] <= lengths
+        self._numbers = start + np.flatnonzero(has_label)
+        self._lengths = lengths[has_label]
+        if not self._numbers.size:
+            raise DataError(
+                f"none of {wanted.size} conversations has an answer within the first {seq_length} tokens; give "
+                "conversations with messages of the role 'assistant', or a longer seq_length"
+            )
+        if warns:
+            _warn(int((wanted[has_label] > seq_length).sum()), int((~has_label).sum()), wanted.size, seq_length)
+
+    def __len__(self) -> int:
+        return int(self._numbers.size)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {key: rows[0] for key, rows in self.get_batch([index]).items()}
+
+    def get_batch(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The samples at `indices` as one micro-batch, each entry ``(batch, seq_length)``."""
+        tokens, labels = self._empty(len(indices))
+        for row, index in enumerate(indices):
+            if not 0 <= index < len(self):
+                raise IndexError(f"sample {index} of a dataset of {len(self)}")
+            self._put(index, tokens[row], labels[row])
+        return {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+
+    def _empty(self, num_rows: int) -> tuple[_Ids, _Ids]:
+        shape = (num_rows, self.seq_length)
+        return np.full(shape, self.pad_id, dtype=np.int64), np.full(shape, IGNORE_INDEX, dtype=np.int64)
+
+    def _put(self, index: int, tokens: _Ids, labels: _Ids) -> int:
+        """Write a conversation to the start of `tokens` and `labels`; gives the positions that it takes."""
+        length = int(self._lengths[index])
+        ids, trained = self.chats.read(int(self._numbers[index]))
+        tokens[:length] = ids[:length]
+        labels[:length] = np.where(trained[1 : length + 1], ids[1 : length + 1], IGNORE_INDEX)
+        return length
+
+
+class PackedDataset(ChatDataset):
+    """The conversations of a file, several in one sequence where they fit.
+
+    A sample is `tokens` and `labels` as in `ChatDataset`, with ``document_ids`` (seq_length,) that tell conversations
+    apart, padding too, and ``position_ids`` (seq_length,) that begin at 0 in each. None is cut to fill a sequence. Each
+    goes, in stored order, into the first sequence that has room for it: the same in every epoch and on every rank, and
+    each conversation is in exactly one.
+    """
+
+    @cached_property
+    def _packing(self) -> Packing:
+        return first_fit(self._lengths.tolist(), self.seq_length)
+
+    def __len__(self) -> int:
+        return len(self._packing)
+
+    def get_batch(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The samples at `indices` as one micro-batch, each entry ``(batch, seq_length)``."""
+        tokens, labels = self._empty(len(indices))
+        documents, positions = np.zeros_like(tokens), np.zeros_like(tokens)
+        counter = np.arange(self.seq_length)
+        for row, index in enumerate(indices):
+            if not 0 <= index < len(self):
+                raise IndexError(f"sample {index} of a dataset of {len(self)}")
+            at = 0
+            for document, conversation in enumerate(self._packing.bin(index)):
+                length = self._put(conversation, tokens[row, at:], labels[row, at:])
+                # What follows is numbered as padding, until another conversation takes its place.
+                documents[row, at + length :] = document + 1
+                positions[row, at : at + length] = counter[:length]
+                at += length
+            positions[row, at:] = counter[: self.seq_length - at]
+        arrays = {"tokens": tokens, "labels": labels, "position_ids": positions, "document_ids": documents}
+        return {key: torch.from_numpy(array) for key, array in arrays.items()}
+
+
+def _warn(num_cut: int, num_dropped: int, total: int, seq_length: int) -> None:
+    told = []
+    if num_cut:
+        told.append(f"{num_cut} are longer than seq_length={seq_length} and lose their end")
+    if num_dropped:
+        told.append(f"{num_dropped} have no answer within a sequence and are left out")
+    if told:
+        _LOGGER.warning("of %d conversations, %s", total, " and ".join(told))

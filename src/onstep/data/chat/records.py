@@ -1,0 +1,162 @@
+"""Conversations as they stand in files and datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+from onstep.data.corpus.build_cache import Source
+from onstep.data.corpus.corpus import Document, add_file, read_record
+from onstep.data.corpus.hf_datasets import fingerprint_of, rows_of
+from onstep.errors import DataError
+
+Message = dict[str, Any]
+"""`role`, `content`, and whatever else the chat template of a tokenizer reads."""
+
+
+@dataclass(frozen=True)
+class ChatKeys:
+    """Where a record has its conversation: a list of messages, or a prompt and its answer."""
+
+    messages: str = "messages"
+    prompt: str = "prompt"
+    response: str = "response"
+
+    def read(self, record: Mapping[str, Any], place: str) -> list[Message]:
+        """The messages of a record.
+
+        Raises:
+            DataError: with `place`, for a record that has neither, messages of another form, or text that is none.
+        """
+        messages = self._messages(record, place)
+        _check_text(messages, place)
+        return messages
+
+    def _messages(self, record: Mapping[str, Any], place: str) -> list[Message]:
+        if record.get(self.messages) is not None:
+            return _checked(record[self.messages], f"{place}: {self.messages!r}")
+        if record.get(self.prompt) is None or record.get(self.response) is None:
+            keys = ", ".join(map(repr, record)) or "none"
+            raise DataError(
+                f"{place} has neither {self.messages!r} nor {self.prompt!r} and {self.response!r} (its keys: {keys}); "
+                "set dataset.messages_key, or dataset.prompt_key and dataset.response_key"
+            )
+        for key in (self.prompt, self.response):
+            if not isinstance(record[key], str):
+                raise DataError(f"{place}: {key!r} must be a string, got {type(record[key]).__name__}")
+        return [
+            {"role": "user", "content": record[self.prompt]},
+            {"role": "assistant", "content": record[self.response]},
+        ]
+
+
+class ChatSource(Source, Protocol):
+    """Conversations in a fixed order."""
+
+    def conversations(self, label: str | None) -> Iterator[tuple[list[Message], str]]:
+        """The messages of each and its place; `label` names the progress bar, None shows none."""
+
+
+class ChatFiles:
+    """The conversations of JSONL files, a record a line."""
+
+    def __init__(self, files: Sequence[Path], keys: ChatKeys) -> None:
+        self.name = ", ".join(map(str, files[:3]))
+        """The first files."""
+        self._files = files
+        self._keys = keys
+
+    def add_to(self, digest: Any) -> None:
+        """The keys and each file's content."""
+        digest.update(repr(self._keys).encode())
+        for path in self._files:
+            add_file(digest, path, "chat")
+
+    def conversations(self, label: str | None) -> Iterator[tuple[list[Message], str]]:
+        """One a line that is not empty."""
+        total = sum(path.stat().st_size for path in self._files)
+        with tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=label is None) as bar:
+            for path in self._files:
+                with path.open("rb") as lines:
+                    for number, line in enumerate(lines, start=1):
+                        bar.update(len(line))
+                        if line.strip():
+                            place = f"{path}:{number}"
+                            yield self._keys.read(read_record(line, place), place), place
+
+
+class ChatRows:
+    """The conversations of a dataset of the `datasets` library, one a row."""
+
+    def __init__(self, dataset: Any, keys: ChatKeys, name: str) -> None:
+        self.name = name
+        self._dataset = dataset
+        self._keys = keys
+
+    def add_to(self, digest: Any) -> None:
+        """The keys and the fingerprint that the library keeps of the dataset."""
+        digest.update(f"{self._keys!r}\0rows\0{fingerprint_of(self._dataset)}".encode())
+
+    def conversations(self, label: str | None) -> Iterator[tuple[list[Message], str]]:
+        """One a row."""
+        for row, number in rows_of(self._dataset, self.name, label):
+            place = f"{self.name}:{number}"
+            yield self._keys.read(row, place), place
+
+
+class ChatTexts:
+    """The contents of all messages as documents, from which a tokenizer is learned."""
+
+    def __init__(self, source: ChatSource) -> None:
+        self._source = source
+        self.name = source.name
+
+    def add_to(self, digest: Any) -> None:
+        """Those of the conversations."""
+        digest.update(b"contents")
+        self._source.add_to(digest)
+
+    def documents(self, label: str | None) -> Iterator[Document]:
+        """One a message with text."""
+        for messages, place in self._source.conversations(label):
+            for message in messages:
+                content = message.get("content")
+                if isinstance(content, str) and content:
+                    yield Document(content.encode("utf-8", "surrogatepass"), Path(place))
+
+
+def _checked(messages: Any, place: str) -> list[Message]:
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise DataError(f"{place} must be a list of messages, got {_short(messages)}")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise DataError(f"{place} must hold messages with 'role' and 'content', got {_short(message)}")
+    # A column of the `datasets` library has every key for every message, None where it was not given.
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def _check_text(value: Any, place: str) -> None:
+    """Half of a pair of surrogates is legal in JSON, and no text: no tokenizer takes it, and no UTF-8 file."""
+    if isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            around = value[max(error.start - 10, 0) : error.start + 10]
+            raise DataError(
+                f"{place}: {_short(around)} holds {value[error.start]!r}, half of a pair of surrogates, which is no "
+                "letter; mend the record or leave it out"
+            ) from error
+    elif isinstance(value, Mapping):
+        _check_text(list(value.values()), place)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _check_text(each, place)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:77]}..."

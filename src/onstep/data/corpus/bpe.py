@@ -1,0 +1,109 @@
+"""A byte-level BPE tokenizer that is learned from the corpus, once for all processes and runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from onstep.data.corpus.build_cache import made_once, write_text
+from onstep.data.corpus.corpus import DocumentSource, not_utf8
+from onstep.data.corpus.tokenizers import TokenizersTokenizer
+from onstep.errors import DataError, MissingExtraError
+
+END_TOKEN = "<|endoftext|>"
+DEFAULT_VOCAB_SIZE = 8192
+SMALLEST_VOCAB_SIZE = 257
+"""The bytes and the end token."""
+
+_FORMAT = "onstep bpe 1"
+_PIECE_LETTERS = 1 << 20
+"""Letters of a document that are counted at once; it is cut between lines."""
+
+
+def learn_bpe(
+    source: DocumentSource,
+    vocab_size: int | None,
+    cache_dir: str | Path | None,
+    *,
+    show_progress: bool,
+    wait_for_other: bool = False,
+) -> TokenizersTokenizer:
+    """A byte-level BPE of `vocab_size` tokens (None: 8192) learned from `source`, from the cache or learned now.
+
+    Token 0 is `<|endoftext|>`, which ends a document; every text can be encoded. A small corpus may give fewer tokens.
+    The same documents and size give the same tokenizer, in whichever process; see `build_token_file` for how processes
+    share the work. The tokenizer is a `tokenizer.json` in the cache, its `path`.
+
+    Raises:
+        DataError: for a corpus that is empty or not UTF-8, and a size below the 257 of bytes and end token.
+        MissingExtraError: where `tokenizers` is not installed.
+    """
+    size = DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
+    if size < SMALLEST_VOCAB_SIZE:
+        raise DataError(f"tokenizer.vocab_size={size} must be >= {SMALLEST_VOCAB_SIZE}: all bytes and the end token")
+
+    def make(path: Path) -> TokenizersTokenizer:
+        write_text(path, _learn(source, size, "Learning BPE" if show_progress else None))
+        return TokenizersTokenizer(path)
+
+    described = f"{_FORMAT}\0{size}"
+    return made_once(source, described, ".bpe.json", cache_dir, _find, make, wait_for_other=wait_for_other)
+
+
+def _find(path: Path) -> TokenizersTokenizer | None:
+    """The tokenizer at `path`; None where there is none or it is not whole, and will be learned again."""
+    try:
+        return TokenizersTokenizer(path) if path.is_file() else None
+    except DataError:
+        return None
+
+
+def _learn(source: DocumentSource, size: int, label: str | None) -> str:
+    """The content of its `tokenizer.json`."""
+    try:
+        import tokenizers
+        from tokenizers import decoders, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise MissingExtraError(
+            "tokenizer_type 'bpe' needs the library 'tokenizers'; install it: pip install 'onstep[hf]'"
+        ) from error
+    tokenizer: Any = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END_TOKEN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    num_letters = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal num_letters
+        for document in source.documents(label):
+            try:
+                text = document.data.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise not_utf8(document, error) from error
+            num_letters += len(text)
+            yield from _pieces(text)
+
+    tokenizer.train_from_iterator(texts(), trainer)
+    # A process that is forked after the library's threads were used, such as a data loader's worker, must not use them;
+    # unless told so, the library warns in each.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not num_letters:
+        raise DataError(f"the corpus is empty: no text in {source.name}; give files with text")
+    return json.dumps(json.loads(tokenizer.to_str()), indent=1, ensure_ascii=False)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The text in pieces, each of whole lines where lines are not longer than a piece."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + _PIECE_LETTERS) + 1 or len(text)
+        yield text[start:end]
+        start = end

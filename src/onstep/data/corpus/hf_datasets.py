@@ -1,0 +1,223 @@
+"""Datasets of the `datasets` library: local folders and files, and names on the hub. No code of theirs is run."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from tqdm import tqdm
+
+from onstep.data.corpus.corpus import JSONL_SUFFIXES, Document, is_visible
+from onstep.errors import DataError, MissingExtraError
+
+T = TypeVar("T")
+
+_READERS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".json": ("json", {}),
+    ".jsonl": ("json", {}),
+    ".ndjson": ("json", {}),
+    ".parquet": ("parquet", {}),
+    ".arrow": ("arrow", {}),
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"sep": "\t"}),
+}
+"""Which of the library's readers takes a file; none of them runs what it reads."""
+_READ_BY_LIBRARY = frozenset(_READERS) - JSONL_SUFFIXES
+_VALIDATION, _TEST = ("validation", "valid", "val", "dev"), ("test",)
+_SPLIT_WORDS = {
+    **dict.fromkeys(_VALIDATION, "validation"),
+    **dict.fromkeys((*_TEST, "testing", "eval", "evaluation"), "test"),
+}
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_ROWS_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class OwnSplits(Generic[T]):
+    """A dataset's splits: the one to train on, and what it has of its own to evaluate on."""
+
+    train: T
+    valid: T | None
+    test: T | None
+
+
+class RowSource:
+    """The texts of one column of a dataset of the `datasets` library, a document a row.
+
+    Raises:
+        DataError: where the dataset has no such column.
+    """
+
+    def __init__(self, dataset: Any, text_key: str, name: str) -> None:
+        if text_key not in dataset.column_names:
+            columns = ", ".join(map(repr, dataset.column_names)) or "none"
+            raise DataError(f"{name} has no column {text_key!r} (it has {columns}); set dataset.text_key")
+        self.name = name
+        self._rows = dataset.select_columns([text_key])
+        self._text_key = text_key
+        self._fingerprint = fingerprint_of(dataset)
+
+    def add_to(self, digest: Any) -> None:
+        """The fingerprint that the library keeps of the dataset, and the column."""
+        digest.update(f"\0rows\0{self._fingerprint}\0{self._text_key}".encode())
+
+    def documents(self, label: str | None) -> Iterator[Document]:
+        """One a row, read a few at a time, with a bar over the rows."""
+        for row, place in rows_of(self._rows, self.name, label):
+            text = row[self._text_key]
+            if not isinstance(text, str):
+                raise DataError(
+                    f"{self.name}:{place}: column {self._text_key!r} must hold strings, got {type(text).__name__}; "
+                    "set dataset.text_key, or leave such rows out"
+                )
+            if text:
+                yield Document(text.encode("utf-8", "surrogatepass"), Path(self.name), place)
+
+
+def rows_of(dataset: Any, name: str, label: str | None) -> Iterator[tuple[dict[str, Any], int]]:
+    """The rows of a dataset and their numbers from 1, with a bar that `label` names; None shows none."""
+    with tqdm(total=len(dataset), desc=label, unit=" rows", disable=label is None) as bar:
+        number = 0
+        for block in dataset.iter(batch_size=_ROWS_AT_ONCE):
+            columns = list(block)
+            for values in zip(*block.values(), strict=True):
+                number += 1
+                yield dict(zip(columns, values, strict=True)), number
+            bar.update(number - bar.n)
+
+
+def fingerprint_of(dataset: Any) -> str:
+    """What the library knows the content of a dataset by."""
+    return f"{dataset._fingerprint}\0{len(dataset)}"  # it has no public name
+
+
+def load_own_splits(
+    paths: Sequence[str], *, subset: str | None, split: str, columns: Sequence[str], show_progress: bool
+) -> OwnSplits[Any]:
+    """The split `split` of the datasets in `paths`, one after the other, and their own validation and test splits.
+
+    A path is a folder of `save_to_disk`, a json, parquet, arrow or csv file, a glob or folder of such, or a name on the
+    hub. In a folder, files with `validation` (valid, val, dev) or `test` in their names are those splits.
+
+    Args:
+        subset: the configuration of a dataset on the hub.
+        columns: what is read, of those that a dataset has.
+
+    Raises:
+        DataError: for what cannot be found or read, or has no such split.
+        MissingExtraError: where `datasets` is not installed.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingExtraError(
+            "this data needs the library 'datasets'; install it: pip install 'onstep[datasets]'"
+        ) from error
+    with _bars(datasets, show_progress):
+        loaded = [_load(datasets, path, subset) for path in paths]
+    valid_name, test_name = (
+        next((name for name in names if name != split and any(name in each for each in loaded)), None)
+        for names in (_VALIDATION, _TEST)
+    )
+    for path, found in zip(paths, loaded, strict=True):
+        if split not in found:
+            raise DataError(
+                f"the dataset {path!r} has no split {split!r}; set dataset.hf_split to one of {list(found)}"
+            )
+    by_name = [[found[name] for found in loaded if name in found] for name in (split, valid_name, test_name)]
+    return OwnSplits(*(_joined(datasets, parts, columns) for parts in by_name))
+
+
+def is_rows(path: str) -> bool:
+    """Whether a path names a dataset of the library, and not JSONL files that are read without it."""
+    given = Path(path).expanduser()
+    if given.is_dir():
+        if _is_saved(given):
+            return True
+        return any(file.suffix in _READ_BY_LIBRARY for file in _visible_files(given))
+    if given.is_file() or glob.has_magic(path):
+        return given.suffix in _READ_BY_LIBRARY
+    return bool(_HUB_NAME.fullmatch(path)) and given.suffix not in _READERS
+
+
+def _joined(datasets: Any, parts: Sequence[Any], columns: Sequence[str]) -> Any:
+    """Datasets one after the other, with the columns that are read; None for no dataset.
+
+    One that has none of the columns stays as it is, for the message that says so.
+    """
+    read = [[column for column in columns if column in part.column_names] for part in parts]
+    chosen = [part.select_columns(names) if names else part for part, names in zip(parts, read, strict=True)]
+    if len(chosen) < 2:
+        return chosen[0] if chosen else None
+    try:
+        return datasets.concatenate_datasets(chosen)
+    except ValueError as error:
+        raise DataError(f"the datasets of dataset.paths differ in their columns: {error}") from error
+
+
+def _load(datasets: Any, path: str, subset: str | None) -> dict[str, Any]:
+    """The splits of one path by name."""
+    given = Path(path).expanduser()
+    try:
+        if given.is_dir() and _is_saved(given):
+            saved = datasets.load_from_disk(str(given))
+            return dict(saved) if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+        if given.exists() or glob.has_magic(path):
+            return _load_files(datasets, path)
+        if not _HUB_NAME.fullmatch(path) or given.suffix in _READERS:
+            raise DataError(f"the dataset {path!r} does not exist (working folder: {Path.cwd()}); check dataset.paths")
+        return dict(datasets.load_dataset(path, subset))
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        if isinstance(error, DataError):
+            raise
+        local = given.exists() or glob.has_magic(path)
+        remedy = "check its files" if local else "a name on the hub takes a network; a local folder or file takes none"
+        raise DataError(f"cannot load the dataset {path!r}: {error}; {remedy}") from error
+
+
+def _load_files(datasets: Any, path: str) -> dict[str, Any]:
+    given = Path(path).expanduser()
+    files = _visible_files(given) if given.is_dir() else sorted(map(Path, glob.glob(str(given), recursive=True)))
+    files = [file for file in files if file.suffix in _READERS] if given.is_dir() else files or [given]
+    readers = {_READERS[file.suffix][0] for file in files if file.suffix in _READERS}
+    if len(readers) != 1 or any(file.suffix not in _READERS for file in files):
+        kinds = ", ".join(sorted(readers)) or "none"
+        raise DataError(
+            f"{path!r} must hold files of one kind of {', '.join(_READERS)}, got {kinds}; name the files, or a folder "
+            "that save_to_disk wrote"
+        )
+    by_split: dict[str, list[str]] = {}
+    for file in files:
+        words = re.split(r"[^a-z]+", str(file.relative_to(given)).lower()) if given.is_dir() else []
+        name = next((_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS), "train")
+        by_split.setdefault(name, []).append(str(file.absolute()))
+    reader, options = _READERS[files[0].suffix]
+    return dict(datasets.load_dataset(reader, data_files=by_split, **options))
+
+
+def _is_saved(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def _visible_files(folder: Path) -> list[Path]:
+    found = (Path(root, name) for root, _, names in os.walk(folder) for name in names)
+    return sorted(file for file in found if is_visible(file, folder))
+
+
+@contextmanager
+def _bars(datasets: Any, show: bool) -> Iterator[None]:
+    """The library's own bars, while it reads files into its cache."""
+    change = not show and not datasets.are_progress_bars_disabled()
+    if change:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if change:
+            datasets.enable_progress_bars()

@@ -1,0 +1,204 @@
+"""The tokens of a corpus in one memory-mapped file: made once for all processes and runs, and read in place.
+
+A manifest beside it tells whether the file is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from onstep.data.corpus.build_cache import made_once, write_text
+from onstep.data.corpus.corpus import Document, DocumentSource, FileSource, not_utf8
+from onstep.data.corpus.tokenizers import Tokenizer
+from onstep.errors import DataError
+from onstep.heartbeat import PULSE
+
+_CHECKED_BLOCKS = 64
+_BLOCK_BYTES = 64 * 1024
+
+
+@dataclass
+class TokenFile:
+    """The tokens of a corpus, one document after the other. It travels to workers by its path."""
+
+    path: Path
+    """The raw tokens, little-endian; the manifest stands beside it."""
+    dtype: str
+    """`<u2` or `<u4`."""
+    num_tokens: int
+    num_documents: int
+    content_hash: str
+    """Of the tokens."""
+    source: str
+    """Hash of the corpus, the tokenizer and the format, by which the file is found again."""
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    @property
+    def tokens(self) -> npt.NDArray[Any]:
+        """All tokens ``(num_tokens,)``, mapped into memory at first use, read-only."""
+        if "_tokens" not in self.__dict__:
+            # A plain array over the mapping: slicing np.memmap itself costs several times as much.
+            self._tokens = np.asarray(np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.num_tokens,)))
+        return self._tokens
+
+    def read(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """The tokens ``start <= t < stop``, read-only."""
+        return self.tokens[start:stop]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_tokens"}
+
+
+def check_ids(ids: npt.NDArray[Any], tokenizer: Tokenizer, place: str) -> None:
+    """Refuse, as of `place`, ids that the tokenizer's vocabulary does not have."""
+    if ids.size and not (ids.min() >= 0 and ids.max() < tokenizer.vocab_size):
+        raise DataError(
+            f"{place} has token ids from {ids.min()} to {ids.max()}, but they must be >= 0 and below the "
+            f"tokenizer's vocab_size {tokenizer.vocab_size}; check the tokenizer"
+        )
+
+
+def token_dtype(vocab_size: int) -> str:
+    """The smallest type on disk that holds every id."""
+    return "<u2" if vocab_size <= 2**16 else "<u4"
+
+
+def write_tokens(path: Path, dtype: str, documents: Iterable[npt.NDArray[Any]], source: str, empty: str) -> TokenFile:
+    """Write `documents` one after the other to `path` and declare them whole.
+
+    A process killed in between leaves nothing that looks whole.
+
+    Args:
+        empty: what the error says where there is not a token.
+
+    Raises:
+        DataError: where there is not a token.
+    """
+    manifest_path(path).unlink(missing_ok=True)
+    temporary = path.with_suffix(".tokens.tmp")
+    digest = hashlib.blake2b(digest_size=16)
+    num_tokens = num_documents = 0
+    try:
+        with temporary.open("wb") as out:
+            for document in documents:
+                tokens = np.ascontiguousarray(document.astype(dtype))
+                digest.update(tokens.data)
+                out.write(tokens.data)
+                num_tokens += tokens.size
+                num_documents += 1
+        if num_tokens == 0:
+            raise DataError(empty)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    token_file = TokenFile(path, dtype, num_tokens, num_documents, digest.hexdigest(), source)
+    manifest = asdict(token_file) | {"path": path.name, "check": _sample_hash(path)}
+    write_text(manifest_path(path), json.dumps(manifest, indent=1))  # which declares the tokens whole, at once
+    return token_file
+
+
+def find_token_file(path: Path) -> TokenFile | None:
+    """The token file at `path`, or None where it is missing or not what its manifest says.
+
+    The check reads the size and at most 4 MiB of blocks from all over the file.
+    """
+    try:
+        manifest = json.loads(manifest_path(path).read_text(encoding="utf-8"))
+        check = manifest.pop("check")
+        token_file = TokenFile(**(manifest | {"path": path}))
+        is_whole = path.stat().st_size == token_file.num_tokens * np.dtype(token_file.dtype).itemsize
+        return token_file if is_whole and _sample_hash(path) == check else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # missing, or not a manifest that we wrote
+        return None
+
+
+def manifest_path(path: Path) -> Path:
+    """The manifest of the tokens at `path`."""
+    return path.with_suffix(".json")
+
+
+def _sample_hash(path: Path) -> str:
+    size = path.stat().st_size
+    last = max(size - _BLOCK_BYTES, 0)
+    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
+    with path.open("rb") as tokens:
+        for offset in np.linspace(0, last, num=min(_CHECKED_BLOCKS, 1 + last), dtype=np.int64).tolist():
+            tokens.seek(offset)
+            digest.update(tokens.read(_BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+_FORMAT = "onstep tokens 1"
+
+
+def build_token_file(
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    cache_dir: str | Path | None,
+    text_key: str,
+    *,
+    show_progress: bool,
+    wait_for_other: bool = False,
+) -> TokenFile:
+    """The token file of `files`, from the cache or made now.
+
+    Any number of processes may call this at once: one makes the file under a lock and the others wait for it. A broken
+    file is made again. ``wait_for_other`` lets another process go first (the one that shows the progress bar).
+
+    Args:
+        cache_dir: where token files are kept; None is `default_cache_dir()`.
+        text_key: key of a JSONL record that holds the text.
+
+    Raises:
+        DataError: for a corpus that is empty, unreadable or not text, and for a cache that cannot be written.
+    """
+    source = FileSource(files, text_key)
+    return tokens_of(source, tokenizer, cache_dir, show_progress=show_progress, wait_for_other=wait_for_other)
+
+
+def tokens_of(
+    source: DocumentSource,
+    tokenizer: Tokenizer,
+    cache_dir: str | Path | None,
+    *,
+    show_progress: bool,
+    wait_for_other: bool = False,
+) -> TokenFile:
+    """The token file of the documents of `source`; else as `build_token_file`.
+
+    Raises:
+        DataError: as `build_token_file`.
+    """
+
+    def make(path: Path) -> TokenFile:
+        documents = (
+            _encoded(tokenizer, document) for document in source.documents("Tokenizing" if show_progress else None)
+        )
+        empty = f"the corpus is empty: no text in {source.name}; give files with text"
+        return write_tokens(path, token_dtype(tokenizer.vocab_size), documents, path.stem, empty)
+
+    described = f"{_FORMAT}\0{tokenizer.fingerprint}\0{tokenizer.eos_id}"
+    return made_once(source, described, ".tokens", cache_dir, find_token_file, make, wait_for_other=wait_for_other)
+
+
+def _encoded(tokenizer: Tokenizer, document: Document) -> npt.NDArray[Any]:
+    """The ids of a document, with the end token where the tokenizer has one."""
+    PULSE.beats += 1
+    try:
+        ids = np.asarray(tokenizer.encode(document.data))
+    except UnicodeDecodeError as error:
+        raise not_utf8(document, error) from error
+    check_ids(ids, tokenizer, document.place)
+    # As uint32, because the end token need not fit the type that the tokenizer gave.
+    return ids if tokenizer.eos_id is None else np.append(ids, np.uint32(tokenizer.eos_id))

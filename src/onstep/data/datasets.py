@@ -1,0 +1,292 @@
+"""The datasets of a configuration, and how a corpus is split: no token in two of train, validation and test."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from onstep.config.parts import DatasetConfig
+from onstep.data.chat.dataset import ChatDataset, ChatFile, PackedDataset, build_chat_file
+from onstep.data.chat.records import ChatFiles, ChatKeys, ChatRows, ChatSource, ChatTexts
+from onstep.data.corpus.build_cache import Source
+from onstep.data.corpus.corpus import DocumentSource, FileSource, default_corpus_files, find_files, find_records
+from onstep.data.corpus.hf_datasets import OwnSplits, RowSource, is_rows, load_own_splits
+from onstep.data.corpus.indexed_file import IndexedFile
+from onstep.data.corpus.token_file import TokenFile, tokens_of
+from onstep.data.corpus.tokenizers import Tokenizer
+from onstep.data.token_dataset import BlendedDataset, Boundaries, TokenDataset, TokenSource
+from onstep.errors import DataError
+
+SPLIT_NAMES = ("train", "validation", "test")
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+Splits = tuple[T, T | None, T | None]
+"""Train, validation, test; None for a share of 0."""
+
+
+def parse_split(split: str) -> tuple[float, float, float]:
+    """The shares of train, validation and test, summing to 1, of text such as "90,5,5" or "1".
+
+    Raises:
+        DataError: for anything but one to three numbers >= 0 with a train share > 0.
+    """
+    remedy = "give the shares of train, validation and test, for example '90,5,5'"
+    try:
+        shares = [float(part) for part in split.split(",")]
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"split must be numbers separated by commas, got {split!r}; {remedy}") from error
+    if len(shares) > 3:
+        raise DataError(f"split must have at most three shares, got {split!r}; {remedy}")
+    if not all(math.isfinite(share) and share >= 0 for share in shares) or shares[0] == 0:
+        raise DataError(f"the shares of split must be >= 0 and that of train > 0, got {split!r}; {remedy}")
+    train, valid, test = (share / sum(shares) for share in [*shares, 0.0, 0.0][:3])
+    return train, valid, test
+
+
+def split_tokens(
+    token_file: TokenSource, split: str, seq_length: int, boundaries: Boundaries | None = None
+) -> Splits[TokenDataset]:
+    """Train, validation and test as contiguous ranges of the file; None for a share of 0.
+
+    No token, label tokens included, is in two of them.
+
+    Raises:
+        DataError: for a bad `split`, or a range too short for one sequence.
+    """
+
+    def part(start: int, end: int) -> TokenDataset:
+        return TokenDataset(token_file, start, end, seq_length, boundaries)
+
+    return ranges(len(token_file), parse_split(split), part, f"split {split!r} of {len(token_file)} tokens")
+
+
+def split_documents(
+    indexed_file: IndexedFile, split: str, seq_length: int, boundaries: Boundaries | None = None
+) -> Splits[TokenDataset]:
+    """Train, validation and test as contiguous ranges of whole documents; None for a share of 0.
+
+    Raises:
+        DataError: for a bad `split`, or a range too short for one sequence.
+    """
+
+    def part(start: int, end: int) -> TokenDataset:
+        first, last = indexed_file.document_start(start), indexed_file.document_start(end)
+        return TokenDataset(indexed_file, first, last, seq_length, boundaries)
+
+    count = indexed_file.num_documents
+    what = f"split {split!r} of {count} documents of {indexed_file.tokens_path}"
+    return ranges(count, parse_split(split), part, what)
+
+
+def ranges(total: int, shares: tuple[float, float, float], part: Callable[[int, int], T], what: str) -> Splits[T]:
+    """`part(start, end)` of three contiguous ranges of `total` things; None for a share of 0.
+
+    Raises:
+        DataError: what `part` raises, with the name of the split before it.
+    """
+    train, valid, _ = shares
+    cuts = [0, round(total * train), round(total * (train + valid)), total]
+    parts: list[T | None] = []
+    for name, share, start, end in zip(SPLIT_NAMES, shares, cuts[:-1], cuts[1:], strict=True):
+        try:
+            parts.append(part(start, end) if share else None)
+        except DataError as error:
+            raise DataError(f"{name} share of {what}: {error}") from error
+    first, second, third = parts
+    assert first is not None
+    return first, second, third
+
+
+def split_without(split: str, *, has_valid: bool, has_test: bool) -> str:
+    """The split of a corpus that comes with a validation or test set of its own: train takes their shares."""
+    train, valid, test = parse_split(split)
+    own = (valid if has_valid else 0.0) + (test if has_test else 0.0)
+    shares = (train + own, 0.0 if has_valid else valid, 0.0 if has_test else test)
+    return ",".join(f"{100 * share:g}" for share in shares)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What building the datasets of a configuration takes."""
+
+    config: DatasetConfig
+    tokenizer: Tokenizer
+    show_progress: bool
+    wait_for_other: bool
+    vocab_size: int | None
+
+    @property
+    def boundaries(self) -> Boundaries | None:
+        """How the ends of documents are treated.
+
+        Raises:
+            DataError: where the tokenizer has no end token, and one is needed.
+        """
+        masks, resets = self.config.eod_mask_loss, self.config.reset_attention_mask
+        if not (masks or resets):
+            return None
+        if self.tokenizer.eos_id is None:
+            raise DataError(
+                "eod_mask_loss and reset_attention_mask take a token that ends a document, and the tokenizer has none; "
+                "leave them out, or take a tokenizer with one"
+            )
+        return Boundaries(self.tokenizer.eos_id, masks_loss=masks, resets_attention=resets)
+
+    def tokens_of(self, source: DocumentSource) -> TokenFile:
+        """The token file of the documents of `source`."""
+        return self._made(tokens_of, source)
+
+    def chats_of(self, source: ChatSource) -> ChatFile:
+        """The tokens of the conversations of `source`."""
+        return self._made(build_chat_file, source)
+
+    def _made(self, make: Callable[..., T], source: Source) -> T:
+        sharing = {"show_progress": self.show_progress, "wait_for_other": self.wait_for_other}
+        return make(source, self.tokenizer, self.config.cache_dir, **sharing)
+
+    def chat(self, chats: ChatFile, start: int, end: int) -> ChatDataset:
+        """A range of conversations as sequences."""
+        kind = PackedDataset if self.config.packing else ChatDataset
+        pad_id, warns = self.tokenizer.eos_id or 0, not self.wait_for_other
+        return kind(chats, self.config.seq_length, pad_id, start=start, end=end, warns=warns)
+
+
+def build_datasets(
+    config: DatasetConfig,
+    tokenizer: Tokenizer,
+    *,
+    show_progress: bool,
+    wait_for_other: bool = False,
+    vocab_size: int | None = None,
+) -> Splits[Any]:
+    """Train, validation and test of the data that `config` names; None for a share of 0.
+
+    Every process that trains calls it; see `build_token_file` for how they share the work.
+
+    Args:
+        vocab_size: of the model, which ids of `kind=megatron` are checked against; None is the tokenizer's.
+
+    Raises:
+        DataError: for data or a split that cannot be trained on.
+        MissingExtraError: where the library of the kind is not installed.
+    """
+    parse_split(config.split)  # before the corpus is read, which may take long
+    if config.kind not in _BUILDERS:
+        raise DataError(f"dataset.kind {config.kind!r} is unknown; choose one of {', '.join(_BUILDERS)}")
+    job = Job(config, tokenizer, show_progress, wait_for_other, vocab_size or tokenizer.vocab_size)
+    return _BUILDERS[config.kind](job)
+
+
+def text_source(config: DatasetConfig) -> FileSource:
+    """The text files of a configuration, by default those of Python's standard library."""
+    files = find_files(config.paths) if config.paths else default_corpus_files()
+    return FileSource(files, config.text_key)
+
+
+def tokenizer_source(config: DatasetConfig, *, show_progress: bool = False) -> DocumentSource:
+    """The documents that a tokenizer is learned from: all texts, of a dataset with splits those to train on.
+
+    Raises:
+        DataError: for a kind that holds tokens, not text.
+    """
+    if config.kind == "text":
+        return text_source(config)
+    if config.kind == "huggingface":
+        return _texts(_own_splits(config, [config.text_key], show_progress)[0].train, config)
+    if config.kind == "chat":
+        return ChatTexts(_chat_sources(config, show_progress)[0].train)
+    raise DataError(f"dataset.kind={config.kind} has token ids, from which no tokenizer can be learned")
+
+
+def _text(job: Job) -> Splits[TokenDataset]:
+    boundaries = job.boundaries  # what it raises comes before the corpus is read
+    return split_tokens(job.tokens_of(text_source(job.config)), job.config.split, job.config.seq_length, boundaries)
+
+
+def _megatron(job: Job) -> Splits[Any]:
+    config, boundaries = job.config, job.boundaries
+    files = [IndexedFile(path, job.vocab_size) for path in config.paths]
+    if not files:
+        raise DataError("dataset.paths is empty; kind=megatron takes the prefixes of .bin and .idx files")
+    train, valid, test = zip(
+        *(split_documents(file, config.split, config.seq_length, boundaries) for file in files), strict=True
+    )
+    blend = train[0] if len(files) == 1 else BlendedDataset(train, config.weights)
+    return blend, _blend_to_evaluate(valid, config.weights), _blend_to_evaluate(test, config.weights)
+
+
+def _blend_to_evaluate(datasets: Sequence[TokenDataset | None], weights: Sequence[float] | None) -> Any:
+    """An evaluation meets no sample twice. None where the share is 0."""
+    present = [dataset for dataset in datasets if dataset is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+    return BlendedDataset(present, weights, repeats=False)
+
+
+def _huggingface(job: Job) -> Splits[Any]:
+    config, boundaries = job.config, job.boundaries
+    own, split = _own_splits(config, [config.text_key], job.show_progress)
+    tokens = job.tokens_of(_texts(own.train, config))
+    splits = split_tokens(tokens, split, config.seq_length, boundaries)
+
+    def all_of(rows: Any) -> TokenDataset:
+        return split_tokens(job.tokens_of(_texts(rows, config)), "1", config.seq_length, boundaries)[0]
+
+    return _with_own_sets(splits, own, all_of)
+
+
+def _chat(job: Job) -> Splits[Any]:
+    config = job.config
+    own, split = _chat_sources(config, job.show_progress)
+    chats = job.chats_of(own.train)
+    what = f"split {split!r} of {len(chats)} conversations"
+    splits = ranges(len(chats), parse_split(split), lambda start, end: job.chat(chats, start, end), what)
+
+    def all_of(source: ChatSource) -> ChatDataset:
+        own_chats = job.chats_of(source)
+        return job.chat(own_chats, 0, len(own_chats))
+
+    return _with_own_sets(splits, own, all_of)
+
+
+def _with_own_sets(splits: Splits[T], own: OwnSplits[S], all_of: Callable[[S], T]) -> Splits[T]:
+    """The splits, with all of the sets to evaluate on that the data comes with in place of shares."""
+    train, valid, test = splits
+    return train, valid if own.valid is None else all_of(own.valid), test if own.test is None else all_of(own.test)
+
+
+def _own_splits(config: DatasetConfig, columns: Sequence[str], show_progress: bool) -> tuple[OwnSplits[Any], str]:
+    """A dataset's splits, its own evaluation sets only where `split` has a share for them; how to divide the first."""
+    own = load_own_splits(
+        config.paths, subset=config.hf_subset, split=config.hf_split, columns=columns, show_progress=show_progress
+    )
+    _, valid, test = parse_split(config.split)
+    own = OwnSplits(own.train, own.valid if valid else None, own.test if test else None)
+    return own, split_without(config.split, has_valid=own.valid is not None, has_test=own.test is not None)
+
+
+def _texts(rows: Any, config: DatasetConfig) -> RowSource:
+    return RowSource(rows, config.text_key, ", ".join(config.paths))
+
+
+def _chat_sources(config: DatasetConfig, show_progress: bool) -> tuple[OwnSplits[ChatSource], str]:
+    """Conversations to train on, those of own validation and test splits, and how to divide the first."""
+    keys = ChatKeys(config.messages_key, config.prompt_key, config.response_key)
+    if not any(is_rows(path) for path in config.paths):
+        return OwnSplits(ChatFiles(find_records(config.paths), keys), None, None), config.split
+    own, split = _own_splits(config, [keys.messages, keys.prompt, keys.response], show_progress)
+    name = ", ".join(config.paths)
+    valid, test = (None if rows is None else ChatRows(rows, keys, name) for rows in (own.valid, own.test))
+    return OwnSplits(ChatRows(own.train, keys, name), valid, test), split
+
+
+_BUILDERS: dict[str, Callable[[Job], Splits[Any]]] = {
+    "text": _text,
+    "megatron": _megatron,
+    "huggingface": _huggingface,
+    "chat": _chat,
+}

@@ -1,0 +1,97 @@
+"""The data of an evaluation: all of a dataset, in order, each time from its start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from onstep.data.loaders.collate import Collate, is_map_style, length_of, samples_in
+from onstep.data.loaders.iterable_loader import StreamReader
+from onstep.data.loaders.micro_batch_reader import RowReader
+from onstep.data.loaders.sample_order import RowLayout, SampleOrder, rows_of_epoch
+from onstep.data.loaders.step_batches import StepBatches, step_of
+from onstep.errors import DataError
+
+
+class EvalLoader:
+    """Gives the global batches of a dataset in order, the shorter tail included.
+
+    A global batch is `num_microbatches` rows (see `onstep.data.loaders.sample_order`); in the tail a rank without a sample repeats one
+    as a filler, so that every rank has the same number of micro-batches. Iterable datasets, and with
+    ``already_batched=True`` loaders of ready batches, work too; they must start afresh each time they are iterated.
+    Random numbers drawn in workers are the same in each pass.
+
+    Raises:
+        DataError: for impossible sizes and an empty dataset.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        micro_batch_size: int,
+        num_microbatches: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        collate_fn: Collate | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        already_batched: bool = False,
+    ) -> None:
+        if num_microbatches < 1:
+            raise DataError(f"num_microbatches must be >= 1, got {num_microbatches}")
+        self._layout = RowLayout(micro_batch_size, rank, world_size)
+        self._num_microbatches = num_microbatches
+        self._already_batched = already_batched
+        self._dataset = dataset
+        self._reader: RowReader | StreamReader
+        if is_map_style(dataset) and not already_batched:
+            self._reader = RowReader(dataset, collate_fn, num_workers=num_workers, pin_memory=pin_memory)
+        else:
+            self._reader = StreamReader(
+                dataset, self._layout, collate_fn, already_batched, num_workers=num_workers, pin_memory=pin_memory
+            )
+        if length_of(dataset) == 0:
+            raise DataError("the evaluation dataset is empty: it has 0 samples; give data, or evaluate nothing")
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of the dataset over all ranks; None where it has no length."""
+        return samples_in(self._dataset, self._already_batched)
+
+    @property
+    def num_batches(self) -> int | None:
+        """Global batches of the whole dataset; None where it has no length."""
+        length = length_of(self._dataset)
+        if length is None:
+            return None
+        num_rows = length if self._already_batched else self._layout.num_rows(length)
+        return -(-num_rows // self._num_microbatches)
+
+    def __len__(self) -> int:
+        """Global batches of the whole dataset.
+
+        Raises:
+            TypeError: where the dataset has no length.
+        """
+        if self.num_batches is None:
+            raise TypeError(f"{type(self._dataset).__name__} has no length")
+        return self.num_batches
+
+    def batches(self, max_batches: int | None = None) -> Iterator[StepBatches]:
+        """The global batches from the start of the dataset, at most `max_batches`, as micro-batches of this rank."""
+        rows = self._open()
+        num_read = 0
+        while max_batches is None or num_read < max_batches:
+            taken = list(islice(rows, self._num_microbatches))
+            if not taken:
+                return
+            num_read += 1
+            yield step_of(taken)
+
+    def _open(self) -> Iterator[StepBatches]:
+        if isinstance(self._reader, StreamReader):
+            return self._reader.open()
+        order = SampleOrder(len(self._dataset), seed=0, epoch=0, shuffle=False)
+        return self._reader.open(rows_of_epoch(order, self._layout, start=0), epoch=0)

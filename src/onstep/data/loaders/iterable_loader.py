@@ -1,0 +1,349 @@
+"""The training data of an iterable dataset, or of a loader that gives ready batches: data that has no index."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from onstep.data.loaders.collate import Collate, as_it_is, default_data_collator, length_of, samples_in, should_pin
+from onstep.data.loaders.micro_batch_reader import batches_from_workers, outlive_the_group, seed_globals, seeded_aside
+from onstep.data.loaders.sample_order import RowLayout
+from onstep.data.loaders.step_batches import StepBatches, step_of
+from onstep.errors import DataError
+from onstep.heartbeat import PULSE
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def is_stateful(owner: Any) -> bool:
+    """Whether an object has a state that can be saved and loaded; a class or a module of code has none of its own."""
+    methods = (getattr(owner, "state_dict", None), getattr(owner, "load_state_dict", None))
+    return not isinstance(owner, type) and all(callable(one) for one in methods)
+
+
+def count_samples(batch: Any) -> int | None:
+    """Samples of a collated batch: the first dimension of its first tensor or array; None where it has none."""
+    if type(batch) is dict:
+        batch = batch.values()
+    elif isinstance(batch, (torch.Tensor, np.ndarray)):
+        return int(batch.shape[0]) if batch.ndim else None
+    elif isinstance(batch, Mapping):
+        batch = batch.values()
+    elif not isinstance(batch, (list, tuple)):
+        return None
+    for part in batch:
+        if isinstance(part, torch.Tensor) and part.ndim:  # in most batches, the first
+            return int(part.shape[0])
+        count = count_samples(part)
+        if count is not None:
+            return count
+    return None
+
+
+class StreamReader:
+    """Deals the samples or batches of an iterable out in rows, a pass at a time.
+
+    Samples: each rank reads the whole stream and keeps its own, so that the samples of a step do not depend on ranks.
+    Ready batches (``already_batched``): each batch is this rank's micro-batch; sharing out is the iterable's matter.
+
+    With ``num_workers`` > 0 one worker reads ahead; more would change the order or read samples twice. A stateful
+    source and ready batches are read in this process: the state has to be that of what was handed out, and a ready
+    loader has workers of its own.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Any],
+        layout: RowLayout,
+        collate_fn: Collate | None = None,
+        already_batched: bool = False,
+        *,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if num_workers < 0:
+            raise DataError(f"num_workers must be >= 0, got {num_workers}; 0 reads in this process")
+        self._source = source
+        self._layout = layout
+        self._collate = collate_fn or default_data_collator
+        self._already_batched = already_batched
+        self._has_worker = num_workers > 0 and not already_batched and not is_stateful(source)
+        self._pins_memory = should_pin(pin_memory)
+        self._seed = seed
+        self._generator = torch.Generator().manual_seed(seed % 2**63)
+
+    def open(self, skip_samples: int = 0, *, epoch: int = 0) -> Iterator[StepBatches]:
+        """The rows of a new pass, after reading and dropping the first `skip_samples` of it (over all ranks).
+
+        Raises:
+            DataError: where the pass has fewer samples than that.
+        """
+        if self._has_worker:
+            return batches_from_workers(
+                DataLoader(
+                    _RowsInWorker(partial(self._rows_of_samples, skip_samples, (self._seed, epoch))),
+                    batch_size=None,
+                    collate_fn=as_it_is,
+                    num_workers=1,
+                    pin_memory=self._pins_memory,
+                    generator=self._generator,
+                    worker_init_fn=outlive_the_group,
+                )
+            )
+        rows = self._rows_of_batches(skip_samples) if self._already_batched else self._rows_of_samples(skip_samples)
+        return map(StepBatches.pin_memory, rows) if self._pins_memory else rows
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_generator": None}  # a worker that is spawned cannot open a generator's memory
+
+    def _rows_of_samples(self, skip_samples: int, seeds: tuple[int, int] | None = None) -> Iterator[StepBatches]:
+        """`seeds`, for a worker process only, are the seed and the epoch that its random state is set from.
+
+        That happens once for the samples, which are always read from the start, and at each row for the collator, which
+        skipped rows do not call. The samples that a source draws so are the same on every rank and for every
+        micro-batch size.
+        """
+        if seeds is not None:
+            seed_globals("stream", *seeds)
+        samples = iter(self._source)
+        _check_replayed(sum(1 for _ in islice(samples, skip_samples)), skip_samples)
+        collate = self._collate
+        start, size = self._layout.own_start, self._layout.micro_batch_size
+        position = skip_samples + start
+        while row := list(islice(samples, self._layout.row_size)):
+            own = row[start : start + size]
+            with nullcontext() if seeds is None else seeded_aside(*seeds, position):
+                batch = collate(own or row[:1])
+            PULSE.beats += 1
+            yield StepBatches([batch], None, len(row), [not own], [len(own)])
+            position += len(row)
+
+    def _rows_of_batches(self, skip_samples: int) -> Iterator[StepBatches]:
+        batches = iter(self._source)
+        skipped = 0
+        while skipped < skip_samples and (batch := next(batches, _END)) is not _END:
+            skipped += self._size_of(batch) * self._layout.world_size
+        _check_replayed(skipped, skip_samples)
+        for batch in batches:
+            PULSE.beats += 1
+            local = self._size_of(batch)
+            yield StepBatches([batch], None, local * self._layout.world_size, [False], [local])
+
+    def _size_of(self, batch: Any) -> int:
+        count = count_samples(batch)
+        return self._layout.micro_batch_size if count is None else count
+
+
+_END = object()
+
+
+class _RowsInWorker(IterableDataset[Any]):
+    def __init__(self, rows: Callable[[], Iterator[StepBatches]]) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._rows()
+
+
+def _check_replayed(num_skipped: int, skip_samples: int) -> None:
+    if num_skipped < skip_samples:
+        raise DataError(
+            f"the data ended after {num_skipped} samples while replaying to position {skip_samples}; "
+            "continue with the data that the position was saved with"
+        )
+
+
+class EpochSeeding:
+    """Calls `set_epoch` wherever `source`, its dataset or its samplers have it.
+
+    A plain `torch.utils.data.DataLoader` draws its shuffle from torch's global random state where it has no generator:
+    replaying it would give other samples. It gets generators here, seeded from (seed, epoch, rank) at each epoch; one
+    that the user gave is left alone.
+    """
+
+    def __init__(self, source: Any, seed: int, rank: int) -> None:
+        self._seed = seed
+        self._rank = rank
+        self._told = [part for part in _parts(source) if callable(getattr(part, "set_epoch", None))]
+        self._seeded = []
+        if isinstance(source, DataLoader) and not is_stateful(source):
+            self._seeded = [p for p in _parts(source) if hasattr(p, "generator") and p.generator is None]
+
+    def start_epoch(self, epoch: int) -> None:
+        """Call before iterating over the source."""
+        for part in self._told:
+            part.set_epoch(epoch)
+        digest = hashlib.blake2b(f"onstep loader {self._seed} {epoch} {self._rank}".encode(), digest_size=7).digest()
+        for part in self._seeded:
+            part.generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+
+
+def _parts(source: Any) -> list[Any]:
+    batch_sampler = getattr(source, "batch_sampler", None)
+    sampler = getattr(batch_sampler, "sampler", None) or getattr(source, "sampler", None)
+    return [p for p in (source, getattr(source, "dataset", None), batch_sampler, sampler) if p is not None]
+
+
+class Unindexed:
+    """What a source answers whose samples have no index."""
+
+    def has_next(self, num_microbatches: int) -> bool:
+        """True: only reading tells where the data ends."""
+        return True
+
+    def leave_out(self, entries: Iterable[Sequence[int]]) -> None:
+        """Nothing: samples without an index are met again."""
+
+
+class IterableLoader(Unindexed):
+    """Reads the steps of an iterable, epoch after epoch, with the interface of `TrainLoader`.
+
+    Samples are batched here, in rows as in `TrainLoader`: every rank reads the whole stream and keeps its own samples.
+    With ``already_batched=True`` each item is this rank's micro-batch as it is; then the iterable must give every rank
+    other samples and equally many batches.
+
+    Where the iterable has `state_dict` and `load_state_dict`, its state is the position, kept in ours under "stream"
+    (of this rank, for ready batches). A plain one is read again up to the position, and the log says how much that is.
+    `num_workers` > 0 reads a plain dataset ahead in one worker; others are read in this process. Random numbers (torch,
+    NumPy, Python) drawn in the worker depend on seed, epoch and position alone, so that reading again draws them again.
+
+    Raises:
+        DataError: for sizes that do not fit together.
+    """
+
+    has_epochs = True
+
+    def __init__(
+        self,
+        source: Iterable[Any],
+        *,
+        micro_batch_size: int,
+        global_batch_size: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        drop_last: bool = True,
+        collate_fn: Collate | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        already_batched: bool = False,
+        epoch: int = 0,
+        samples_in_epoch: int = 0,
+    ) -> None:
+        self._layout = RowLayout(micro_batch_size, rank, world_size)
+        if global_batch_size is not None and not already_batched:
+            self._layout.check_global_batch(global_batch_size)
+        self._source: Any = source
+        self._already_batched = already_batched
+        self._drop_last = drop_last
+        self._reader = StreamReader(
+            source,
+            self._layout,
+            collate_fn,
+            already_batched,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            seed=seed,
+        )
+        self._seeding = EpochSeeding(source, seed, rank)
+        self._stream: Iterator[StepBatches] | None = None
+        self._stream_state: Any = None
+        self.seek(epoch, samples_in_epoch)
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of one pass; None where the iterable has no length."""
+        return samples_in(self._source, self._already_batched)
+
+    def steps_per_epoch(self, num_microbatches: int) -> int | None:
+        """Steps of `num_microbatches` in a whole epoch; None where the iterable has no length."""
+        length = length_of(self._source)
+        if length is None:
+            return None
+        step_size = num_microbatches * (1 if self._already_batched else self._layout.row_size)
+        return length // step_size if self._drop_last else -(-length // step_size)
+
+    def read(self, num_microbatches: int) -> StepBatches | None:
+        """This rank's micro-batches of the next step; None at the end of the epoch.
+
+        Raises:
+            DataError: where an epoch has not one step, or ends before the position.
+        """
+        if num_microbatches < 1:
+            raise DataError(f"num_microbatches must be >= 1, got {num_microbatches}")
+        # An interrupted read leaves no half-read stream behind.
+        stream, self._stream = self._stream or self._open(), None
+        rows = list(islice(stream, num_microbatches))
+        is_partial = bool(rows) and not self._already_batched and rows[-1].num_samples != self._layout.row_size
+        if not rows or (self._drop_last and (is_partial or len(rows) < num_microbatches)):
+            self._end_epoch(rows)
+            return None
+        step = rows[0] if len(rows) == 1 else step_of(rows)
+        self._stream = stream
+        self.samples_in_epoch += step.num_samples or 0
+        return step
+
+    def seek(self, epoch: int, samples_in_epoch: int) -> None:
+        """Continue from this position, by reading the epoch again up to it."""
+        if epoch < 0 or samples_in_epoch < 0:
+            raise DataError(f"a position must be >= 0, got epoch {epoch}, sample {samples_in_epoch}")
+        self.epoch = epoch
+        """The epoch that the next read takes from; an epoch ends when `read` returns None."""
+        self.samples_in_epoch = samples_in_epoch
+        """Samples handed out in this epoch, over all ranks."""
+        self._stream_state = None
+        self._stream = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after what was handed out; the state of a stateful iterable is under "stream"."""
+        state = {"epoch": self.epoch, "samples_in_epoch": self.samples_in_epoch}
+        stream_state = self._current_stream_state()
+        return state if stream_state is None else {**state, "stream": stream_state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a position that `state_dict` gave."""
+        self.seek(state["epoch"], state["samples_in_epoch"])
+        self._stream_state = state.get("stream") if is_stateful(self._source) else None
+
+    def close(self) -> None:
+        """End the worker; reading goes on from the same position."""
+        self._stream_state = self._current_stream_state()
+        self._stream = None
+
+    def _current_stream_state(self) -> Any:
+        is_read_here = self._stream is not None and is_stateful(self._source)
+        return self._source.state_dict() if is_read_here else self._stream_state
+
+    def _open(self) -> Iterator[StepBatches]:
+        self._seeding.start_epoch(self.epoch)
+        state, self._stream_state = self._stream_state, None
+        if state is not None:
+            self._source.load_state_dict(state)
+            return self._reader.open(epoch=self.epoch)
+        if self.samples_in_epoch:
+            _LOGGER.warning(
+                "reading the first %d samples of epoch %d again to reach the position; "
+                "an iterable with state_dict and load_state_dict continues without",
+                self.samples_in_epoch,
+                self.epoch,
+            )
+        return self._reader.open(self.samples_in_epoch, epoch=self.epoch)
+
+    def _end_epoch(self, dropped: list[StepBatches]) -> None:
+        if self.samples_in_epoch == 0:  # else the caller would pass through empty epochs for ever
+            num_dropped = sum(row.num_samples or 0 for row in dropped)
+            raise DataError(
+                f"epoch {self.epoch} of the iterable ended after {num_dropped} samples, before one step; give more "
+                "data or a smaller global batch, and let __iter__ start afresh each time it is called"
+            )
+        self.seek(self.epoch + 1, 0)

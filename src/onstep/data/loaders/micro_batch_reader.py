@@ -1,0 +1,201 @@
+"""Fetches rows of a map-style dataset, in this process or ahead of time in workers that draw the same numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from onstep.data.loaders.collate import Collate, as_it_is, fetch_function, pin, should_pin
+from onstep.data.loaders.sample_order import Row
+from onstep.data.loaders.step_batches import StepBatches
+from onstep.errors import DataError
+from onstep.heartbeat import PULSE
+
+
+def batches_from_workers(loader: DataLoader[Any]) -> Iterator[Any]:
+    """One pass over `loader`, whose workers end with it, also after an error, unless they are persistent."""
+    iterator = iter(loader)
+    try:
+        for batch in iterator:
+            PULSE.beats += 1
+            yield batch
+    finally:
+        if not loader.persistent_workers:
+            end_workers(iterator)
+
+
+def end_workers(iterator: Any) -> None:
+    """End the worker processes of an iterator of a DataLoader.
+
+    Torch has no public name for it. Without, they end when the iterator is collected, which after an error comes late
+    and takes five seconds; a public `close` would let this go.
+    """
+    iterator._shutdown_workers()
+
+
+def outlive_the_group(worker_id: int) -> None:
+    """`worker_init_fn`: SIGTERM ends a worker only when its own parent sends it.
+
+    A scheduler that stops a job signals the whole process group. The main process then finishes its step and saves, for
+    which it may need the batches that its workers still read.
+    """
+    parent = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def end_with_parent() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+class RowReader:
+    """Reads the micro-batches of given rows.
+
+    Workers are told row by row which samples to read, so that they start at any position without skipping. The random
+    state of this process is not drawn from: what a worker draws for a row depends on `seed`, the epoch and the row's
+    position alone. Without workers a dataset draws from this process's own state.
+
+    Raises:
+        DataError: for a negative `num_workers`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Collate | None,
+        *,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        persistent_workers: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if num_workers < 0:
+            raise DataError(f"num_workers must be >= 0, got {num_workers}; 0 reads in this process")
+        self._dataset = dataset
+        self._collate_fn = collate_fn
+        self._has_workers = num_workers > 0
+        self._pins_memory = should_pin(pin_memory)
+        self._feed = _RowFeed()
+        self._make_loader = partial(
+            DataLoader,
+            _FetchedBatches(dataset, collate_fn, seed),
+            batch_sampler=self._feed,
+            collate_fn=as_it_is,
+            num_workers=num_workers,
+            pin_memory=self._pins_memory,
+            persistent_workers=persistent_workers,
+            generator=torch.Generator().manual_seed(seed % 2**63),
+            worker_init_fn=outlive_the_group,
+        )
+        self._loader: DataLoader[Any] | None = None
+
+    def open(self, rows: Iterator[Row], epoch: int) -> Iterator[StepBatches]:
+        """The micro-batches of `rows` of `epoch`, in order. What was open before must not be read any more."""
+        return self._read_in_workers(rows, epoch) if self._has_workers else self._read_here(rows)
+
+    def close(self) -> None:
+        """End the workers that are kept over epochs; those of one epoch end with its iterator."""
+        loader, self._loader = self._loader, None
+        if loader is not None and loader._iterator is not None:
+            end_workers(loader._iterator)
+
+    def _read_here(self, rows: Iterator[Row]) -> Iterator[StepBatches]:
+        fetch, pins_memory = fetch_function(self._dataset, self._collate_fn), self._pins_memory
+        for ids, is_filler, num_samples, _ in rows:
+            batch = fetch(ids)
+            PULSE.beats += 1
+            if pins_memory:
+                batch = pin(batch)
+            own = [] if is_filler else ids
+            yield StepBatches([batch], [own], num_samples, [is_filler], [len(own)])
+
+    def _read_in_workers(self, rows: Iterator[Row], epoch: int) -> Iterator[StepBatches]:
+        handed_out = self._feed.start(rows, epoch)
+        if self._loader is None:
+            self._loader = self._make_loader()
+        for batch in batches_from_workers(self._loader):
+            ids, is_filler, num_samples, _ = handed_out.popleft()
+            own = [] if is_filler else ids
+            yield StepBatches([batch], [own], num_samples, [is_filler], [len(own)])
+
+
+_Task: TypeAlias = tuple[int, int, list[int]]
+"""What a worker is told of a row: epoch, position, ids."""
+
+
+class _RowFeed:
+    """The batch sampler of the workers. Remembers which rows it handed out, because batches come back in that order."""
+
+    def __init__(self) -> None:
+        self._rows: Iterator[Row] = iter(())
+        self._epoch = 0
+        self._handed_out: deque[Row] = deque()
+
+    def start(self, rows: Iterator[Row], epoch: int) -> deque[Row]:
+        """Feed `rows` of `epoch` from the next iteration on; gives the queue of the rows handed out."""
+        self._rows, self._epoch, self._handed_out = rows, epoch, deque()
+        return self._handed_out
+
+    def __iter__(self) -> Iterator[list[_Task]]:
+        epoch, handed_out = self._epoch, self._handed_out
+        for row in self._rows:
+            handed_out.append(row)
+            ids, _, _, position = row
+            yield [(epoch, position, ids)]  # for torch, a batch of one index
+
+
+class _FetchedBatches(Dataset[Any]):
+    """Gives a worker ready micro-batches, read the same way as in the main process but for the random numbers."""
+
+    def __init__(self, dataset: Any, collate_fn: Collate | None, seed: int) -> None:
+        self._dataset = dataset
+        self._collate_fn = collate_fn
+        self._seed = seed
+
+    def __getitems__(self, tasks: list[_Task]) -> Any:
+        ((epoch, position, ids),) = tasks
+        seed_globals(self._seed, epoch, position)
+        return fetch_function(self._dataset, self._collate_fn)(ids)
+
+
+def seed_globals(*place: int | str) -> None:
+    """Set the random state of this process from a hash of `place`: of torch (CPU), NumPy and Python.
+
+    So what a worker draws for a row is a pure function of the row's place in the epoch: any number of workers draws the
+    same, and so does a run that continues in the middle of an epoch. A generator that a dataset or a collator keeps for
+    itself is its own matter. Never called in the training process, whose state a checkpoint saves.
+    """
+    text = " ".join(map(str, place))
+    digest = hashlib.blake2b(f"onstep row {text}".encode(), digest_size=40).digest()
+    # Different words for each: NumPy and Python have the same generator, and would draw the same numbers.
+    # Not torch.manual_seed: where CUDA was not used yet, it formats a stack trace for each call.
+    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
+    random.seed(int.from_bytes(digest[8:24], "little"))
+    np.random.seed(np.frombuffer(digest[24:], dtype="<u4"))
+
+
+@contextmanager
+def seeded_aside(*place: int | str) -> Iterator[None]:
+    """`seed_globals` for a while; afterwards the numbers go on as if nothing had been drawn."""
+    states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+    seed_globals(*place)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])

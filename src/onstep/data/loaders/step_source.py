@@ -1,0 +1,181 @@
+"""Whatever a user trains on, as a `StepSource`: an iterator, or an object whose methods are looked up here alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from onstep.data.loaders.iterable_loader import Unindexed, count_samples, is_stateful
+from onstep.data.loaders.step_batches import Batch, StepBatches, StepSource
+from onstep.errors import DataError
+from onstep.heartbeat import PULSE
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class IteratorReader(Unindexed):
+    """Reads the steps of an iterator whose items are this rank's micro-batches. It has one epoch: 0.
+
+    Samples are counted by the first dimension of a batch's first tensor, and taken to be as many on every rank.
+    The position is the state of an iterator with `state_dict` and `load_state_dict`; of a plain one, the number of
+    items taken, which are taken again from the new iterator.
+    """
+
+    epoch = 0
+    num_samples = None
+    has_epochs = False
+
+    def __init__(self, iterator: Iterator[Any], *, world_size: int = 1) -> None:
+        if not hasattr(iterator, "__next__"):
+            raise DataError(
+                f"expected an iterator of micro-batches, got {type(iterator).__name__}; pass iter(...) of it"
+            )
+        self._iterator: Any = iterator
+        self._world_size = world_size
+        self._items_taken = 0
+        self.samples_in_epoch = 0
+        """Samples handed out, over all ranks, as far as the batches tell."""
+
+    def read(self, num_microbatches: int) -> StepBatches | None:
+        """The next step: fewer micro-batches where the iterator ends within it, None where it is at its end."""
+        batches: list[Batch] = []
+        counts: list[int] = []
+        for batch in islice(self._iterator, num_microbatches):
+            PULSE.beats += 1
+            batches.append(batch)
+            count = count_samples(batch)
+            if count is not None:
+                counts.append(count)
+        if not batches:
+            return None
+        num_batches, num_samples = len(batches), sum(counts) * self._world_size
+        self._items_taken += num_batches
+        self.samples_in_epoch += num_samples
+        if len(counts) < num_batches:
+            return StepBatches(batches, None, None, [False] * num_batches)
+        return StepBatches(batches, None, num_samples, [False] * num_batches, counts)
+
+    def steps_per_epoch(self, num_microbatches: int) -> None:
+        """Unknown."""
+        return
+
+    def seek(self, epoch: int, samples_in_epoch: int) -> None:
+        """Only the position where it stands: an iterator counts items, not samples; use `load_state_dict`.
+
+        Raises:
+            DataError: for another position.
+        """
+        if (epoch, samples_in_epoch) != (0, self.samples_in_epoch):
+            raise DataError(
+                f"an iterator stands at sample {self.samples_in_epoch} and cannot seek to epoch {epoch}, sample "
+                f"{samples_in_epoch}; load_state_dict continues it, and a dataset in its place can seek"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after what was handed out."""
+        state = {"epoch": 0, "samples_in_epoch": self.samples_in_epoch, "items_taken": self._items_taken}
+        return {**state, "stream": self._iterator.state_dict()} if is_stateful(self._iterator) else state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue a new iterator from a position that `state_dict` gave.
+
+        Raises:
+            DataError: where a plain iterator ends before the position.
+        """
+        if "stream" in state and is_stateful(self._iterator):
+            self._iterator.load_state_dict(state["stream"])
+        else:
+            self._take_again(state["items_taken"] - self._items_taken)
+        self._items_taken = state["items_taken"]
+        self.samples_in_epoch = state["samples_in_epoch"]
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _take_again(self, num_items: int) -> None:
+        if num_items < 0:
+            raise DataError(f"the iterator stands {-num_items} micro-batches past the position; pass a new iterator")
+        if num_items == 0:
+            return
+        _LOGGER.warning(
+            "taking %d micro-batches from the iterator again to reach the position; "
+            "an iterator with state_dict and load_state_dict continues without",
+            num_items,
+        )
+        num_taken = sum(1 for _ in islice(self._iterator, num_items))
+        if num_taken < num_items:
+            raise DataError(
+                f"the iterator ended after {num_taken} micro-batches while replaying {num_items}; "
+                "continue with the data that the position was saved with"
+            )
+
+
+def as_step_source(data: Any, world_size: int = 1) -> StepSource:
+    """`data` itself where it is a `StepSource`; an object with `read`, or an iterator of micro-batches, in an adapter.
+
+    Args:
+        data: a loader of ours, a user's object with `read(num_microbatches)`, an iterator, or a list of one iterator.
+        world_size: ranks that read from iterators like this one.
+
+    Raises:
+        DataError: for anything else.
+    """
+    if isinstance(data, StepSource):
+        return data
+    if hasattr(data, "read"):
+        return ForeignReader(data)
+    return IteratorReader(data[0] if isinstance(data, list) else data, world_size=world_size)
+
+
+class ForeignReader:
+    """A user's object with `read`, and stand-ins for what it lacks of `StepSource`.
+
+    Without `has_next` and `steps_per_epoch` it is data of unknown length, without `leave_out` its samples have no ids.
+    What needs its position (`seek`, `state_dict`, `load_state_dict`) raises a DataError where it has no such method.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self.has_epochs = bool(getattr(source, "has_epochs", True))
+        self.read: Callable[[int], StepBatches | None] = source.read
+        self.has_next: Callable[[int], bool] = getattr(source, "has_next", lambda num_microbatches: True)
+        self.steps_per_epoch: Callable[[int], int | None] = getattr(source, "steps_per_epoch", _nothing)
+        self.leave_out: Callable[[Iterable[Sequence[int]]], None] = getattr(source, "leave_out", _nothing)
+        self.close: Callable[[], None] = getattr(source, "close", _nothing)
+        self.seek: Callable[[int, int], None] = self._needed("seek")
+        self.state_dict: Callable[[], dict[str, Any]] = self._needed("state_dict")
+        self.load_state_dict: Callable[[dict[str, Any]], None] = self._needed("load_state_dict")
+
+    @property
+    def epoch(self) -> int:
+        """What the source tells, else 0."""
+        return int(getattr(self._source, "epoch", 0))
+
+    @property
+    def samples_in_epoch(self) -> int:
+        """What the source tells, else 0."""
+        return int(getattr(self._source, "samples_in_epoch", 0))
+
+    @property
+    def num_samples(self) -> int | None:
+        """What the source tells."""
+        num_samples: int | None = getattr(self._source, "num_samples", None)
+        return num_samples
+
+    def _needed(self, name: str) -> Callable[..., Any]:
+        """The source's method, or one that raises when it is called: only some runs need it."""
+
+        def refuse(*_: Any) -> None:
+            raise DataError(
+                f"the training data {type(self._source).__name__} has no {name}; give it the methods of "
+                "onstep.data.StepSource to end epochs, to save checkpoints and to continue from them"
+            )
+
+        found: Callable[..., Any] = getattr(self._source, name, refuse)
+        return found
+
+
+def _nothing(*_: Any) -> None:
+    """No length, and nothing to do."""

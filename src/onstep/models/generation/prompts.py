@@ -1,0 +1,178 @@
+"""Prompts of text continued by a model: our own or one with the `generate` of `transformers`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onstep.config.part import nearest
+from onstep.errors import ConfigError
+from onstep.models.generation.generate import Sampling, generate, inner_transformer
+
+_OWN_OPTIONS = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")
+"""What our own `generate` understands of `transformers.GenerationConfig`."""
+_OWN_NAMES = f"the built-in transformer's: {', '.join(_OWN_OPTIONS)}"
+
+
+def is_own(model: Any) -> bool:
+    """Whether `model` is, or wraps, one of our transformers."""
+    return isinstance(model, nn.Module) and inner_transformer(model) is not None
+
+
+def can_generate(model: Any) -> bool:
+    """Whether `continue_prompts` can work with `model`."""
+    return is_own(model) or callable(getattr(model, "generate", None))
+
+
+def check_options(model: Any, options: Mapping[str, Any]) -> None:
+    """Refuse generation options that `model` does not have, and for our transformer values that it cannot work with.
+
+    Raises:
+        ConfigError: naming the nearest option there is, or the value and its rule.
+    """
+    known, names = (_OWN_OPTIONS, _OWN_NAMES) if is_own(model) else (_their_options(), "transformers.GenerationConfig")
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"generation option {name!r} is not one of {names}.{nearest(name, list(known))}")
+    if not is_own(model):
+        return
+    length = options.get("max_new_tokens", 1)
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise ConfigError(f"generation option max_new_tokens must be a whole number >= 1, got {length!r}.")
+    try:
+        Sampling(**_sampling_of(options))
+    except TypeError as error:
+        raise ConfigError(f"generation options must be numbers, got {dict(options)!r}: {error}.") from error
+
+
+def _their_options() -> list[str]:
+    """What a `transformers.GenerationConfig` has; it would keep further names, and nothing would read them."""
+    from transformers import GenerationConfig
+
+    return [name for name in vars(GenerationConfig()) if not name.startswith("_")]  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def continue_prompts(
+    model: Any, tokenizer: Any, prompts: Sequence[str], options: Mapping[str, Any], max_new_tokens: int, seed: int
+) -> list[tuple[str, str]]:
+    """Each prompt with what the model makes of it, without the prompt; several times with `num_return_sequences`.
+
+    A model of `transformers` draws from torch's global RNG, seeded here: the caller puts it back. Ours do not. A prompt
+    that leaves no room for the new tokens keeps its end.
+
+    Args:
+        model: what `can_generate`.
+        tokenizer: one of `onstep.data` or of `transformers`.
+        options: arguments of `transformers.GenerationConfig`; of these our own transformer takes sampling and length.
+        max_new_tokens: where `options` does not say.
+        seed: the same seed gives the same texts.
+
+    Raises:
+        ConfigError: for an option that our own transformer does not have.
+    """
+    check_options(model, options)
+    options = {"max_new_tokens": max_new_tokens, **options}
+    rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    continue_rows = _continue_with_ours if is_own(model) else _continue_with_theirs
+    texts = continue_rows(model, tokenizer, rows, options, seed)
+    return [(prompts[number * len(prompts) // len(texts)], text) for number, text in enumerate(texts)]
+
+
+def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
+    """Ids of a prompt; an empty one is the token that begins a text."""
+    if hasattr(tokenizer, "encode_text"):
+        ids = list(tokenizer.encode_text(prompt))
+    else:
+        ids = list(tokenizer(prompt)["input_ids"])
+    return ids or [_first_of(getattr(tokenizer, "bos_token_id", None), eos_of(tokenizer), 0)]
+
+
+def decode_new(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of generated ids, up to the token that ends it."""
+    eos = eos_of(tokenizer)
+    kept = list(ids[: ids.index(eos)]) if eos in ids else list(ids)
+    if hasattr(tokenizer, "encode_text"):
+        return str(tokenizer.decode(kept))
+    return str(tokenizer.decode(kept, skip_special_tokens=True))
+
+
+def eos_of(tokenizer: Any) -> int | None:
+    """The token that ends a text; None where the tokenizer has none."""
+    eos: int | None = getattr(tokenizer, "eos_id", getattr(tokenizer, "eos_token_id", None))
+    return eos
+
+
+def left_padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask, (batch, longest) int64, with padding before each row."""
+    longest = max(map(len, rows))
+    ids = [[pad_id] * (longest - len(row)) + list(row) for row in rows]
+    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
+    return torch.tensor(ids), torch.tensor(mask)
+
+
+def _continue_with_ours(
+    model: nn.Module, tokenizer: Any, rows: Sequence[list[int]], options: dict[str, Any], seed: int
+) -> list[str]:
+    """One prompt after the other: they differ in length, and our cache has no padding."""
+    texts = []
+    for number, row in enumerate(rows):
+        out = generate(
+            model,
+            torch.tensor([row], device=_device_of(model)),
+            max_new_tokens=options["max_new_tokens"],
+            seed=seed + number,
+            eos_id=eos_of(tokenizer),
+            **_sampling_of(options),
+        )
+        texts.append(decode_new(tokenizer, out[0, len(row) :].tolist()))
+    return texts
+
+
+def _sampling_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of our `Sampling` for options of `transformers`."""
+    names = ("temperature", "top_k", "top_p", "repetition_penalty")
+    sampling = {name: options[name] for name in names if options.get(name) is not None}
+    if not options.get("do_sample", False):
+        sampling["temperature"] = 0.0
+    if sampling.get("top_k") == 0:  # restricts nothing, as in transformers
+        del sampling["top_k"]
+    return sampling
+
+
+def _continue_with_theirs(
+    model: Any, tokenizer: Any, rows: Sequence[list[int]], options: dict[str, Any], seed: int
+) -> list[str]:
+    """All prompts in one batch, padded on the left."""
+    from transformers import GenerationConfig
+
+    eos = eos_of(tokenizer)
+    pad = _first_of(getattr(tokenizer, "pad_token_id", None), eos, 0)
+    options = {"pad_token_id": pad, "use_cache": True, **options}
+    if eos is not None and getattr(getattr(model, "generation_config", None), "eos_token_id", None) is None:
+        options.setdefault("eos_token_id", eos)
+    ids, mask = left_padded(_fitting(model, rows, options["max_new_tokens"]), pad)
+    device = _device_of(model)
+    torch.manual_seed(seed)
+    config = GenerationConfig(**options)  # type: ignore[no-untyped-call]
+    out = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=config)
+    return [decode_new(tokenizer, row) for row in out[:, ids.shape[1] :].tolist()]
+
+
+def _fitting(model: Any, rows: Sequence[list[int]], max_new_tokens: int) -> list[list[int]]:
+    """The rows, cut at their beginning where the model has no positions for them and the new tokens."""
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if positions is None or positions <= max_new_tokens:
+        return list(rows)
+    return [row[-(positions - max_new_tokens) :] for row in rows]
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _first_of(*values: int | None) -> int:
+    return next(value for value in values if value is not None)

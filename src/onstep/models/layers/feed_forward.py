@@ -1,0 +1,283 @@
+"""The feed-forward part of a layer: one block, or experts, how tokens get to them and back, and their products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, grouped_mm, linear, relu, silu
+
+from onstep.config.parts import ModelConfig
+from onstep.models.layers.router import Router, Routing
+from onstep.models.sizes import ffn_hidden_size
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """`max(x, 0)^2`. Source: So et al., "Primer" (2021), section 4."""
+    return torch.square(relu(x))
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+    "relu": relu,
+    "relu2": squared_relu,
+}
+"""By the names of `model.activation_func`."""
+
+
+class FeedForward(nn.Module):
+    """`down(f(gate(x)) * up(x))` where `gated_linear_unit` is on, else `down(f(up(x)))`; f is `activation_func`.
+
+    Args:
+        width: elements between the matrices; None is `ffn_hidden_size`.
+
+    Source: Shazeer, "GLU Variants Improve Transformer" (2020), equation 6; biases where `add_bias_linear` is on.
+    """
+
+    gate: nn.Linear | None
+
+    def __init__(self, config: ModelConfig, width: int | None = None) -> None:
+        super().__init__()
+        hidden, width, bias = config.hidden_size, width or ffn_hidden_size(config), config.add_bias_linear
+        self._activation = ACTIVATIONS[config.activation_func]
+        self.gate = nn.Linear(hidden, width, bias=bias) if config.gated_linear_unit else None
+        self.up = nn.Linear(hidden, width, bias=bias)
+        self.down = nn.Linear(width, hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, seq, hidden) to the same shape, each position on its own."""
+        if self.gate is None:
+            inner = self._activation(self.up(x))
+        else:
+            inner = self._activation(self.gate(x)) * self.up(x)
+        out: Tensor = self.down(inner)
+        return out
+
+
+_ALIGNMENT_BYTES = 16
+"""Rows that the grouped product reads must start at multiples of this."""
+
+_GROUPED_DTYPES = {
+    "cpu": (torch.float32, torch.bfloat16, torch.float16),
+    "cuda": (torch.bfloat16,),
+}
+
+
+ExpertProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""`x W_e^T + b_e` for rows `x` that are ordered by expert; weights are (experts, out, in), biases (experts, out)."""
+
+
+class GroupedProduct:
+    """All experts in one product, for which the host need not know their loads.
+
+    Args:
+        load: (experts,), how many of the rows each expert has.
+    """
+
+    def __init__(self, load: Tensor) -> None:
+        self._load = load
+        self._ends = load.cumsum(0).to(torch.int32)
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Rows (rows, in) to (rows, out)."""
+        out = grouped_mm(x, weight.transpose(1, 2), offs=self._ends)
+        if bias is not None:
+            out = out + bias.repeat_interleave(self._load, dim=0, output_size=x.shape[0])
+        return out
+
+
+class LoopedProduct:
+    """One product for each expert; the host waits for the loads."""
+
+    def __init__(self, load: Tensor) -> None:
+        self._rows: list[int] = load.tolist()
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Rows (rows, in) to (rows, out). An expert without rows is multiplied too, so that it has a gradient of 0."""
+        biases = [None] * len(self._rows) if bias is None else bias.unbind()
+        parts = zip(torch.split(x, self._rows), weight.unbind(), biases, strict=True)
+        return torch.cat([linear(*part) for part in parts])
+
+
+def padded_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(experts, capacity, in) to (experts, capacity, out): as many rows each, so that no size depends on the loads."""
+    out = torch.bmm(x, weight.transpose(1, 2))
+    return out if bias is None else out + bias.unsqueeze(1)
+
+
+def can_group(device: torch.device, dtype: torch.dtype, *widths: int) -> bool:
+    """Whether torch has the grouped product for a device, a type and rows of these widths.
+
+    On a GPU that is bfloat16 from compute capability 8.0 on.
+    """
+    if dtype not in _GROUPED_DTYPES.get(device.type, ()):
+        return False
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    return all(width * dtype.itemsize % _ALIGNMENT_BYTES == 0 for width in widths)
+
+
+class Experts(nn.Module):
+    """Feed-forward blocks of the same shape, their weights stacked: (experts, out, in), biases (experts, out).
+
+    Each computes what `FeedForward` of the same configuration does. All weights are part of every forward pass: an
+    expert that got no token has a gradient of 0, so that data parallelism meets the same parameters on every rank.
+    """
+
+    gate_weight: nn.Parameter | None
+    gate_bias: nn.Parameter | None
+    up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+
+    def __init__(self, config: ModelConfig, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self._hidden = config.hidden_size
+        self._width = config.moe_ffn_hidden_size or ffn_hidden_size(config)
+        self._groups = config.moe_grouped_gemm
+        self._drop_policy = config.moe_token_drop_policy
+        self._activation = ACTIVATIONS[config.activation_func]
+        inner, outer = (num_experts, self._width, self._hidden), (num_experts, self._hidden, self._width)
+        self.gate_weight = nn.Parameter(torch.empty(inner)) if config.gated_linear_unit else None
+        self.up_weight = nn.Parameter(torch.empty(inner))
+        self.down_weight = nn.Parameter(torch.empty(outer))
+        biases = config.add_bias_linear
+        self.gate_bias = nn.Parameter(torch.zeros(inner[:2])) if biases and config.gated_linear_unit else None
+        self.up_bias = nn.Parameter(torch.zeros(inner[:2])) if biases else None
+        self.down_bias = nn.Parameter(torch.zeros(outer[:2])) if biases else None
+        for weight in (self.gate_weight, self.up_weight):
+            if weight is not None:
+                nn.init.normal_(weight, 0.0, config.init_method_std)
+        nn.init.normal_(self.down_weight, 0.0, config.init_method_std / math.sqrt(2 * config.num_layers))
+
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        """The weighted sum of the chosen experts for `x` (tokens, hidden); same shape, in the dtype of the products.
+
+        Choices beyond an expert's capacity add nothing.
+        """
+        # what the products are computed in: autocast's type where it is on, since it does not know the grouped one
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        x = x.to(dtype)
+        if routing.capacity is None:
+            out = self._all(x, routing)
+        else:
+            out = self._up_to_capacity(x, routing, routing.capacity)
+        return (out * routing.weights.unsqueeze(-1)).sum(dim=1).to(dtype)
+
+    def _all(self, x: Tensor, routing: Routing) -> Tensor:
+        """What the chosen experts give for each token, (tokens, topk, hidden)."""
+        order = routing.experts.flatten().argsort(stable=True)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+        groups = self._groups and can_group(x.device, x.dtype, self._hidden, self._width)
+        product = GroupedProduct(routing.load) if groups else LoopedProduct(routing.load)
+        out = self._compute(x[order // routing.experts.shape[1]], product)
+        return out[place].view(*routing.experts.shape, -1)
+
+    def _up_to_capacity(self, x: Tensor, routing: Routing, capacity: int) -> Tensor:
+        """The same where each expert takes `capacity` choices; 0 for those that it drops."""
+        choices, topk = routing.experts.flatten(), routing.experts.shape[1]
+        rank = choice_ranks(routing, self._drop_policy)
+        is_kept = rank < capacity
+        nowhere = self.num_experts * capacity
+        slot = torch.where(is_kept, choices * capacity + rank, nowhere)
+        tokens = torch.arange(choices.numel(), device=x.device) // topk
+        taken = torch.full((nowhere + 1,), x.shape[0], dtype=torch.int64, device=x.device)
+        taken = taken.scatter_(0, slot, torch.where(is_kept, tokens, x.shape[0]))[:nowhere]
+        padded = torch.cat([x, x.new_zeros(1, x.shape[1])])
+        out = self._compute(padded[taken].view(self.num_experts, capacity, -1), padded_product).flatten(0, 1)
+        out = torch.cat([out, out.new_zeros(1, out.shape[1])])
+        return out[slot].view(*routing.experts.shape, -1)
+
+    def _compute(self, x: Tensor, product: ExpertProduct) -> Tensor:
+        inner = product(x, self.up_weight.to(x.dtype), _as(self.up_bias, x))
+        if self.gate_weight is None:
+            inner = self._activation(inner)
+        else:
+            inner = self._activation(product(x, self.gate_weight.to(x.dtype), _as(self.gate_bias, x))) * inner
+        return product(inner, self.down_weight.to(x.dtype), _as(self.down_bias, x))
+
+
+def choice_ranks(routing: Routing, policy: str) -> Tensor:
+    """The place of each choice, (tokens * topk,), in the queue in front of its expert, from 0.
+
+    Args:
+        policy: probs lets the choices with the largest weights go first, position those of the first tokens. Equal
+            weights go by position.
+    """
+    choices = routing.experts.flatten()
+    if policy == "probs":
+        first = routing.weights.detach().flatten().argsort(descending=True, stable=True)
+        order = first[choices[first].argsort(stable=True)]
+    else:
+        order = choices.argsort(stable=True)
+    start = routing.load.cumsum(0) - routing.load
+    ranks = torch.arange(order.numel(), device=order.device) - start[choices[order]]
+    return torch.empty_like(ranks).scatter_(0, order, ranks)
+
+
+def _as(bias: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if bias is None else bias.to(x.dtype)
+
+
+def is_moe_layer(config: ModelConfig, layer_index: int) -> bool:
+    """Whether layer `layer_index` has experts, as `moe_layer_freq` says; layers behind the last one are as that is.
+
+    Those are the layers of multi-token prediction.
+    """
+    if not config.num_moe_experts:
+        return False
+    index, frequency = min(layer_index, config.num_layers - 1), config.moe_layer_freq
+    return index % frequency == 0 if isinstance(frequency, int) else bool(frequency[index])
+
+
+class SharedExpert(FeedForward):
+    """The expert that every token goes to, behind a sigmoid gate where `moe_shared_expert_gate` is on.
+
+    Source: Dai et al., "DeepSeekMoE" (2024), section 3.2; the gate is Qwen2-MoE's.
+    """
+
+    gate_weight: nn.Parameter | None
+
+    def __init__(self, config: ModelConfig, width: int) -> None:
+        super().__init__(config, width)
+        self.gate_weight = None
+        if config.moe_shared_expert_gate:
+            self.gate_weight = nn.Parameter(torch.empty(1, config.hidden_size))
+            nn.init.normal_(self.gate_weight, 0.0, config.init_method_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, seq, hidden) to the same shape."""
+        out = super().forward(x)
+        return out if self.gate_weight is None else out * torch.sigmoid(linear(x, self.gate_weight))
+
+
+class MixtureOfExperts(nn.Module):
+    """The feed-forward part of a layer with `num_moe_experts` experts, of which a router chooses some for each token.
+
+    `router`, `experts` and `shared_experts` (None without a shared expert) are its parts.
+    """
+
+    shared_experts: SharedExpert | None
+
+    def __init__(self, config: ModelConfig, layer_index: int) -> None:
+        super().__init__()
+        assert config.num_moe_experts is not None
+        self.router = Router(config, config.num_moe_experts, layer_index)
+        self.experts = Experts(config, config.num_moe_experts)
+        width = config.moe_shared_expert_intermediate_size
+        self.shared_experts = None if width is None else SharedExpert(config, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, seq, hidden) to the same shape. Collective in training where `global_aux_loss` is used."""
+        out: Tensor = self.experts(x.flatten(0, 1), self.router(x)).view(x.shape)
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(x)
+        return out

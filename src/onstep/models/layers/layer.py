@@ -1,0 +1,137 @@
+"""A layer of the transformer: norms, attention (grouped queries, rotary embeddings) and the feed-forward part."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from onstep.config.parts import ModelConfig
+from onstep.models.layers.feed_forward import FeedForward, MixtureOfExperts, is_moe_layer
+from onstep.models.layers.rotary import rotate
+from onstep.models.layers.sequence_context import SequenceContext
+from onstep.models.sizes import head_width, num_query_groups
+
+_BLOCK_ELEMENTS = 2**24
+"""Most scores held at once."""
+
+
+def build_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
+    """The norm that `model.normalization` names, over the last `width` elements; None is the hidden size.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019); Ba et al., "Layer Normalization" (2016).
+    """
+    width = config.hidden_size if width is None else width
+    kind = nn.LayerNorm if config.normalization == "LayerNorm" else nn.RMSNorm
+    return kind(width, eps=config.layernorm_epsilon)
+
+
+@torch.no_grad()
+def largest_logit(
+    query: Tensor, key: Tensor, mask: Tensor | None = None, *, block_elements: int = _BLOCK_ELEMENTS
+) -> Tensor:
+    """The largest `query . key / sqrt(width)` of all pairs that attention looks at.
+
+    Scores are computed for some queries at a time, in the dtype of the computation; no gradient.
+
+    Args:
+        query: (batch, heads, seq, width).
+        key: (batch, groups, seq, width); heads are a multiple of groups.
+        mask: (batch, 1, seq, seq), True where a query looks at a key; None is causal.
+        block_elements: most scores held at once (but at least those of one query position).
+
+    Returns:
+        (), float32 (float64 for such queries), on the device.
+    """
+    batch, heads, length, width = query.shape
+    groups = key.shape[1]
+    grouped = query.view(batch, groups, heads // groups, length, width)
+    rows = max(1, block_elements // (batch * heads * length))
+    largest = []
+    for start in range(0, length, rows):
+        part = grouped[..., start : start + rows, :]
+        end = start + part.shape[-2]
+        scores = part @ key[:, :, None, :end].transpose(-2, -1)
+        if mask is None:
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(start)
+        else:
+            seen = mask[:, :, None, start:end, :end]
+        largest.append(scores.masked_fill_(~seen, -math.inf).amax())
+    found = torch.stack(largest).amax()
+    return found.to(torch.promote_types(found.dtype, torch.float32)) / math.sqrt(width)
+
+
+class Attention(nn.Module):
+    """The attention of layer number `layer`.
+
+    Queries, keys and values have a projection each: one fused matrix was measured and is no faster on a CPU, and
+    separate ones convert to other libraries by name alone.
+
+    Source: Ainslie et al., "GQA" (2023), for query heads that share key/value heads.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self._layer = layer
+        self._head_width = head_width(config)
+        self._is_grouped = num_query_groups(config) != config.num_attention_heads
+        self._dropout = config.attention_dropout
+        self._watches_logits = config.log_max_attention_logit
+        self.largest_logit: Tensor | None = None
+        """Of the last forward pass without a cache, (), float32; None where `log_max_attention_logit` is off."""
+        query_width = config.num_attention_heads * self._head_width
+        key_width = num_query_groups(config) * self._head_width
+        self.query = nn.Linear(config.hidden_size, query_width, bias=config.add_qkv_bias)
+        self.key = nn.Linear(config.hidden_size, key_width, bias=config.add_qkv_bias)
+        self.value = nn.Linear(config.hidden_size, key_width, bias=config.add_qkv_bias)
+        self.query_norm = build_norm(config, self._head_width) if config.qk_layernorm else None
+        self.key_norm = build_norm(config, self._head_width) if config.qk_layernorm else None
+        self.output = nn.Linear(query_width, config.hidden_size, bias=config.add_bias_linear)
+
+    def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
+        """Mix `x` (batch, seq, hidden) over positions up to each one's own; same shape."""
+        heads = (*x.shape[:-1], -1, self._head_width)
+        query, key, value = self.query(x).view(heads), self.key(x).view(heads), self.value(x).view(heads)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query).type_as(query), self.key_norm(key).type_as(key)
+        if context.cos is not None and context.sin is not None:
+            query, key = rotate(query, context.cos, context.sin), rotate(key, context.cos, context.sin)
+        if context.cache is not None:
+            key, value = context.cache.append(self._layer, key, value)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if self._watches_logits and context.cache is None:
+            self.largest_logit = largest_logit(query.detach(), key.detach(), context.mask)
+        queries, keys, mask = query.shape[2], key.shape[2], context.mask
+        if mask is None and 1 < queries < keys:  # the queries stand at the end
+            mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+        attended = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=self._dropout if self.training else 0.0,
+            is_causal=mask is None and queries > 1,
+            enable_gqa=self._is_grouped,
+        )
+        projected: Tensor = self.output(attended.transpose(1, 2).flatten(2))
+        return projected
+
+
+class Layer(nn.Module):
+    """Attention, then feed-forward, each on the normed residual stream and added to it."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.attention_norm = build_norm(config)
+        self.attention = Attention(config, index)
+        self.feed_forward_norm = build_norm(config)
+        self.feed_forward = MixtureOfExperts(config, index) if is_moe_layer(config, index) else FeedForward(config)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
+        """(batch, seq, hidden) to the same shape."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), context))
+        out: Tensor = x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+        return out

@@ -1,0 +1,149 @@
+"""From the records of a run to the points of its trackers: numbers only, each metric once a step."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from onstep.trackers.metric_names import tracker_names
+from onstep.trackers.tracker import Point
+
+SETTLING_SECONDS = 2.0
+"""After this time a tracker has written what it was given; W&B, Trackio and MLflow take up to a second."""
+
+
+class RecentPoints:
+    """The newest points of a run, for checkpoints: what a kill might take from a tracker is among them.
+
+    It grows until it is told, by `forget`, how much of it still waits for a tracker.
+    """
+
+    def __init__(self, points: Iterable[Point] = ()) -> None:
+        self._points = list(points)
+
+    @property
+    def last(self) -> tuple[Point, ...]:
+        """The points of the last step."""
+        return tuple(point for point in self._points if point.step == self.last_step)
+
+    @property
+    def last_step(self) -> int:
+        """Step of the last point; -1 before the first."""
+        return self._points[-1].step if self._points else -1
+
+    @property
+    def kept(self) -> tuple[Point, ...]:
+        """All that is remembered: after a resume, what the checkpoint had."""
+        return tuple(self._points)
+
+    def add(self, point: Point) -> None:
+        """Take up a point."""
+        self._points.append(point)
+
+    def unsettled(self, num_waiting: int = 0) -> tuple[Point, ...]:
+        """The points that a kill might take from a tracker, always of whole steps.
+
+        Those of the last step, of the seconds before it, and as many as still wait in a queue, whatever their age.
+        """
+        return tuple(self._points[self._num_settled(num_waiting) :])
+
+    def forget(self, num_waiting: int) -> None:
+        """Let go of what is settled, step by step: see `unsettled`."""
+        del self._points[: self._num_settled(num_waiting)]
+
+    def _num_settled(self, num_waiting: int) -> int:
+        points = self._points
+        if not points:
+            return 0
+        young = points[-1].timestamp - SETTLING_SECONDS
+        first = bisect_left(points, young, key=lambda point: point.timestamp)
+        first = max(min(first, len(points) - num_waiting), 0)
+        while first > 0 and points[first - 1].step == points[first].step:
+            first -= 1
+        return first
+
+
+class RunPoints:
+    """Turns what is reported, record by record, into points.
+
+    Args:
+        state: `state_dict()` of the checkpoint that is continued.
+    """
+
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+        state = state or {}
+        self._step: int = state.get("step", -1)
+        self._shown: dict[str, Any] = dict(state.get("values", {}))
+
+    def add(self, metrics: Mapping[str, Any], step: int, timestamp: float) -> tuple[Point, Point]:
+        """The point of a record under the journal's names, and under those that trackers show.
+
+        The latter is without what the trackers were given at this step already, which final metrics and evaluations
+        repeat; it may be empty.
+        """
+        if step != self._step:
+            self._step, self._shown = step, {}
+        point = Point(numbers_of(metrics), step, timestamp)
+        shown = {name: one for name, one in tracker_names(point.metrics).items() if not self._is_shown(name, one)}
+        self._shown.update(shown)
+        return point, Point(shown, step, timestamp)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is shown of the last step, as far as it is on the host."""
+        return {"step": self._step, "values": {key: one for key, one in self._shown.items() if _is_plain(one)}}
+
+    def _is_shown(self, name: str, value: Any) -> bool:
+        before = self._shown.get(name)
+        if not _is_plain(value) or not _is_plain(before):
+            return False
+        return bool(value == before or (value != value and before != before))
+
+
+def plain_point(point: Point) -> dict[str, Any]:
+    """A point as a checkpoint keeps it, the arguments of `Point`; reads what is still on a device."""
+    metrics = {name: plain_number(one) for name, one in point.metrics.items()}
+    return {"metrics": metrics, "step": point.step, "timestamp": point.timestamp}
+
+
+def points_for(keeps_names: bool, points: Iterable[Point]) -> tuple[Point, ...]:
+    """Points with the journal's names as a sink gets them."""
+    run_points = RunPoints()
+    pairs = [run_points.add(point.metrics, point.step, point.timestamp) for point in points]
+    return tuple(pair[0] if keeps_names else pair[1] for pair in pairs)
+
+
+def plain_number(value: Any) -> int | float:
+    """A number of Python's own types, also for their subclasses (`np.float64`) and for what is still on a device."""
+    return int(value) if isinstance(value, int) else float(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (int, float))
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a record; of a list (one entry a rank) the largest, and 0-d tensors as they are."""
+    found = {name: _number(value) for name, value in metrics.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def read_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics that are numbers; reads those that are still on a device."""
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            numbers[name] = plain_number(value)
+        except (TypeError, ValueError):
+            continue
+    return numbers
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, (int, float)):
+        return plain_number(value)
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        numbers = [one for one in map(_number, value) if one is not None]
+        return max(numbers) if numbers else None
+    is_scalar = hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0
+    return value if is_scalar else None

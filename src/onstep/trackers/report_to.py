@@ -1,0 +1,102 @@
+"""The trackers that a configuration reports to (`logger.report_to`), with the options that it has for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from onstep.config import ConfigContainer, LoggerConfig
+from onstep.config.reporting import ALL, BRIDGE_FIELDS, DEFAULT_PROJECT, TRACKERS, name_list, tracker_list
+from onstep.events import CallbackManager
+from onstep.trackers.metric_names import BRIDGE, HF, make_sink
+from onstep.trackers.tracker import MetricSink, is_installed
+from onstep.trackers.trackers_callback import MetricSinks
+
+_PROJECT = {"wandb": "project", "mlflow": "experiment", "comet": "project", "trackio": "project"}
+"""What the sink of a tracker calls the project."""
+
+
+def asked_names(logger: LoggerConfig) -> dict[str, tuple[str, ...]]:
+    """The trackers that a configuration asks for, with the names that each is to show.
+
+    Raises:
+        ConfigError: for an unknown tracker or name.
+    """
+    trackers = tracker_list(logger.report_to, "logger.report_to")
+    if trackers == [ALL]:
+        trackers = [name for name in TRACKERS if is_installed(name)]
+    chosen = name_list(logger.report_names)
+    by_field = [name for name, field in BRIDGE_FIELDS.items() if getattr(logger, field) is not None]
+    names = dict.fromkeys(by_field, chosen or (BRIDGE,)) | dict.fromkeys(trackers, chosen or (HF,))
+    return {name: names[name] for name in dict.fromkeys((*trackers, *by_field))}
+
+
+def reporting_sinks(config: ConfigContainer) -> list[MetricSink]:
+    """A sink for each tracker that `MetricSinks` is to fill; nothing is opened.
+
+    Those are the trackers of `logger.report_to`, and whatever shows Hugging Face's names.
+
+    Raises:
+        ConfigError: for an unknown tracker, and for one whose package is not installed, with the command that does.
+    """
+    named = tracker_list(config.logger.report_to, "logger.report_to")
+    asked = asked_names(config.logger)
+    found = [name for name, names in asked.items() if HF in names or name in named or named == [ALL]]
+    return [make_sink(name, **_options(name, config)) for name in found]
+
+
+def tracker_options(name: str, logger: LoggerConfig) -> dict[str, Any]:
+    """What `logger` says about a tracker, as arguments of its sink; without what is unset, the sink's to choose."""
+    options: dict[str, dict[str, Any]] = {
+        "tensorboard": {"log_dir": logger.tensorboard_dir},
+        "wandb": {
+            "project": logger.wandb_project,
+            "run_name": logger.wandb_exp_name,
+            "entity": logger.wandb_entity,
+            "save_dir": logger.wandb_save_dir,
+        },
+        "mlflow": {
+            "experiment": logger.mlflow_experiment,
+            "run_name": logger.mlflow_run_name,
+            "tracking_uri": logger.mlflow_tracking_uri,
+            "tags": logger.mlflow_tags,
+            "description": logger.mlflow_description,
+        },
+        "comet": {
+            "project": logger.comet_project,
+            "run_name": logger.comet_experiment_name,
+            "workspace": logger.comet_workspace,
+            "tags": logger.comet_tags,
+        },
+    }
+    return {key: value for key, value in options.get(name, {}).items() if value is not None}
+
+
+def _options(name: str, config: ConfigContainer) -> dict[str, Any]:
+    """`tracker_options`, and before them what holds for every tracker: `trainer.project`, `trainer.run_name`."""
+    common: dict[str, Any] = {}
+    if name in _PROJECT:
+        trainer = config.trainer
+        project = trainer.get("project", DEFAULT_PROJECT)
+        common = {_PROJECT[name]: None if project == DEFAULT_PROJECT else project, "run_name": trainer.get("run_name")}
+        if name == "trackio":
+            common |= {"space_id": trainer.get("trackio_space_id"), "bucket_id": trainer.get("trackio_bucket_id")}
+    return tracker_options(name, config.logger) | {key: value for key, value in common.items() if value}
+
+
+def attach_trackers(callbacks: CallbackManager | None, config: ConfigContainer) -> CallbackManager | None:
+    """Register `MetricSinks` for the trackers of a configuration; a `MetricSinks` that is there takes its place.
+
+    Returns:
+        The manager, a new one where there was none and is one to register.
+
+    Raises:
+        ConfigError: for an unknown tracker, and for one whose package is not installed.
+    """
+    registered = callbacks.callbacks if callbacks is not None else []
+    if any(hasattr(callback, "sinks") for callback in registered):
+        return callbacks
+    sinks = reporting_sinks(config)
+    if sinks:
+        callbacks = CallbackManager() if callbacks is None else callbacks
+        callbacks.add(MetricSinks(sinks, names=asked_names(config.logger)))
+    return callbacks

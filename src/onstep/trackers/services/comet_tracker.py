@@ -1,0 +1,247 @@
+"""Comet."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
+
+from onstep.forking import release_in_forked_children
+from onstep.trackers.tracker import RunIdentity, ServiceSink, plain_name
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+MESSAGES = "messages.json"
+META = "experiment.json"
+"""Comet's own names of the two files in an archive."""
+
+
+class Segment:
+    """A folder for what this process records of the experiment `key`, as Comet will archive it.
+
+    The description is there from the start, so that what is recorded is complete at any moment. The folder is locked
+    as long as the process lives, or until `release`.
+    """
+
+    def __init__(self, folder: Path, key: str, project: str, workspace: str | None, now: float) -> None:
+        self.path = folder / f"{key}-segment-{uuid.uuid4().hex[:8]}"
+        self.path.mkdir()
+        milliseconds = int(now * 1000)
+        description: dict[str, object] = {
+            "offline_id": key,
+            "project_name": project,
+            "workspace": workspace,
+            "start_time": milliseconds,
+            "stop_time": milliseconds,
+            "tags": [],
+            "resume_strategy": "get_or_create",
+            "customer_error_reported": False,
+            "customer_error_message": None,
+            "user_provided_experiment_key": True,
+            "comet_start_sourced": False,
+        }
+        (self.path / META).write_text(json.dumps(description), encoding="utf-8")
+        self._lock: int | None = _lock(self.path)
+        release_in_forked_children(self, Segment.release)
+
+    def release(self) -> None:
+        """Let another process archive what is there."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(segment: Path) -> int | None:
+    """A locked descriptor of the segment's folder; None while another one holds it."""
+    descriptor = os.open(segment, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def finish_segments(folder: Path, key: str) -> list[Path]:
+    """Archive the segments of `key` that killed processes left, and remove the empty archives that go with them."""
+    archives, are_all_done = [], True
+    for segment in sorted(path for path in folder.glob(f"{key}-segment-*") if path.is_dir()):
+        lock = _lock(segment)
+        if lock is None:  # somebody records in it
+            are_all_done = False
+            continue
+        try:
+            archive = _finish(segment)
+        finally:
+            os.close(lock)
+        archives += [] if archive is None else [archive]
+    for archive in folder.glob(f"{key}-*.zip") if are_all_done else ():
+        with suppress(BadZipFile), ZipFile(archive) as file:
+            if not file.namelist():
+                archive.unlink()
+    return archives
+
+
+def _finish(segment: Path) -> Path | None:
+    messages = segment / MESSAGES
+    if not messages.exists():
+        shutil.rmtree(segment)
+        return None
+    content = messages.read_bytes()
+    messages.write_bytes(content[: content.rfind(b"\n") + 1])  # the last line may be cut short
+    archive = segment.with_suffix(".zip")
+    partial = archive.with_suffix(".part")
+    with ZipFile(partial, "w", ZIP_DEFLATED) as file:
+        for each in sorted(segment.iterdir()):
+            file.write(each, each.name)
+    partial.replace(archive)
+    shutil.rmtree(segment)
+    return archive
+
+
+_NOTHING_AUTOMATIC: dict[str, Any] = {
+    "log_code": False,
+    "log_graph": False,
+    "parse_args": False,
+    "display_summary_level": 0,
+    "log_git_metadata": False,
+    "log_git_patch": False,
+    "log_env_details": False,
+    "auto_output_logging": False,
+    "auto_param_logging": False,
+    "auto_metric_logging": False,
+    "auto_log_co2": False,
+}
+
+_CONSTRUCTION = threading.Lock()
+"""Held while an experiment is made, by whichever sink of this process."""
+
+
+@dataclass(eq=False)
+class CometSink(ServiceSink):
+    """An experiment in Comet; others of this process, also the user's own, go on beside it.
+
+    Without an API key (`COMET_API_KEY`, or Comet's own configuration file) or with `COMET_START_ONLINE=0`, it is kept
+    in archives for `comet upload`. A run that continues has the same experiment key; offline, each process leaves one
+    archive. That begins with the points which a kill might have taken from the one before
+    (`RunIdentity.last_points`), so a step may have several values, of which the newest counts. The archive of a process
+    that was killed is made by the process that continues the run, from what was written until then.
+
+    Args:
+        project: Comet project; None is `COMET_PROJECT_NAME`, else "onstep".
+        run_name: Name of the experiment; None is the run's.
+        workspace: Comet workspace; None is Comet's own choice (`COMET_WORKSPACE`).
+        save_dir: Where archives go; None is `COMET_OFFLINE_DIRECTORY`, else `comet` in the run's folder.
+        tags: Tags of the experiment.
+        online: None is: where there is a key.
+    """
+
+    name = "comet"
+    project: str | None = None
+    run_name: str | None = None
+    workspace: str | None = None
+    save_dir: str | None = None
+    tags: Sequence[str] = ()
+    online: bool | None = None
+    _segment: Segment | None = field(default=None, init=False)
+
+    def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
+        """Begin or continue the experiment; offline, a new archive of it."""
+        os.environ.setdefault("COMET_LOGGING_CONSOLE", "ERROR")
+        os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # else it changes torch and other packages
+        from comet_ml.config.config_api import get_config
+
+        key = self._take_id(run, state, r"[A-Za-z0-9]{32,50}")
+        project = self.project or os.environ.get("COMET_PROJECT_NAME") or "onstep"
+        common = {"project_name": project, "workspace": self.workspace, "experiment_key": key}
+        asked = self.online if self.online is not None else get_config("comet.start.online")
+        has_key = bool(get_config("comet.api_key"))
+        with _others_untouched():
+            self._run = _online(common) if has_key and asked is not False else self._offline(common, run.folder)
+        self._run.set_name(self.run_name or run.name)
+        if self.tags:
+            self._run.add_tags(list(self.tags))
+        self._run.log_other("onstep_start_step", run.start_step)
+        self._run.log_parameters(dict(run.config))
+
+    def log(self, metrics: Mapping[str, float], step: int, timestamp: float) -> None:
+        """Add a point to each metric; Comet stamps it with the time of its arrival."""
+        self._run.log_metrics({plain_name(name): value for name, value in metrics.items()}, step=step)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Log the text, with its tag as metadata."""
+        self._run.log_text(text, step=step, metadata={"tag": plain_name(tag)})
+
+    def _end(self, run: Any, status: str) -> None:
+        """Offline, the archive of the experiment is written."""
+        try:
+            run.log_other("onstep_status", status)
+            run.end()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        segment, self._segment = self._segment, None
+        if segment is not None:
+            segment.release()
+
+    def _offline(self, common: Mapping[str, Any], run_folder: Path) -> Any:
+        folder = Path(self.save_dir or os.environ.get("COMET_OFFLINE_DIRECTORY") or run_folder / "comet").resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        key = common["experiment_key"]
+        for archive in finish_segments(folder, key):
+            logger.info("comet: %s holds what a process before this one recorded", archive)
+        self._let_go()
+        self._segment = Segment(folder, key, common["project_name"], self.workspace, time.time())
+        logger.info("comet: offline, recording in %s; to send the run: comet upload %s/*.zip", folder, folder)
+        made = {**common, **_NOTHING_AUTOMATIC, "_resume_strategy": "get_or_create"}
+        return _offline_class(self._segment.path)(offline_directory=str(folder), **made)
+
+
+def _online(common: Mapping[str, Any]) -> Any:
+    import comet_ml
+
+    config = comet_ml.ExperimentConfig(**_NOTHING_AUTOMATIC)
+    return comet_ml.start(mode="get_or_create", online=True, experiment_config=config, **common)
+
+
+@contextmanager
+def _others_untouched() -> Iterator[None]:
+    """Let an experiment be made here without ending another one: Comet's constructor ends the global one."""
+    from comet_ml.config import config_api
+
+    comet: Any = config_api  # parts of it have no types
+    with _CONSTRUCTION:
+        before = comet.get_global_experiment()
+        comet.set_global_experiment(None)
+        try:
+            yield
+        finally:
+            comet.set_global_experiment(before)
+
+
+def _offline_class(segment: Path) -> Any:
+    """Comet's offline experiment, but what it writes until the end lies beside the archives, where a kill leaves it."""
+    from comet_ml import OfflineExperiment
+
+    class SegmentExperiment(OfflineExperiment):
+        @property
+        def tmpdir(self) -> str:
+            return str(segment)
+
+        @tmpdir.setter
+        def tmpdir(self, made: str) -> None:
+            Path(made).rmdir()
+
+    return SegmentExperiment

@@ -1,0 +1,185 @@
+"""MLflow."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from onstep.trackers.metric_names import METRICS_PER_BATCH, PARAMETERS_PER_BATCH, metric_name, parameters
+from onstep.trackers.tracker import RunIdentity, ServiceSink
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+RUN_TAG = "onstep.run_id"
+"""Tag with the run's own id, by which it is found again."""
+SEGMENTS_TAG = "onstep.segments"
+"""Tag with the steps that the run was started and continued from: '0, 10, 20'."""
+
+_STATUS = {"completed": "FINISHED", "stopped": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
+
+_LOCAL_STORE = threading.Lock()
+"""Held while a sink of this process looks up or makes what it needs in a folder: MLflow reads half-made experiments."""
+
+Item = TypeVar("Item")
+
+
+@dataclass(eq=False)
+class MlflowSink(ServiceSink):
+    """A run in MLflow: by default in the folder `mlruns` of the run, without a server.
+
+    A run that continues has the same MLflow run; its points are added behind those that were there, and the tag
+    `onstep.segments` lists the steps that it continued from. Metric names become what MLflow accepts
+    (`mlflow_names.metric_name`). The active run of `mlflow.start_run` is neither used nor changed.
+
+    Args:
+        experiment: MLflow experiment; None is `MLFLOW_EXPERIMENT_NAME`, else "onstep".
+        run_name: Name of the MLflow run; None is the run's.
+        tracking_uri: MLflow's store; None is `MLFLOW_TRACKING_URI`, else `mlruns` in the run's folder. Passwords and
+            tokens are read by MLflow itself from the environment.
+        tags: Tags of the run.
+        description: Note of the run.
+        flush_seconds: How long points may wait to be sent together; None is 0 for a local store, else 1. What waits
+            when the process is killed is lost to MLflow, not to the journal.
+    """
+
+    name = "mlflow"
+    experiment: str | None = None
+    run_name: str | None = None
+    tracking_uri: str | None = None
+    tags: Mapping[str, str] | None = None
+    description: str | None = None
+    flush_seconds: float | None = None
+    clock: Callable[[], float] = field(default=time.monotonic, init=False)
+    """Seconds; replace it to measure with another clock."""
+    _client: Any = field(default=None, init=False)
+    _interval: float = field(default=0.0, init=False)
+    _waiting: list[Any] = field(default_factory=list, init=False)
+    _last_flush: float = field(default=0.0, init=False)
+
+    def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
+        """Begin the MLflow run, or continue the one that has this run's id."""
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        uri = self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or (run.folder.resolve() / "mlruns").as_uri()
+        is_local = "://" not in uri or uri.startswith("file:")
+        if is_local:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 asks for a word before it uses files
+        from mlflow.tracking import MlflowClient
+
+        self._identity, self._waiting = run, []
+        self._interval = (0.0 if is_local else 1.0) if self.flush_seconds is None else self.flush_seconds
+        with _LOCAL_STORE if is_local else nullcontext():
+            self._client = MlflowClient(tracking_uri=uri)
+            if is_local:
+                remove_torn_metrics(uri, run.run_id)
+            self._id = self._find(run, state)
+            if self._id is None:
+                created = self._client.create_run(self._experiment_id(), run_name=self.run_name or run.name)
+                self._id = str(created.info.run_id)
+        self._client.update_run(self._id, status="RUNNING")
+        self._describe(run)
+        self._last_flush = self.clock()
+        logger.info("mlflow: run %s in %s", self._id, uri)
+
+    def log(self, metrics: Mapping[str, float], step: int, timestamp: float) -> None:
+        """Add a point to each metric, in one batch with what waits."""
+        from mlflow.entities import Metric
+
+        milliseconds = round(timestamp * 1000)
+        self._waiting += [Metric(metric_name(name), value, milliseconds, step) for name, value in metrics.items()]
+        if len(self._waiting) >= METRICS_PER_BATCH or self.clock() - self._last_flush >= self._interval:
+            self._flush()
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Keep the text as the artifact `text/<tag>/step-<step>.txt`."""
+        self._client.log_text(self._id, text, f"text/{metric_name(tag).replace('/', '_')}/step-{step:08d}.txt")
+
+    def close(self, status: str) -> None:
+        """Send what waits and set the run's status: FINISHED, KILLED (preempted) or FAILED."""
+        if self._client is None:
+            return
+        try:
+            self._flush()
+        finally:
+            client, self._client = self._client, None
+            client.set_terminated(self._id, _STATUS.get(status, "FAILED"))
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        self._last_flush = self.clock()
+        for batch in _batches(waiting, METRICS_PER_BATCH):
+            self._client.log_batch(self._id, metrics=batch)
+
+    def _experiment_id(self) -> str:
+        from mlflow.exceptions import MlflowException
+
+        name = self.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "onstep"
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            try:
+                return str(self._client.create_experiment(name))
+            except MlflowException:
+                found = self._client.get_experiment_by_name(name)
+                if found is None:  # nobody else made it in the meantime
+                    raise
+        return str(found.experiment_id)
+
+    def _find(self, run: RunIdentity, state: Mapping[str, Any]) -> str | None:
+        """The id of this run's MLflow run: from the checkpoint, else by its tag; None where there is none yet."""
+        from mlflow.exceptions import MlflowException
+
+        if state.get("run") == run.run_id and state.get("id"):
+            try:
+                if self._client.get_run(state["id"]).info.lifecycle_stage == "active":
+                    return str(state["id"])
+            except MlflowException as error:
+                logger.warning("mlflow: the run %s of the checkpoint is not there (%s)", state["id"], error)
+        tagged = f"tags.`{RUN_TAG}` = '{run.run_id}'"
+        found = self._client.search_runs([self._experiment_id()], filter_string=tagged, max_results=1)
+        return str(found[0].info.run_id) if found else None
+
+    def _describe(self, run: RunIdentity) -> None:
+        """Set the tags and add the parameters that MLflow does not have yet; those that it has cannot be changed."""
+        from mlflow.entities import Param, RunTag
+
+        there = self._client.get_run(self._id).data
+        tags = {**(self.tags or {}), RUN_TAG: run.run_id}
+        if not run.adds_only:
+            before = [there.tags[SEGMENTS_TAG]] if SEGMENTS_TAG in there.tags else []
+            tags[SEGMENTS_TAG] = ", ".join([*before, str(run.start_step)])
+        if self.description is not None:
+            tags["mlflow.note.content"] = self.description
+        now = parameters(run.config)
+        changed = {key: value for key, value in now.items() if there.params.get(key, value) != value}
+        tags |= {f"onstep.from_step_{run.start_step}.{key}"[:250]: value for key, value in changed.items()}
+        new = [Param(key, value) for key, value in now.items() if key not in there.params]
+        self._client.log_batch(self._id, tags=[RunTag(key, value) for key, value in tags.items()])
+        for batch in _batches(new, PARAMETERS_PER_BATCH):
+            self._client.log_batch(self._id, params=batch)
+
+
+def remove_torn_metrics(uri: str, run_id: str) -> None:
+    """Remove the empty metric files that a kill has left in this run's folders of a local store.
+
+    MLflow makes a file before it writes the first point, and refuses to read a run that has an empty one.
+    """
+    root = Path(unquote(urlsplit(uri).path) if uri.startswith("file:") else uri)
+    for tag in root.glob(f"*/*/tags/{RUN_TAG}"):
+        if tag.read_text("utf-8").strip() == run_id:
+            for path in (tag.parents[1] / "metrics").rglob("*"):
+                if path.is_file() and path.stat().st_size == 0:
+                    path.unlink()
+
+
+def _batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    rest = iter(items)
+    while batch := list(itertools.islice(rest, size)):
+        yield batch

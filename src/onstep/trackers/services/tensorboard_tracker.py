@@ -1,0 +1,130 @@
+"""Writes the metrics of a run as TensorBoard's event files, with TensorBoard's own record writer."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from onstep.errors import MissingExtraError
+from onstep.trackers.tracker import RunIdentity
+
+EVENT_FILES = "events.out.tfevents.*"
+_FILE_NAME = re.compile(r"events\.out\.tfevents\.(\d+)\.")
+
+
+class TensorBoardSink:
+    """Writes scalars and texts to an event file of its own for each start of the run, each point at once.
+
+    A run that continues masks what an earlier process wrote after the checkpoint (a session start in TensorBoard's
+    format), so that TensorBoard shows each step once and the checkpoint's own step stays. A fresh run masks everything
+    that is there. The run's configuration is shown as the text ``config``.
+
+    Args:
+        log_dir: Folder of the event files; None is ``tensorboard`` in the run's folder.
+        part: A folder in that one.
+
+    Raises:
+        MissingExtraError: when TensorBoard is not installed.
+    """
+
+    name = "tensorboard"
+    keeps_names = False
+    takes_back = True
+
+    def __init__(self, log_dir: str | Path | None = None, part: str = "") -> None:
+        if find_spec("tensorboard") is None:
+            raise MissingExtraError("The tracker 'tensorboard' needs TensorBoard: pip install 'onstep[tensorboard]'")
+        self._log_dir = None if log_dir is None else Path(log_dir)
+        self._part = part
+        self._writer: Any = None
+        self.location: Path | None = None if self._log_dir is None else self._log_dir / part
+        """The folder; None until the run's is known."""
+
+    def beside(self, part: str) -> TensorBoardSink:
+        """Another one, in a folder of this one's."""
+        return TensorBoardSink(self._log_dir, part)
+
+    def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
+        """Begin an event file; what no longer counts of earlier ones is masked."""
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self.close("completed")
+        self.location = folder = (self._log_dir or run.folder / "tensorboard") / self._part
+        folder.mkdir(parents=True, exist_ok=True)
+        # A name that comes after all that are there, whatever the clocks of their machines said. TensorBoard reads
+        # the files of a folder in the order of their names, which begin with the time in seconds
+        seconds = max(int(time.time()), newest_second(folder) + 1)
+        self._writer = RecordWriter(
+            (folder / f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.onstep").open("xb")
+        )
+        self._write(file_version="brain.Event:2")
+        if run.adds_only:
+            return
+        self._write_event(session_start(run.first_open_step))
+        if run.start_step == 0 and run.config:
+            lines = json.dumps(run.config, indent=2, default=str).splitlines()
+            self.text("config", "\n".join("    " + line for line in lines), 0)
+        for point in run.last_points:
+            self.log(point.metrics, point.step, point.timestamp)
+
+    def log(self, metrics: Mapping[str, float], step: int, timestamp: float) -> None:
+        """Write the scalars of a step as one event."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        if values:
+            self._write(timestamp, step=step, summary=Summary(value=values))
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Write a text, shown as markdown."""
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+        tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()], tensor_shape=shape)
+        plugin = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        value = Summary.Value(tag=tag, metadata=plugin, tensor=tensor)
+        self._write(step=step, summary=Summary(value=[value]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the event files tell all."""
+        return {}
+
+    def close(self, status: str) -> None:
+        """Let go of the event file."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def _write_event(self, event: Any) -> None:
+        """Append an event; it is in the file when this returns."""
+        if self._writer is not None:
+            self._writer.write(event.SerializeToString())
+            self._writer.flush()
+
+    def _write(self, wall_time: float | None = None, **content: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._write_event(Event(wall_time=time.time() if wall_time is None else wall_time, **content))
+
+
+def session_start(step: int) -> Any:
+    """The event that lets readers drop the points at `step` and beyond of earlier files."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+    return Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START))
+
+
+def newest_second(folder: Path) -> int:
+    """The second in the name of the newest event file; 0 where there is none."""
+    matches = [_FILE_NAME.match(path.name) for path in folder.glob(EVENT_FILES)]
+    return max((int(match.group(1)) for match in matches if match is not None), default=0)

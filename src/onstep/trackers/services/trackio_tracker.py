@@ -1,0 +1,95 @@
+"""Trackio."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from onstep.trackers.tracker import RunIdentity, ServiceSink
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+_ASKED = ("plotly.basedatatypes", "matplotlib.figure", "matplotlib.animation")
+"""Modules that Trackio looks at with each value, to tell figures from numbers."""
+
+
+@dataclass(eq=False)
+class TrackioSink(ServiceSink):
+    """A run in Trackio's local store (`TRACKIO_DIR`, else Trackio's own folder), or in a Space of Hugging Face.
+
+    A run that continues has the same Trackio run; its points are added behind those that were there. Trackio writes
+    twice a second: what was reported in the last half second before a kill is lost to it.
+
+    Args:
+        project: Trackio project; None is "onstep".
+        run_name: Name of the run; None is the run's.
+        group: Group of the run.
+        space_id: Space to log to (its token comes from the environment); None is `TRACKIO_SPACE_ID`, else the local
+            store.
+        bucket_id: Bucket of the Space.
+    """
+
+    name = "trackio"
+    project: str | None = None
+    run_name: str | None = None
+    group: str | None = None
+    space_id: str | None = None
+    bucket_id: str | None = None
+
+    def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
+        """Begin or continue the Trackio run."""
+        self._take_id(run, state)
+        project, name = self.project or "onstep", self.run_name or run.name
+        config = {key: value for key, value in run.config.items() if not key.startswith("_")}  # Trackio's own
+        space = self.space_id or os.environ.get("TRACKIO_SPACE_ID")
+        common: dict[str, Any] = {"project": project, "name": name, "group": self.group, "config": config}
+        self._run = self._in_space(space, common) if space else self._in_local_store(common)
+
+    def log(self, metrics: Mapping[str, float], step: int, timestamp: float) -> None:
+        """Add a row to the run; Trackio stamps it with the time of its writing."""
+        _wait_for_imports()
+        self._run.log(dict(metrics), step=step)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Show the text as Markdown, in a code block."""
+        import trackio
+
+        _wait_for_imports()
+        self._run.log({tag: trackio.Markdown(f"```\n{text}\n```")}, step=step)
+
+    def _end(self, run: Any, status: str) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints that it uploads, also where it does not
+            run.finish()
+
+    def _in_local_store(self, common: dict[str, Any]) -> Any:
+        from trackio.run import Run
+        from trackio.utils import TRACKIO_DIR
+
+        # trackio.init() prints, measures the machine and ends a run of the user's; the class alone does none of it
+        run = Run(url=None, client=None, run_id=self._id, **common)
+        project = common["project"]
+        logger.info("trackio: recording in %s; to see the run: trackio show --project %s", TRACKIO_DIR, project)
+        return run
+
+    def _in_space(self, space: str, common: dict[str, Any]) -> Any:
+        import trackio
+
+        own: dict[str, Any] = {"space_id": space, "bucket_id": self.bucket_id, "resume": "allow", "embed": False}
+        with contextlib.redirect_stdout(io.StringIO()):
+            run = trackio.init(**common, **own, auto_log_gpu=False, auto_log_cpu=False)
+        logger.info("trackio: logging to the Space %s", space)
+        return run
+
+
+def _wait_for_imports() -> None:
+    """Wait for modules that another thread is importing: Trackio (0.43) drops a value where it meets half of one."""
+    for name in _ASKED:
+        if name in sys.modules:
+            importlib.import_module(name)

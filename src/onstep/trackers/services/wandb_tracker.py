@@ -1,0 +1,117 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import html
+import logging
+import netrc
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from onstep.trackers.tracker import STEP_NAME, RunIdentity, ServiceSink, plain_name
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 0.2
+"""The longest time that points wait in W&B's process before they are in its file."""
+
+
+@dataclass(eq=False)
+class WandbSink(ServiceSink):
+    """A run in Weights & Biases.
+
+    Without an API key (`WANDB_API_KEY`, or what `wandb login` stored) or with `WANDB_MODE=offline`, the run is kept in
+    files for `wandb sync`; nobody is asked anything. A run that continues has the same W&B id and `resume="allow"`:
+    offline it is one folder more. That begins with the points which a kill might have taken from the one before
+    (`RunIdentity.last_points`), so a step may have several values, of which the newest counts. The x axis of all curves
+    is `train/global_step`, because W&B's own count of points never goes back.
+
+    Args:
+        project: W&B project; None is `WANDB_PROJECT`, else "onstep".
+        run_name: Name of the W&B run; None is the run's.
+        entity: User or team; None is W&B's own choice (`WANDB_ENTITY`).
+        save_dir: Where `wandb/` is made; None is `WANDB_DIR`, else the run's folder.
+        tags: Tags of the run.
+        group: Group of the run.
+        mode: online | offline | disabled; None is `WANDB_MODE`, else online where there is a key.
+        settings: Further fields of `wandb.Settings`.
+    """
+
+    name = "wandb"
+    project: str | None = None
+    run_name: str | None = None
+    entity: str | None = None
+    save_dir: str | None = None
+    tags: Sequence[str] = ()
+    group: str | None = None
+    mode: str | None = None
+    settings: Mapping[str, Any] | None = None
+
+    def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
+        """Begin or continue the W&B run; offline, a new segment of it."""
+        mode = self.mode or os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
+        if mode != "online":
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # the package reports its own faults by network
+        import wandb
+
+        settings: Any = wandb.Settings
+        ours = {"silent": True, "console": "off", "x_transaction_log_flush_interval": FLUSH_SECONDS}
+        known = getattr(settings, "model_fields", ours)
+        ours = {name: value for name, value in ours.items() if name in known}  # by the installed version
+        folder = Path(self.save_dir or os.environ.get("WANDB_DIR") or run.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=self.project or os.environ.get("WANDB_PROJECT") or "onstep",
+            entity=self.entity,
+            name=self.run_name or run.name,
+            id=self._take_id(run, state),
+            group=self.group,
+            tags=tuple(self.tags) or None,
+            dir=str(folder),
+            config=dict(run.config),
+            resume="allow",
+            reinit="create_new",
+            settings=settings(mode=mode, **{**ours, **(self.settings or {})}),
+        )
+        self._run.define_metric(STEP_NAME)
+        self._run.define_metric("*", step_metric=STEP_NAME, step_sync=True)
+        if mode == "offline":
+            segment = Path(self._run.settings.sync_dir)
+            runs = segment.parent / f"offline-run-*-{self._id}*"
+            logger.info("wandb: offline, recording in %s; to send the run: wandb sync %s", segment, runs)
+
+    def log(self, metrics: Mapping[str, float], step: int, timestamp: float) -> None:
+        """Add a row to the run's history."""
+        named = {plain_name(name): value for name, value in metrics.items()}
+        self._run.log({**named, STEP_NAME: step, "_timestamp": timestamp})
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Show the text as preformatted HTML."""
+        import wandb
+
+        self._run.log({plain_name(tag): wandb.Html(f"<pre>{html.escape(text)}</pre>"), STEP_NAME: step})
+
+    def _end(self, run: Any, status: str) -> None:
+        """Finish the run: finished, failed, or preempted (to be continued)."""
+        if status == "preempted":
+            run.mark_preempting()
+        run.finish(exit_code=0 if status in ("completed", "stopped") else 1)
+
+
+def _has_key() -> bool:
+    """Whether W&B would find an API key without asking anybody."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    given = os.environ.get("NETRC")
+    for path in [Path(given)] if given else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+        try:
+            if path.is_file() and netrc.netrc(str(path)).authenticators(host) is not None:
+                return True
+        except (OSError, netrc.NetrcParseError):
+            logger.warning("wandb: %s cannot be read; the run is recorded offline", path)
+    return False

@@ -1,0 +1,119 @@
+"""Megatron Bridge's tags of an interval, as the journal keeps them so that trackers can be filled from it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from onstep.trackers.points import plain_number
+
+BRIDGE_KEY = "bridge"
+"""The field of a journal's record that holds the tags since the record before it."""
+
+_MOST_UNREAD = 1000
+"""Steps whose values may wait on the device."""
+
+VS_SAMPLES = " vs samples"
+"""Ends the name of a curve over consumed samples."""
+
+
+@dataclass(frozen=True)
+class TagRow:
+    """The tags of a step."""
+
+    step: int
+    samples: int
+    timestamp: float
+    """Unix seconds."""
+    tags: dict[str, Any]
+    over_samples: Sequence[str] = ()
+    """Those that are shown over samples too."""
+
+
+class TagRecord:
+    """Collects tags step by step, with values that may still be on a device, until a record of the journal takes them.
+
+    Args:
+        read: makes plain numbers of many values at once; tensors among them are read together.
+        clock: unix seconds.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[Sequence[Any]], Sequence[Any]] = list,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._read, self._clock = read, clock
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._rows: list[TagRow] = []
+        self._num_read = 0
+        """Rows of plain numbers, at the front."""
+        self._over_samples: dict[str, None] = {}
+
+    def add_tags(self, over_steps: Mapping[str, Any], over_samples: Mapping[str, Any], step: int, samples: int) -> None:
+        """Take up tags of a step; `over_samples` says which are shown over samples too."""
+        self._over_samples |= dict.fromkeys(tag.removesuffix(VS_SAMPLES) for tag in over_samples)
+        if not self._rows or self._rows[-1].step != step:
+            if len(self._rows) - self._num_read >= _MOST_UNREAD:
+                self._read_all()
+            self._rows.append(TagRow(step, samples, self._clock(), {}))
+        self._rows[-1].tags.update(over_steps)
+        self._num_read = min(self._num_read, len(self._rows) - 1)
+
+    def take(self, reads: bool = True) -> dict[str, Any]:
+        """`state_dict()`, forgotten here; without `reads`, {} where a value is still on a device."""
+        if not reads and not all(isinstance(value, (int, float)) for row in self._rows for value in row.tags.values()):
+            return {}
+        columns = self.state_dict()
+        self.clear()
+        return columns
+
+    def state_dict(self) -> dict[str, Any]:
+        """What waits as a column for each tag, None where a step has none; a constant one is its value. {} for nothing.
+
+        Reads the device, once.
+        """
+        if not self._rows:
+            return {}
+        self._read_all()
+        tags = dict.fromkeys(tag for row in self._rows for tag in row.tags)
+        return {
+            "step": [row.step for row in self._rows],
+            "samples": [row.samples for row in self._rows],
+            "timestamp": [round(row.timestamp, 3) for row in self._rows],
+            "tags": {tag: _packed([row.tags.get(tag) for row in self._rows]) for tag in tags},
+            "vs_samples": [tag for tag in self._over_samples if tag in tags],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue a checkpoint's."""
+        self.clear()
+        self._rows = list(rows_of(state_dict))
+        self._over_samples = dict.fromkeys(tag for row in self._rows for tag in row.over_samples)
+
+    def _read_all(self) -> None:
+        unread = self._rows[self._num_read :]
+        numbers = iter(self._read([value for row in unread for value in row.tags.values()]))
+        for row in unread:
+            row.tags.update({tag: plain_number(next(numbers)) for tag in row.tags})
+        self._num_read = len(self._rows)
+
+
+def rows_of(columns: Mapping[str, Any]) -> Iterator[TagRow]:
+    """The steps of a record's columns."""
+    tags: dict[str, Any] = columns.get("tags", {})
+    heads = zip(*(columns.get(name, ()) for name in ("step", "samples", "timestamp")), strict=True)
+    for row, (step, samples, timestamp) in enumerate(heads):
+        values = {tag: one[row] if isinstance(one, list) else one for tag, one in tags.items()}
+        found = {tag: value for tag, value in values.items() if value is not None}
+        yield TagRow(step, samples, timestamp, found, [tag for tag in columns.get("vs_samples", ()) if tag in found])
+
+
+def _packed(values: list[Any]) -> Any:
+    is_constant = values[0] is not None and all(value == values[0] for value in values)
+    return values[0] if is_constant else values

@@ -1,0 +1,375 @@
+"""A run's checkpoints: what they hold, when they are written, and how a run continues from one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import nn
+
+from onstep.checkpoint import (
+    CheckpointInfo,
+    CheckpointManager,
+    ModelState,
+    Retention,
+    SavedCheckpoint,
+    SaveRequest,
+    SharingPattern,
+    StateComponent,
+    resolve,
+)
+from onstep.config import ConfigContainer
+from onstep.config.differences import changes, configured_schedule_holds, decide, describe
+from onstep.config.lengths import schedule_samples
+from onstep.config.optimizer_rules import GROUP_SETTINGS
+from onstep.config.validate import fill
+from onstep.data import StepSource
+from onstep.errors import CheckpointError, ConfigError
+from onstep.events import Dispatcher, Request
+from onstep.optim import OptimizerParamScheduler
+from onstep.training.checkpointing.saved_states import DataPosition, RunComponents, finite_numbers
+from onstep.training.protocols import Trained, UserOptimizer, UserScheduler
+from onstep.training.run import Run
+from onstep.training.stages.agreement import write_decision
+from onstep.training.stages.evaluation import note_best_checkpoint
+from onstep.training.stages.progress_log import log_async_checkpoint_saved
+
+logger = logging.getLogger(__name__)
+
+
+class RunCheckpoints:
+    """Writes the checkpoints of a run and continues it from one.
+
+    Continuing has two halves: `load_progress` before any data is opened, `load_position` right before the first step,
+    so that nothing between them can move the random generators.
+    """
+
+    def __init__(self, state: Run, tell: Dispatcher, root: Path) -> None:
+        config = state.cfg.checkpoint
+        self.state = state
+        self.tell = tell
+        self.root = root
+        self.components = RunComponents(state, tell)
+        self.start: CheckpointInfo | None = None
+        """The checkpoint that the run continues from."""
+        self._loaded: set[str] = set()
+        self.manager = CheckpointManager(
+            root,
+            state.world,
+            run_id=state.run_folder.run_id if state.run_folder is not None else "",
+            retention=retention_of(state.cfg),
+            async_save=config.async_save,
+            on_durable=self._tell_durable,
+            on_save_error="continue" if config.on_save_error == "continue" else "stop",
+            groups=state.door.process_groups,
+        )
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank still writes its files of a pending save."""
+        return self.manager.is_saving and not self.manager.is_written
+
+    def find(self) -> CheckpointInfo | None:
+        """The checkpoint to continue from: the one asked for, else the run's newest verified one. Collective.
+
+        Newer checkpoints than the one asked for belong to a branch that the run leaves; they are kept aside.
+
+        Raises:
+            CheckpointError: for one that was asked for and is not there.
+        """
+        state, asked = self.state, asked_start(self.state.cfg)
+        folder = state.run_folder
+        if asked is not None and not (folder is not None and folder.has_started_from(asked)):
+            self.start, self.components.is_chosen_start = self._resolve(), True
+        elif state.cfg.checkpoint.resume:
+            self.start = self.manager.newest()
+            self._check_not_all_damaged()
+        if self.start is not None:
+            self._compare_configuration(self.start)
+            self._leave_branch(self.start)
+        if asked is not None and folder is not None and state.world.is_main:
+            folder.note_start(asked)  # after the branch was left: until then a crash must ask for the same start
+        return self.start
+
+    def check_states(self, trained: Trained) -> None:
+        """Refuse states that no checkpoint can hold, before anything is trained.
+
+        Raises:
+            CheckpointError: naming the optimizer, callback or value, and the way out.
+        """
+        self.components.check_states(trained)
+
+    def load_progress(self, trained: Trained) -> None:
+        """Load weights, optimizer, scheduler, progress and callbacks, and tell `on_checkpoint_load`. Collective.
+
+        Raises:
+            CheckpointError: when a part does not fit; nothing trains on half a checkpoint.
+        """
+        info, scheduler = self.start, trained.scheduler
+        if info is None:
+            return
+        with self._todays_values(info, trained.optimizer):
+            self._load(info, self.components.progress(trained, loads=True))
+        if isinstance(scheduler, OptimizerParamScheduler):
+            scheduler.step(0)  # by the values that the groups have now
+            if "scheduler" not in self._loaded:
+                place_scheduler(scheduler, self.state)
+        self.state.stage.is_resumed, self.state.saving.is_unsaved = True, False
+        if self.state.world.is_main:
+            logger.info("continuing from %s", info.path)
+        note_best_checkpoint(self.state, info.step, info.path)
+        self.tell.on_checkpoint_load(checkpoint_step=info.step, checkpoint_path=str(info.path))
+
+    def load_position(self, reader: StepSource, scheduler: UserScheduler | None = None) -> None:
+        """Load the data position, the log interval and the random generators. Collective."""
+        if self.start is None:
+            return
+        takes_all = self.state.cfg.checkpoint.load_optim or not self.components.is_chosen_start
+        if scheduler is not None and "scheduler" not in self._loaded and takes_all:
+            self._load(self.start, [self.components.scheduler(scheduler)])
+        if isinstance(scheduler, OptimizerParamScheduler) and "scheduler" not in self._loaded:
+            place_scheduler(scheduler, self.state)  # again: by now the data has told how long an epoch is
+        position = DataPosition(reader, self.state)
+        self._load(self.start, self.components.position(position, loads=True))
+        if not position.is_loaded or self.start.manifest.world_size != self.state.world.size:
+            position.seek()
+
+    def restore(self, info: CheckpointInfo, trained: Trained) -> None:
+        """Go back to a checkpoint while the run goes on, and tell `on_checkpoint_load`. Collective.
+
+        The data stays where it is: what led to this is not read again.
+        """
+        self._load(info, self.components.progress(trained))
+        self._load(info, self.components.position(None, loads=True))
+        self._leave_branch(info)
+        note_best_checkpoint(self.state, info.step, info.path)
+        self.tell.on_checkpoint_load(checkpoint_step=info.step, checkpoint_path=str(info.path))
+
+    def save(self, trained: Trained, reader: StepSource, persistent: bool = True) -> None:
+        """Write a checkpoint of this moment. Collective; asynchronous where `checkpoint.async_save` says so.
+
+        Raises:
+            CheckpointError: see `CheckpointManager.save`.
+        """
+        state, step = self.state, self.state.train_state.step
+        self.tell.on_checkpoint_save_start(checkpoint_step=step)
+        state.saving.is_unsaved = False
+        with state.features.pause("write"):
+            components = [
+                *self.components.progress(trained),
+                *self.components.position(DataPosition(reader, state)),
+            ]
+            request = SaveRequest(
+                step=step,
+                components=self.components.selected(components),
+                config=state.cfg.to_dict(),
+                metrics=finite_numbers(state.evaluated.last_metrics) if state.evaluated.at_step == step else {},
+                layout={"world_size": state.world.size, "num_microbatches": state.num_microbatches},
+                persistent=persistent,
+            )
+            self.manager.save(request)
+
+    def finalize_if_written(self) -> None:
+        """Make a pending save durable, if all ranks have written their files. Collective, right after an agreement."""
+        if not self.state.exits.some_rank_writes:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for a pending save and make it durable. Collective."""
+        if self.manager.is_saving:
+            with self.state.features.pause("finalize"):
+                self.manager.finalize()
+
+    def close(self) -> None:
+        """Let go of threads and buffers. One rank alone makes a pending save durable; of several it is abandoned."""
+        self.manager.close()
+
+    def load_best_model(self, model: list[nn.Module]) -> None:
+        """Load the weights of the best checkpoint into `model`; progress and optimizer stay. Collective."""
+        best = self.manager.best()
+        if best is None:
+            logger.warning("no checkpoint has the metric of checkpoint.load_best_model_at_end; the weights stay")
+            return
+        self.manager.load(
+            best,
+            [StateComponent("model", ModelState(model), SharingPattern.REPLICATED)],
+            skip=set(best.manifest.components) - {"model"},
+        )
+        self.state.train_state.best_model_checkpoint = str(best.path)
+        if self.state.world.is_main:
+            logger.info("loaded the best weights, of step %d", best.step)
+
+    def _resolve(self) -> CheckpointInfo | None:
+        """What `checkpoint.load` and `ckpt_step` name, found and verified on rank 0."""
+        config, world = self.state.cfg.checkpoint, self.state.world
+        outcome: CheckpointInfo | CheckpointError | None = None
+        if world.is_main:
+            try:
+                outcome = resolve(Path(config.load) if config.load else self.root, step=config.ckpt_step)
+            except CheckpointError as error:
+                is_new = config.load is not None and Path(config.load).resolve() == self.root.resolve()
+                is_new = is_new and config.ckpt_step is None and not any(self.root.glob("checkpoint-*"))
+                outcome = None if is_new and not config.exit_on_missing_checkpoint else error
+        outcome = world.share(outcome)
+        if isinstance(outcome, CheckpointError):
+            raise outcome
+        return outcome
+
+    @contextmanager
+    def _todays_values(self, info: CheckpointInfo, optimizer: UserOptimizer | None) -> Iterator[None]:
+        """With `checkpoint.on_config_change=apply`, let today's optimizer settings win over those that are loaded.
+
+        So does what groups have of the schedule, by whatever says that today's schedule holds. A best metric of another
+        name is forgotten.
+        """
+        config = self.state.cfg
+        applies = config.checkpoint.on_config_change == "apply"
+        if optimizer is None or not (applies or configured_schedule_holds(config)):
+            yield
+            return
+        before = [
+            {key: value for key, value in group.items() if holds_todays(key, config)}
+            for group in optimizer.param_groups
+        ]
+        yield
+        for group, values in zip(optimizer.param_groups, before, strict=False):
+            group.update(values)
+        if not applies:
+            return
+        stored = info.manifest.config.get("validation", {}).get("metric_for_best_model")
+        if stored != self.state.cfg.validation.metric_for_best_model:
+            self.state.train_state.best_metric = self.state.train_state.best_step = None
+            self.state.train_state.best_model_checkpoint = None
+
+    def _compare_configuration(self, info: CheckpointInfo) -> None:
+        """Hold the configuration of the checkpoint against today's, where no run folder has done so already.
+
+        Raises:
+            CheckpointError: for a difference that `checkpoint.on_config_change` does not allow.
+        """
+        state = self.state
+        is_own = state.run_folder is not None and info.path.parent.resolve() == state.run_folder.checkpoints.resolve()
+        if is_own or not info.manifest.config:
+            return
+        policy = state.cfg.checkpoint.on_config_change
+        today = fill(state.cfg, state.world.size)
+        if today.model.vocab_size is None:  # the tokenizer's, which is not open yet
+            today.model.vocab_size = info.manifest.config.get("model", {}).get("vocab_size")
+        try:
+            # how a run starts is its own affair
+            found = [one for one in changes(info.manifest.config, today) if not one.key.startswith("checkpoint.")]
+            decided = decide(found, today, policy, state.world.size)
+        except ConfigError as error:
+            raise CheckpointError(f"{info.path} is of another configuration: {error}") from None
+        if policy == "keep":
+            state.cfg = decided
+        if found and state.world.is_main:
+            logger.info("the configuration differs from that of %s:\n%s", info.path, describe(found))
+
+    def _check_not_all_damaged(self) -> None:
+        """Refuse to start from nothing over checkpoints that cannot be used; the reasons were told one by one."""
+        there = self.state.world.share(sorted(path.name for path in self.root.glob("checkpoint-*")))
+        if self.start is None and there:
+            raise CheckpointError(
+                f"none of the checkpoints in {self.root} can be used ({', '.join(there)}), and starting from nothing "
+                f"would hide that. Restore one of them, or start a new run: run.fresh=true, or another run.name."
+            )
+
+    def _leave_branch(self, info: CheckpointInfo) -> None:
+        """Keep newer checkpoints of this run aside: the run continues from an older one."""
+        if info.path.parent.resolve() == self.root.resolve():
+            self.manager.set_aside_newer(info.step)
+
+    def _load(self, info: CheckpointInfo, components: list[StateComponent]) -> None:
+        known = set(info.manifest.components)
+        there = [one for one in components if one.key in known]
+        lacking = [one.key for one in components if one.key not in known]
+        required = [one.key for one in components if one.key not in known and one.required]
+        if required:
+            raise CheckpointError(
+                f"{info.path} has no {', '.join(required)}; continue from another checkpoint (checkpoint.ckpt_step), "
+                f"or go on without: checkpoint.load={info.path} with checkpoint.load_optim=false."
+            )
+        if lacking and self.state.world.is_main:
+            logger.warning("%s has no %s; the run goes on with what it has", info.path, ", ".join(lacking))
+        self.manager.load(info, there, skip=known - {one.key for one in there})
+        self._loaded |= {one.key for one in there}
+
+    def _tell_durable(self, saved: SavedCheckpoint) -> None:
+        if self.state.cfg.checkpoint.async_save and self.state.cfg.logger.log_progress:
+            log_async_checkpoint_saved(self.state, saved.step)
+        details = {"checkpoint_step": saved.step, "path": str(saved.path)}
+        note_best_checkpoint(self.state, saved.step, saved.path)
+        write_decision(self.state, Request("saved", "the loop", "", self.state.saving.save_reason, 0, details))
+        self.tell.on_checkpoint_save(checkpoint_step=saved.step, checkpoint_path=str(saved.path))
+
+
+def open_checkpoints(state: Run, tell: Dispatcher) -> RunCheckpoints | None:
+    """The checkpoints of a run, in `checkpoint.save` or its folder; None for a run that has neither."""
+    if state.cfg.checkpoint.save is not None:
+        return RunCheckpoints(state, tell, Path(state.cfg.checkpoint.save))
+    return None if state.run_folder is None else RunCheckpoints(state, tell, state.run_folder.checkpoints)
+
+
+@contextmanager
+def own_checkpoints(state: Run, tell: Dispatcher, trained: Trained) -> Iterator[None]:
+    """Checkpoints of a `train()` that is called by itself, where `checkpoint.save` names a folder. Collective."""
+    if state.checkpoints is not None or state.cfg.checkpoint.save is None:
+        yield
+        return
+    state.checkpoints = checkpoints = RunCheckpoints(state, tell, Path(state.cfg.checkpoint.save))
+    try:
+        checkpoints.find()
+        checkpoints.load_progress(trained)
+        yield
+    finally:
+        checkpoints.close()
+        state.checkpoints, state.stage.is_resumed = None, False
+
+
+def holds_todays(key: str, config: ConfigContainer) -> bool:
+    """Whether today's value of a parameter group's key holds, and not the one that is loaded."""
+    if key in GROUP_SETTINGS:
+        return configured_schedule_holds(config)
+    of_the_scheduler = ("params", "lr", "initial_lr", "weight_decay")
+    return config.checkpoint.on_config_change == "apply" and key not in of_the_scheduler
+
+
+def place_scheduler(scheduler: OptimizerParamScheduler, state: Run) -> None:
+    """Put a schedule whose own position was not loaded to where the progress is."""
+    progress, sizes = state.train_state, state.batch_sizes
+    passed_over = [step for step in set(state.cfg.train.iterations_to_skip) if step <= progress.step]
+    if sizes is None or not sizes.varies:
+        taken = progress.step - progress.num_skips - len(passed_over)
+        scheduler.num_steps = taken * state.current_running_global_batch_size
+    else:
+        after = schedule_samples(state.cfg, state.facts.samples_per_epoch, world_size=state.world.size)
+        not_taken = sum(after(step) - after(step - 1) for step in passed_over)
+        not_taken += progress.num_skips * sizes.sizes.at(progress.consumed_train_samples)
+        scheduler.num_steps = max(0, after(progress.step) - not_taken)
+    scheduler.step(0)
+
+
+def asked_start(config: ConfigContainer) -> str | None:
+    """What `checkpoint.load` and `checkpoint.ckpt_step` ask for, in words; None where they ask for nothing."""
+    checkpoint = config.checkpoint
+    if checkpoint.load is None and checkpoint.ckpt_step is None:
+        return None
+    if checkpoint.finetune and checkpoint.load is not None:  # of these only the weights are loaded: see pretrained.py
+        return None
+    step = "" if checkpoint.ckpt_step is None else f" step {checkpoint.ckpt_step}"
+    return f"{Path(checkpoint.load).absolute() if checkpoint.load else 'own'}{step}"
+
+
+def retention_of(config: ConfigContainer) -> Retention:
+    """Which checkpoints are kept."""
+    checkpoint, validation = config.checkpoint, config.validation
+    return Retention(
+        most_recent_k=checkpoint.most_recent_k,
+        keep_every_n=checkpoint.keep_every_n,
+        keep_best_n=max(checkpoint.keep_best_n, int(checkpoint.load_best_model_at_end)),
+        metric=validation.metric_for_best_model or "loss",
+        greater_is_better=validation.greater_is_better,
+    )

@@ -1,0 +1,303 @@
+"""One loss for any split of a step into micro-batches and ranks.
+
+A forward step's loss function may return, as in Megatron Bridge,
+
+- `(loss_sum, num_tokens, report)`: exact for every split;
+- `(loss, report)` or a bare loss: the mean over the micro-batch. It is weighted by the micro-batch's labels where they
+  are known, else by its samples, or as `train.loss_weighting` says;
+- `LossShare(loss, num_items, report)`: the micro-batch's share of the step's loss, already divided by the `num_items`
+  of the whole step (Hugging Face's `num_items_in_batch`).
+
+Every backward pass starts from `loss * weight / nominal`, with one `nominal` for all micro-batches and ranks; when the
+step's true weight is known, gradients are scaled once by `nominal / weight`, folded into clipping. float16 multiplies
+the start by its loss scale, which the same factor takes back.
+
+The mean over no labels at all is NaN and counts nothing. Its gradients must be zeros, as those of torch's losses are: a
+sum divided by a count of 0 has NaN gradients, and the step is refused as not finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import has_torch_function_unary
+
+from onstep.data.loaders.iterable_loader import count_samples
+from onstep.distributed import World
+from onstep.errors import ConfigError
+
+Weight = Tensor | float
+Kind = Literal["sum", "mean", "share"]
+IGNORE_INDEX = -100
+"""Labels with this value are not trained on."""
+
+_PLAIN = Tensor.backward, torch.autograd.backward
+_HAS_ENGINE = hasattr(torch.autograd, "_engine_run_backward")
+_ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+class LossShare(NamedTuple):
+    """A micro-batch's share of the step's loss."""
+
+    loss: Tensor
+    num_items: Weight
+    """Items of this micro-batch on this rank."""
+    report: Mapping[str, object]
+
+
+class MeanLoss(NamedTuple):
+    """The mean loss of a micro-batch, with the weight that the forward step knows better than the loop."""
+
+    loss: Tensor
+    weight: Weight
+    tokens: Weight | None
+    report: Mapping[str, object]
+
+
+def run_backward(loss: Tensor) -> None:
+    """`loss.backward()` for one element, without what torch does around its engine: a fifth of a small model's step.
+
+    The engine starts from a 1 that is kept, instead of a new one for each step. What is not plain is left to
+    `loss.backward()`: tensor subclasses, function modes, other shapes, and a `backward` that somebody replaced.
+    """
+    is_plain = type(loss) is Tensor and loss.ndim == 0 and not has_torch_function_unary(loss)
+    if not (is_plain and _HAS_ENGINE and _PLAIN[0] is Tensor.backward and _PLAIN[1] is torch.autograd.backward):
+        loss.backward()  # type: ignore[no-untyped-call]
+        return
+    key = loss.dtype, loss.device
+    one = _ones.get(key)
+    if one is None or one._version:  # a hook wrote to it
+        one = _ones[key] = torch.ones_like(loss)
+    torch.autograd._engine_run_backward(  # type: ignore[attr-defined]
+        (loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+@dataclass(slots=True)
+class MicroLoss:
+    """The loss of one micro-batch."""
+
+    loss: Tensor
+    weight: Weight
+    """Tokens or samples that it stands for; 0 for a filler."""
+    kind: Kind
+    report: Mapping[str, object]
+    tokens: Weight | None
+    """Labels trained on, where known."""
+
+    def backward(self, start: Weight | None) -> None:
+        """Backward from `loss * start`; None is 1."""
+        if start is None:
+            run_backward(self.loss)
+            return
+        loss = self.loss
+        if isinstance(start, Tensor):
+            gradient = start.to(device=loss.device, dtype=loss.dtype)
+        else:
+            gradient = as_scalar(start, loss.dtype, loss.device)
+        loss.backward(gradient.reshape(loss.shape))  # type: ignore[no-untyped-call]
+
+
+@dataclass(slots=True)
+class StepLoss:
+    """The loss of one step over all its micro-batches and ranks; the value is `numerator / weight`."""
+
+    numerator: Tensor
+    weight: Weight
+    tokens: Weight | None
+    reports: dict[str, Tensor] = field(default_factory=dict)
+
+    def value(self) -> Tensor:
+        """0-d tensor on the device."""
+        return self.numerator if is_known(self.weight, 1) else self.numerator / at_least_one(self.weight)
+
+
+def read_loss(result: object, batch: object, weighting: str, is_filler: bool) -> MicroLoss:
+    """Make sense of what a loss function returned.
+
+    Raises:
+        TypeError: when it is none of the documented forms.
+    """
+    if isinstance(result, LossShare):
+        items = 0 if is_filler else result.num_items
+        return MicroLoss(result.loss, items, "share", result.report, items)
+    if isinstance(result, MeanLoss):
+        loss, weight, tokens, report = result
+        return MicroLoss(loss, 0 if is_filler else weight, "mean", report, 0 if is_filler else tokens)
+    if isinstance(result, tuple) and len(result) == 3:
+        loss, num_tokens, report = result
+        weight = 0 if is_filler else num_tokens
+        return MicroLoss(loss, weight, "sum", report, weight)
+    if isinstance(result, Tensor):
+        result = (result, {})
+    if isinstance(result, tuple) and len(result) == 2:
+        loss, report = result
+        if is_filler:
+            return MicroLoss(loss, 0, "mean", report, 0)
+        tokens = count_labels(batch)
+        weight = mean_weight(batch, tokens, weighting) if tokens is None or weighting != "auto" else tokens
+        return MicroLoss(loss, weight, "mean", report, tokens)
+    raise TypeError(
+        f"The loss function returned {type(result).__name__}; it must return (loss_sum, num_tokens, report), "
+        f"(mean_loss, report) or a mean loss."
+    )
+
+
+def mean_weight(batch: object, labels: Weight | None, weighting: str) -> Weight:
+    """How much a mean loss over `batch` counts: its labels, its samples, or 1.
+
+    Raises:
+        ConfigError: where tokens are asked for and the micro-batch has no labels to count.
+    """
+    if weighting == "samples" or (weighting == "auto" and labels is None):
+        samples = count_samples(batch)
+        return 1.0 if samples is None else float(samples)
+    if weighting == "microbatches":
+        return 1.0
+    if labels is None:
+        raise ConfigError(
+            "train.loss_weighting=tokens counts the `labels` (batch, seq) of a micro-batch and this one has none; use "
+            "train.loss_weighting=samples, or return (loss_sum, num_tokens, report) from the loss function."
+        )
+    return labels
+
+
+def count_labels(batch: object) -> Weight | None:
+    """Labels of a micro-batch that are trained on, as a 0-d tensor; None where it has no sequence labels."""
+    if type(batch) is not dict and not isinstance(batch, Mapping):
+        return None
+    known = batch.get("num_tokens")
+    if isinstance(known, int):
+        return known
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim < 2:
+        return None
+    return labels.ne(IGNORE_INDEX).sum()
+
+
+def reduce_step(micros: list[MicroLoss], world: World) -> StepLoss:
+    """Add up micro-batches and ranks. Collective where there are several ranks: one SUM of a small vector.
+
+    Raises:
+        TypeError: when the micro-batches' losses do not go together.
+        ValueError: for a report that is neither a mean nor sum and count, or that some micro-batches lack.
+    """
+    first = micros[0]
+    if len(micros) == 1 and world.size == 1 and not first.report:
+        return StepLoss(_counted(first), first.weight if first.kind == "sum" else 1.0, first.tokens)
+    if len({micro.kind == "share" for micro in micros}) > 1:
+        raise TypeError(
+            "The loss function returned a LossShare for some micro-batches of a step and something else for others; "
+            "return one of them for all."
+        )
+    local = local_sums(micros)
+    numerator, weight, tokens, reports = _sums(micros, local, world)
+    dtype, device = local[0].dtype, numerator.device
+    means = {key: as_scalar(top / at_least_one(bottom), dtype, device) for key, (top, bottom) in reports.items()}
+    return StepLoss(numerator.to(dtype), 1.0 if first.kind == "share" else weight, tokens, means)
+
+
+def evaluation_sums(micros: list[MicroLoss], world: World) -> dict[str, tuple[Tensor, Tensor]]:
+    """(numerator, weight) of the loss, under the key `loss`, and of everything reported, in float64. Collective."""
+    numerator, weight, _, reports = _sums(micros, local_sums(micros), world, without="loss")
+    device = numerator.device
+    if micros[0].kind == "share":
+        numerator = numerator.double() * weight
+    return {
+        key: (as_scalar(top, torch.float64, device), as_scalar(bottom, torch.float64, device))
+        for key, (top, bottom) in {"loss": (numerator, weight), **reports}.items()
+    }
+
+
+def as_scalar(value: Weight, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`value` as a tensor on the device; a number gets there by a fill, for which the host need not wait."""
+    if isinstance(value, Tensor):
+        return value.to(device=device, dtype=dtype)
+    return torch.full((), value, dtype=dtype, device=device)
+
+
+def at_least_one(weight: Weight) -> Weight:
+    """A weight to divide by: a step without a single label has a zero loss, not a NaN."""
+    return weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
+
+
+def divisor(weight: Weight, loss: Tensor) -> Weight:
+    """`at_least_one(weight)`, as precise as the loss: dividing by a count as it is gives float32 in any model."""
+    least = at_least_one(weight)
+    return least.to(torch.promote_types(loss.dtype, torch.float32)) if isinstance(least, Tensor) else least
+
+
+def is_known(weight: Weight, number: int) -> bool:
+    """Whether the host knows that a weight is this number."""
+    return not isinstance(weight, Tensor) and weight == number
+
+
+def local_sums(micros: list[MicroLoss]) -> tuple[Tensor, Weight, Weight | None]:
+    """(numerator, weight, labels) of some micro-batches on this rank; labels are None where they are not known."""
+    losses = [_counted(micro) * micro.weight if micro.kind == "mean" else _counted(micro) for micro in micros]
+    weight: Weight = 0
+    tokens: Weight | None = 0
+    for micro in micros:
+        weight = weight + micro.weight
+        tokens = None if tokens is None or micro.tokens is None else tokens + micro.tokens
+    return sum(losses[1:], losses[0]), weight, tokens
+
+
+def _counted(micro: MicroLoss) -> Tensor:
+    """The loss of a micro-batch, 0 for a filler and for the mean over no labels at all, which is NaN."""
+    loss, weight = micro.loss, micro.weight
+    if loss.requires_grad:
+        loss = loss.detach()
+    if not isinstance(weight, Tensor):
+        return torch.zeros_like(loss) if weight == 0 else loss
+    return loss.masked_fill(weight == 0, 0.0) if micro.kind == "mean" else loss
+
+
+def _local_report(micros: list[MicroLoss], key: str) -> tuple[Weight, Weight]:
+    top: Weight = 0
+    bottom: Weight = 0
+    for micro in micros:
+        if key not in micro.report:
+            raise ValueError(f"{key!r} is reported for some micro-batches of a step only; report it for all of them.")
+        value = micro.report[key]
+        parts: Iterable[Weight] = value if isinstance(value, tuple) else torch.as_tensor(value).flatten()
+        pair = [part.detach() if isinstance(part, Tensor) else part for part in parts]
+        if len(pair) not in (1, 2):
+            shape = tuple(value.shape) if isinstance(value, Tensor) else (len(pair),)
+            raise ValueError(
+                f"Invalid value shape: {shape} for key {key}; report a mean (1 element), or sum and count (2)."
+            )
+        if is_known(micro.weight, 0):
+            top, bottom = top + pair[0] * 0, bottom + pair[-1] * 0
+        elif len(pair) == 2:
+            top, bottom = top + pair[0], bottom + pair[1]
+        else:
+            counted = pair[0] * micro.weight
+            if isinstance(micro.weight, Tensor) and isinstance(counted, Tensor) and isinstance(pair[0], Tensor):
+                counted = counted.masked_fill(
+                    micro.weight == 0, 0.0
+                )  # the mean over nothing is NaN, and counts nothing
+            top, bottom = top + counted, bottom + micro.weight
+    return top, bottom
+
+
+def _sums(
+    micros: list[MicroLoss], local: tuple[Tensor, Weight, Weight | None], world: World, without: str = ""
+) -> tuple[Tensor, Weight, Weight | None, dict[str, tuple[Weight, Weight]]]:
+    """The local sums and those of each report over all ranks: where there are several, in float64. Collective."""
+    numerator, weight, tokens = local
+    keys = sorted({key for micro in micros for key in micro.report} - {without})
+    reports = {key: _local_report(micros, key) for key in keys}
+    if world.size == 1:
+        return numerator, weight, tokens, reports
+    parts = [numerator, weight, -1.0 if tokens is None else tokens, *chain.from_iterable(reports.values())]
+    # float64 keeps token counts whole; MPS has none, but no process group either
+    vector = torch.stack([as_scalar(part, torch.float64, numerator.device) for part in parts])
+    world.sum(vector)
+    pairs = zip(vector[3::2], vector[4::2], strict=True)
+    return vector[0], vector[1], None if tokens is None else vector[2], dict(zip(keys, pairs, strict=True))

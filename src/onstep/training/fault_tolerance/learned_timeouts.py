@@ -1,0 +1,126 @@
+"""Times the sections of a run and learns their time limits, where `nvidia-resiliency-ext` does not do it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+
+from onstep.distributed import World
+from onstep.heartbeat import PULSE
+
+SAFETY_FACTOR = 5.0
+"""A learned limit is this many times the longest time seen, on any rank and in any start of the run."""
+SHORTEST_LIMIT_SECONDS = 60.0
+"""No learned limit is below this: a machine may be busy with something else for some seconds."""
+OUT_OF_SECTION = "out_of_section"
+
+
+class SectionClock:
+    """Measures the sections of this rank, and keeps in `limits` what was learned for all ranks.
+
+    Its methods are named as those of `nvidia_resiliency_ext.fault_tolerance.RankMonitorClient`, whose place it takes.
+
+    Args:
+        world: the ranks that learn together.
+        limits: seconds by section; the watchdog looks there.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        limits: dict[str, float],
+        *,
+        safety_factor: float = SAFETY_FACTOR,
+        shortest_seconds: float = SHORTEST_LIMIT_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.limits = limits
+        self.longest: dict[str, float] = {}
+        """Seconds of the longest section of each name, so far."""
+        self._world = world
+        self._factor, self._shortest = safety_factor, shortest_seconds
+        self._clock = clock
+        self._open: dict[str, float] = {}
+        self._outside_since: float | None = None
+
+    def init_workload_monitoring(self) -> None:
+        """Begin."""
+        self._outside_since = self._clock()
+
+    def shutdown_workload_monitoring(self) -> None:
+        """Forget what is open."""
+        self._open.clear()
+        self._outside_since = PULSE.section = None
+
+    def start_section(self, section: str) -> None:
+        """A section begins."""
+        now = self._clock()
+        if self._outside_since is not None:
+            self._see(OUT_OF_SECTION, now - self._outside_since)
+        self._open[section], self._outside_since = now, None
+        PULSE.section = section
+        PULSE.beats += 1
+
+    def end_section(self, section: str) -> None:
+        """It ends; one that is not open ends without an effect."""
+        began, now = self._open.pop(section, None), self._clock()
+        if began is None:
+            return
+        self._see(section, now - began)
+        PULSE.section = next(reversed(self._open), None)
+        PULSE.beats += 1
+        if not self._open:
+            self._outside_since = now
+
+    def calculate_and_set_section_timeouts(
+        self,
+        selected_sections: Collection[str] | None = None,
+        calc_out_of_section: bool = True,
+        skip_if_not_ready: bool = False,
+    ) -> bool:
+        """Learn the limits of some sections, or of all that were seen. Collective.
+
+        Args:
+            selected_sections: their names; None is all.
+            calc_out_of_section: learn too how long the run may be between two sections.
+            skip_if_not_ready: kept for its namesake: a section that was not seen is always left as it is.
+        """
+        if self._outside_since is not None:
+            self._see(OUT_OF_SECTION, self._clock() - self._outside_since)
+        for longest in self._world.gather(self.longest):
+            for name, seconds in longest.items():
+                self._see(name, seconds)
+        names = set(self.longest) - {OUT_OF_SECTION} if selected_sections is None else set(selected_sections)
+        if calc_out_of_section:
+            names.add(OUT_OF_SECTION)
+        for name in names & set(self.longest):
+            self.limits[name] = max(self._shortest, self._factor * self.longest[name])
+        return True
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        """What was learned: seconds by section."""
+        return {"limits": dict(self.limits), "longest": {name: self.longest[name] for name in self.limits}}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go on with what an earlier start has learned; no limit is below the shortest.
+
+        Raises:
+            ValueError: for anything but finite seconds by name.
+        """
+        limits, longest = (_seconds_by_name(state.get(key)) for key in ("limits", "longest"))
+        self.limits.update({name: max(self._shortest, seconds) for name, seconds in limits.items()})
+        self.longest.update(longest)
+
+    def _see(self, name: str, seconds: float) -> None:
+        self.longest[name] = max(seconds, self.longest.get(name, 0.0))
+
+
+def _seconds_by_name(content: object) -> dict[str, float]:
+    if not isinstance(content, dict):
+        raise ValueError(f"expected seconds by section, got {content!r}")
+    for name, seconds in content.items():
+        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if not isinstance(name, str) or not is_number or not math.isfinite(seconds) or seconds < 0:
+            raise ValueError(f"expected seconds of the section {name!r}, got {seconds!r}")
+    return {name: float(seconds) for name, seconds in content.items()}

@@ -1,0 +1,357 @@
+"""Sections of a run (set-up, steps, checkpoints) for heartbeats and learned time limits.
+
+All functions do nothing where neither `ft.calc_ft_timeouts` nor `ft.enable_ft_package` is set.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from onstep.config.safety_config import FaultToleranceConfig
+from onstep.distributed import World
+from onstep.errors import ConfigError, MissingExtraError
+from onstep.training.compute.step import Step
+from onstep.training.fault_tolerance.learned_timeouts import SectionClock
+from onstep.training.feature import Feature, Interruption
+from onstep.training.run import Run
+
+logger = logging.getLogger(__name__)
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+
+NUM_WARMUP_ITERS = 1
+"""Steps that are not timed: the first one compiles, allocates and fills caches."""
+MIN_ITERS_FOR_STEP_TIMEOUT_UPDATE = 16
+"""Steps after which the limit of a step may be learned."""
+FT_STATE_FILE = "ft_state.json"
+
+_SOCKET = "FT_RANK_MONITOR_IPC_SOCKET"
+_SIGNALS = {"rank_killed": signal.SIGKILL, "rank_hung": signal.SIGSTOP}
+
+
+@dataclass
+class FaultToleranceState:
+    """Which sections are open, and what was seen so far; it decides which time limits may be learned."""
+
+    ft_state_path: Path | None = None
+    """`ft_state.json`, in the folder of the checkpoints; None where nothing is learned."""
+    is_persistent_chkpt_loaded: bool = False
+    """The set-up has loaded a checkpoint, so its time is one that a later start takes too."""
+    is_async_chkpt_enabled: bool = False
+    """Saves go on in the background: their section does not tell how long they take."""
+    is_calculating_timeouts: bool = False
+    """`ft.calc_ft_timeouts`."""
+    is_setup_section_open: bool = False
+    seen_checkpoints_cnt: int = 0
+    seen_tr_iters_cnt: int = 0
+    curr_eval_iter_idx: int = 0
+    open_steps: int = 0
+    """Steps and evaluation batches that run, one inside the other."""
+
+
+@dataclass
+class Sections:
+    """What times the sections of a run, and what it remembers."""
+
+    client: SectionClock | None = None
+    """Our own, that of `nvidia-resiliency-ext` with the same methods, or None."""
+    state: FaultToleranceState = field(default_factory=FaultToleranceState)
+
+
+def sections_of(run: Run) -> Sections:
+    """The sections of a run, open or not."""
+    return run.features.room(Sections)
+
+
+def setup(state: Run) -> None:
+    """Connect to the monitor, take up what earlier starts have learned, and open the section `setup`. Collective.
+
+    Raises:
+        ConfigError: a ValueError, where the run has no folder of checkpoints to keep the learned limits in.
+        MissingExtraError: where `nvidia-resiliency-ext` is asked for and not installed.
+    """
+    config = state.cfg.ft
+    if not (config.calc_ft_timeouts or config.enable_ft_package):
+        return
+    if state.checkpoints is None:
+        raise ConfigError(
+            f"ft.calc_ft_timeouts and ft.enable_ft_package keep {FT_STATE_FILE} beside the checkpoints; set run.name "
+            "or checkpoint.save."
+        )
+    sections_of(state).state = FaultToleranceState(
+        ft_state_path=state.checkpoints.root / FT_STATE_FILE,
+        is_async_chkpt_enabled=state.cfg.checkpoint.async_save,
+        is_calculating_timeouts=config.calc_ft_timeouts,
+        is_setup_section_open=True,
+    )
+    client = _their_client() if config.enable_ft_package else SectionClock(state.world, state.stage.section_limits)
+    _load(state, client)
+    client.init_workload_monitoring()
+    sections_of(state).client = client
+    client.start_section("setup")
+
+
+def on_training_step_start(state: Run) -> None:
+    """A training step begins; the first one ends the set-up, and the one after it is the first to be timed."""
+    sections = sections_of(state)
+    if sections.client is not None:
+        sections.state.curr_eval_iter_idx = 0
+        _start_step(state, sections.client, sections.state.seen_tr_iters_cnt)
+
+
+def on_training_step_end(state: Run) -> None:
+    """It ends."""
+    sections = sections_of(state)
+    if sections.client is not None:
+        _end_step(sections.client, sections.state)
+        sections.state.seen_tr_iters_cnt += 1
+
+
+def on_eval_step_start(state: Run) -> None:
+    """An evaluation batch begins; the first one of an evaluation is not timed."""
+    sections = sections_of(state)
+    if sections.client is not None:
+        _start_step(state, sections.client, sections.state.curr_eval_iter_idx)
+
+
+def on_eval_step_end(state: Run) -> None:
+    """It ends."""
+    sections = sections_of(state)
+    if sections.client is not None:
+        if sections.state.curr_eval_iter_idx >= NUM_WARMUP_ITERS:
+            _end_step(sections.client, sections.state)
+        sections.state.curr_eval_iter_idx += 1
+
+
+def on_checkpointing_start(state: Run) -> None:
+    """A save begins, or the end of one that goes on in the background."""
+    client = sections_of(state).client
+    if client is not None:
+        client.start_section("checkpointing")
+
+
+def on_checkpointing_end(state: Run, is_async_finalization: bool = False) -> None:
+    """It ends. Collective where limits are learned: they are learned anew after each save.
+
+    Args:
+        is_async_finalization: it was the end of a save in the background, which does not count as one.
+    """
+    client = sections_of(state).client
+    if client is None:
+        return
+    client.end_section("checkpointing")
+    if not is_async_finalization:
+        sections_of(state).state.seen_checkpoints_cnt += 1
+        _maybe_update_timeouts(state, client)
+
+
+def shutdown(state: Run) -> None:
+    """Learn a last time, now also how long the run may be between sections, and disconnect. Collective."""
+    client = sections_of(state).client
+    if client is None:
+        return
+    if state.world.is_main:
+        print("FT: closing...", flush=True)  # noqa: T201 - Megatron Bridge's line
+    _maybe_update_timeouts(state, client, is_closing=True)
+    abort(state)
+    if state.world.is_main:
+        print("FT: closed.", flush=True)  # noqa: T201 - Megatron Bridge's line
+
+
+def abort(state: Run) -> None:
+    """Disconnect without a collective, as after an error."""
+    sections = sections_of(state)
+    client, sections.client = sections.client, None
+    if client is not None:
+        client.shutdown_workload_monitoring()
+
+
+class FaultToleranceSections(Feature[Run]):
+    """Times the sections of a run, and learns their limits."""
+
+    name = "fault_tolerance"
+    when = "ft.calc_ft_timeouts, ft.enable_ft_package, ft.simulate_fault"
+    collective = True
+
+    @classmethod
+    def wanted(cls, host: Run) -> bool:
+        ft = host.cfg.ft
+        given = sections_of(host).client is not None
+        return bool(ft.calc_ft_timeouts or ft.enable_ft_package or ft.simulate_fault or given)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """The section `setup`, and the simulated fault where one is wanted. Collective."""
+        run = self.host
+        if sections_of(run).client is not None:  # a caller's own, which the caller has set up
+            yield
+            return
+        setup(run)
+        if run.cfg.ft.simulate_fault:
+            simulate_fault(run.cfg.ft, run.world)
+        try:
+            yield
+        except BaseException:
+            abort(run)
+            raise
+        shutdown(run)
+
+    def wrap_step(self, train_step: Callable[[Step], None]) -> Callable[[Step], None]:
+        def timed(step: Step) -> None:
+            on_training_step_start(self.host)
+            try:
+                train_step(step)
+            except SystemExit:
+                on_training_step_end(self.host)
+                raise
+            on_training_step_end(self.host)
+
+        return timed
+
+    def wrap_score(self, score: Callable[Given, Found]) -> Callable[Given, Found]:
+        def timed(*given: Given.args, **named: Given.kwargs) -> Found:
+            on_eval_step_start(self.host)
+            result = score(*given, **named)
+            on_eval_step_end(self.host)
+            return result
+
+        return timed
+
+    @contextmanager
+    def pause(self, work: Interruption) -> Iterator[None]:
+        is_timed = work in ("write", "finalize")
+        if is_timed:
+            on_checkpointing_start(self.host)
+        yield
+        if is_timed:
+            on_checkpointing_end(self.host, is_async_finalization=work == "finalize")
+
+
+def _start_step(state: Run, client: SectionClock, num_seen: int) -> None:
+    """Close the set-up, and after the warm-up open the section `step`.
+
+    An evaluation that a callback makes inside a step is part of that step.
+    """
+    ft = sections_of(state).state
+    if ft.is_setup_section_open:
+        client.end_section("setup")
+        ft.is_setup_section_open = False
+        ft.is_persistent_chkpt_loaded = state.stage.is_resumed
+    if num_seen < NUM_WARMUP_ITERS:
+        return
+    if ft.open_steps == 0:
+        client.start_section("step")
+    ft.open_steps += 1
+
+
+def _end_step(client: SectionClock, ft: FaultToleranceState) -> None:
+    if ft.open_steps == 1:
+        client.end_section("step")
+    ft.open_steps = max(0, ft.open_steps - 1)
+
+
+def _maybe_update_timeouts(state: Run, client: SectionClock, *, is_closing: bool = False) -> None:
+    """Learn the limits of the sections of which enough was seen, and keep them. Collective."""
+    ft = sections_of(state).state
+    if not ft.is_calculating_timeouts:
+        return
+    sections = []
+    if ft.is_persistent_chkpt_loaded:
+        sections.append("setup")
+    if ft.seen_tr_iters_cnt >= MIN_ITERS_FOR_STEP_TIMEOUT_UPDATE:
+        sections.append("step")
+    if ft.seen_checkpoints_cnt > 0 and not ft.is_async_chkpt_enabled:
+        sections.append("checkpointing")
+    with_rest = is_closing and {"setup", "step"} <= set(sections)
+    if sections and client.calculate_and_set_section_timeouts(
+        selected_sections=sections, calc_out_of_section=with_rest, skip_if_not_ready=True
+    ):
+        _store(state, client)
+
+
+def _store(state: Run, client: SectionClock) -> None:
+    """Replace the file in one step, on rank 0; what cannot be written fails no training."""
+    path = sections_of(state).state.ft_state_path
+    if not state.world.is_main or path is None:
+        return
+    temporary = path.with_suffix(".json.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(client.state_dict(), file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        logger.warning("the learned time limits could not be written to %s: %s", path, error)
+
+
+def _load(state: Run, client: SectionClock) -> None:
+    """Take up the file of an earlier start, read on rank 0; a broken one is left out. Collective."""
+    path, content = sections_of(state).state.ft_state_path, None
+    if state.world.is_main and path is not None and path.exists():
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            logger.warning("%s cannot be read (%s); the time limits are learned anew", path, error)
+    content = state.world.share(content)
+    if content is None:
+        return
+    try:
+        client.load_state_dict(content)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if state.world.is_main:
+            logger.warning("%s does not hold time limits (%s); they are learned anew", path, error)
+
+
+def _their_client() -> SectionClock:
+    """The client of `nvidia-resiliency-ext`, in a process that its launcher has started."""
+    try:
+        from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient  # type: ignore[import-not-found,unused-ignore]
+    except ImportError as error:
+        raise MissingExtraError(
+            "ft.enable_ft_package=True needs nvidia-resiliency-ext: pip install 'onstep[resiliency]', or leave it out: "
+            "Onstep's own watchdog needs nothing."
+        ) from error
+    if not os.environ.get(_SOCKET):
+        raise ConfigError(
+            f"ft.enable_ft_package=True needs a monitor for each rank, and ${_SOCKET} is not set; start the ranks with "
+            "ft_launcher, or leave it out: Onstep's own watchdog needs no launcher."
+        )
+    client: SectionClock = RankMonitorClient()  # it has the same methods
+    return client
+
+
+def plan_fault(config: FaultToleranceConfig, world_size: int, draw: random.Random) -> tuple[int, str, float]:
+    """Which rank fails, how, and after how many seconds: what the configuration leaves open is drawn."""
+    kind = config.simulated_fault_type
+    kind = draw.choice(sorted(_SIGNALS)) if kind == "random" else kind
+    rank = config.simulated_fault_rank
+    rank = draw.randrange(world_size) if rank is None else rank
+    return rank, kind, config.simulated_fault_base_delay * (1.0 + 0.2 * draw.random())
+
+
+def simulate_fault(config: FaultToleranceConfig, world: World) -> None:
+    """Let one rank be killed or stopped after a while, by a thread of its own. Collective.
+
+    Drawn from the system's generator: the run's own are not touched.
+    """
+    rank, kind, delay = world.share(plan_fault(config, world.size, random.SystemRandom()))
+    if world.is_main:
+        logger.warning("ft.simulate_fault: rank %d will fail (%s) in %.1f seconds", rank, kind, delay)
+    if world.rank != rank:
+        return
+    fails = threading.Timer(delay, os.kill, (os.getpid(), _SIGNALS[kind]))
+    fails.name, fails.daemon = "onstep-simulated-fault", True
+    fails.start()

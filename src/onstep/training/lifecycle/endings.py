@@ -1,0 +1,121 @@
+"""The end of a run: which callbacks hear of it, in which order, whatever happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from onstep.training.feature import Feature
+from onstep.training.run import Reason, Run
+from onstep.training.runs.microbatches import current_calculator
+from onstep.training.runs.signals import Preempted
+from onstep.training.stages.job import Job
+
+
+class TrainingEnd(Feature[Job]):
+    """Fires `on_exception` and `on_train_end` where an exception ends the training, before anything is closed."""
+
+    name = "training_end"
+
+    @classmethod
+    def wanted(cls, host: Job) -> bool:
+        """Always."""
+        return True
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """See the error."""
+        try:
+            yield
+        except BaseException as error:
+            if self.host.run.ending.train_started:
+                fire_endings(self.host.run, self.host.tell.fire, error, is_outermost=False)
+            raise
+
+
+@contextmanager
+def run_scope(run: Run, fire: Callable[..., None]) -> Iterator[None]:
+    """Wraps everything of a run, so that its end is fired exactly once.
+
+    `on_exception` once when an exception ends the run, `on_train_end` once if `on_train_start` was fired, `on_run_end`
+    after everything. Scopes nest: what runs inside another scope shares its ending, and an evaluation that a callback
+    makes and whose error it handles ends nothing.
+    """
+    ending = run.ending
+    if ending.in_run:
+        yield
+        return
+    ending.in_run, ending.train_started, ending.train_ended = True, False, False
+    ending.exception_told, ending.ended = False, None
+    with current_calculator(run.batch_sizes):
+        try:
+            try:
+                yield
+            except BaseException as error:
+                if not isinstance(error, SystemExit):
+                    run.features.failing(error)
+                fire_endings(run, fire, error, is_outermost=True)
+                raise
+            fire_endings(run, fire, None, is_outermost=True)
+        finally:
+            ending.in_run = False
+
+
+class Endings(Feature[Run]):
+    """Fires `on_run_end` after everything else, and `on_exception` where one ended the run."""
+
+    name = "endings"
+
+    @classmethod
+    def wanted(cls, host: Run) -> bool:
+        """Always."""
+        return True
+
+    def session(self) -> AbstractContextManager[None]:
+        """See how the run ends."""
+        return run_scope(self.host, self.host.door.fire)
+
+
+def fire_endings(run: Run, fire: Callable[..., None], error: BaseException | None, *, is_outermost: bool) -> None:
+    """Fire what is due at the end of a training, or of the run. All of it is fired; the first error is raised.
+
+    Raises:
+        BaseException: what a callback raised, where nothing else ended the run; else it is a note on that.
+    """
+    ending = run.ending
+    decided = error is None or isinstance(error, SystemExit)
+    endings: list[tuple[str, dict[str, object]]] = []
+    if not decided and not ending.exception_told:
+        ending.exception_told = True
+        endings.append(("on_exception", {"exception": error}))
+    if ending.train_started and not ending.train_ended:
+        ending.train_ended = True
+        endings.append(("on_train_end", {}))
+    if is_outermost:
+        ending.ended = reason_of(run, error)
+        ending.error = None if decided else f"{type(error).__name__}: {error}"
+        endings.append(("on_run_end", {"reason": ending.ended, "exception": None if decided else error}))
+    raised: list[BaseException] = []
+    for event, fields in endings:
+        try:
+            fire(event, **fields)
+        except BaseException as one:  # noqa: BLE001 - every ending is fired; the first error is raised below
+            raised.append(one)
+    if not raised:
+        return
+    # nobody would see a note on an exit
+    main = raised.pop(0) if error is None or isinstance(error, SystemExit) else error
+    for other in raised:
+        notes = "; ".join(getattr(other, "__notes__", []))  # they name its callback
+        main.add_note(f"while the run ended: {type(other).__name__}: {other}" + (f" ({notes})" if notes else ""))
+    if main is not error:
+        raise main
+
+
+def reason_of(run: Run, error: BaseException | None) -> Reason:
+    """How the run ended; a callback that exits the process has stopped it."""
+    if isinstance(error, Preempted) or (error is None and run.exits.decided == "signal"):
+        return "preempted"
+    if error is not None:
+        return "stopped" if isinstance(error, SystemExit) else "failed"
+    return "stopped" if run.ending.was_stopped else "completed"

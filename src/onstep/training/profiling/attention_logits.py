@@ -1,0 +1,55 @@
+"""The largest attention logit of a step, where the model keeps one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from onstep.events.context import unwrap
+from onstep.training.compute.losses import MicroLoss, Weight
+from onstep.training.compute.step import Step
+from onstep.training.feature import Feature
+from onstep.training.stages.job import Job
+from onstep.training.stages.step_flops import model_options
+
+
+class AttentionLogits(Feature[Job]):
+    """Collects the largest attention logit of each micro-batch, and gives the step that of all ranks."""
+
+    name = "attention_logits"
+    when = "model.log_max_attention_logit"
+    collective = True
+
+    @classmethod
+    def wanted(cls, host: Job) -> bool:
+        """Whether it is asked for, or a user's model keeps one unasked."""
+        options = model_options(host.run.cfg, host.model)
+        asked = host.run.cfg.model.log_max_attention_logit
+        return bool(asked or getattr(options, "log_max_attention_logit", False))
+
+    def __init__(self, host: Job) -> None:
+        super().__init__(host)
+        self._model = unwrap(host.model[0])
+        self._logits: list[Tensor] = []
+
+    def after_zero_grad(self) -> None:
+        """A step begins, or begins again."""
+        self._logits = []
+
+    def before_backward(self, step: Step, micro: MicroLoss, start: Weight | None) -> None:
+        """Look at the model after the forward pass of each micro-batch."""
+        logit = getattr(self._model, "max_attention_logit", None)
+        if logit is not None:
+            self._logits.append(logit)
+
+    def wrap_compute(self, compute: Callable[[Step], None]) -> Callable[[Step], None]:
+        """The largest over all ranks; None of a model that keeps none. Collective."""
+
+        def computed(step: Step) -> None:
+            compute(step)
+            if self._logits:
+                step.max_attention_logit = self.host.run.world.max(torch.stack(self._logits).max())
+
+        return computed

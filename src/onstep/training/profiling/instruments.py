@@ -1,0 +1,353 @@
+"""Features that measure a run, or look after its memory: timers, ranges, energy, profilers, garbage."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from onstep.metrics.memory_reports import start_memory_history_recording
+from onstep.schedules import is_due
+from onstep.training.compute.step import Step
+from onstep.training.feature import Feature, Interruption
+from onstep.training.profiling.profilers import (
+    NsysContext,
+    handle_profiling_step,
+    handle_profiling_stop,
+    initialize_pytorch_profiler,
+    should_profile_rank,
+    start_nsys_profiler,
+    stop_nsys_profiler,
+    warn_once,
+)
+from onstep.training.reporting.gpu_telemetry import EnergyMonitor
+from onstep.training.reporting.timers import INTERVAL_TIME
+from onstep.training.run import Run
+from onstep.training.stages.job import Job
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def within(context: Callable[[], AbstractContextManager[object]], function: Callable[P, T]) -> Callable[P, T]:
+    """The function, each call of it in a context of its own."""
+
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        with context():
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+class MemoryHistory(Feature[Run]):
+    """Records the allocator's history, from before the model is built."""
+
+    name = "memory_history"
+    when = "profiling.record_memory_history"
+
+    @classmethod
+    def wanted(cls, host: Run) -> bool:
+        return host.cfg.profiling.record_memory_history
+
+    def session(self) -> AbstractContextManager[object]:
+        start_memory_history_recording(self.host.cfg.profiling)
+        return nullcontext()
+
+
+class MemoryRelease(Feature[Run]):
+    """Gives the device's unused memory back around updates, and in evaluations."""
+
+    name = "memory_release"
+    when = "train.empty_unused_memory_level from 1 on; 2 does it after the update too"
+
+    @classmethod
+    def wanted(cls, host: Run) -> bool:
+        return host.cfg.train.empty_unused_memory_level >= 1
+
+    def wrap_update(self, update: Callable[[Step], None]) -> Callable[[Step], None]:
+        """Before the update, and at level 2 after it."""
+        after = self.host.cfg.train.empty_unused_memory_level >= 2
+
+        def released(step: Step) -> None:
+            empty_unused_memory()
+            update(step)
+            if after:
+                empty_unused_memory()
+
+        return released
+
+    def wrap_score(self, score: Callable[P, T]) -> Callable[P, T]:
+        """After a batch of an evaluation."""
+
+        def released(*args: P.args, **kwargs: P.kwargs) -> T:
+            result = score(*args, **kwargs)
+            empty_unused_memory()
+            return result
+
+        return released
+
+
+def empty_unused_memory() -> None:
+    """Give the device's unused memory back to others; the CPU has none of the kind."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+class DeviceSync(Feature[Job]):
+    """Waits for the device every so many steps; the CPU has nothing to wait for."""
+
+    name = "device_sync"
+    when = "train.train_sync_interval"
+
+    @classmethod
+    def wanted(cls, host: Job) -> bool:
+        return bool(host.run.cfg.train.train_sync_interval)
+
+    def after_iteration(self, step: Step) -> None:
+        if is_due(step.number, self.host.run.cfg.train.train_sync_interval) and torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
+class StepTimers(Feature[Job]):
+    """Times the parts of every step; `logger.timing_log_level` says which."""
+
+    name = "timers"
+    when = "logger.timing_log_level"
+
+    @classmethod
+    def wanted(cls, host: Job) -> bool:
+        return host.run.cfg.logger.timing_log_level > 0
+
+    def wrap_read(self, read: Callable[P, T]) -> Callable[P, T]:
+        return self._timed("batch-generator", read)
+
+    def wrap_compute(self, compute: Callable[P, T]) -> Callable[P, T]:
+        return self._timed("forward-backward", compute)
+
+    def wrap_forward(self, forward: Callable[P, T]) -> Callable[P, T]:
+        return self._timed("forward-compute", forward)
+
+    def wrap_backward(self, backward: Callable[P, T]) -> Callable[P, T]:
+        return self._timed("backward-compute", backward)
+
+    def wrap_update(self, update: Callable[P, T]) -> Callable[P, T]:
+        return self._timed("optimizer", update)
+
+    def _timed(self, name: str, function: Callable[P, T]) -> Callable[P, T]:
+        timers = self.host.run.timers
+        return within(lambda: timers(name), function) if name in timers.names() else function
+
+
+class IntervalTime(Feature[Job]):
+    """The time of the steps of a logging interval, without evaluations and saves."""
+
+    name = "interval_time"
+
+    @classmethod
+    def wanted(cls, host: Job) -> bool:
+        """Always: the throughput of every logged step is made of it."""
+        return True
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.host.run.timers(INTERVAL_TIME).reset()
+
+    @contextmanager
+    def pause(self, work: Interruption) -> Iterator[None]:
+        run = self.host.run
+        if work not in ("evaluate", "save"):
+            yield
+            return
+        timer = run.timers(INTERVAL_TIME)
+        was_running = timer.is_running
+        if was_running:
+            timer.stop()
+        started = run.clock.elapsed()
+        try:
+            yield
+        finally:
+            run.sums.interval_start += run.clock.elapsed() - started
+            if was_running:
+                timer.start()
+
+
+class NvtxRanges(Feature[Job]):
+    """Names the parts of a step for Nsight Systems."""
+
+    name = "nvtx_ranges"
+    when = "profiling.nvtx_ranges"
+
+    @classmethod
+    def wanted(cls, host: Job) -> bool:
+        """Whether ranges are asked for and possible; where they are not, that is said once."""
+        if not host.run.cfg.profiling.nvtx_ranges:
+            return False
+        possible = host.run.world.device.type == "cuda" and torch.cuda.is_available()
+        if not possible:
+            warn_once("profiling.nvtx_ranges does nothing: this run computes on no CUDA GPU; set it to false")
+        return possible
+
+    def wrap_iterate(self, iterate: Callable[P, T]) -> Callable[P, T]:
+        """`training_step_<number of the step before>`"""
+        progress = self.host.run.train_state
+        return within(lambda: torch.cuda.nvtx.range(f"training_step_{progress.step}"), iterate)
+
+    def wrap_compute(self, compute: Callable[P, T]) -> Callable[P, T]:
+        return within(lambda: torch.cuda.nvtx.range("forward-backward"), compute)
+
+    def wrap_update(self, update: Callable[P, T]) -> Callable[P, T]:
+        return within(lambda: torch.cuda.nvtx.range("optimizer"), update)
+
+
+@dataclass
+class GivenMonitor:
+    """A monitor that a caller put in place of the run's own."""
+
+    monitor: EnergyMonitor | None = None
+
+
+def monitor_of(run: Run) -> EnergyMonitor:
+    """The monitor of a run, made when it is first asked for."""
+    room = run.features.room(GivenMonitor)
+    room.monitor = room.monitor or EnergyMonitor(run.world)
+    return room.monitor
+
+
+class Energy(Feature[Job]):
+    """Measures the energy that the GPUs take for the steps."""
+
+    name = "energy"
+    when = "logger.log_energy"
+    collective = True
+
+    @classmethod
+    def wanted(cls, host: Job) -> bool:
+        return host.run.cfg.logger.log_energy or host.run.features.room(GivenMonitor).monitor is not None
+
+    def __init__(self, host: Job) -> None:
+        super().__init__(host)
+        self.monitor = monitor_of(host.run)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Measure; when the training ends well, rank 0 prints its energy. Collective."""
+        monitor = self.monitor
+        if monitor.setup():
+            monitor.resume()
+        yield
+        if monitor.is_available:
+            monitor.lap()
+            if self.host.run.world.is_main:
+                print(f"Total training energy (GPU): {monitor.get_total() / 1e6} MJ", flush=True)  # noqa: T201
+
+    def restart_interval(self) -> None:
+        self.monitor.restart()
+
+    @contextmanager
+    def pause(self, work: Interruption) -> Iterator[None]:
+        counts = work not in ("evaluate", "save")
+        if not counts:
+            self.monitor.pause()
+        try:
+            yield
+        finally:
+            if not counts:
+                self.monitor.resume()
+
+
+class Profilers(Feature[Job]):
+    """Torch's profiler and Nsight Systems over a window of steps."""
+
+    name = "profilers"
+    when = "profiling.use_pytorch_profiler, profiling.use_nsys_profiler, on profiling.profile_ranks"
+
+    @classmethod
+    def wanted(cls, host: Job) -> bool:
+        profiling = host.run.cfg.profiling
+        profiles = profiling.use_pytorch_profiler or profiling.use_nsys_profiler
+        return profiles and should_profile_rank(profiling, host.run.world.rank)
+
+    def __init__(self, host: Job) -> None:
+        super().__init__(host)
+        self._config, self._run = host.run.cfg.profiling, host.run
+        self._trace = initialize_pytorch_profiler(host.run)
+        self._nsys: NsysContext | None = None
+        """The context of Nsight Systems while it profiles."""
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """End the profiles, whatever happens; what they have is written."""
+        try:
+            yield
+        finally:
+            if self._trace is not None:
+                self._trace.stop()
+            self._stop_nsys()
+
+    def begin(self) -> None:
+        """Continue a profile in whose window the process begins."""
+        config, step = self._config, self._run.train_state.step
+        if config.use_nsys_profiler and config.profile_step_start < step < config.profile_step_end:
+            self._nsys = start_nsys_profiler(config)
+
+    def before_iteration(self) -> None:
+        step = self._run.train_state.step
+        if step >= self._config.profile_step_end:  # the last step of the profile was skipped
+            self._stop_nsys()
+        started = handle_profiling_step(self._config, step, self._run.world.rank, self._trace)
+        self._nsys = self._nsys if started is None else started
+
+    def after_iteration(self, step: Step) -> None:
+        number = self._run.train_state.step
+        handle_profiling_stop(self._config, number, self._run.world.rank, self._trace, self._nsys)
+        if number == self._config.profile_step_end:
+            self._nsys = None
+
+    def _stop_nsys(self) -> None:
+        context, self._nsys = self._nsys, None
+        if context is not None:
+            stop_nsys_profiler(context)
+
+
+class ManualGarbageCollection(Feature[Job]):
+    """Collects garbage at the same steps on all ranks, and never in between."""
+
+    name = "manual_gc"
+    when = "train.manual_gc, every train.manual_gc_interval"
+
+    @classmethod
+    def wanted(cls, host: Job) -> bool:
+        return host.run.cfg.train.manual_gc
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Switch automatic collection off, and on again at the end."""
+        was_enabled = gc.isenabled()
+        gc.disable()
+        gc.collect()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
+
+    def after_iteration(self, step: Step) -> None:
+        if is_due(step.number, self.host.run.cfg.train.manual_gc_interval):
+            gc.collect()
+
+    @contextmanager
+    def pause(self, work: Interruption) -> Iterator[None]:
+        """Collect before an evaluation, and its youngest objects after it, with `train.manual_gc_eval`."""
+        collects = work == "evaluate" and self.host.run.cfg.train.manual_gc_eval
+        if collects:
+            gc.collect()
+        yield
+        if collects:
+            gc.collect(generation=0)

@@ -1,0 +1,101 @@
+"""Megatron Bridge's tags: which values a step is reported by, and which tracker gets each under which name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from onstep.config.reporting import LoggerConfig
+from onstep.progress import TrainState
+from onstep.trackers.metric_names import bridge_names
+from onstep.trackers.tag_record import VS_SAMPLES, TagRecord
+from onstep.trackers.tracker_logger import TrackerLogger
+from onstep.training.compute.losses import Weight
+from onstep.training.protocols import Loggers
+
+TENSORBOARD, WANDB, MLFLOW, COMET = "tensorboard", "wandb", "mlflow", "comet"
+
+STEPS_ONLY = ("samples vs steps", "decoupled-learning-rate", "skipped-train-samples")
+"""Tags of a step that TensorBoard does not show over consumed samples too."""
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """What a step is reported by, as numbers or unread tensors; what is None has no tag and no field in the line."""
+
+    losses: Mapping[str, Tensor]
+    learning_rate: float | None = None
+    decoupled_learning_rate: float | None = None
+    loss_scale: Weight = 1.0
+    grad_norm: Weight | None = None
+    num_zeros: Tensor | int | None = None
+    params_norm: Weight | None = None
+    max_attention_logit: Weight | None = None
+
+    @property
+    def shown(self) -> dict[str, Weight | None]:
+        """Those of the last step that the console line shows."""
+        names = ("loss_scale", "grad_norm", "num_zeros", "params_norm", "max_attention_logit")
+        return {name: getattr(self, name) for name in names}
+
+
+def step_tags(
+    values: StepValues, progress: TrainState, batch_size: int, world_size: int, options: LoggerConfig
+) -> dict[str, Weight]:
+    """The tags of a step, in Megatron Bridge's order."""
+    tags: dict[str, Weight | None] = {
+        "samples vs steps": progress.consumed_train_samples,
+        "learning-rate": values.learning_rate,
+        "decoupled-learning-rate": values.decoupled_learning_rate,
+        "skipped-train-samples": progress.skipped_train_samples or None,
+        "batch-size": batch_size,
+        **values.losses,
+        "loss-scale": values.loss_scale if options.log_loss_scale_to_tensorboard else None,
+        "world-size": world_size if options.log_world_size_to_tensorboard else None,
+        "grad-norm": values.grad_norm,
+        "num-zeros": values.num_zeros,
+        "params-norm": values.params_norm,
+        "max-attention-logit": values.max_attention_logit,
+    }
+    return {tag: value for tag, value in tags.items() if value is not None}
+
+
+def evaluation_tags(kind: str, losses: Mapping[str, float], perplexities: Mapping[str, float]) -> dict[str, float]:
+    """The tags of an evaluation: `kind` is validation or test; `perplexities` may be empty."""
+    tags = {}
+    for name, loss in losses.items():
+        tags[f"{name} {kind}"] = loss
+        if name in perplexities:
+            tags[f"{name} {kind} ppl"] = perplexities[name]
+    return tags
+
+
+def write_tags(
+    loggers: Loggers, tags: Mapping[str, Weight], step: int, samples: int, over_samples: Collection[str] = ()
+) -> None:
+    """Hand tags to the trackers that there are, by name; device tensors go to ours unread.
+
+    A logger that the user put in the place of ours is called as its own client is: `add_scalar` of a `SummaryWriter`,
+    `log` of W&B, `log_metrics` of MLflow and Comet, with plain numbers for the last two.
+
+    Args:
+        over_samples: those that TensorBoard shows over consumed samples too.
+    """
+    curves = {tag + VS_SAMPLES: value for tag, value in tags.items() if tag in over_samples}
+    for tracker, logger in loggers.items():
+        values = bridge_names(tracker, tags)
+        if not values:
+            continue
+        if isinstance(logger, (TrackerLogger, TagRecord)):
+            logger.add_tags(values, curves, step, samples)
+        elif tracker == TENSORBOARD:
+            for x, shown in ((step, values), (samples, curves)):
+                for tag, value in shown.items():
+                    logger.add_scalar(tag, value, x)
+        elif tracker == WANDB:
+            logger.log(values, step)
+        else:
+            plain = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
+            logger.log_metrics(plain, step=step)

@@ -1,0 +1,129 @@
+"""What NVIDIA's driver tells of a GPU (energy, power, temperature, load and clock), and the energy of a run."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from onstep.distributed import World
+from onstep.training.profiling.profilers import warn_once
+
+
+class GpuGauge:
+    """Reads one GPU through NVML. What the driver does not tell is NaN.
+
+    Args:
+        nvml: the module `pynvml`, initialised.
+        handle: the GPU in it.
+    """
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
+
+    def joules(self) -> float:
+        """Energy since the driver was loaded."""
+        return self._read(lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) * 1e-3)
+
+    def watts(self) -> float:
+        """Power now."""
+        return self._read(lambda: self._nvml.nvmlDeviceGetPowerUsage(self._handle) * 1e-3)
+
+    def celsius(self) -> float:
+        """Temperature of the chip."""
+        return self._read(lambda: self._nvml.nvmlDeviceGetTemperature(self._handle, self._nvml.NVML_TEMPERATURE_GPU))
+
+    def utilization(self) -> float:
+        """Percent of the last moments in which a kernel ran."""
+        return self._read(lambda: self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
+
+    def megahertz(self) -> float:
+        """Clock of the multiprocessors."""
+        return self._read(lambda: self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_SM))
+
+    def _read(self, read: Callable[[], float]) -> float:
+        try:
+            return float(read())
+        except self._nvml.NVMLError:
+            return math.nan
+
+
+def open_gauge(device: torch.device) -> GpuGauge | None:
+    """A gauge of a CUDA device; None, with one warning, where there is no such device or nobody to ask."""
+    if device.type != "cuda":
+        warn_once("readings of power and energy are those of NVIDIA's GPUs; this run is on the CPU and has none")
+        return None
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        warn_once("readings of the GPU need pynvml: pip install 'onstep[gpu]'. Until then there are none")
+        return None
+    try:
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    except nvml.NVMLError as error:
+        warn_once(f"NVIDIA's driver gives no readings of {device}: {error}")
+        return None
+    return GpuGauge(nvml, handle)
+
+
+class EnergyMonitor:
+    """Adds up the joules of all ranks while it is not paused, as in evaluations and saves.
+
+    Args:
+        world: the ranks.
+        joules: this rank's meter, which only grows; None where it has none.
+    """
+
+    def __init__(self, world: World, joules: Callable[[], float] | None = None) -> None:
+        self._world, self._joules = world, joules
+        self.is_available = False
+        self._started: float | None = None
+        self._since_lap = 0.0
+        self._total = 0.0
+
+    def setup(self) -> bool:
+        """Whether every rank can read its meter; without that nothing is measured. Collective."""
+        if self._joules is None:
+            gauge = open_gauge(self._world.device)
+            self._joules = gauge.joules if gauge is not None else None
+        can_read = self._joules is not None and not math.isnan(self._joules())
+        self.is_available = self._world.agree([int(not can_read)]) == [0]
+        return self.is_available
+
+    def resume(self) -> None:
+        """Count from here on."""
+        if self._started is None:
+            self._started = self._read()
+
+    def restart(self) -> None:
+        """Forget what came since the last lap, and count from here on."""
+        self._since_lap = 0.0
+        self._started = self._read()
+
+    def pause(self) -> None:
+        """Count nothing until `resume`."""
+        if self._started is not None:
+            self._since_lap += self._read() - self._started
+            self._started = None
+
+    def lap(self) -> float:
+        """Joules of all ranks since the last lap; goes on counting. Collective."""
+        was_running = self._started is not None
+        self.pause()
+        joules, self._since_lap = self._since_lap, 0.0
+        if was_running:
+            self.resume()
+        of_all = sum(row[0] for row in self._world.gather_numbers([joules])) if self.is_available else 0.0
+        self._total += of_all
+        return of_all
+
+    def get_total(self) -> float:
+        """Joules of all ranks up to the last lap."""
+        return self._total
+
+    def _read(self) -> float:
+        return self._joules() if self.is_available and self._joules is not None else 0.0

@@ -1,0 +1,250 @@
+"""What happened since the last logged step, kept on the device and read once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from onstep.training.compute.losses import StepLoss, Weight, as_scalar, at_least_one
+from onstep.training.protocols import StateDict
+
+Name = TypeVar("Name")
+_FOLD_EVERY = 64
+_MAX_NORM, _ZEROS = "max_norm", "num_zeros"
+
+
+@dataclass
+class IntervalReport:
+    """Plain numbers of the steps since the last report."""
+
+    num_steps: int
+    num_skipped: int
+    num_losses: int
+    """Steps that the mean is taken over: all but those that an anomaly left out."""
+    loss: float
+    """Mean of the steps' losses; NaN where every step was left out."""
+    grad_norm: float | None
+    """Root mean square of the steps' gradient norms."""
+    max_grad_norm: float | None
+    tokens: int | None
+    """Labels trained on, over all ranks."""
+    num_zeros: int | None = None
+    """Zeros among the gradients of the last step that counted them."""
+    others: dict[str, float] = field(default_factory=dict)
+    """Mean of every further loss that the forward step reported, over the steps that reported it."""
+    applied: dict[str, float] = field(default_factory=dict)
+    """Mean of every loss over the steps whose update was applied: what the forward step reported, else `lm loss`."""
+    extras: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What `read` was given, as plain numbers."""
+
+
+class IntervalMeter:
+    """Takes up each step's loss and gradient norm without reading the device.
+
+    A step costs two list appends; every 64 steps the lists are folded into running sums on the device. The one read
+    happens in `read`, or else in `flush`.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.num_steps = 0
+        self.num_skipped = 0
+        self._num_losses = 0
+        self._losses: list[StepLoss] = []
+        self._unapplied: set[int] = set()
+        """Which of these losses are of steps whose update was not applied."""
+        self._norms: list[Weight] = []
+        self._num_norms = 0
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+        self._max_norm: Tensor | None = None
+        self._num_zeros: Weight | None = None
+        self._report: IntervalReport | None = None
+
+    def add(
+        self, step_loss: StepLoss | None, grad_norm: Weight | None, successful: bool, num_zeros: Weight | None = None
+    ) -> None:
+        """Take up one step; norm and zeros may be plain numbers, as other optimizers give them.
+
+        None is a step that an anomaly left out: it has a record of its own, and no part in the mean.
+        """
+        self.num_steps += 1
+        self.num_skipped += not successful
+        if step_loss is None:
+            return
+        self._num_losses += 1
+        if not successful:
+            self._unapplied.add(len(self._losses))
+        self._losses.append(step_loss)
+        if num_zeros is not None:
+            self._num_zeros = num_zeros
+        if grad_norm is not None:
+            self._norms.append(grad_norm)
+        if len(self._losses) >= _FOLD_EVERY:
+            self._fold()
+
+    def read(self, **extras: Mapping[str, object]) -> IntervalReport | None:
+        """Everything since the last flush, read from the device at once; None when there was no step.
+
+        A second call without a step in between reads nothing and has the first one's report.
+
+        Args:
+            **extras: further numbers and tensors of one element, read along with the others.
+        """
+        if self.num_steps == 0:
+            return None
+        if self._report is None or self._report.num_steps != self.num_steps:
+            self._fold()
+            unread: dict[Any, object] = {**self._sums, _MAX_NORM: self._max_norm, _ZEROS: self._num_zeros}
+            unread |= {(group, name): one for group, values in extras.items() for name, one in values.items()}
+            read = read_together(unread)
+            self._report = self._make_report({name: read[name] for name in self._sums}, read[_MAX_NORM], read[_ZEROS])
+            self._report.extras = {group: {name: read[group, name] for name in extras[group]} for group in extras}
+        return self._report
+
+    def flush(self) -> IntervalReport | None:
+        """The same, forgotten here: the next interval begins."""
+        report = self.read()
+        self.reset()
+        return report
+
+    def tokens_so_far(self) -> int:
+        """Labels trained on since the last flush, read from the device; nothing is folded or forgotten."""
+        folded = [self._sums["tokens"]] if "tokens" in self._sums else []
+        waiting = [loss.tokens for loss in self._losses if loss.tokens is not None]
+        if not folded and not waiting:
+            return 0
+        device = self._losses[0].numerator.device if self._losses else folded[0].device
+        return round(float(_stack([*folded, *waiting], device).sum()))
+
+    def state_dict(self) -> StateDict:
+        """Everything since the last flush, as it is: folding it now would change the last bits of the mean."""
+        return {
+            "num_steps": self.num_steps,
+            "num_skipped": self.num_skipped,
+            "num_losses": self._num_losses,
+            "numerators": _packed([loss.numerator for loss in self._losses]),
+            "weights": _packed([loss.weight for loss in self._losses]),
+            "tokens": _packed([loss.tokens for loss in self._losses]),
+            "unapplied": sorted(self._unapplied),
+            "reports": [list(loss.reports) for loss in self._losses],
+            "report_values": _packed([value for loss in self._losses for value in loss.reports.values()]),
+            "norms": _packed(self._norms),
+            "num_norms": self._num_norms,
+            "sums": dict(self._sums),
+            "counts": dict(self._counts),
+            "max_norm": self._max_norm,
+            "num_zeros": self._num_zeros,
+        }
+
+    def load_state_dict(self, state_dict: StateDict, device: torch.device | None = None) -> None:
+        """Continue the interval of a checkpoint, with its tensors on `device`."""
+        device = device or torch.device("cpu")
+        columns = [_unpacked(state_dict[name], device) for name in ("numerators", "weights", "tokens")]
+        values = iter(_unpacked(state_dict["report_values"], device))
+        self.reset()
+        self.num_steps, self.num_skipped = state_dict["num_steps"], state_dict["num_skipped"]
+        self._num_losses = state_dict["num_losses"]
+        for (numerator, weight, tokens), names in zip(zip(*columns, strict=True), state_dict["reports"], strict=True):
+            self._losses.append(StepLoss(numerator, weight, tokens, {name: next(values) for name in names}))
+        self._unapplied = set(state_dict.get("unapplied", ()))  # older checkpoints do not say
+        self._norms = _unpacked(state_dict["norms"], device)
+        self._num_norms = state_dict["num_norms"]
+        self._sums = {name: value.to(device) for name, value in state_dict["sums"].items()}
+        self._counts = dict(state_dict["counts"])
+        max_norm = state_dict["max_norm"]
+        self._max_norm = None if max_norm is None else max_norm.to(device)
+        zeros = state_dict.get("num_zeros")  # older checkpoints have none
+        self._num_zeros = zeros.to(device) if isinstance(zeros, Tensor) else zeros
+
+    def _make_report(self, sums: dict[str, float], max_norm: float | None, num_zeros: float | None) -> IntervalReport:
+        others = {name: sums[f"report/{name}"] / count for name, count in self._counts.items()}
+        num_applied = self.num_steps - self.num_skipped
+        losses = {name: f"report/{name}" for name in self._counts} or {"lm loss": "loss"}
+        sums_of_applied = {name: sums.get(f"applied/{key}", sums.get(key, 0.0)) for name, key in losses.items()}
+        return IntervalReport(
+            num_steps=self.num_steps,
+            num_skipped=self.num_skipped,
+            num_losses=self._num_losses,
+            loss=sums["loss"] / self._num_losses if self._num_losses else math.nan,
+            grad_norm=(sums["squared_norm"] / self._num_norms) ** 0.5 if self._num_norms else None,
+            max_grad_norm=max_norm,
+            tokens=round(sums["tokens"]) if "tokens" in sums else None,
+            num_zeros=None if num_zeros is None else int(num_zeros),
+            others=others,
+            applied={name: one / num_applied for name, one in sums_of_applied.items()} if num_applied else {},
+        )
+
+    def _fold(self) -> None:
+        if not self._losses:
+            return
+        device = self._losses[0].numerator.device
+        top = torch.stack([loss.numerator for loss in self._losses])
+        weights = _stack([at_least_one(loss.weight) for loss in self._losses], device)
+        self._grow_losses("loss", (top / weights.to(top.dtype)).double(), range(len(self._losses)))
+        tokens = [loss.tokens for loss in self._losses if loss.tokens is not None]
+        if tokens:
+            self._grow("tokens", _stack(tokens, device).sum())
+        for key in dict.fromkeys(key for loss in self._losses for key in loss.reports):
+            steps = [step for step, loss in enumerate(self._losses) if key in loss.reports]
+            values = _stack([self._losses[step].reports[key] for step in steps], device)
+            self._grow_losses(f"report/{key}", values, steps)
+            self._counts[key] = self._counts.get(key, 0) + len(steps)
+        if self._norms:
+            norms = _stack(self._norms, device)
+            self._grow("squared_norm", norms.square().sum())
+            self._num_norms += len(self._norms)
+            largest = norms.max()
+            self._max_norm = largest if self._max_norm is None else torch.maximum(self._max_norm, largest)
+        self._losses, self._norms, self._unapplied = [], [], set()
+
+    def _grow_losses(self, name: str, values: Tensor, steps: Sequence[int]) -> None:
+        """Add the losses of some of the waiting steps; of those that were applied too, once one was not."""
+        applied = f"applied/{name}"
+        if self._unapplied or applied in self._sums:
+            rows = [row for row, step in enumerate(steps) if step not in self._unapplied]
+            before = self._sums.get(applied, self._sums.get(name, 0.0))
+            self._sums[applied] = before + values[rows].sum()
+        self._grow(name, values.sum())
+
+    def _grow(self, name: str, amount: Tensor) -> None:
+        self._sums[name] = self._sums[name] + amount if name in self._sums else amount
+
+
+def read_together(values: Mapping[Name, object]) -> dict[Name, Any]:
+    """`values` with tensors of one element as plain numbers, read from the device at once."""
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    if not tensors:
+        return dict(values)
+    device = next((one.device for one in tensors.values() if one.device.type != "cpu"), torch.device("cpu"))
+    numbers = torch.stack([one.detach().to(device).double().reshape(()) for one in tensors.values()]).tolist()
+    return {**values, **dict(zip(tensors, numbers, strict=True))}
+
+
+def _packed(values: Sequence[Weight | None]) -> Tensor | list[Weight | None]:
+    """A list of 0-d tensors of one type as one tensor; any other list as it is."""
+    tensors = [one for one in values if isinstance(one, Tensor) and one.ndim == 0]
+    is_packed = len(tensors) == len(values) and len({one.dtype for one in tensors}) == 1
+    return torch.stack(tensors) if is_packed else list(values)
+
+
+def _unpacked(packed: Tensor | list[Weight | None], device: torch.device) -> list[Any]:
+    if isinstance(packed, Tensor):
+        return list(packed.to(device).unbind())
+    return [one.to(device) if isinstance(one, Tensor) else one for one in packed]
+
+
+def _stack(numbers: Sequence[Weight], device: torch.device) -> Tensor:
+    """Host and device numbers as one float64 vector on the device, without waiting for it."""
+    if any(isinstance(number, Tensor) for number in numbers):
+        return torch.stack([as_scalar(number, torch.float64, device) for number in numbers])
+    vector = torch.tensor(numbers, dtype=torch.float64)
+    return vector.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else vector.to(device)

@@ -1,0 +1,358 @@
+"""The clocks of a run, and its named timers: seconds of its parts on each rank, printed and handed to the trackers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from onstep.distributed import World
+from onstep.errors import OnstepError
+from onstep.training.protocols import Loggers
+from onstep.training.reporting.bridge_tags import TENSORBOARD, write_tags
+
+INTERVAL_TIME = "interval-time"
+TIMER_LEVELS: dict[str, int] = {
+    INTERVAL_TIME: 0,
+    "eval-time": 0,
+    "evaluate": 0,
+    "save-checkpoint": 0,
+    "save-checkpoint-non-persistent": 0,
+    "load-checkpoint": 0,
+    "load-pretrained-checkpoint": 0,
+    "tokenizer-setup": 0,
+    "model-and-optimizer-setup": 0,
+    "train/valid/test-data-iterators-setup": 0,
+    "forward-backward": 1,
+    "all-grads-sync": 1,
+    "params-all-gather": 1,
+    "optimizer": 1,
+    "batch-generator": 2,
+    "forward-compute": 2,
+    "backward-compute": 2,
+}
+"""Level of each timer that Onstep starts; any other is of level 2 unless its first user says otherwise."""
+
+_LAST_LEVEL = 2
+_NAME_WIDTH = 48
+_TITLES = {
+    "max": "max time across ranks (ms):",
+    "minmax": "(min, max) time across ranks (ms):",
+    "all": "times across ranks (ms):",
+}
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What the training log reads the time from."""
+
+    wall: Callable[[], float] = time.time
+    """Unix seconds."""
+    elapsed: Callable[[], float] = time.perf_counter
+    """Seconds on a clock that never goes back; only differences mean anything."""
+
+
+class TimerError(OnstepError):
+    """A timer is started twice, stopped unstarted, or read although it is not on."""
+
+
+class Timer:
+    """A stopwatch that adds up; `log` and `write` of `Timers` each read what came since they last read.
+
+    On CUDA the device is waited for at each start and stop, so that the time is that of the work which was queued in
+    between.
+
+    Args:
+        name: what it is called in lines, tags and errors.
+        clock: seconds on a clock that never goes back.
+        synchronize: waits for the device.
+        wait_for_ranks: a barrier of all ranks.
+    """
+
+    is_on = True
+
+    def __init__(
+        self,
+        name: str,
+        clock: Callable[[], float] = time.perf_counter,
+        synchronize: Callable[[], None] | None = None,
+        wait_for_ranks: Callable[[], None] | None = None,
+    ) -> None:
+        self.name = name
+        self._clock, self._synchronize, self._wait_for_ranks = clock, synchronize, wait_for_ranks
+        self._started: float | None = None
+        self._seconds = 0.0
+        self._written = 0.0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and not stopped."""
+        return self._started is not None
+
+    def start(self, barrier: bool = False) -> None:
+        """Start it, after a barrier of all ranks where that is asked for; then collective.
+
+        Raises:
+            TimerError: where it runs already.
+        """
+        if self._started is not None:
+            raise TimerError(f"timer {self.name!r} runs already; stop it before it is started again.")
+        self._started = self._now(barrier)
+
+    def stop(self, barrier: bool = False) -> None:
+        """Stop it, and add the seconds since its start. Collective with `barrier`.
+
+        Raises:
+            TimerError: where it does not run.
+        """
+        if self._started is None:
+            raise TimerError(f"timer {self.name!r} does not run; start it before it is stopped.")
+        self._bring_up_to_date(barrier)
+        self._started = None
+
+    def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
+        """Seconds since it was last reset, also while it runs; it goes on running. Collective with `barrier`."""
+        self._bring_up_to_date(barrier)
+        seconds = self._seconds
+        if reset:
+            self._seconds = 0.0
+        return seconds
+
+    def since_written(self, reset: bool = True, barrier: bool = False) -> float:
+        """Seconds since the trackers got it last; independent of `elapsed`. Collective with `barrier`."""
+        self._bring_up_to_date(barrier)
+        seconds = self._written
+        if reset:
+            self._written = 0.0
+        return seconds
+
+    def measure(self, barrier: bool = False) -> AbstractContextManager[None]:
+        """Time a block, with a barrier before and after it; a block that fails is not counted.
+
+        Inside itself, as in an evaluation that a callback makes within another, only the outer block counts. Collective
+        with `barrier`.
+        """
+        return _NOTHING if self._started is not None else self._measured(barrier)
+
+    @contextmanager
+    def _measured(self, barrier: bool) -> Iterator[None]:
+        self.start(barrier)
+        try:
+            yield
+        except BaseException:  # other ranks may not come to a barrier any more
+            self._started = None
+            raise
+        self.stop(barrier)
+
+    def restart(self) -> None:
+        """Forget all seconds; one that runs goes on running."""
+        self._bring_up_to_date(barrier=False)
+        self._seconds = self._written = 0.0
+
+    def reset(self) -> None:
+        """Forget all seconds and stop."""
+        self._seconds = self._written = 0.0
+        self._started = None
+
+    def __enter__(self) -> Timer:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._started is not None:
+            self.stop()
+
+    def _now(self, barrier: bool) -> float:
+        if barrier and self._wait_for_ranks is not None:
+            self._wait_for_ranks()
+        if self._synchronize is not None:
+            self._synchronize()
+        return self._clock()
+
+    def _bring_up_to_date(self, barrier: bool) -> None:
+        if self._started is not None:
+            now = self._now(barrier)
+            self._seconds += now - self._started
+            self._written += now - self._started
+            self._started = now
+        elif barrier and self._wait_for_ranks is not None:
+            self._wait_for_ranks()
+
+
+class OffTimer(Timer):
+    """What stands in for every timer above the level: starting and stopping it does nothing."""
+
+    is_on = False
+
+    def __init__(self) -> None:
+        super().__init__("off")
+
+    def start(self, barrier: bool = False) -> None:
+        """Nothing."""
+
+    def stop(self, barrier: bool = False) -> None:
+        """Nothing."""
+
+    def measure(self, barrier: bool = False) -> AbstractContextManager[None]:
+        return _NOTHING
+
+    def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
+        raise TimerError("this timer is off and has measured nothing; raise logger.timing_log_level to its level.")
+
+    def since_written(self, reset: bool = True, barrier: bool = False) -> float:
+        return self.elapsed(reset, barrier)
+
+
+_OFF = OffTimer()
+
+
+class Timers:
+    """The timers of a run by name. Reading them is collective: all ranks do it with the same names.
+
+    Args:
+        log_level: highest level that is measured; -1 measures nothing.
+        log_option: what `log` prints of the ranks: max, minmax or all.
+        world: the ranks; None is a single one.
+        clock: seconds on a clock that never goes back.
+    """
+
+    def __init__(
+        self,
+        log_level: int = 0,
+        log_option: str = "minmax",
+        *,
+        world: World | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if log_option not in ("max", "minmax", "all"):
+            raise TimerError(f"logger.timing_log_option must be max, minmax or all, got {log_option!r}.")
+        self.log_level, self.log_option = log_level, log_option
+        self._world = world or World()
+        self._clock = clock
+        device = self._world.device
+        self._synchronize = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None
+        self._timers: dict[str, Timer] = {}
+        self._levels: dict[str, int] = {}
+
+    def __call__(self, name: str, log_level: int | None = None) -> Timer:
+        """The timer of that name, made at its first use; one above the level measures nothing.
+
+        Args:
+            log_level: 0, 1 or 2; None is that of `TIMER_LEVELS`, else 2.
+
+        Raises:
+            TimerError: for a level that is none of these, or not that of the timer's first use.
+        """
+        if name not in self._timers:
+            level = TIMER_LEVELS.get(name, _LAST_LEVEL) if log_level is None else log_level
+            if not 0 <= level <= _LAST_LEVEL:
+                raise TimerError(f"the level of timer {name!r} must be 0, 1 or 2, got {level}.")
+            self._levels[name] = level
+            is_on = level <= self.log_level
+            self._timers[name] = Timer(name, self._clock, self._synchronize, self._world.barrier) if is_on else _OFF
+        elif log_level is not None and log_level != self._levels[name]:
+            raise TimerError(
+                f"timer {name!r} is of level {self._levels[name]} since its first use, got {log_level}; "
+                "give the same level or none."
+            )
+        return self._timers[name]
+
+    def names(self, lowest: int = 1, highest: int = _LAST_LEVEL) -> list[str]:
+        """Names of Onstep's own timers of these levels that are on, the same on all ranks."""
+        return [name for name, level in TIMER_LEVELS.items() if lowest <= level <= min(highest, self.log_level)]
+
+    def gather(
+        self,
+        names: Sequence[str],
+        reset: bool = True,
+        barrier: bool = False,
+        read: Callable[[Timer, bool, bool], float] = Timer.elapsed,
+    ) -> dict[str, list[float]]:
+        """Seconds of each rank, in rank order, by name. Collective, once; a timer that a rank has not used is 0."""
+        if not names:
+            return {}
+        if barrier:
+            self._world.barrier()
+        timers = [self._timers.get(name, _OFF) for name in names]
+        mine = [read(timer, reset, False) if timer.is_on else 0.0 for timer in timers]
+        by_rank = self._world.gather_numbers(mine)
+        return {name: [row[index] for row in by_rank] for index, name in enumerate(names)}
+
+    def log(
+        self,
+        names: Sequence[str],
+        rank: int | None = None,
+        normalizer: float = 1.0,
+        reset: bool = True,
+        barrier: bool = False,
+    ) -> None:
+        """Print the times in milliseconds, as `log_option` says. Collective.
+
+        Args:
+            names: timers; those that measured nothing on any rank are left out.
+            rank: who prints; None is the last rank.
+            normalizer: what the times are divided by.
+            reset: start again from 0.
+            barrier: wait for all ranks before the times are taken.
+        """
+        times = _used(self.gather(names, reset, barrier), normalizer)
+        printer = self._world.size - 1 if rank is None else rank
+        if times and self._world.rank == printer:
+            print(times_block(times, self.log_option), flush=True)  # noqa: T201 - these lines are what was asked for
+
+    def maxima(
+        self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True, barrier: bool = False
+    ) -> dict[str, float]:
+        """Seconds of the slowest rank by tag (`<name>-time`), since this was last asked for. Collective.
+
+        What `log` prints is not touched by it.
+        """
+        times = _used(self.gather(names, reset, barrier, Timer.since_written), normalizer)
+        return {f"{name}-time": max(seconds) for name, seconds in times.items()}
+
+    def write(
+        self,
+        names: Sequence[str],
+        writer: object,
+        iteration: int,
+        normalizer: float = 1.0,
+        reset: bool = True,
+        barrier: bool = False,
+    ) -> None:
+        """Hand the slowest rank's seconds to trackers, as `<name>-time`. Collective.
+
+        Args:
+            writer: an object with `add_scalar`, several loggers by name (tensorboard, wandb, mlflow, comet), which all
+                get the same values, or None where this rank has none.
+            iteration: the x-axis.
+        """
+        tags = self.maxima(names, normalizer, reset, barrier)
+        if writer is None:
+            return
+        loggers: Loggers = writer if isinstance(writer, Mapping) else {TENSORBOARD: writer}
+        write_tags(loggers, tags, iteration, 0)
+
+
+def times_block(times: Mapping[str, Sequence[float]], log_option: str) -> str:
+    """Megatron Bridge's lines of some timers; `times` are each rank's seconds by name, 0 for a rank without any."""
+    lines = [_TITLES[log_option]]
+    for name, seconds in times.items():
+        padded = f"    {f'{name} '.ljust(_NAME_WIDTH, '.')}: "
+        if log_option == "all":
+            lines.append(f"  {name}:")
+            lines += [f"     rank {rank:2d}: {one * 1000:.2f}" for rank, one in enumerate(seconds) if one]
+        elif log_option == "max":
+            lines.append(f"{padded}{max(seconds) * 1000:.2f}")
+        else:
+            least = min(one for one in seconds if one)  # a rank that measured nothing is not the fastest
+            lines.append(f"{padded}({least * 1000:.2f}, {max(seconds) * 1000:.2f})")
+    return "\n".join(lines)
+
+
+def _used(times: Mapping[str, list[float]], normalizer: float) -> dict[str, list[float]]:
+    """Those that some rank has measured, divided by the normalizer."""
+    return {name: [one / normalizer for one in seconds] for name, seconds in times.items() if any(seconds)}

@@ -1,0 +1,390 @@
+"""Recomputes a suspicious result, to tell a fault of the machine from a true value.
+
+First in place, on the same device; if that gives the same, the run saves and leaves (exit code 16), and after a restart
+the step is computed again, on another device if the scheduler gives one. The states and exit codes are those of
+Megatron-Core's rerun state machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from onstep.config.parts import RerunStateMachineConfig
+from onstep.distributed import World
+from onstep.training.protocols import StateDict
+from onstep.training.rerun.snapshot import Rewindable, StepSnapshot, rewindable
+from onstep.training.rerun.validation import (
+    EXIT_CODE_FAILED_ON_RESULT_VALIDATION,
+    EXIT_CODE_RESUME_TO_DISAMBIGUATE,
+    Diagnosis,
+    DifferenceStats,
+    Rejection,
+    RerunDiagnostic,
+    RerunErrorInjector,
+    RerunMode,
+    RerunState,
+    UnexpectedResultError,
+    device_identity,
+    plain,
+    relative_difference,
+)
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+REPORTING_INTERVAL = 100
+"""Iterations between two reports of determinism statistics."""
+
+_NOTHING, _REPRODUCED, _NOT_REPRODUCED = range(3)
+
+_EXITS = {
+    RerunState.RERUNNING_IN_PLACE: (False, True, EXIT_CODE_FAILED_ON_RESULT_VALIDATION),
+    RerunState.WILL_RERUN_FROM_CHECKPOINT: (True, True, EXIT_CODE_RESUME_TO_DISAMBIGUATE),
+    RerunState.RERUNNING_FROM_CHECKPOINT: (False, True, EXIT_CODE_FAILED_ON_RESULT_VALIDATION),
+    RerunState.RERUNNING_AGAIN_FROM_CHECKPOINT: (False, True, EXIT_CODE_RESUME_TO_DISAMBIGUATE),
+}
+"""(save a checkpoint first, leave without an update, exit code) after a step."""
+
+
+class RerunStateMachine:
+    """Wraps the forward and backward passes of a step::
+
+        while machine.should_run_forward_backward(data_iterator):
+            ...  # zero the gradients, forward, backward; `validate_result` for each result in question
+        should_checkpoint, should_exit, exit_code = machine.should_checkpoint_and_exit()
+
+    Every rank has one. Its state is the rank's own (a PER_RANK component of a checkpoint).
+
+    Args:
+        world: the ranks that decide together.
+        mode: see `RerunMode`.
+        state_save_func: gives what a forward pass changes besides the random generators (buffers of the model, states
+            of a parallel generator); called before the first run of a step.
+        state_restore_func: takes that back, before each rerun.
+        error_injector: simulates errors.
+        device: identity of this rank's device; None asks `device_identity`.
+    """
+
+    def __init__(
+        self,
+        world: World | None = None,
+        mode: RerunMode | str = RerunMode.DISABLED,
+        *,
+        state_save_func: Callable[[], object] | None = None,
+        state_restore_func: Callable[[Any], None] | None = None,
+        error_injector: RerunErrorInjector | None = None,
+        device: str | None = None,
+    ) -> None:
+        self._world = world or World()
+        self._mode = RerunMode(mode)
+        self.error_injector = error_injector or RerunErrorInjector()
+        self._device = device or device_identity(self._world)
+        self._snapshot = StepSnapshot(self._world.device, state_save_func, state_restore_func)
+        self.state = RerunState.NOT_RUNNING_YET
+        self.current_iteration = 0
+        """Steps done before the one that runs; the loop sets it when it starts."""
+        self.diagnosis: Diagnosis | None = None
+        """What the last rerun showed; the same on all ranks."""
+        self.verdict: str | None = None
+        """The same in words; also where it showed only that another device has to tell."""
+        self.stats: dict[str, DifferenceStats] = {}
+        """Of `report_determinism_stats`: differences on this rank, by the message of the validation."""
+        self._rejections: list[Rejection] = []
+        """Of this rank while a step runs; of all ranks once a rerun is decided on."""
+        self._largest: dict[str, dict[str, float]] = {}
+        self._is_in_step = False
+        self._is_resumed = False
+        self._call = 0
+        self._results: list[object] = []
+        self._iterator_states: list[StateDict] = []
+
+    @classmethod
+    def from_config(cls, config: RerunStateMachineConfig, world: World, **options: Any) -> RerunStateMachine:
+        """The machine that `config` describes; `options` are those of the constructor."""
+        injector = RerunErrorInjector(config.error_injection_rate, config.error_injection_type, seed=1 + world.rank)
+        return cls(world, config.rerun_mode, error_injector=injector, **options)
+
+    def get_mode(self) -> RerunMode:
+        """What the machine does."""
+        return self._mode
+
+    def set_mode(self, mode: RerunMode | str) -> None:
+        """Change what the machine does, between two steps.
+
+        Raises:
+            RuntimeError: while a step runs.
+        """
+        if self._is_in_step:
+            raise RuntimeError("the mode of a RerunStateMachine cannot change while a step runs; change it between two")
+        self._mode = RerunMode(mode)
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Rerun nothing meanwhile, as in evaluations: their results are validated at once."""
+        before = self._mode
+        self.set_mode(RerunMode.DISABLED)
+        try:
+            yield
+        finally:
+            self._mode = before
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether anything is ever rerun."""
+        return self._mode is not RerunMode.DISABLED
+
+    def should_run_forward_backward(self, data_iterator: Rewindable | list[Rewindable] | None = None) -> bool:
+        """Whether to compute the step (again). Collective, unless the mode is `disabled`.
+
+        Args:
+            data_iterator: a `RerunDataIterator`, or a list with one for each virtual pipeline stage. None where the
+                micro-batches of a step are at hand and need not be read again.
+
+        Raises:
+            TypeError: for an iterator that cannot rewind.
+        """
+        if not self._is_in_step:
+            self._begin_step(data_iterator)
+            return True
+        self._is_in_step = self._must_run_again()
+        if self._is_in_step:
+            self._snapshot.go_back()
+            self._call = 0
+        elif self.state in (RerunState.INITIAL_RUN, RerunState.NOT_RUNNING_YET):
+            self.state = RerunState.NOT_RUNNING_YET
+            self.current_iteration += 1
+        return self._is_in_step
+
+    def validate_result(
+        self,
+        result: Result,
+        rejection_func: Callable[[Result], bool],
+        message: str = "unexpected result",
+        comparison_func: Callable[[Result, Result], float] | None = None,
+        tolerance: float = 0.0,
+        fatal: bool = True,
+    ) -> None:
+        """Look at a result of a forward or backward pass; one that is rejected is computed again.
+
+        Reads the device. The validations of a step must come in the same order each time it runs.
+
+        Args:
+            result: a number or tensor; anything with a `comparison_func` of its own.
+            rejection_func: whether a result is suspicious.
+            message: what is said of it.
+            comparison_func: how far two results are apart; None is `relative_difference`.
+            tolerance: up to how far two results count as the same.
+            fatal: whether a result that stays suspicious ends the run; others are only warned of.
+
+        Raises:
+            UnexpectedResultError: for a fatal one, where the mode is `disabled`.
+        """
+        if not self._is_in_step or not self.is_enabled:
+            if rejection_func(result):
+                self._refuse(self._rejection(0, result, message, fatal))
+            return
+        compare: Callable[..., float] = comparison_func or relative_difference
+        call, self._call = self._call, self._call + 1
+        is_initial = self.state is RerunState.INITIAL_RUN
+        if self._mode is RerunMode.REPORT_DETERMINISM_STATS:
+            if is_initial:
+                self._results.append(plain(result))
+            elif call < len(self._results):
+                self.stats.setdefault(message, DifferenceStats()).add(compare(self._results[call], plain(result)))
+            return
+        first = None if is_initial else next((one for one in self._rejections if one.call == call), None)
+        if first is not None:
+            self._attribute(first, compare(first.value, plain(result)), tolerance)
+            return
+        is_rejected = bool(rejection_func(result))
+        is_injected = is_initial and not is_rejected and self.error_injector.maybe_inject()
+        if is_rejected or is_injected:
+            rejection = self._rejection(call, result, message, fatal)
+            rejection.injected = is_injected
+            if not is_initial:  # right the first time, and suspicious now
+                rejection.difference, rejection.is_reproduced = math.inf, False
+            self._rejections.append(rejection)
+
+    def is_unexpectedly_large(
+        self, result: float | Tensor, threshold: float, context: str, num_samples: int = 100, resample: bool = False
+    ) -> bool:
+        """Whether a result is more than `threshold` times the largest of the first `num_samples`; for `rejection_func`.
+
+        The first ones, of each `context`, are only taken note of. `resample` takes note anew. Reads the device.
+        """
+        value = abs(float(result))
+        known = self._largest.setdefault(context, {"num_samples": 0, "largest": 0.0})
+        if resample:
+            known.update(num_samples=0, largest=0.0)
+        if known["num_samples"] >= num_samples:
+            return value > threshold * known["largest"]
+        if math.isfinite(value) and self.state in (RerunState.INITIAL_RUN, RerunState.NOT_RUNNING_YET):
+            known.update(num_samples=known["num_samples"] + 1, largest=max(known["largest"], value))
+        return False
+
+    def should_checkpoint_and_exit(self) -> tuple[bool, bool, int]:
+        """After a step: (save a checkpoint first, leave without an update, exit code).
+
+        Where a checkpoint is asked for, the random generators, the iterators and what `state_restore_func` takes back
+        stand again where they stood before the step.
+        """
+        if self._mode is not RerunMode.VALIDATE_RESULTS or self._is_in_step:
+            return False, False, 0
+        if self.state is RerunState.WILL_RERUN_FROM_CHECKPOINT:
+            self._snapshot.go_back()
+        return _EXITS.get(self.state, (False, False, 0))
+
+    def state_dict(self) -> StateDict:
+        """What the next process has to know: values to compare with, and which results are in question."""
+        pending = self.state is RerunState.WILL_RERUN_FROM_CHECKPOINT
+        iterators = [one.state_dict() for one in self._snapshot.iterators] if pending else self._iterator_states
+        pending = pending or self._is_resumed
+        state = RerunState.WILL_RERUN_FROM_CHECKPOINT if pending else RerunState.NOT_RUNNING_YET
+        return {
+            "mode": self._mode.value,
+            "state": state.value,
+            "current_iteration": self.current_iteration,
+            "world_size": self._world.size,
+            "rejections": [asdict(one) for one in self._rejections] if pending else [],
+            "largest": {context: dict(known) for context, known in self._largest.items()},
+            "error_injector": self.error_injector.state_dict(),
+            "iterators": iterators,
+        }
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Go on from a checkpoint; a result in question is computed again in the next step.
+
+        Not where reruns are disabled now, or the number of ranks has changed: then there is nothing to compare with.
+        """
+        self.current_iteration = int(state_dict["current_iteration"])
+        self._largest = {context: dict(known) for context, known in state_dict["largest"].items()}
+        self.error_injector.load_state_dict(state_dict["error_injector"])
+        self._is_resumed = state_dict["state"] == RerunState.WILL_RERUN_FROM_CHECKPOINT.value
+        self._rejections = [Rejection.from_dict(one) for one in state_dict["rejections"]]
+        self._iterator_states = list(state_dict["iterators"])
+        if self._is_resumed and (
+            self._mode is not RerunMode.VALIDATE_RESULTS or state_dict["world_size"] != self._world.size
+        ):
+            logger.warning(
+                "the checkpoint has results in question (%s), and they are not computed again: that takes "
+                "rerun_state_machine.rerun_mode=validate_results and %d ranks",
+                "; ".join(map(str, self._rejections)),
+                state_dict["world_size"],
+            )
+            self._is_resumed, self._rejections = False, []
+            self.error_injector.is_active = False
+
+    def report_determinism_stats(self) -> dict[str, DifferenceStats]:
+        """Log how often results differed, the worst of all ranks for each validation, and return it. Collective."""
+        worst: dict[str, DifferenceStats] = {}
+        for of_rank in self._world.gather(self.stats):
+            for name, stats in of_rank.items():
+                if name not in worst or stats.largest > worst[name].largest:
+                    worst[name] = stats
+        if self._world.is_main:
+            for name, stats in worst.items():
+                logger.info("determinism of '%s' (worst rank): %s", name, stats)
+        return worst
+
+    def _begin_step(self, data_iterator: Rewindable | list[Rewindable] | None) -> None:
+        iterators = rewindable(data_iterator) if self.is_enabled else []
+        if self._is_resumed:
+            self._resume(iterators)
+        else:
+            self.state, self._rejections = RerunState.INITIAL_RUN, []
+        self._is_in_step, self._call, self._results = True, 0, []
+        if self.is_enabled:
+            self._snapshot.take(iterators)
+
+    def _resume(self, iterators: list[Rewindable]) -> None:
+        """Set out to compute again what a checkpoint has in question."""
+        for iterator, state in zip(iterators, self._iterator_states, strict=False):
+            iterator.load_state_dict(state)
+        self._rejections = [one for one in self._rejections if one.rank == self._world.rank]
+        for one in self._rejections:
+            one.difference = one.is_reproduced = None
+        is_same_device = any(one.fatal and one.device == self._device for one in self._rejections)
+        (some_same_device,) = self._world.agree([int(is_same_device)])
+        again, elsewhere = RerunState.RERUNNING_AGAIN_FROM_CHECKPOINT, RerunState.RERUNNING_FROM_CHECKPOINT
+        self.state = again if some_same_device else elsewhere
+        self._is_resumed, self._iterator_states = False, []
+
+    def _must_run_again(self) -> bool:
+        """Whether the step that has just run does so once more; decides what follows from a rerun."""
+        if not self.is_enabled:
+            return False
+        counts = self._mode is RerunMode.REPORT_DETERMINISM_STATS
+        if self.state is RerunState.INITIAL_RUN:
+            if not counts and self._world.agree([int(bool(self._rejections))]) == [0]:
+                return False
+            for one in self._rejections:
+                logger.warning("%s; the step is computed again on the same device", one)
+            self.state = RerunState.RERUNNING_IN_PLACE
+            return True
+        if not counts:
+            self._judge()
+            return False
+        self.state = RerunState.NOT_RUNNING_YET
+        if (self.current_iteration + 1) % REPORTING_INTERVAL == 0:
+            self.report_determinism_stats()
+        return False
+
+    def _judge(self) -> None:
+        """Decide, for all ranks, what the second result means."""
+        (outcome,) = self._world.agree([max(map(_outcome, self._rejections), default=_NOTHING)])
+        if outcome == _NOTHING:
+            for one in self._rejections:
+                logger.warning("%s; computed again it differs by %s; not fatal, training goes on", one, one.difference)
+            self.state, self._rejections, self.error_injector.is_active = RerunState.NOT_RUNNING_YET, [], False
+            return
+        self._rejections = [one for of_rank in self._world.gather(self._rejections) for one in of_rank]
+        culprit = next(one for one in self._rejections if _outcome(one) == outcome)
+        if self.state is RerunState.RERUNNING_IN_PLACE and outcome == _REPRODUCED:
+            self.state = RerunState.WILL_RERUN_FROM_CHECKPOINT
+            self._say("%s; the same device computes the same again: start again on another device to tell why", culprit)
+        elif self.state is RerunState.RERUNNING_AGAIN_FROM_CHECKPOINT:
+            self._say("%s; this is the same device again, which tells nothing new: start again on another one", culprit)
+        else:
+            kind = RerunDiagnostic.CORRECT_RESULT if outcome == _REPRODUCED else RerunDiagnostic.PERSISTENT_ERROR
+            if self.state is RerunState.RERUNNING_IN_PLACE:
+                kind = RerunDiagnostic.TRANSIENT_ERROR
+            self.diagnosis, self.error_injector.is_active = Diagnosis(kind, culprit), False
+            self._say("%s", self.diagnosis)
+
+    def _say(self, text: str, what: object) -> None:
+        self.verdict = text % what
+        if self._world.is_main:
+            logger.error(text, what)
+
+    def _refuse(self, rejection: Rejection) -> None:
+        """Nothing is computed again here."""
+        if rejection.fatal:
+            raise UnexpectedResultError(
+                f"{rejection}; rerun_state_machine.rerun_mode=validate_results computes such a step again."
+            )
+        logger.warning("%s", rejection)
+
+    def _attribute(self, first: Rejection, difference: float, tolerance: float) -> None:
+        """Remember how far the second result of a rejected one is from it."""
+        if first.injected:
+            is_other_device = self.state is RerunState.RERUNNING_FROM_CHECKPOINT
+            difference = self.error_injector.maybe_miscompare(difference, on_other_device=is_other_device)
+        first.difference, first.is_reproduced = difference, difference <= tolerance
+
+    def _rejection(self, call: int, result: object, message: str, fatal: bool) -> Rejection:
+        place = (self._world.rank, self._device, self.current_iteration)
+        return Rejection(*place, call=call, value=plain(result), message=message, fatal=fatal)
+
+
+def _outcome(rejection: Rejection) -> int:
+    if not rejection.fatal:
+        return _NOTHING
+    return _REPRODUCED if rejection.is_reproduced else _NOT_REPRODUCED

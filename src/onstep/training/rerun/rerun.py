@@ -1,0 +1,153 @@
+"""What the loop's own step gives the rerun state machine: its batches and its losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from onstep.config.parts import RerunStateMachineConfig
+from onstep.data import StepBatches
+from onstep.events import Request
+from onstep.training.compute.losses import MicroLoss, as_scalar
+from onstep.training.compute.step import Step
+from onstep.training.feature import Feature, Interruption
+from onstep.training.protocols import StateDict
+from onstep.training.rerun.machine import RerunStateMachine
+from onstep.training.rerun.snapshot import shallow_copy
+from onstep.training.stages.ending import Leave
+from onstep.training.stages.forward_backward import BufferGuard
+from onstep.training.stages.job import Job
+
+
+@dataclass
+class GivenMachine:
+    """The machine of steps that are trained without `train()`, as a caller set it."""
+
+    machine: RerunStateMachine = field(default_factory=RerunStateMachine)
+
+
+class RerunMachine(Feature[Job]):
+    """Computes a suspicious step again, and leaves where the fault cannot be told here."""
+
+    name = "rerun"
+    when = "rerun_state_machine.rerun_mode"
+    collective = True
+    per_rank = True
+    has_state = True
+
+    @classmethod
+    def wanted(cls, host: Job) -> bool:
+        """Where results are validated, and where a resumed run must say what its checkpoint has in question."""
+        run = host.run
+        if run.cfg.rerun_state_machine.rerun_mode != "disabled":
+            return True
+        found = run.checkpoints.start if run.checkpoints is not None and run.stage.is_resumed else None
+        return found is not None and "rank" in found.manifest.components
+
+    def __init__(self, host: Job) -> None:
+        super().__init__(host)
+        self._run, self._reader, self._config = host.run, host.reader, host.run.cfg.rerun_state_machine
+        self._position: StateDict = {}
+        buffers = BufferGuard(host.model, saved_only=False)
+        self.machine = RerunStateMachine.from_config(
+            self._config,
+            self._run.world,
+            state_save_func=buffers.keep,
+            state_restore_func=lambda _: buffers.restore(),
+        )
+        self.machine.current_iteration = self._run.train_state.step
+        self.has_state = self.machine.is_enabled or self._run.stage.is_resumed
+
+    def begin(self) -> None:
+        """Number the steps from where the run stands; a disabled machine has nothing to save."""
+        self.machine.current_iteration = self._run.train_state.step
+        self.has_state = self.machine.is_enabled
+
+    def wrap_read(self, read: Callable[[], StepBatches | None]) -> Callable[[], StepBatches | None]:
+        if not self.machine.is_enabled:
+            return read
+
+        def noted() -> StepBatches | None:
+            self._position = self._reader.state_dict()
+            return read()
+
+        return noted
+
+    def wrap_compute(self, compute: Callable[[Step], None]) -> Callable[[Step], None]:
+        machine = self.machine
+        if not machine.is_enabled:
+            return compute
+
+        def computed(step: Step) -> None:
+            batches = step.batches
+            while machine.should_run_forward_backward():
+                step.batches = fresh_batches(batches)
+                compute(step)
+                validate_losses(machine, step.micros, self._config)
+            step.batches = batches
+            saves, leaves, exit_code = machine.should_checkpoint_and_exit()
+            if leaves:
+                verdict, details = machine.verdict or "", {"exit_code": exit_code}
+                decision = Request("rerun_exit", "rerun state machine", "", verdict, self._run.world.rank, details)
+                why = "before leaving, for a result to be computed again"
+                raise Leave(exit_code, decision, self._position if saves else None, why)
+
+        return computed
+
+    def after_skip(self) -> None:
+        self.machine.current_iteration = self._run.train_state.step
+
+    def pause(self, work: Interruption) -> AbstractContextManager[object]:
+        """Rerun nothing in evaluations: their results are validated at once."""
+        return self.machine.disabled() if work == "score" and self.machine.is_enabled else nullcontext()
+
+    def state_dict(self) -> StateDict:
+        return self.machine.state_dict()
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        self.machine.load_state_dict(state_dict)
+
+
+def fresh_batches(batches: StepBatches) -> StepBatches:
+    """The step's micro-batches for one more run: a forward step may have taken entries out of them."""
+    return replace(batches, micro_batches=[shallow_copy(batch) for batch in batches.micro_batches])
+
+
+def validate_losses(machine: RerunStateMachine, micros: list[MicroLoss], config: RerunStateMachineConfig) -> None:
+    """Validate the losses of a step on this rank, one by one; micro-batches that count nothing are left out.
+
+    NaN and infinity are fatal, a spike (`spiky_loss_factor`) is not. Reads the device once. Does nothing while the
+    machine is disabled: what is not finite is then refused before the update, by `train.on_nonfinite`.
+    """
+    if not machine.is_enabled:
+        return
+    for loss in _mean_losses(micros):
+        if config.check_for_nan_in_loss:
+            machine.validate_result(loss, math.isnan, "found NaN in local forward loss calculation")
+            machine.validate_result(loss, math.isinf, "found Inf in local forward loss calculation")
+        if config.check_for_spiky_loss:
+            machine.validate_result(
+                loss,
+                lambda value: machine.is_unexpectedly_large(value, config.spiky_loss_factor, context="loss"),
+                "Spiky loss",
+                fatal=False,
+            )
+
+
+def _mean_losses(micros: list[MicroLoss]) -> list[float]:
+    """The losses of the micro-batches that have weight, as numbers; a sum is divided by what it is the sum of."""
+    if not micros:
+        return []
+    device = micros[0].loss.device
+    losses = torch.stack([as_scalar(micro.loss.detach(), torch.float64, device).reshape(()) for micro in micros])
+    weights = torch.stack([as_scalar(micro.weight, torch.float64, device).reshape(()) for micro in micros])
+    values, counts = torch.stack([losses, weights]).tolist()
+    return [
+        value / count if micro.kind == "sum" else value
+        for micro, value, count in zip(micros, values, counts, strict=True)
+        if count != 0
+    ]

@@ -1,0 +1,167 @@
+"""Builds the model, the tokenizer and the data of a language-model run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from onstep.config import ConfigContainer, ModelConfig
+from onstep.config.lengths import sizes_of
+from onstep.data import EvalLoader, Tokenizer, TrainLoader, build_datasets, build_tokenizer, learn_bpe, tokenizer_source
+from onstep.data.corpus.tokenizers import TokenizersTokenizer
+from onstep.distributed import World, data_parallel
+from onstep.errors import ConfigError, MissingWeightsError
+from onstep.metrics.model_shape import ModelShape, num_active_parameters, num_parameters
+from onstep.models import ModelHook, Transformer, build_transformer
+from onstep.training.run import Run
+from onstep.training.setup.lora import add_lora, statistics
+from onstep.training.setup.pretrained import find_pretrained, load_pretrained
+
+
+def build_model(config: ConfigContainer, world: World, state: Run) -> list[nn.Module]:
+    """The model's chunks, on the device, wrapped for data parallelism; every rank has the same weights. Collective.
+
+    Trained weights are read unless the run continues from a checkpoint of its own, which has them all. LoRA comes
+    before the `pre_wrap_hooks`, which so have the last word on what is trained.
+
+    Raises:
+        MissingWeightsError: for fine-tuning without weights.
+        ConfigError: when a hook gives no list of modules.
+    """
+    transformer = _transformer(config, world, state)
+    state.sums.flops_per_token = 6.0 * (
+        transformer.num_parameters(exclude_embeddings=True) - idle_parameters(config.model)
+    )
+    if config.peft.peft_scheme is not None:
+        add_lora(transformer, config.peft, config.rng.seed)
+        if world.is_main:
+            print(statistics(transformer), flush=True)  # noqa: T201 - Megatron Bridge's block
+    with torch.random.fork_rng(devices=[]):  # what hooks draw follows from the seed too, such as a new head's weights
+        torch.manual_seed(config.rng.seed)
+        chunks = run_hooks([transformer], state.door.pre_wrap_hooks)
+    return data_parallel([chunk.to(world.device) for chunk in chunks], world, config.ddp)
+
+
+def run_hooks(chunks: list[nn.Module], hooks: Sequence[ModelHook]) -> list[nn.Module]:
+    """The chunks after each hook in turn. A hook that raises is named in a note of its error.
+
+    Raises:
+        ConfigError: when a hook gives anything but None or a list of modules.
+    """
+    for hook in hooks:
+        name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        try:
+            given = hook(chunks)
+        except Exception as error:
+            error.add_note(f"raised by the pre-wrap hook {name}")
+            raise
+        if given is None:
+            continue
+        if not isinstance(given, list) or not given or not all(isinstance(chunk, nn.Module) for chunk in given):
+            raise ConfigError(
+                f"the pre-wrap hook {name} must give None or a list of modules, got {type(given).__name__}; give the "
+                f"list that it was handed."
+            )
+        chunks = given
+    return chunks
+
+
+def _transformer(config: ConfigContainer, world: World, state: Run) -> Transformer:
+    if state.checkpoints is not None and state.checkpoints.start is not None:
+        return build_transformer(config.model, seed=config.rng.seed)
+    source = find_pretrained(config)
+    if source is not None:
+        with state.timers("load-pretrained-checkpoint").measure(barrier=True):
+            return load_pretrained(source, config.model, world)
+    if config.checkpoint.finetune:
+        raise MissingWeightsError(
+            f"checkpoint.load={config.checkpoint.load} has no checkpoint yet, so there is nothing to fine-tune; set "
+            f"checkpoint.pretrained_checkpoint to the weights to start from."
+        )
+    return build_transformer(config.model, seed=config.rng.seed)
+
+
+def idle_parameters(config: ModelConfig) -> int:
+    """Weights of experts that a token does not meet."""
+    shape = ModelShape.of(config)
+    return 0 if shape is None else num_parameters(shape) - num_active_parameters(shape)
+
+
+def open_tokenizer(state: Run) -> Tokenizer:
+    """The configured tokenizer. Collective where it is `bpe`.
+
+    A tokenizer that is learned is kept in the run's folder, and a run that continues takes its own, whatever has become
+    of the corpus: token ids must go on meaning the same.
+    """
+    config, world = state.cfg, state.world
+    if config.tokenizer.tokenizer_type != "bpe":
+        return build_tokenizer(config.tokenizer)
+    folder = None if state.run_folder is None else state.run_folder.path
+    kept = None if folder is None else folder / "tokenizer.json"
+    kept = world.share(kept if kept is not None and kept.is_file() else None)
+    if kept is not None:
+        return TokenizersTokenizer(kept)
+    tokenizer = learn_bpe(
+        tokenizer_source(config.dataset, show_progress=world.is_main),
+        config.tokenizer.vocab_size,
+        config.dataset.cache_dir,
+        show_progress=world.is_main,
+        wait_for_other=not world.is_main,
+    )
+    if folder is not None and world.is_main:
+        tokenizer.save(folder)
+    return tokenizer
+
+
+def build_data(
+    config: ConfigContainer, world: World, tokenizer: Tokenizer
+) -> tuple[TrainLoader | None, EvalLoader | None, EvalLoader | None]:
+    """Loaders of the three splits. The first rank of all writes the token file while the others wait for it."""
+    train, valid, test = build_datasets(
+        config.dataset,
+        tokenizer,
+        show_progress=world.is_main,
+        wait_for_other=not world.is_main,
+        vocab_size=config.model.vocab_size,
+    )
+    loader = None if config.validation.skip_train else train_loader(config, world, train)
+    return loader, eval_loader(config, world, valid), eval_loader(config, world, test)
+
+
+def train_loader(config: ConfigContainer, world: World, dataset: object) -> TrainLoader:
+    """A loader of this rank's share of the training split."""
+    options, data = config.train, config.dataset
+    assert options.micro_batch_size is not None
+    assert options.global_batch_size is not None
+    seed = config.rng.seed if config.rng.data_seed is None else config.rng.data_seed
+    return TrainLoader(
+        dataset,
+        micro_batch_size=options.micro_batch_size,
+        global_batch_size=sizes_of(config, world.size).last,
+        rank=world.rank,
+        world_size=world.size,
+        seed=seed,
+        shuffle=data.shuffle,
+        drop_last=options.drop_last,
+        num_workers=data.num_workers,
+        pin_memory=data.pin_memory and world.device.type == "cuda",
+        persistent_workers=data.persistent_workers,
+    )
+
+
+def eval_loader(config: ConfigContainer, world: World, dataset: object) -> EvalLoader | None:
+    """A loader that reads a split from its start, in evaluation batches; None where there is no split."""
+    if dataset is None:
+        return None
+    micro, batch = config.validation.eval_micro_batch_size, config.validation.eval_global_batch_size
+    assert micro is not None
+    assert batch is not None
+    return EvalLoader(
+        dataset,
+        micro_batch_size=micro,
+        num_microbatches=batch // (micro * world.size),
+        rank=world.rank,
+        world_size=world.size,
+    )

@@ -1,0 +1,289 @@
+"""The trained weights that a run starts from: where they are, what model they are of, and how they get into it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from onstep.checkpoint import CheckpointInfo, checkpoints, read_manifest, resolve
+from onstep.checkpoint.loading import read_weights
+from onstep.checkpoint.states import mismatches
+from onstep.checkpoint.storage.manifest import MANIFEST
+from onstep.config import ConfigContainer, from_dict
+from onstep.config.load import typed_copy
+from onstep.config.parts import ModelConfig, TokenizerConfig
+from onstep.config.run_rules import check_finetune, loads_own
+from onstep.config.validate import fill
+from onstep.data import tokenizer_in_run
+from onstep.data.corpus.tokenizer_files import tokenizer_in_folder
+from onstep.distributed import World
+from onstep.errors import CheckpointError, ConfigError, MissingWeightsError, RunExistsError
+from onstep.models import Transformer, load_hf
+from onstep.models.hf.directory import load_hf_config
+from onstep.models.transformer import empty_transformer
+from onstep.training.runs.run_dir import RunFolder
+from onstep.training.setup.lora import merged_state_dict
+
+logger = logging.getLogger(__name__)
+
+OF_TRAINING = frozenset(
+    {
+        "seq_length",
+        "make_vocab_size_divisible_by",
+        "init_method_std",
+        "attention_dropout",
+        "hidden_dropout",
+        "recompute_granularity",
+        "log_max_attention_logit",
+        "moe_router_load_balancing_type",
+        "moe_aux_loss_coeff",
+        "moe_z_loss_coeff",
+        "moe_router_bias_update_rate",
+        "moe_expert_capacity_factor",
+        "moe_token_drop_policy",
+        "moe_grouped_gemm",
+        "moe_per_layer_logging",
+        "mtp_loss_scaling_factor",
+    }
+)
+"""What a run may choose for itself: how a model is trained, not which one it is."""
+
+
+def fill_model(
+    config: ConfigContainer, model: ModelConfig, tokenizer: TokenizerConfig | None, where: str
+) -> ConfigContainer:
+    """A copy of `config` with the model of trained weights, and their tokenizer where it names none of its own.
+
+    Args:
+        config: its values of the model hold where they are not the defaults, and must then be the weights'.
+        model: what the weights are of.
+        tokenizer: what their tokens mean, if that is known.
+        where: the weights, for messages.
+
+    Raises:
+        ConfigError: naming the first value that is another one than the weights'.
+    """
+    config = typed_copy(config)
+    if model.position_embedding_type == "learned_absolute" and config.model.seq_length != model.seq_length:
+        raise ConfigError(
+            f"model.seq_length={config.model.seq_length} must be {model.seq_length}: the weights in {where} have that "
+            f"many learned positions; set model.seq_length and dataset.seq_length."
+        )
+    theirs, default = _filled(config, model), ModelConfig()
+    ours = _filled(config, config.model)
+    taken = []
+    for name in (field.name for field in fields(ModelConfig) if field.name not in OF_TRAINING):
+        own, of_weights = getattr(config.model, name), getattr(theirs, name)
+        if own == getattr(default, name):
+            if own != of_weights:
+                setattr(config.model, name, of_weights)
+                taken.append(f"{name}={of_weights}")
+        elif not _same(getattr(ours, name), of_weights):
+            raise ConfigError(
+                f"model.{name}={own} is not that of the weights in {where}, which is {of_weights}; leave it out, or "
+                f"set it to its default, to take theirs."
+            )
+    origin = f"as configured; there is none with the weights in {where}"
+    if tokenizer is not None and config.tokenizer == TokenizerConfig():
+        config.tokenizer, origin = tokenizer, f"that of the weights in {where}"
+    elif tokenizer is not None:
+        origin = f"as configured, not that of the weights in {where} ({_named(tokenizer)})"
+    logger.info("tokenizer: %s, %s", _named(config.tokenizer), origin)
+    if taken:
+        logger.info("model taken from %s: %s", where, ", ".join(taken))
+    return config
+
+
+def _named(tokenizer: TokenizerConfig) -> str:
+    path = tokenizer.tokenizer_model
+    return tokenizer.tokenizer_type if path is None else f"{tokenizer.tokenizer_type} {path}"
+
+
+def _filled(config: ConfigContainer, model: ModelConfig) -> ModelConfig:
+    """`model` with its derived sizes."""
+    whole = typed_copy(config)
+    whole.model = model
+    return fill(whole, 1).model
+
+
+def _same(own: object, theirs: object) -> bool:
+    if isinstance(own, float) and isinstance(theirs, float):
+        return math.isclose(own, theirs, rel_tol=1e-9)  # written in another precision
+    return bool(own == theirs)
+
+
+CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True)
+class PretrainedSource:
+    """Trained weights, found but not read."""
+
+    path: Path
+    """A Hugging Face folder, a checkpoint, or a folder of checkpoints."""
+    is_hugging_face: bool
+    model: ModelConfig
+    tokenizer: TokenizerConfig | None
+    """What the weights' tokens mean, where the source says so."""
+    step: int | None = None
+    """The checkpoint to take from a folder of them; None is the newest."""
+
+
+def pretrained_path(config: ConfigContainer) -> tuple[Path, int | None] | None:
+    """What the configuration names as trained weights to start from, and which step of it; None where it names none."""
+    checkpoint = config.checkpoint
+    if checkpoint.pretrained_checkpoint is not None:
+        return Path(checkpoint.pretrained_checkpoint).expanduser(), None
+    if checkpoint.finetune and checkpoint.load is not None and not loads_own(config):
+        return Path(checkpoint.load).expanduser(), checkpoint.ckpt_step
+    return None
+
+
+def find_pretrained(config: ConfigContainer) -> PretrainedSource | None:
+    """The trained weights that the configuration names; None where it names none.
+
+    A folder with a `config.json` is a Hugging Face model; of a run its final weights are taken, else its newest
+    checkpoint.
+
+    Raises:
+        MissingWeightsError: when nothing is there.
+        ConfigError: for a model that the built-in transformer is not.
+    """
+    named = pretrained_path(config)
+    if named is None:
+        return None
+    path, step = named
+    if not path.exists():
+        raise MissingWeightsError(
+            f"{_key(config)}={path} does not exist; give a Hugging Face folder, a run or a checkpoint."
+        )
+    tokenizer, folder = None, path
+    if not (path / CONFIG_FILE).is_file():
+        folder = path / "model"
+        if step is not None or not (path / "run.json").is_file() or not (folder / CONFIG_FILE).is_file():
+            return _of_checkpoints(path, step, config)
+        tokenizer = tokenizer_in_run(_stored_config(path).tokenizer, path)
+    return PretrainedSource(folder, True, load_hf_config(folder), tokenizer or tokenizer_in_folder(folder))
+
+
+def fill_from_pretrained(config: ConfigContainer) -> ConfigContainer:
+    """A copy whose model and tokenizer are those of the trained weights that it names; as it is where it names none.
+
+    A value of the model that is left at its default is taken from the weights; any other must be theirs. A tokenizer
+    that is left at its default is theirs too. Where the weights are gone, a run that has its own checkpoints keeps the
+    values that it was started with.
+
+    Raises:
+        ConfigError: naming the first value that is another one than the weights', or a rule that is broken.
+        MissingWeightsError: when there are no weights.
+    """
+    config = typed_copy(config)
+    check_finetune(config)
+    try:
+        source = find_pretrained(config)
+    except MissingWeightsError:
+        stored = _started_with(config)
+        if stored is None:
+            raise
+        source = PretrainedSource(Path(), False, stored.model, stored.tokenizer)
+    return config if source is None else fill_model(config, source.model, source.tokenizer, str(source.path))
+
+
+def load_pretrained(source: PretrainedSource, config: ModelConfig, world: World) -> Transformer:
+    """A model of `config` with the trained weights, in float32 on the CPU. Collective.
+
+    Raises:
+        CheckpointError: for a checkpoint that is not whole, or holds another model's weights.
+        OnstepError: for a Hugging Face folder of which the same is true.
+    """
+    if source.is_hugging_face:
+        return load_hf(source.path, config)
+    outcome: CheckpointInfo | CheckpointError | None = None
+    if world.is_main:  # which compares every file with the manifest
+        try:
+            outcome = resolve(source.path, step=source.step)
+        except CheckpointError as error:
+            outcome = error
+    outcome = world.share(outcome)
+    if isinstance(outcome, CheckpointError):
+        raise outcome
+    assert outcome is not None
+    return _model_of(outcome, config)
+
+
+def model_of_checkpoint(path: Path) -> Transformer:
+    """The model of a checkpoint, or of the newest one of a run: in float32 on the CPU, LoRA merged.
+
+    Raises:
+        CheckpointError: where there is none that is whole, or it does not hold the model of its configuration.
+    """
+    info = resolve(path)
+    if not info.manifest.config:
+        raise CheckpointError(f"{info.path} holds no configuration, so its model is not known.")
+    return _model_of(info, from_dict(info.manifest.config).model)
+
+
+def _model_of(info: CheckpointInfo, config: ModelConfig) -> Transformer:
+    tensors, tied = read_weights(info)
+    state = {**tensors, **{name: tensors[kept] for name, kept in tied.items()}}
+    peft = from_dict(info.manifest.config).peft
+    if peft.peft_scheme is not None:
+        state = merged_state_dict(state, peft.alpha / peft.dim)
+    model = empty_transformer(config)
+    problems = mismatches(model.state_dict(), state)
+    if problems:
+        raise CheckpointError(
+            f"{info.path} does not hold the weights of this run's model: {'; '.join(problems)}. Take the "
+            f"model section of the run that saved it."
+        )
+    model.load_state_dict(state)
+    return model
+
+
+def _of_checkpoints(path: Path, step: int | None, config: ConfigContainer) -> PretrainedSource:
+    """The configuration that the newest manifest holds; whether the checkpoint is whole is seen when it is read."""
+    if (path / MANIFEST).is_file():
+        manifest = read_manifest(path)
+    else:
+        root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        found = [one for one in checkpoints(root) if step is None or one.step == step]
+        if not found:
+            wanted = "" if step is None else f" of step {step}"
+            raise MissingWeightsError(
+                f"{_key(config)}={path} holds neither {CONFIG_FILE} (a Hugging Face folder) nor a checkpoint{wanted} "
+                f"of Onstep; give one of these."
+            )
+        manifest = found[0].manifest
+    if not manifest.config:
+        raise ConfigError(
+            f"{path} holds no configuration, so its model is not known; export its weights, and load them into a model "
+            f"of your own."
+        )
+    stored = from_dict(manifest.config)
+    return PretrainedSource(path, False, stored.model, tokenizer_in_run(stored.tokenizer, path), step)
+
+
+def _stored_config(run: Path) -> ConfigContainer:
+    return from_dict(RunFolder(run).read()["config"])
+
+
+def _started_with(config: ConfigContainer) -> ConfigContainer | None:
+    """The configuration of the run that is continued from its own checkpoints; None where there is none."""
+    if config.run.name is None or config.run.fresh:
+        return None
+    folder = RunFolder(Path(config.run.output_dir) / config.run.name)
+    if not any(folder.checkpoints.glob("checkpoint-*")):
+        return None
+    try:
+        stored = _stored_config(folder.path)
+    except (RunExistsError, ConfigError):  # claiming the folder will say what is wrong with it
+        return None
+    is_same = pretrained_path(stored) == pretrained_path(config)
+    return stored if is_same else None
+
+
+def _key(config: ConfigContainer) -> str:
+    is_named = config.checkpoint.pretrained_checkpoint is not None
+    return "checkpoint.pretrained_checkpoint" if is_named else "checkpoint.load"

@@ -1,0 +1,87 @@
+"""Ranks agree: what any rank asked for becomes one decision at one step on all ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+from onstep.events import Request
+from onstep.events.control import STICKY
+from onstep.metrics_log import encode
+from onstep.training.run import Run
+
+logger = logging.getLogger(__name__)
+
+
+def agree(state: Run) -> None:
+    """Make the control's flags the same on all ranks; over ranks, set wins. Collective.
+
+    Who asked, and why, travels in a second collective, and only when something was asked. What was decided goes to the
+    run's `decisions.jsonl`; values that were set are in force when this returns.
+    """
+    control, world = state.control, state.world
+    watch, checkpoints = state.exits, state.checkpoints
+    writes = checkpoints is not None and checkpoints.is_writing
+    if world.size == 1:
+        signalled = watch.handler is not None and watch.handler.received
+        if signalled or writes or watch.some_rank_writes or watch.deadline is not None or watch.straggler:
+            watch.adopt(watch.votes(world.is_main, writes))
+        if state.ending.stopped_by is not None:
+            _forget_withdrawn_stop(state)
+        if control.requests:
+            record(state, control.drain())
+        return
+    votes = [*watch.votes(world.is_main, writes), int(control.hears_before_update)]
+    agreed = world.agree([*votes, *control.vector()])
+    *exits, heard = agreed[: len(votes)]
+    state.exits.adopt(exits)
+    control.is_heard_before_update = bool(heard)
+    is_asked = control.adopt(agreed[len(votes) :])
+    _forget_withdrawn_stop(state)
+    if is_asked:
+        record(state, [request for of_rank in world.gather(control.drain()) for request in of_rank])
+
+
+def record(state: Run, requests: list[Request]) -> None:
+    """Act on the requests of all ranks, in rank order, and append them to the run's `decisions.jsonl`.
+
+    Remembered are who asked for the end of training and for a rollback; of two values for one key the later one holds.
+    """
+    is_training = state.ending.train_started and not state.ending.train_ended
+    for request in requests:
+        if request.flag in STICKY and state.ending.stopped_by is None and is_training:
+            state.ending.stopped_by = request
+        if request.flag == "rollback" and state.control.rollback_request is None:
+            state.control.rollback_request = request
+        if request.flag == "set":
+            key, value = request.details["key"], request.details["value"]
+            if value is None:
+                state.train_state.overrides.pop(key, None)
+            else:
+                state.train_state.overrides[key] = value
+        write_decision(state, request)
+
+
+def write_decision(state: Run, request: Request, step: int | None = None) -> None:
+    """Append a decision to the run's `decisions.jsonl`, on rank 0; a crash costs at most its line.
+
+    It is about `step`; None is the last one that is done.
+    """
+    if state.run_folder is None or not state.world.is_main:
+        return
+    head = {"timestamp": time.time(), "step": state.train_state.step if step is None else step}
+    line = encode({**head, **vars(request)})
+    try:
+        with state.run_folder.decisions.open("ab+", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            is_torn = size > 0 and file.read(1) != b"\n"  # by an earlier crash
+            file.write(b"\n" * is_torn + line.encode() + b"\n")
+    except OSError as error:
+        logger.warning("a decision (%s) could not be recorded: %s", request, error)
+
+
+def _forget_withdrawn_stop(state: Run) -> None:
+    if state.ending.stopped_by is not None and not any(getattr(state.control, flag) for flag in STICKY):
+        state.ending.stopped_by = None

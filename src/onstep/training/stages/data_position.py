@@ -1,0 +1,157 @@
+"""Where the loop stands in its data, and how it gets there: at the start, from a checkpoint, in the next epoch."""
+
+from __future__ import annotations
+
+import logging
+
+from onstep.data import StepBatches
+from onstep.errors import DataError
+from onstep.optim import ForeignOptimizer
+from onstep.training.compute.step import Step
+from onstep.training.run import Run
+from onstep.training.stages.agreement import agree
+from onstep.training.stages.job import Job
+from onstep.training.stages.progress_log import log_job_start, pending_flops
+
+logger = logging.getLogger(__name__)
+
+
+def prepare(job: Job) -> None:
+    """Forget what an earlier `train()` on this run left (its stop, its mean loss); keep what a checkpoint brought."""
+    run, stage = job.run, job.run.stage
+    for chunk in job.model:
+        chunk.train()
+    if not stage.is_resumed:
+        run.control.clear_stops()
+        run.ending.stopped_by = None
+        run.sums.loss_sum, run.sums.loss_steps = 0.0, 0
+        stage.was_concluded = stage.epoch_is_open = False
+    run.ending.was_stopped = stage.data_exhausted = stage.has_stepped = run.saving.saves_at_end = False
+    run.facts.max_steps = run.train_iters or 0
+    run.sums.flops_at_start = run.train_state.floating_point_operations_so_far
+    run.exits.start(run.cfg.train.exit_duration_in_mins, run.start_time)
+    run.features.of_the_loop = {"meter": job.meter}
+    if job.scaler is not None and isinstance(job.optimizer, ForeignOptimizer):
+        run.features.of_the_loop["scaler"] = job.scaler
+    if run.checkpoints is not None:
+        run.checkpoints.check_states(job.trained)
+        if run.cfg.logger.log_progress:
+            log_job_start(run)
+    run.ending.train_started, run.ending.train_ended = True, False
+
+
+def go_to(job: Job) -> None:
+    """Move data, log interval and random generators to where the checkpoint was taken. Collective."""
+    run = job.run
+    if run.checkpoints is not None and run.stage.is_resumed:
+        leave_out_skipped(job)
+        run.checkpoints.load_position(job.reader, job.scheduler)
+        run.sums.flops_at_start += pending_flops(run)
+    update_batch_size(run)
+    apply_overrides(job)
+    agree(run)
+
+
+def update_batch_size(run: Run) -> None:
+    """Set the number of micro-batches of the next step from the consumed samples, where batches grow."""
+    sizes = run.batch_sizes
+    if sizes is not None and sizes.varies:
+        sizes.update(run.train_state.consumed_train_samples, verbose=run.world.is_main)
+        run.num_microbatches = sizes.num_micro_batches
+
+
+def count(job: Job, step: Step) -> None:
+    """Take the step into the log interval, and count it and its samples."""
+    run, samples = job.run, step.batches.num_samples
+    job.meter.add(None if step.left_out else step.total, step.grad_norm, step.applied, step.num_zeros)
+    advance(run, job.samples_of(step.batches) if samples is None else samples)
+    run.stage.has_stepped = True
+    if job.start.is_first:
+        job.start.note_first_step(run, step)
+
+
+def advance(run: Run, samples: int) -> None:
+    """Count a step of `samples` samples."""
+    progress = run.train_state
+    progress.step += 1
+    progress.steps_in_epoch += 1
+    progress.samples_in_epoch += samples
+    progress.consumed_train_samples += samples
+    run.saving.is_unsaved = True
+
+
+def is_skipped(run: Run) -> bool:
+    """Whether the next step is one of `train.iterations_to_skip`."""
+    skipped = run.cfg.train.iterations_to_skip
+    return bool(skipped) and run.train_state.step + 1 in skipped
+
+
+def skip_step(job: Job, batches: StepBatches | None) -> bool:
+    """Count the next step without training on it; False at the end of the data.
+
+    Its samples count as consumed and as skipped, the schedule stands still, and nothing else happens at it: no callback
+    is called, and nothing is logged, evaluated or saved. Only where the batch grows with them is a checkpoint written,
+    as after any other step.
+    """
+    if batches is None:
+        return False
+    run, samples = job.run, job.samples_of(batches)
+    advance(run, samples)
+    run.train_state.skipped_train_samples += samples
+    job.start.pass_over(samples)
+    if run.world.is_main:
+        step = run.train_state.step
+        logger.info("skipped step %d and its %d samples (train.iterations_to_skip)", step, samples)
+    run.features.after_skip()
+    return True
+
+
+def begin_epoch(run: Run) -> None:
+    """Open the epoch; a request to end it early was about the one before, unless a checkpoint has it open."""
+    if not run.stage.epoch_is_open:
+        run.control.honoured("should_epoch_stop")
+    run.stage.epoch_is_open = True
+
+
+def end_epoch(job: Job, has_data: bool) -> None:
+    """Move to the next epoch if this one is over, or is to end early; a raw iterator goes on where it stands."""
+    run, progress = job.run, job.run.train_state
+    is_over = not has_data or not job.reader.has_next(run.num_microbatches)
+    if is_over:
+        check_that_there_was_data(job)
+    if job.reader.has_epochs and (is_over or run.control.should_epoch_stop):
+        progress.epoch += 1
+        progress.samples_in_epoch = progress.steps_in_epoch = 0
+        leave_out_skipped(job)
+        job.reader.seek(progress.epoch, 0)
+    run.stage.epoch_is_open = False
+
+
+def check_that_there_was_data(job: Job) -> None:
+    """Notice data that ends for good: a raw iterator has one epoch, and an epoch without a step has no next one.
+
+    Raises:
+        DataError: when the data had not a single step in it.
+    """
+    run = job.run
+    progress = run.train_state
+    if progress.step == 0:
+        raise DataError("The training data ended before its first step; it must yield at least one global batch.")
+    run.stage.data_exhausted = not job.reader.has_epochs or progress.steps_in_epoch == 0
+    if run.stage.data_exhausted and run.world.is_main:
+        logger.warning("the training data is exhausted at step %d; training ends", progress.step)
+
+
+def leave_out_skipped(job: Job) -> None:
+    """Tell the reader which samples an anomaly left out; one without sample ids cannot, and meets them again."""
+    if job.run.train_state.skip_list:
+        job.reader.leave_out(job.run.train_state.skip_list)
+
+
+def apply_overrides(job: Job) -> None:
+    """Bring into force what was set while the run went on and acts outside the loop's own decisions."""
+    scheduler = job.scales_rates
+    if scheduler is not None:
+        factor = job.run.train_state.overrides.get("lr_factor", 1.0)
+        if scheduler.lr_factor != factor:
+            scheduler.lr_factor = factor

@@ -1,0 +1,152 @@
+"""The end of a run and of its training: why, the final metrics, the last checkpoint, and who is told."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import cast
+
+from onstep.data import StepSource
+from onstep.events import Request
+from onstep.training.protocols import StateDict
+from onstep.training.run import Run
+from onstep.training.runs.signals import Preempted
+from onstep.training.stages.actions import save_and_decide_exit
+from onstep.training.stages.agreement import write_decision
+from onstep.training.stages.exits import save_checkpoint_and_time, say_exit
+from onstep.training.stages.job import Job
+from onstep.training.stages.record import advance_tokens, final_metrics, publish
+
+logger = logging.getLogger(__name__)
+
+
+class Leave(SystemExit):
+    """A decision of all ranks alike to leave within a step, which may still save.
+
+    Args:
+        code: exit code of the process.
+        decision: what is recorded, as one about the step that is left.
+        position: the position of the data to save with; None saves nothing.
+        save_reason: why that checkpoint is written.
+    """
+
+    def __init__(self, code: int, decision: Request, position: StateDict | None = None, save_reason: str = ""):
+        super().__init__(code)
+        self.decision, self.position, self.save_reason = decision, position, save_reason
+
+
+def leave_early(job: Job, leave: Leave) -> None:
+    """Save what a decision to leave wants saved, and record it. The step in question is not counted. Collective.
+
+    Raises:
+        Leave: always.
+    """
+    run, checkpoints = job.run, job.run.checkpoints
+    if leave.position is not None:
+        run.saving.save_reason = leave.save_reason
+        save_now(job, reader=cast(StepSource, _Standing(leave.position)))
+        if checkpoints is not None:
+            checkpoints.finish()
+    leave.decision.details["checkpoint"] = leave.position is not None and checkpoints is not None
+    write_decision(run, leave.decision, run.train_state.step + 1)
+    raise leave
+
+
+def conclude(job: Job) -> None:
+    """Say why training ended, log the final metrics and save; an aborted run logs and saves nothing more."""
+    run, control, ending = job.run, job.run.control, job.run.ending
+    run.features.settle()
+    stopped_before_the_end = control.should_training_stop and not run.has_all_steps
+    ending.was_stopped = run.leaves or control.should_abort_without_save or stopped_before_the_end
+    if run.leaves and not run.exits.is_said:  # it was decided before the first step
+        say_exit(run)
+    if not ending.was_stopped:
+        ending.stopped_by = None
+    if run.world.is_main and not run.leaves:
+        why = f"stopped: {ending.stopped_by}" if ending.was_stopped else "all steps done"
+        why = "no more data" if run.stage.data_exhausted else why
+        level = logging.WARNING if control.should_abort_without_save else logging.INFO
+        logger.log(level, "training ended at step %d: %s", run.train_state.step, why)
+    if not control.should_abort_without_save and not run.leaves:
+        publish_final_metrics(job)
+        save_at_end(job)
+    if run.checkpoints is not None:
+        run.checkpoints.finish()
+
+
+def publish_final_metrics(job: Job) -> None:
+    """Log what the training did, once: a run that ended, was killed and is started again has logged it."""
+    run = job.run
+    if run.stage.was_concluded:
+        return
+    rest = job.meter.flush()
+    if rest is not None:
+        advance_tokens(run, rest)
+    metrics = final_metrics(run, job.start)
+    job.tell.on_final_metrics(logs=metrics)
+    publish(run, metrics, job.tell)
+    run.stage.was_concluded = run.saving.is_unsaved = True
+
+
+def save_at_end(job: Job) -> None:
+    """Save the state that the training ended with, so that it can be extended.
+
+    Not where the policy `stop` ended it: a device tells late of a bad step, and the counters may be ahead of the
+    weights.
+    """
+    run = job.run
+    saves = run.checkpoints is not None and run.cfg.checkpoint.save_at_end and not run.ending.by_anomaly
+    if saves and run.saving.is_unsaved:
+        run.saving.save_reason = "the training ended"
+        save_now(job)
+
+
+def save_now(job: Job, reader: StepSource | None = None) -> None:
+    """Save this moment, with the data at the reader's position. Collective."""
+    run = job.run
+    save_checkpoint_and_time(
+        run,
+        job.model,
+        job.raw_optimizer,
+        job.scheduler,
+        run.train_state.floating_point_operations_so_far,
+        None,
+        train_data_iterator=job.reader if reader is None else reader,
+    )
+
+
+def give_up_on_data(job: Job) -> None:
+    """The data does not come and a signal says to leave: save without the batch that is missing.
+
+    Raises:
+        Preempted: where there are other ranks. They may be in the middle of the step, so nothing can be agreed on; the
+            newest checkpoint stands.
+    """
+    run = job.run
+    if run.world.size > 1:
+        raise Preempted(
+            f"rank {run.world.rank} waited {run.cfg.train.data_timeout} s for data after a signal; the run leaves "
+            f"without a save and continues from its newest checkpoint."
+        )
+    run.exits.decided = "signal"
+    save_and_decide_exit(job)
+
+
+@dataclass(frozen=True)
+class _Standing:
+    """A reader that has not read: it stands where the step began."""
+
+    position: StateDict
+
+    def state_dict(self) -> StateDict:
+        return self.position
+
+
+def leave_if_preempted(run: Run) -> None:
+    """End the process where a signal asked for it, with the exit code that says: start me again.
+
+    Raises:
+        Preempted: a SystemExit with code 75.
+    """
+    if run.exits.decided == "signal":
+        raise Preempted(f"preempted at step {run.train_state.step}; the same command continues the run")

@@ -1,0 +1,349 @@
+"""Validation and test: the same forward step without gradients, averaged over tokens; and the best of the metrics."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onstep.data import Batch, EvalLoader, IteratorReader, StepBatches
+from onstep.distributed import World
+from onstep.events import CallbackManager, Dispatcher, Request
+from onstep.models.modes import kept_modes
+from onstep.training.compute.losses import MicroLoss, evaluation_sums, read_loss
+from onstep.training.compute.step import MicroBatches
+from onstep.training.protocols import DataSource, ForwardStep, Metrics, NonLossFunction
+from onstep.training.reporting.bridge_tags import TENSORBOARD, evaluation_tags, write_tags
+from onstep.training.run import Run
+from onstep.training.stages.agreement import agree
+from onstep.training.stages.exits import EvaluationInterrupted, leave_if_decided
+from onstep.training.stages.forward_step import prepare_forward_step_func
+
+logger = logging.getLogger(__name__)
+
+
+def evaluate(
+    state: Run,
+    forward_step_func: ForwardStep,
+    data_iterator: DataSource,
+    model: list[nn.Module],
+    process_non_loss_data_func: NonLossFunction | None,
+    config: object,
+    verbose: bool = False,
+    non_loss_data_func: NonLossFunction | None = None,
+    callback_manager: CallbackManager | None = None,
+    is_test: bool = False,
+    tell: Dispatcher | None = None,
+    metric_key_prefix: str | None = None,
+    extra_metrics: Callable[[], Metrics] | None = None,
+) -> tuple[dict[str, Tensor] | None, Any, bool]:
+    """Average the losses over an evaluation set. Collective.
+
+    Args:
+        data_iterator: an `EvalLoader`, read from its start, or an iterator of micro-batches, of which the next
+            `validation.eval_iters` steps are taken (None: all that it has).
+        process_non_loss_data_func: where it is given and `non_loss_data_func` is not, the first batch is passed through
+            the model once more, and its loss functions, called with `non_loss_data=True`, give the collected data.
+        config: the model's configuration; kept for Megatron Bridge.
+        verbose: print, on rank 0, how many samples are evaluated and how far it is.
+        non_loss_data_func: called with the model after the evaluation; what it returns is the collected data.
+        is_test: tell `on_test_*` instead of `on_eval_*`.
+        metric_key_prefix: what metrics are called; `eval` or `test`.
+        extra_metrics: called after the loop; what it returns joins the metrics.
+
+    Returns:
+        The token-weighted means by name (0-d tensors), the collected non-loss data, and whether
+        `train.exit_duration_in_mins` ended it before its end; then the other two are None.
+
+    Raises:
+        EvaluationInterrupted: where a signal ended it, or, inside the training loop, a time limit: the loop saves from
+            before it.
+    """
+    tell = tell or Dispatcher(callback_manager, state, model)
+    kind = "test" if is_test else "eval"
+    forward_step_func = prepare_forward_step_func(forward_step_func, state)
+    collected: object = None
+    with kept_modes(model):
+        for chunk in model:
+            chunk.eval()
+        try:
+            with state.features.pause("score"), state.timers("evaluate").measure(barrier=True):
+                tell.fire(f"on_{kind}_start")
+                started = time.perf_counter()
+                totals = _sum_batches(state, forward_step_func, data_iterator, model, tell, kind, verbose)
+                if non_loss_data_func is not None:
+                    collected = non_loss_data_func(model)
+                elif process_non_loss_data_func is not None:
+                    collected = _collect_non_loss_data(state, forward_step_func, data_iterator, model)
+            state.print_timers(["evaluate"])
+            losses = {key: top / bottom.clamp(min=1) for key, (top, bottom) in totals.sums.items()}
+            reported = {key: value for key, value in losses.items() if key != "loss"}
+            means = reported or ({"lm loss": losses["loss"]} if losses else {})
+            prefix = metric_key_prefix or kind
+            metrics = _metrics(prefix, losses, totals, time.perf_counter() - started)
+            metrics |= extra_metrics() if extra_metrics is not None else {}
+            metrics["epoch"] = state.trainer_state.epoch
+            state.evaluated.last_metrics = metrics
+            state.evaluated.is_restartable = False
+            state.facts.log_history.append({**metrics, "step": state.train_state.step})
+            tell.fire(f"on_{kind}_end", total_loss_dict=means, metrics=metrics)
+        except EvaluationInterrupted:
+            if not _is_over_in_time(state):
+                raise
+            return None, None, True
+    return means, collected, False
+
+
+@dataclass
+class _Totals:
+    """What is added up over the batches of an evaluation."""
+
+    sums: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    samples: int = 0
+    batches: int = 0
+    counts_tokens: bool = False
+
+    def add(self, micros: list[MicroLoss], world: World) -> None:
+        """Add one global batch. Collective."""
+        self.counts_tokens = micros[0].tokens is not None
+        for key, (top, bottom) in evaluation_sums(micros, world).items():
+            before = self.sums.get(key)
+            self.sums[key] = (top, bottom) if before is None else (before[0] + top, before[1] + bottom)
+
+
+def _sum_batches(
+    state: Run,
+    forward_step_func: ForwardStep,
+    data_iterator: DataSource,
+    model: list[nn.Module],
+    tell: Dispatcher,
+    kind: str,
+    verbose: bool,
+) -> _Totals:
+    totals, options, shows = _Totals(), state.cfg.validation, verbose and state.world.is_main
+    weighting, limit = state.cfg.train.loss_weighting, options.eval_iters
+    if shows:
+        batch_size = options.eval_global_batch_size or state.cfg.train.global_batch_size or 1
+        print(f"Evaluating on {'all' if limit is None else limit * batch_size} samples", flush=True)  # noqa: T201
+
+    def score_batch(step: StepBatches) -> None:
+        with torch.no_grad():
+            results = zip(_results(state, forward_step_func, step, model), step.is_filler, strict=True)
+            micros = [
+                read_loss(result, batch, weighting, is_filler)
+                for (batch, result), is_filler in results
+                if result is not None
+            ]
+        if micros:
+            totals.add(micros, state.world)
+
+    score = state.features.wrap("score", score_batch)
+    for number, step in enumerate(eval_batches(state, data_iterator), start=1):
+        if shows:
+            print(f"Evaluating iter {number}/{limit or '?'}", flush=True)  # noqa: T201 - asked for
+        tell.fire(f"on_{kind}_step_start")
+        score(step)
+        tell.fire(f"on_{kind}_step_end")
+        agree(state)
+        leave_if_decided(state)
+        totals.samples += step.num_samples or 0
+        totals.batches += 1
+    state.train_state.consumed_valid_samples += totals.samples
+    return totals
+
+
+def _is_over_in_time(state: Run) -> bool:
+    """Whether a time limit ended an evaluation that no training loop waits for; then the run has not all it should."""
+    if state.exits.decided == "signal":
+        return False
+    if state.world.is_main:
+        print("Exiting during evaluation, timelimit reached", flush=True)  # noqa: T201 - Bridge's line
+    if state.ending.train_started and not state.ending.train_ended:
+        return False
+    state.ending.was_stopped = True
+    return True
+
+
+def _collect_non_loss_data(
+    state: Run, forward_step_func: ForwardStep, data_iterator: DataSource, model: list[nn.Module]
+) -> list[object]:
+    """What the loss functions of one batch's micro-batches give for `non_loss_data=True`. All ranks do it."""
+    step = next(eval_batches(state, data_iterator), None)
+    if step is None:
+        return []
+    with torch.no_grad():
+        return [result for _, result in _results(state, forward_step_func, step, model, non_loss_data=True)]
+
+
+def eval_batches(state: Run, data_iterator: DataSource) -> Iterator[StepBatches]:
+    """The global batches of one evaluation, `validation.eval_iters` at the most."""
+    limit = state.cfg.validation.eval_iters
+    if isinstance(data_iterator, EvalLoader):
+        yield from data_iterator.batches(limit)
+        return
+    source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+    for _ in itertools.count() if limit is None else range(limit):
+        step = IteratorReader(source, world_size=state.world.size).read(state.num_eval_microbatches)
+        if step is None:
+            return
+        yield step
+
+
+def _results(
+    state: Run, forward_step_func: ForwardStep, step: StepBatches, model: list[nn.Module], **asked: bool
+) -> Iterator[tuple[Batch, object]]:
+    """A batch's micro-batches, each with what its loss function returns; None of data without labels."""
+    iterator = MicroBatches(step, state.world.device)
+    for index in range(len(iterator)):
+        batch = iterator.stage(index)
+        with state.autocast():
+            output, loss_function = forward_step_func(iterator, model[0])
+            result = loss_function(output, **asked)
+        yield batch, result
+
+
+def _metrics(prefix: str, losses: dict[str, Tensor], totals: _Totals, seconds: float) -> Metrics:
+    """Plain numbers under Hugging Face's names: `eval_loss`, `eval_perplexity`, rates."""
+    metrics: Metrics = {f"{prefix}_{key}": mean.item() for key, mean in losses.items() if key != "lm loss"}
+    loss = metrics.get(f"{prefix}_loss")
+    if loss is not None and totals.counts_tokens:
+        metrics[f"{prefix}_perplexity"] = perplexity(loss)
+    metrics[f"{prefix}_runtime"] = round(seconds, 4)
+    metrics[f"{prefix}_samples_per_second"] = round(totals.samples / seconds, 3) if seconds else math.nan
+    metrics[f"{prefix}_steps_per_second"] = round(totals.batches / seconds, 3) if seconds else math.nan
+    return metrics
+
+
+def perplexity(loss: float) -> float:
+    """`exp(loss)`, with the exponent held at 20 so that an untrained model does not overflow it."""
+    return math.exp(min(20.0, loss)) if not math.isnan(loss) else math.nan
+
+
+def evaluate_and_print_results(
+    state: Run,
+    prefix: str,
+    forward_step_func: ForwardStep,
+    data_iterator: DataSource,
+    model: list[nn.Module],
+    config: object,
+    verbose: bool = False,
+    write_to_tensorboard: bool = True,
+    process_non_loss_data_func: NonLossFunction | None = None,
+    non_loss_data_func: NonLossFunction | None = None,
+    callback_manager: CallbackManager | None = None,
+    is_test: bool = False,
+    tell: Dispatcher | None = None,
+) -> dict[str, Tensor] | None:
+    """Evaluate, and report the losses with their perplexities on the last rank. Collective.
+
+    They are printed between two rules where no callback shows progress, and go to the trackers of Megatron Bridge's
+    tags: `<loss> validation` or `<loss> test`, once a step.
+
+    Args:
+        write_to_tensorboard: False leaves TensorBoard out; the other trackers get them all the same.
+        process_non_loss_data_func: called on the last rank, where there is a TensorBoard logger, with what was
+            collected, the step and the logger.
+
+    Returns:
+        The means by name; None where a time limit ended the evaluation.
+    """
+    means, collected, is_over = evaluate(
+        state,
+        forward_step_func,
+        data_iterator,
+        model,
+        process_non_loss_data_func,
+        config,
+        verbose,
+        non_loss_data_func,
+        callback_manager,
+        is_test,
+        tell,
+    )
+    if means and state.door.prints_console_line and state.is_last_rank:
+        print(result_block(prefix, means), flush=True)  # noqa: T201 - this block is what was asked for
+    state.trackers.join(callback_manager)
+    if state.trackers.takers and not is_over:
+        with state.trackers.held(lambda: state.ending.ended):
+            if means:
+                write_evaluation(state, means, "test" if is_test else "validation", write_to_tensorboard)
+            writer = state.trackers.get(TENSORBOARD) if write_to_tensorboard else None
+            if process_non_loss_data_func is not None and writer is not None:
+                process_non_loss_data_func(collected, state.train_state.step, writer)
+    return means
+
+
+def write_evaluation(state: Run, means: dict[str, Tensor], kind: str, write_to_tensorboard: bool = True) -> None:
+    """Hand an evaluation's losses to the trackers; a second one of its kind at the same step adds no second point."""
+    trackers, progress = state.trackers, state.train_state
+    if trackers.evaluated.get(kind) == progress.step:
+        return
+    trackers.evaluated[kind] = progress.step
+    trackers.open(progress.step, progress.consumed_train_samples, adds_only=True)
+    losses = {name: mean.item() for name, mean in means.items()}
+    shows_perplexity = state.cfg.logger.log_validation_ppl_to_tensorboard
+    perplexities = {name: perplexity(loss) for name, loss in losses.items()} if shows_perplexity else {}
+    loggers = {name: one for name, one in trackers.takers.items() if write_to_tensorboard or name != TENSORBOARD}
+    tags = evaluation_tags(kind, losses, perplexities)
+    write_tags(loggers, tags, progress.step, progress.consumed_train_samples, over_samples=tags)
+
+
+def result_block(prefix: str, means: dict[str, Tensor]) -> str:
+    """Megatron Bridge's block of an evaluation's losses."""
+    line = f" validation loss at {prefix} | "
+    for key, mean in means.items():
+        line += f"{key} value: {mean.item():.6E} | {key} PPL: {perplexity(mean.item()):.6E} | "
+    rule = "-" * (len(line) + 1)
+    return f"{rule}\n{line}\n{rule}"
+
+
+def note_best_metric(state: Run, metrics: Metrics) -> None:
+    """Remember the value of `validation.metric_for_best_model` if it is the best so far.
+
+    Called after `on_evaluate`, so that early stopping compares with the best of the evaluations before. A metric whose
+    name ends in `loss` or `perplexity` is better when smaller, unless `validation.greater_is_better` says otherwise.
+    With `checkpoint.save_on_best` a checkpoint is asked for. All ranks have the same metrics.
+    """
+    name = state.cfg.validation.metric_for_best_model
+    if name is None:
+        return
+    key = name if name in metrics else f"eval_{name}"
+    if key not in metrics:
+        known = ", ".join(sorted(metrics))
+        logger.warning("validation.metric_for_best_model=%s is not among the metrics: %s", name, known)
+        return
+    greater = state.cfg.validation.greater_is_better
+    if greater is None:
+        greater = not name.endswith(("loss", "perplexity"))
+    value, progress = float(metrics[key]), state.train_state
+    best = progress.best_metric
+    if best is None or (value > best if greater else value < best):
+        progress.best_metric, progress.best_step = value, progress.step
+        if state.cfg.checkpoint.save_on_best and progress.step > 0:
+            _ask_to_save(state, f"best {key} so far: {value:.6g}")
+
+
+def note_best_checkpoint(state: Run, step: int, path: str | Path) -> None:
+    """Remember where the weights of the best step are, if `path` is the checkpoint of that step; nothing else changes.
+
+    Called on every rank when a checkpoint is durable, and again when one was loaded: it was written before its own
+    place was known. As in `transformers`, the place of an earlier best stays until the best step has a checkpoint.
+    """
+    if step == state.train_state.best_step:
+        state.train_state.best_model_checkpoint = str(path)
+
+
+def _ask_to_save(state: Run, reason: str) -> None:
+    """Every rank comes to it by itself; that of rank 0 goes on record."""
+    if state.world.is_main:
+        state.control.ask(Request("should_save", "save_on_best", "", reason, state.world.rank))
+    else:
+        state.control.decide("should_save")

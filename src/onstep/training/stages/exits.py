@@ -1,0 +1,180 @@
+"""Checkpoints and exits at the end of a step: decided in one place, for all ranks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from torch import nn
+
+from onstep.checkpoint import RngState
+from onstep.events import Request
+from onstep.schedules import is_due
+from onstep.training.protocols import StateDict, Trained, UserOptimizer, UserScheduler
+from onstep.training.run import Run
+from onstep.training.runs.signals import Preempted
+from onstep.training.stages.agreement import write_decision
+from onstep.training.stages.progress_log import compute_throughputs_and_append_to_progress_log, pending_flops
+
+logger = logging.getLogger(__name__)
+
+
+class EvaluationInterrupted(Preempted):
+    """A signal or time limit ended an evaluation; the training saves from before it, anything else just leaves."""
+
+
+def checkpoint_and_decide_exit(
+    state: Run,
+    model: list[nn.Module],
+    optimizer: UserOptimizer,
+    opt_param_scheduler: UserScheduler | None,
+    num_floating_point_operations_so_far: float,
+    checkpointing_context: Mapping[str, object] | None,
+    train_data_iterator: Any,
+) -> bool:
+    """Save what is due or asked for, and decide whether the process leaves now. Collective; it only reads decisions.
+
+    A process that leaves (signal, `train.exit_duration_in_mins`, a slow rank with `stop_if_detected`,
+    `train.exit_interval`) saves first, once, where there are checkpoints and anything has changed since the last one.
+
+    Args:
+        state: the run's; its `checkpoints` write.
+        model: list of model chunks.
+        optimizer: what the loop drives.
+        opt_param_scheduler: the learning-rate schedule, or None.
+        num_floating_point_operations_so_far: of the whole run until its last logged step; for the progress log.
+        checkpointing_context: accepted for callers written for Megatron Bridge, and not read.
+        train_data_iterator: its position is saved; None saves none.
+
+    Returns:
+        True if training should end here; `state.exits.decided` says why.
+    """
+    step, exits = state.train_state.step, state.exits
+    is_last = state.train_iters is not None and step >= state.train_iters
+    if exits.decided in ("duration", "straggler") and is_last:
+        exits.decided, exits.straggler = None, ""
+    if exits.decided is None and not is_last:
+        if state.stage.has_stepped and is_due(step, state.cfg.train.exit_interval):
+            exits.decided = "interval"
+        else:
+            state.features.before_exit_decision()
+    leaves = exits.decided is not None
+    saving, every = state.saving, state.cfg.checkpoint.non_persistent_save_interval
+    is_asked = state.control.should_save
+    state.control.honoured("should_save")
+    persistent = (is_asked and not saving.saves_at_end) or (leaves and saving.is_unsaved)
+    if persistent or (not is_asked and saving.is_unsaved and is_due(step, every)):
+        saving.save_reason = _why_saved(state, is_asked) if persistent else f"every {every} steps, not persistent"
+        flops = num_floating_point_operations_so_far
+        save_checkpoint_and_time(
+            state,
+            model,
+            optimizer,
+            opt_param_scheduler,
+            flops,
+            checkpointing_context,
+            not persistent,
+            train_data_iterator,
+        )
+    return leaves and say_exit(state)
+
+
+def save_checkpoint_and_time(
+    state: Run,
+    model: list[nn.Module],
+    optimizer: UserOptimizer,
+    opt_param_scheduler: UserScheduler | None,
+    num_floating_point_operations_so_far: float,
+    checkpointing_context: Mapping[str, object] | None,
+    non_persistent_ckpt: bool = False,
+    train_data_iterator: Any = None,
+) -> None:
+    """Save a checkpoint, and print what it took; that time belongs to no logging interval. Collective.
+
+    A run without checkpoints warns once.
+
+    Args:
+        state: the run's; its `checkpoints` write.
+        model: list of model chunks.
+        optimizer: what the loop drives.
+        opt_param_scheduler: the learning-rate schedule, or None.
+        num_floating_point_operations_so_far: of the whole run until its last logged step; for the progress log, which
+            adds those of the steps since.
+        checkpointing_context: accepted for callers written for Megatron Bridge, and not read.
+        non_persistent_ckpt: whether it is one of which only the newest is kept.
+        train_data_iterator: its position is saved; None saves none.
+
+    Raises:
+        CheckpointError: when it cannot be written and `checkpoint.on_save_error` is stop; on all ranks alike.
+    """
+    if state.checkpoints is None:
+        if state.world.is_main and not state.saving.warned_of_saving:
+            state.saving.warned_of_saving = True
+            logger.warning(
+                "a save is due at step %d, but this run has no folder to save in; set run.name or checkpoint.save",
+                state.train_state.step,
+            )
+        return
+    timer = "save-checkpoint-non-persistent" if non_persistent_ckpt else "save-checkpoint"
+    with state.features.pause("save"):
+        with state.timers(timer).measure(barrier=True):
+            trained = Trained(model, optimizer, opt_param_scheduler)
+            state.checkpoints.save(trained, train_data_iterator, persistent=not non_persistent_ckpt)
+        state.print_timers([timer])
+        if state.cfg.logger.log_progress and not non_persistent_ckpt:
+            flops = num_floating_point_operations_so_far + pending_flops(state)
+            compute_throughputs_and_append_to_progress_log(state, flops)
+
+
+def leave_if_decided(state: Run) -> None:
+    """End an evaluation of which nothing was reported yet; a further set of the same evaluation is finished.
+
+    Raises:
+        EvaluationInterrupted: once ranks agree that the process leaves.
+    """
+    if state.exits.decided is not None and state.evaluated.is_restartable:
+        raise EvaluationInterrupted(f"preempted in an evaluation at step {state.train_state.step}")
+
+
+def random_state_before(state: Run) -> StateDict | None:
+    """The random generators before something that a signal may interrupt; None where no signal is handled."""
+    return None if state.exits.handler is None else RngState(state.world.device).state_dict()
+
+
+def restore_random_state(state: Run, before: StateDict | None) -> None:
+    """Put the random generators back."""
+    if before is not None:
+        RngState(state.world.device).load_state_dict(before)
+
+
+def say_exit(state: Run) -> bool:
+    """Print why the process leaves, in Megatron Bridge's words, and remember it as the end's reason; True."""
+    step = state.train_state.step
+    state.exits.is_said = True
+    if state.exits.decided == "signal":
+        handler = state.exits.handler
+        name = (handler.signal_name if handler is not None else None) or "a signal on another rank"
+        text, author = f"exiting program after receiving {name}.", "signal"
+    elif state.exits.decided == "duration":
+        minutes = (time.time() - state.start_time) / 60
+        text, author = f"exiting program after {minutes:.2f} minutes", "exit_duration_in_mins"
+    elif state.exits.decided == "straggler":
+        text, author = "Exiting program due to straggler detection.", "straggler detection"
+    else:
+        text, author = f"exiting program at iteration {step}", "exit_interval"
+    reason = f"{text} {state.exits.straggler}".rstrip() if state.exits.decided == "straggler" else text
+    state.ending.stopped_by = Request("should_training_stop", author, "", reason, state.world.rank)
+    write_decision(state, state.ending.stopped_by)
+    if state.world.is_main:
+        print(f"[{text}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S} ", flush=True)  # noqa: T201 - Bridge's line
+    return True
+
+
+def _why_saved(state: Run, is_due_or_asked: bool) -> str:
+    if not is_due_or_asked:
+        return f"before leaving ({state.exits.decided})"
+    every = state.train_state.overrides.get("save_interval", state.cfg.checkpoint.save_interval)
+    return f"every {every} steps" if is_due(state.train_state.step, every) else "asked for, or an epoch ended"

@@ -1,0 +1,140 @@
+"""The arithmetic of one step: forward and backward of its micro-batches, the scale of their gradients, and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from onstep.data import Batch
+from onstep.distributed import no_sync
+from onstep.training.compute.losses import MicroLoss, Weight, divisor, is_known, read_loss
+from onstep.training.compute.step import MicroBatches, Step
+from onstep.training.stages.job import Job
+
+ForwardPass = Callable[[MicroBatches, Batch, bool], MicroLoss]
+"""`(the step's micro-batches, the one whose turn it is, whether it is a filler)`; gives its loss."""
+
+
+def forward_of(job: Job) -> ForwardPass:
+    """The forward pass of one micro-batch, in the precision of the run."""
+    run, forward_step_func, model = job.run, job.forward_step_func, job.model[0]
+    weighting = run.cfg.train.loss_weighting
+
+    def forward(micro_batches: MicroBatches, batch: Batch, is_filler: bool) -> MicroLoss:
+        output, loss_function = forward_step_func(micro_batches, model)
+        return read_loss(loss_function(output), batch, weighting, is_filler)
+
+    def forward_in_autocast(micro_batches: MicroBatches, batch: Batch, is_filler: bool) -> MicroLoss:
+        with run.autocast():
+            return forward(micro_batches, batch, is_filler)
+
+    return forward if run.cfg.mixed_precision is None else forward_in_autocast
+
+
+def backward_start_of(job: Job, micro: MicroLoss, num_micro_batches: int) -> Weight | None:
+    """What a micro-batch's backward pass starts from, with the loss scale of float16 in it; None is 1.
+
+    Of a step of one micro-batch on one rank the weight is known at once. Data parallelism divides the summed gradients
+    by the number of ranks; a share must not be divided.
+    """
+    run, kind, weight = job.run, micro.kind, micro.weight
+    alone = num_micro_batches == 1 and run.world.size == 1
+    nominal = 1.0 if alone else run.nominal_step_size
+    start: Weight | None = None
+    if kind == "mean":
+        start = None if alone else weight / nominal
+    elif kind == "sum" and alone:
+        start = 1.0 / divisor(weight, micro.loss)
+    elif is_known(weight, 0):
+        start = 0.0
+    elif kind == "sum":
+        start = 1.0 / nominal
+    else:
+        start = None if run.world.size == 1 else float(run.world.size)
+    if job.scaler is None:
+        return start
+    return job.scaler.scale if start is None else start * job.scaler.scale
+
+
+def gradient_factor_of(job: Job, step: Step) -> Weight | None:
+    """What the step's gradients are multiplied by, now that its weight is known; None is 1."""
+    run, size = job.run, job.run.world.size
+    if step.micros[0].kind == "share" or (len(step.micros) == 1 and size == 1):
+        return None
+    factor = run.nominal_step_size * size / divisor(step.total.weight, step.total.numerator)
+    return None if is_known(factor, 1) else factor
+
+
+def clear_gradients(job: Job) -> None:
+    """Forget the last step's gradients, also in the buffers of chunks that have their own."""
+    for chunk in job.chunks_with_buffers:
+        chunk.zero_grad_buffer()
+    job.optimizer.zero_grad()
+
+
+def needs_norm(job: Job) -> bool:
+    """Whether anybody looks at the gradient norm of this step: the log, a feature, or a callback."""
+    on = job.tell.on
+    return bool(
+        job.needs_norm
+        or job.run.features.needs_grad_norm
+        or on.on_pre_optimizer_step
+        or on.on_optimizer_step
+        or on.on_train_metrics
+        or on.on_train_step_end
+        or job.run.train_state.overrides
+    )
+
+
+def exchanging(model: list[nn.Module], is_last: bool) -> AbstractContextManager[object]:
+    """Around a micro-batch: ranks exchange gradients with the last one of a step only."""
+    return _EXCHANGING if is_last else no_sync(model)
+
+
+_EXCHANGING: AbstractContextManager[object] = nullcontext()
+
+
+class BufferGuard:
+    """Puts buffers such as the running statistics of a batch norm back to where a step began.
+
+    A forward pass changes them before anybody knows whether the step is good.
+
+    Only buffers that are saved with the model count, unless `saved_only` is False. A model without any costs nothing.
+    """
+
+    def __init__(self, model: list[nn.Module], *, saved_only: bool = True) -> None:
+        self._places = {
+            id(buffer): (module, name)
+            for chunk in model
+            for module in chunk.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not (saved_only and name in module._non_persistent_buffers_set)
+        }
+        self._copies: list[Tensor] = []
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy the buffers as they are now."""
+        buffers = self._buffers()
+        if [copy.shape for copy in self._copies] != [buffer.shape for buffer in buffers]:
+            self._copies = [buffer.clone() for buffer in buffers]
+            return
+        for copy, buffer in zip(self._copies, buffers, strict=True):
+            copy.copy_(buffer)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the buffers back to what `keep` saw."""
+        for copy, (module, name) in zip(self._copies, self._places.values(), strict=False):
+            buffer = getattr(module, name)
+            if buffer.shape == copy.shape:
+                buffer.copy_(copy)
+            else:
+                setattr(module, name, copy.clone())
+
+    def _buffers(self) -> list[Tensor]:
+        """The buffers of today: a forward pass may put another tensor, of another size too, in the place of one."""
+        return [getattr(module, name) for module, name in self._places.values()]

@@ -1,0 +1,84 @@
+"""Forward steps: what the loop calls for each micro-batch, and how the run's state is handed to those that want it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from functools import partial
+from types import UnionType
+from typing import Annotated, Union, get_args, get_origin
+
+from torch import Tensor, nn
+
+from onstep.training.compute.losses import IGNORE_INDEX, Weight
+from onstep.training.protocols import ForwardStep
+from onstep.training.run import Run
+
+
+def forward_step(
+    data_iterator: Iterator[dict[str, Tensor]], model: nn.Module, return_schedule_plan: bool = False
+) -> tuple[Tensor, partial[tuple[Tensor, Weight, dict[str, object]]]]:
+    """Next-token prediction on micro-batches `{"tokens": (batch, seq), "labels": (batch, seq)}`.
+
+    Labels are shifted already; those equal to -100 are not trained on. `position_ids` and `document_ids` of packed
+    sequences, (batch, seq) too, are passed on. Returns the sum of the losses and the function that counts them.
+    """
+    batch = next(data_iterator)
+    packed = {key: batch[key] for key in ("position_ids", "document_ids") if key in batch}
+    loss_sum = model(batch["tokens"], batch["labels"], reduction="sum", **packed)
+    return loss_sum, partial(next_token_loss, batch)
+
+
+def next_token_loss(batch: dict[str, Tensor], loss_sum: Tensor) -> tuple[Tensor, Weight, dict[str, object]]:
+    """`(sum of losses, number of labels, report)` of a micro-batch."""
+    known = batch.get("num_tokens")
+    return loss_sum, known if known is not None else batch["labels"].ne(IGNORE_INDEX).sum(), {}
+
+
+def needs_global_state_injection(forward_step_func: ForwardStep) -> bool:
+    """Whether a forward step wants the run's state as its first argument.
+
+    True when a parameter is annotated with `GlobalState` (or `GlobalState | None`), or the first one is called `state`
+    or `global_state`. Works for functions, partials, callable objects and bound methods.
+
+    Args:
+        forward_step_func: what `train` is given, not called here.
+
+    Raises:
+        ValueError: for a builtin that has no signature.
+    """
+    parameters = list(inspect.signature(forward_step_func).parameters.values())
+    if any(_means_global_state(parameter.annotation) for parameter in parameters):
+        return True
+    return bool(parameters) and parameters[0].name in ("state", "global_state")
+
+
+def maybe_inject_state(forward_step_func: ForwardStep, state: Run, needs_injection: bool | None = None) -> ForwardStep:
+    """The forward step with `state` bound as its first argument if it wants it, else as it is.
+
+    Args:
+        forward_step_func: a function or any callable object, which keeps its own attributes.
+        state: bound by reference: later changes of it are seen.
+        needs_injection: whether it wants the state, where that is known; None looks at its signature.
+    """
+    if needs_injection is None:
+        needs_injection = needs_global_state_injection(forward_step_func)
+    return partial(forward_step_func, state) if needs_injection else forward_step_func
+
+
+def prepare_forward_step_func(forward_step_func: ForwardStep, state: Run) -> ForwardStep:
+    """`maybe_inject_state`, decided once for each `train()` or `evaluate()`.
+
+    Args:
+        forward_step_func: of one of the documented signatures.
+        state: of the run.
+    """
+    return maybe_inject_state(forward_step_func, state)
+
+
+def _means_global_state(annotation: object) -> bool:
+    if isinstance(annotation, str):
+        return "GlobalState" in annotation
+    if get_origin(annotation) in (Union, UnionType, Annotated):
+        return any(_means_global_state(one) for one in get_args(annotation))
+    return getattr(annotation, "__name__", "") == "GlobalState"

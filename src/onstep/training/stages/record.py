@@ -1,0 +1,196 @@
+"""A logged step: one read of the device, one mutable `logs` dictionary, told to everybody."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass, replace
+
+import torch
+
+from onstep.events import Dispatcher
+from onstep.progress import TrainState
+from onstep.training.compute.losses import Weight
+from onstep.training.compute.step import Step
+from onstep.training.protocols import Metrics, UserOptimizer
+from onstep.training.reporting.loss_accumulator import IntervalMeter, IntervalReport
+from onstep.training.run import Run
+
+logger = logging.getLogger(__name__)
+
+
+def log_step(state: Run, meter: IntervalMeter, optimizer: UserOptimizer, tell: Dispatcher) -> None:
+    """Report the steps since the last logged one: read the device, tell `on_log_step`, then `on_log`. Collective."""
+    unread: dict[str, dict[str, torch.Tensor]] = {}
+    state.features.add_to_read(unread)
+    report = meter.read(**unread)
+    if report is None:
+        return
+    meter.reset()
+    state.features.after_read()
+    advance_tokens(state, report)
+    logs = build_logs(state, report, optimizer, extras=tuple(unread))
+    warn_of_nothing_learned(state, report)
+    tell.on_log_step(logs=logs)
+    publish(state, logs, tell)
+    state.sums.interval_start = state.clock.elapsed()
+
+
+def warn_of_nothing_learned(state: Run, report: IntervalReport) -> None:
+    """Warn, on rank 0, where every step was left out and a norm above `grad_norm_skip_threshold` says why."""
+    most, norm = state.cfg.optimizer.grad_norm_skip_threshold, report.max_grad_norm
+    if most is None or norm is None or norm <= most or report.num_skipped < report.num_steps:
+        return
+    if report.num_losses == report.num_steps and state.world.is_main:
+        logger.warning(
+            "all %d steps up to step %d were left out, with gradient norms up to %.6g: nothing is learned; raise "
+            "optimizer.grad_norm_skip_threshold=%g",
+            report.num_steps,
+            state.train_state.step,
+            norm,
+            most,
+        )
+
+
+def publish(state: Run, logs: Metrics, tell: Dispatcher) -> None:
+    """Add a record to `log_history`, with its step, and tell `on_log`; Megatron Bridge's tags go with it."""
+    state.facts.log_history.append({**logs, "step": state.train_state.step})
+    tell.on_log(logs=logs)
+    state.trackers.record.clear()
+
+
+def advance_tokens(state: Run, report: IntervalReport) -> None:
+    """Bring the counters of tokens, FLOPs and the mean loss up to date."""
+    tokens = report.tokens or 0
+    state.train_state.consumed_tokens += tokens
+    if report.num_losses:
+        state.sums.loss_sum += report.loss * report.num_losses
+        state.sums.loss_steps += report.num_losses
+    state.train_state.floating_point_operations_so_far += tokens * state.sums.flops_per_token
+
+
+def build_logs(state: Run, report: IntervalReport, optimizer: UserOptimizer, extras: tuple[str, ...] = ()) -> Metrics:
+    """The record of a logged step, under Hugging Face's names; `extras` are the groups that features read with it."""
+    progress = state.train_state
+    logs: Metrics = {"epoch": state.trainer_state.epoch, "loss": report.loss}
+    logs |= {key: value for key, value in report.others.items() if key not in ("loss", "lm loss")}
+    for group in extras:
+        logs |= report.extras.get(group, {})
+    if report.grad_norm is not None:
+        logs |= {"grad_norm": report.grad_norm, "max_grad_norm": report.max_grad_norm}
+    if report.num_zeros is not None:
+        logs["num_zeros"] = report.num_zeros
+    if report.num_skipped:
+        logs["skipped_steps"] = report.num_skipped
+    if report.tokens is not None:
+        logs |= {
+            "tokens": report.tokens,
+            "total_tokens": progress.consumed_tokens,
+            "total_flos": progress.floating_point_operations_so_far,
+        }
+    logs["learning_rate"] = learning_rate(optimizer)
+    scaler = state.loss_scaler(optimizer)
+    if scaler is not None:
+        logs["loss_scale"] = scaler.scale
+    if state.trackers.dropped:
+        logs["sink/dropped"] = state.trackers.dropped
+    if state.world.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(state.world.device)
+        torch.cuda.reset_peak_memory_stats(state.world.device)
+        logs["peak_mem_allocated"] = state.world.gather(peak)
+    return logs
+
+
+def learning_rate(optimizer: UserOptimizer) -> float | None:
+    """The rate that the optimizer will use next, read from its last non-empty parameter group.
+
+    Groups of embedding and output with a rate of their own do not count, where there are others.
+    """
+    rate = _rate_of_last(optimizer, is_decoupled=False)
+    return _rate_of_last(optimizer, is_decoupled=True) if rate is None else rate
+
+
+def decoupled_learning_rate(optimizer: UserOptimizer) -> float | None:
+    """The next rate of embedding and output matrices that have one of their own; None where they have not."""
+    return _rate_of_last(optimizer, is_decoupled=True)
+
+
+def _rate_of_last(optimizer: UserOptimizer, is_decoupled: bool) -> float | None:
+    for group in reversed(optimizer.param_groups):
+        if group.get("params") and bool(group.get("is_decoupled_lr", False)) is is_decoupled:
+            return float(group["lr"])
+    return None
+
+
+@dataclass
+class RunStart:
+    """Where the clock of a run's final metrics starts: after its first step, which may compile."""
+
+    seconds: float
+    progress: TrainState
+    """A copy, of the counters at that moment."""
+    first_tokens: Weight = 0
+    """Labels of the first step, when it is left out."""
+    is_first: bool = True
+    """Whether the first step is still to come."""
+
+    @classmethod
+    def now(cls, state: Run) -> RunStart:
+        """This instant."""
+        return cls(time.perf_counter(), replace(state.train_state))
+
+    def pass_over(self, samples: int) -> None:
+        """Leave a step that is not trained on out of the rates."""
+        self.progress.step += 1
+        self.progress.consumed_train_samples += samples
+
+    def note_first_step(self, run: Run, step: Step) -> None:
+        """Say how losses are weighted, and leave this step and its tokens out of the rates, whose clock starts now."""
+        say_weighting(run, step)
+        if run.is_over:
+            return
+        self.seconds, self.is_first = time.perf_counter(), False
+        self.progress.step += 1
+        self.first_tokens = 0 if step.total.tokens is None else step.total.tokens
+
+
+def say_weighting(run: Run, step: Step) -> None:
+    """Say once how mean losses are weighted, which only the first micro-batch tells; `Trainer` says it itself."""
+    micro = step.micros[0]
+    if micro.kind != "mean" or run.door.trainer is not None or not run.world.is_main:
+        return
+    unit = run.cfg.train.loss_weighting
+    if unit == "auto":
+        unit = "samples" if micro.tokens is None else "tokens"
+    logger.info("loss: means of micro-batches, weighted by their %s (train.loss_weighting)", unit)
+
+
+def final_metrics(state: Run, start: RunStart) -> Metrics:
+    """What this `train()` did; the rates count its own steps and tokens only, also after a resume."""
+    progress, before = state.train_state, start.progress
+    steps = progress.step - before.step
+    runtime = time.perf_counter() - start.seconds
+    sizes = state.batch_sizes
+    batch_size = state.cfg.train.global_batch_size or 0 if sizes is None else sizes.sizes.last
+    samples = steps * batch_size
+    if sizes is not None and sizes.varies:
+        samples = progress.consumed_train_samples - before.consumed_train_samples
+    left_out = float(start.first_tokens)
+    tokens = progress.consumed_tokens - before.consumed_tokens - left_out
+    flops = progress.floating_point_operations_so_far - before.floating_point_operations_so_far
+    flops -= left_out * state.sums.flops_per_token
+    per_second = 1 / runtime if steps > 0 and runtime > 0 else math.nan
+    return {
+        "train_runtime": runtime,
+        "train_samples": progress.consumed_train_samples,
+        "step": progress.step,
+        "train_samples_per_second": round(samples * per_second, 3),
+        "train_steps_per_second": round(steps * per_second, 3),
+        "epoch": state.trainer_state.epoch,
+        "effective_batch_size": batch_size,
+        "total_tokens": progress.consumed_tokens,
+        "tokens_per_second": round(tokens * per_second, 2),
+        "total_flops": progress.floating_point_operations_so_far,
+        "flops_per_second": flops * per_second,
+    }

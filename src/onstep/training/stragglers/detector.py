@@ -1,0 +1,317 @@
+"""Measures, on each rank, what a step spends on data and in the forward pass, and compares the ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import astuple, dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Generic, ParamSpec, TypeVar
+
+import torch
+
+from onstep.config.safety_config import StragglerDetectionConfig
+from onstep.distributed import World
+from onstep.events import Request
+from onstep.training.compute.step import Step
+from onstep.training.feature import Feature, Interruption
+from onstep.training.reporting.gpu_telemetry import open_gauge
+from onstep.training.run import Run
+from onstep.training.stages.agreement import write_decision
+from onstep.training.stages.job import Job
+from onstep.training.stages.step_flops import flops_of_samples
+from onstep.training.stragglers.comparison import RankTimes, Straggler, find_stragglers, ranking_lines, straggler_line
+
+logger = logging.getLogger(__name__)
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+Mark = TypeVar("Mark")
+
+
+class TogglePort(ThreadingHTTPServer):
+    """Listens on 127.0.0.1; `curl -X POST http://127.0.0.1:<port>/` turns the detection over, GET only asks.
+
+    What it says holds from the next report on.
+
+    Args:
+        port: 0 takes a free one.
+        is_wanted: whether the detection is on now.
+
+    Raises:
+        OSError: for a port that is taken.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, port: int, is_wanted: bool) -> None:
+        self.is_wanted = is_wanted
+        super().__init__(("127.0.0.1", port), _Toggle)
+        self._thread = threading.Thread(target=self.serve_forever, name="straggler port", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+
+
+class _Toggle(BaseHTTPRequestHandler):
+    server: TogglePort
+
+    def do_GET(self) -> None:
+        body = f"straggler detection is {'on' if self.server.is_wanted else 'off'} from the next report on\n".encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        if self.headers.get("Origin") is not None:  # a web page in somebody's browser
+            self.send_error(403)
+            return
+        self.server.is_wanted = not self.server.is_wanted
+        self.do_GET()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """A request is no news."""
+
+
+class _Section(Generic[Mark]):
+    """Adds up the seconds between entering and leaving, which are only computed when the sum is asked for."""
+
+    def __init__(self, mark: Callable[[], Mark], seconds_between: Callable[[Mark, Mark], float]) -> None:
+        self._mark, self._seconds_between = mark, seconds_between
+        self._begun: Mark | None = None
+        self.pairs: list[tuple[Mark, Mark]] = []
+        """Marks at the beginning and the end of each time inside."""
+
+    def __enter__(self) -> None:
+        self._begun = self._mark()
+
+    def __exit__(self, *exception: object) -> None:
+        if self._begun is not None:
+            self.pairs.append((self._begun, self._mark()))
+            self._begun = None
+
+    def seconds(self) -> float:
+        return math.fsum(self._seconds_between(begun, ended) for begun, ended in self.pairs)
+
+
+def _seconds_on_host(begun: float, ended: float) -> float:
+    return ended - begun
+
+
+def _device_mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _seconds_on_device(begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
+    """Waits for the device."""
+    ended.synchronize()
+    return float(begun.elapsed_time(ended)) / 1000
+
+
+class StragglerDetector:
+    """Names the rank that holds the others up, and in what: its data or its computation.
+
+    `with timer(bdata=True)` stands around the reading of a batch, `with timer` around the forward pass; both cost two
+    readings of a clock, on CUDA two recorded events. Nothing is waited for before `report`.
+
+    Args:
+        options: thresholds and what happens.
+        world: the ranks.
+        clock: seconds on a clock that never goes back.
+        on_found: told what `report` found, on every rank alike.
+    """
+
+    def __init__(
+        self,
+        options: StragglerDetectionConfig,
+        world: World | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        on_found: Callable[[list[Straggler]], None] | None = None,
+    ) -> None:
+        self._options, self._world, self._clock, self._on_found = options, world or World(), clock, on_found
+        self._data = _Section(clock, _seconds_on_host)
+        self._forward: _Section[float] | _Section[torch.cuda.Event] = _Section(clock, _seconds_on_host)
+        self._gauge = None
+        if self._world.device.type == "cuda":
+            self._forward = _Section(_device_mark, _seconds_on_device)
+            self._gauge = open_gauge(self._world.device)
+        self.enabled = not options.disable_straggler_on_startup
+        self.stragglers: tuple[Straggler, ...] = ()
+        """What the last report found."""
+        self._since = clock()
+        self._port: TogglePort | None = None
+        if options.open_port and self._world.is_main:
+            port = options.straggler_ctrlr_port
+            try:
+                self._port = TogglePort(port, self.enabled)
+            except OSError as error:
+                logger.warning("the straggler detection cannot be switched: port %d of 127.0.0.1: %s", port, error)
+
+    def __call__(self, bdata: bool = False) -> _Section[float] | _Section[torch.cuda.Event] | StragglerDetector:
+        """What to stand in `with` around the reading of a batch (`bdata`), or around the forward pass."""
+        if not self.enabled:
+            return self
+        return self._data if bdata else self._forward
+
+    def __enter__(self) -> StragglerDetector:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Begin a forward pass."""
+        if self.enabled:
+            self._forward.__enter__()
+
+    def stop(self) -> None:
+        """End a forward pass; nothing where none was begun."""
+        self._forward.__exit__()
+
+    def leave_out(self, seconds: float) -> None:
+        """Take an evaluation or a save out of the time of the steps."""
+        self._since += seconds
+
+    def report(self, total_flops: float = 0.0, log_interval: int = 0) -> bool:
+        """Compare the ranks over the steps since the last report, print it on rank 0, and measure anew. Collective.
+
+        Args:
+            total_flops: model FLOPs of all ranks over these steps; 0 leaves TFLOP/s out.
+            log_interval: how many steps there were, where the readings of batches do not tell.
+
+        Returns:
+            Whether a rank is slow: the same on all ranks.
+        """
+        if not (self.enabled or self._options.open_port):  # the same on all ranks: a request to rank 0 may switch it on
+            return False
+        is_wanted = self._port.is_wanted if self._port is not None else self.enabled
+        steps = max(len(self._data.pairs) or log_interval, 1)
+        rows = self._world.gather_numbers([float(is_wanted), *astuple(self._times(steps))])
+        was_enabled, self.enabled = self.enabled, bool(rows[0][0])
+        self.restart()
+        if not was_enabled:
+            return False
+        times = [RankTimes(*row[1:]) for row in rows]
+        if self._world.is_main:
+            lines = [straggler_line(times, total_flops / steps)]
+            lines += ranking_lines(times, self._options.straggler_minmax_count)
+            print("\n".join(lines), flush=True)  # noqa: T201 - the report is what was asked for
+        found = find_stragglers(times, self._options.threshold) if self._world.size > 1 else []
+        self.stragglers = tuple(found)
+        if found and self._on_found is not None:
+            self._on_found(found)
+        return bool(found)
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._port is not None:
+            self._port.close()
+            self._port = None
+
+    def _times(self, steps: int) -> RankTimes:
+        gauge = self._gauge
+        readings = (gauge.watts(), gauge.celsius(), gauge.utilization(), gauge.megahertz()) if gauge else ()
+        parts = (self._clock() - self._since, self._data.seconds(), self._forward.seconds())
+        return RankTimes(*(part / steps for part in parts), *readings)
+
+    def restart(self) -> None:
+        """Forget what was measured, and measure from here on."""
+        self._data.pairs.clear()
+        self._forward.pairs.clear()
+        self._since = self._clock()
+
+
+@dataclass
+class _Room:
+    detector: StragglerDetector | None = None
+
+
+def detector_of(run: Run) -> StragglerDetector:
+    """The detector of a run, made when it is first asked for."""
+    room = run.features.room(_Room)
+    room.detector = room.detector or StragglerDetector(
+        run.cfg.straggler, run.world, lambda: run.clock.elapsed(), lambda found: act_on_stragglers(run, found)
+    )
+    return room.detector
+
+
+class Stragglers(Feature[Job]):
+    """Measures reading and forward passes of every step, and compares the ranks at logged steps."""
+
+    name = "stragglers"
+    when = "straggler.log_straggler"
+    collective = True
+
+    @classmethod
+    def wanted(cls, host: Job) -> bool:
+        return host.run.cfg.straggler.log_straggler
+
+    def __init__(self, host: Job) -> None:
+        super().__init__(host)
+        self._run = host.run
+        self.detector = detector_of(host.run)
+        self._flops = 0.0
+
+    def session(self) -> AbstractContextManager[object]:
+        return closing(self.detector)
+
+    def restart_interval(self) -> None:
+        self.detector.restart()
+
+    def wrap_read(self, read: Callable[Given, Found]) -> Callable[Given, Found]:
+        return self._measured(read, is_data=True)
+
+    def wrap_forward(self, forward: Callable[Given, Found]) -> Callable[Given, Found]:
+        return self._measured(forward, is_data=False)
+
+    def after_iteration(self, step: Step) -> None:
+        """Compare the ranks where the step is a logged one. Collective then."""
+        job, run = self.host, self._run
+        self._flops += flops_of_samples(run.cfg, job.model, job.samples_of(step.batches))
+        log_interval = run.cfg.logger.log_interval
+        if log_interval and run.train_state.step % log_interval == 0:
+            self.detector.report(self._flops, log_interval)
+            self._flops = 0.0
+
+    @contextmanager
+    def pause(self, work: Interruption) -> Iterator[None]:
+        started = self._run.clock.elapsed()
+        try:
+            yield
+        finally:
+            if work in ("evaluate", "save"):
+                self.detector.leave_out(self._run.clock.elapsed() - started)
+
+    def _measured(self, function: Callable[Given, Found], is_data: bool) -> Callable[Given, Found]:
+        def measured(*given: Given.args, **named: Given.kwargs) -> Found:
+            with self.detector(bdata=is_data):
+                return function(*given, **named)
+
+        return measured
+
+
+def act_on_stragglers(state: Run, found: list[Straggler]) -> None:
+    """Warn on rank 0, record it among the run's decisions, and ask for the end where that is configured."""
+    text = "; ".join(map(str, found))
+    if state.world.is_main:
+        logger.warning("STRAGGLER DETECTION WARNING: %s", text)
+    for one in found:
+        write_decision(state, Request("straggler", "straggler detection", "", str(one), one.rank, vars(one)))
+    if state.cfg.straggler.stop_if_detected:
+        state.exits.straggler = text

@@ -1,0 +1,263 @@
+"""Proof that a resumed run is the uninterrupted one: a hash chain over what every step took, drew, used and left.
+
+`first_difference` compares those of two runs, for `onstep verify-resume`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+import torch
+from blake3 import blake3
+from torch import Tensor, nn
+
+from onstep.checkpoint import RngState
+from onstep.checkpoint.format.tensor_file import bytes_of
+from onstep.metrics_log import Journal, Record, align, read_records, without_wall_clock
+from onstep.training.compute.step import Step
+from onstep.training.feature import Feature
+from onstep.training.protocols import StateDict, UserOptimizer
+from onstep.training.runs.run_dir import RunFolder
+from onstep.training.stages.job import Job
+from onstep.training.stages.record import learning_rate
+
+ITEMS = ("samples", "rng", "learning_rate", "loss", "weights")
+"""What a step's record holds beside its number and the chain, in the order in which differences are looked for."""
+ABSENT = "nothing"
+_NO_RECORD: Record = {}
+
+_AS_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MODULUS = 2**31 - 1
+
+
+class Certificate:
+    """This rank's hash chain. Each step's record is chained to the one before and appended to `path`.
+
+    It reads the loss and a fingerprint of the weights at every step, so a device is waited for; it is meant for proofs,
+    not for speed. Resuming cuts the file to what the checkpoint covers.
+    """
+
+    def __init__(self, path: Path | None, device: torch.device) -> None:
+        self._path = path
+        self._rng = RngState(device)
+        self.chain = ""
+        """The hash over all steps so far, as hexadecimal digits; empty before the first."""
+        self._num_records = 0
+        self._journal: Journal | None = None
+
+    def extend(
+        self, step: int, sample_ids: object, optimizer: UserOptimizer, loss: Tensor, model: Iterable[nn.Module]
+    ) -> StateDict:
+        """Add the step that just ended; returns its record."""
+        record: StateDict = {
+            "step": step,
+            "samples": _digest(json.dumps(sample_ids).encode()),
+            "rng": self._rng_digest(),
+            "learning_rate": _exact(learning_rate(optimizer)),
+            "loss": _exact(float(loss)),
+            "weights": fingerprint(parameter for chunk in model for parameter in chunk.parameters()),
+        }
+        self.chain = _digest((self.chain + json.dumps(record)).encode())
+        record["chain"] = self.chain
+        self._num_records += 1
+        if self._path is not None and self._journal is None:
+            if self._path.exists() and self._num_records == 1:  # a run that starts anew
+                align(self._path, num_records=0)
+            self._journal = Journal.open(self._path)
+        if self._journal is not None:
+            self._journal.append(record)
+        return record
+
+    def state_dict(self) -> StateDict:
+        """The chain and its length."""
+        return {"chain": self.chain, "num_records": self._num_records}
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Continue the chain; later records of an interrupted process are kept aside."""
+        self.close()
+        self.chain, self._num_records = state_dict["chain"], state_dict["num_records"]
+        if self._path is not None and self._path.exists():
+            align(self._path, num_records=self._num_records)
+
+    def close(self) -> None:
+        """Let go of the file; doing it twice is harmless."""
+        journal, self._journal = self._journal, None
+        if journal is not None:
+            journal.close()
+
+    def _rng_digest(self) -> str:
+        hasher = blake3()
+        for value in _leaves(self._rng.state_dict()):
+            hasher.update(bytes_of(value) if isinstance(value, Tensor) else repr(value).encode())
+        return hasher.hexdigest(length=8)
+
+
+class TrajectoryHash(Feature[Job]):
+    """Keeps this rank's certificate, in the run's folder if it has one."""
+
+    name = "certificate"
+    when = "checkpoint.certify"
+    per_rank = True
+    has_state = True
+
+    @classmethod
+    def wanted(cls, host: Job) -> bool:
+        return host.run.cfg.checkpoint.certify
+
+    def __init__(self, host: Job) -> None:
+        super().__init__(host)
+        run = host.run
+        folder = None if run.run_folder is None else run.run_folder.path / "certificate"
+        path = None if folder is None else folder / f"rank_{run.world.rank}.json"
+        self.certificate = Certificate(path, run.world.device)
+
+    def session(self) -> AbstractContextManager[object]:
+        return closing(self.certificate)
+
+    def after_count(self, step: Step) -> None:
+        job = self.host
+        self.certificate.extend(step.number, step.sample_ids, job.optimizer, step.total.value(), job.model)
+
+    def state_dict(self) -> StateDict:
+        return self.certificate.state_dict()
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        self.certificate.load_state_dict(state_dict)
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> str:
+    """A digest of the tensors' bits that differs, but for chance, where any bit does; one read of a device."""
+    hasher, sums = blake3(), []
+    for tensor in tensors:
+        if tensor.device.type == "cpu":
+            hasher.update(bytes_of(tensor))
+        else:
+            sums.append(_sums(tensor))
+    if sums:
+        hasher.update(bytes_of(torch.stack(sums).cpu()))
+    return hasher.hexdigest(length=8)
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's words, and the sum weighted by position, as integers on its device."""
+    flat = tensor.detach().contiguous().view(_AS_INTEGER[tensor.element_size()]).flatten().to(torch.int64)
+    weights = torch.arange(1, flat.numel() + 1, device=flat.device) % _MODULUS
+    return torch.stack([flat.sum(), (flat * weights).sum()])
+
+
+def _leaves(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        for key in value:
+            yield from _leaves(value[key])
+    elif isinstance(value, (list, tuple)) and not all(isinstance(one, int) for one in value):
+        for one in value:
+            yield from _leaves(one)
+    else:
+        yield value.tobytes() if hasattr(value, "tobytes") else value
+
+
+def _exact(value: float | None) -> str | None:
+    return None if value is None else float(value).hex()
+
+
+def _digest(text: bytes) -> str:
+    return blake3(text).hexdigest(length=16)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing in which two runs differ."""
+
+    item: str
+    """One of `ITEMS`, or what else is compared."""
+    left: str
+    right: str
+    step: int | None = None
+    """None for what belongs to the whole run."""
+    rank: int | None = None
+    """None for what is not a rank's own."""
+
+    def __str__(self) -> str:
+        places = (("step", self.step), ("rank", self.rank))
+        where = ", ".join(f"{name} {number}" for name, number in places if number is not None)
+        return f"{where}{': ' if where else ''}{self.item} differs, {self.left} and {self.right}"
+
+
+def first_difference(left: Path, right: Path) -> Difference | None:
+    """The first difference between the runs in two folders, both made with `checkpoint.certify`; None if equal.
+
+    Compared are the certificates of all ranks (the earliest step first, within it rank by rank), the final weights and
+    the journals without wall-clock fields.
+
+    Raises:
+        FileNotFoundError: where the first folder has no certificate.
+    """
+    ours, theirs = certificates(left), certificates(right)
+    if not ours:
+        raise FileNotFoundError(f"{left} has no certificate; make the run with checkpoint.certify=true.")
+    found = []
+    for rank in sorted({*ours, *theirs}):
+        records = (read_records(one[rank]) if rank in one else [] for one in (ours, theirs))
+        difference = _difference_of_rank(rank, *records)
+        if difference is not None:
+            found.append(difference)
+    if found:
+        return min(found, key=lambda one: (one.step or 0, one.rank or 0))
+    return _weights_difference(left, right) or _journal_difference(left, right)
+
+
+def certificates(run: Path) -> dict[int, Path]:
+    """The certificates of a run by rank."""
+    found = (run / "certificate").glob("rank_*.json")
+    return {int(path.stem.partition("_")[2]): path for path in sorted(found) if path.stem[5:].isdigit()}
+
+
+def _difference_of_rank(rank: int, ours: list[Record], theirs: list[Record]) -> Difference | None:
+    """Where two certificates part: the first step, and in it the first item."""
+    for one, other in zip_longest(ours, theirs, fillvalue=_NO_RECORD):
+        step = int((one or other)["step"])
+        if not (one and other):
+            left, right = (f"step {step}" if each else ABSENT for each in (one, other))
+            return Difference("the number of steps", left, right, step, rank)
+        for item in ("step", *ITEMS, "chain"):
+            if one.get(item) != other.get(item):
+                return Difference(item, _told(item, one.get(item)), _told(item, other.get(item)), step, rank)
+    return None
+
+
+def _told(item: str, value: object) -> str:
+    """A float as people read it, beside its exact hexadecimal form; digests as they are."""
+    if item in ("loss", "learning_rate") and isinstance(value, str):
+        return f"{float.fromhex(value):.9g} ({value})"
+    return str(value)
+
+
+def _weights_difference(left: Path, right: Path) -> Difference | None:
+    digests = [_digests(RunFolder(run).model) for run in (left, right)]
+    for name in sorted({*digests[0], *digests[1]}):
+        ours, theirs = (one.get(name, ABSENT) for one in digests)
+        if ours != theirs:
+            return Difference(f"the final weights' file {name}", ours, theirs)
+    return None
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.glob("*") if path.is_file())
+    return {path.name: blake3(path.read_bytes()).hexdigest(length=16) for path in files}
+
+
+def _journal_difference(left: Path, right: Path) -> Difference | None:
+    journals = [RunFolder(run).journal for run in (left, right)]
+    ours, theirs = ([without_wall_clock(one) for one in read_records(path)] for path in journals)
+    for one, other in zip_longest(ours, theirs, fillvalue=_NO_RECORD):
+        for key in one | other:
+            told = [json.dumps(each[key]) if key in each else ABSENT for each in (one, other)]
+            if told[0] != told[1]:
+                step = one.get("global_step", other.get("global_step"))
+                return Difference(f"{key} in the journal", told[0], told[1], step)
+    return None

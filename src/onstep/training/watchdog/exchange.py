@@ -1,0 +1,185 @@
+"""Carries what ranks tell of themselves through the process group's store, outside of the collectives."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from onstep.training.watchdog.diagnosis import SILENT_BEATS, Verdict
+from onstep.training.watchdog.rank_report import RankRecord
+from onstep.training.watchdog.stacks import state_of
+
+_PREFIX = "onstep_watchdog"
+_URGENT_SECONDS = 0.05
+_ANSWER_SECONDS = 5.0
+
+
+class RankCourier(threading.Thread):
+    """A thread that publishes this rank's record and reads those of others, once an interval.
+
+    The store holds one record, and after a verdict one text of stacks, for each rank, and three keys more. The lowest
+    rank that is heard of reads all records; the others read only that one's, so that the store answers a few small
+    requests of each rank in an interval.
+    """
+
+    def __init__(self, rank: int, size: int, interval: float) -> None:
+        super().__init__(name="onstep-courier", daemon=True)
+        self.rank = rank
+        self.size = size
+        self.interval = interval
+        self.record = RankRecord(rank)
+        """What is published next."""
+        self.leader = 0
+        """The rank that judges, as far as this one knows."""
+        self.proposal: Verdict | None = None
+        """What this rank would decide; it holds where it comes first."""
+        self.ruling: Verdict | None = None
+        self.is_reported = False
+        self.stacks: str | None = None
+        """Those of this rank, to be published."""
+        self.wants_stacks = False
+        """Whether this rank collects the stacks of all."""
+        self.collected: dict[int, str] = {}
+        self.report_is_out = False
+        """Set by the reporter when it has written its report."""
+        self.last_answer = time.monotonic()
+        """When the store answered last."""
+        self.is_urgent = False
+        self._seen: dict[int, RankRecord] = {}
+        """The newest record of each other rank."""
+        self._seen_at: dict[int, float] = {}
+        """When it came."""
+        self._order = 0
+        self._tick = 0
+        self._wake = threading.Event()
+        self._stopping = False
+        shared: Any = dist.distributed_c10d._get_default_store()
+        self._store: Any = shared.clone()  # its own connection: no lock is shared
+        self._store.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
+        session = int(self._store.add(f"{_PREFIX}/sessions/{rank}", 1))  # ranks watch the same runs, in one order
+        self._names = [f"{_PREFIX}/{session}/{what}" for what in ("verdict", "reported", "order")]
+        self._keys = [f"{_PREFIX}/{session}/rank/{one}" for one in range(size)]
+        self._stack_keys = [f"{_PREFIX}/{session}/stacks/{one}" for one in range(size)]
+        # nobody looks at the one before the last any more: there were collectives in between
+        self._store.delete_key(f"{_PREFIX}/{session - 2}/rank/{rank}")
+
+    def run(self) -> None:
+        """Exchange until stopped, or the store is gone for good."""
+        while True:
+            is_last = self._stopping
+            try:
+                self._exchange()
+            except (RuntimeError, ValueError):  # torch's network errors; what follows from it, the watchdog decides
+                pass
+            else:
+                self.last_answer = time.monotonic()
+            if is_last:
+                return
+            self._wake.wait(_URGENT_SECONDS if self.is_urgent else self.interval)
+            self._wake.clear()
+
+    def hurry(self) -> None:
+        """Exchange now."""
+        self._wake.set()
+
+    def forgive(self, seconds: float) -> None:
+        """Count the silence of others from later on, by so much."""
+        self.last_answer += seconds
+        for rank, at in list(self._seen_at.items()):
+            self._seen_at[rank] = min(time.monotonic(), at + seconds)
+
+    def stop(self, linger_seconds: float) -> None:
+        """Publish the last record and end, at the latest a second later where the store does not answer.
+
+        Args:
+            linger_seconds: how long to wait for the other ranks to leave too, as long as all is well.
+        """
+        self.is_urgent = True
+        self._wake.set()
+        deadline = time.monotonic() + linger_seconds
+        while (
+            time.monotonic() < deadline
+            and self.is_alive()
+            and not all(record.is_over for record in self._seen.values())
+        ):
+            time.sleep(_URGENT_SECONDS / 5)
+        self._stopping = True
+        self._wake.set()
+        self.join(1.0)
+
+    def witnesses(self) -> dict[int, RankRecord]:
+        """All ranks as this one sees them; itself included."""
+        now, host = time.monotonic(), self.record.host
+        found = {self.rank: self._in_order(self.record)}
+        for rank, record in list(self._seen.items()):
+            silence = now - self._seen_at[rank]
+            silence = 0.0 if silence < 2 * self.interval else silence
+            is_here = bool(host) and record.host == host and silence > 0
+            state = state_of(record.pid, record.birth) if is_here else "unknown"
+            found[rank] = replace(record, silence=silence, is_gone=state == "gone", is_stopped=state == "stopped")
+        return found
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether every other rank was heard of at least once."""
+        return len(self._seen) == self.size - 1
+
+    def _exchange(self) -> None:
+        self._publish()
+        self._read()
+        verdict, reported, _ = self._names
+        if self.ruling is None and self.proposal is not None:
+            text = json.dumps(vars(self.proposal))
+            self.ruling = Verdict(**json.loads(self._store.compare_set(verdict, "", text)))
+        if self.ruling is None and self._store.check([verdict]):
+            self.ruling = Verdict(**json.loads(self._store.get(verdict)))
+        if self.ruling is None:
+            return
+        if self.stacks is not None:
+            self._store.set(self._stack_keys[self.rank], self.stacks)
+            self.stacks = None
+        for one, key in enumerate(self._stack_keys if self.wants_stacks else []):
+            if one not in self.collected and self._store.check([key]):
+                self.collected[one] = self._store.get(key).decode()
+        if self.report_is_out:
+            self._store.set(reported, "1")
+        self.is_reported = self._store.check([reported])
+
+    def _publish(self) -> None:
+        self._tick += 1
+        record = self.record
+        if record.failure is not None and not self._order:
+            self._order = int(self._store.add(self._names[2], 1))
+        self._store.set(self._keys[self.rank], replace(self._in_order(record), tick=self._tick).encode())
+
+    def _in_order(self, record: RankRecord) -> RankRecord:
+        if record.failure is None:
+            return record
+        return replace(record, failure=replace(record.failure, order=self._order or self.size + 1))
+
+    def _read(self) -> None:
+        while self.leader < self.rank:
+            self._look_at([self.leader])
+            seen = self._seen.get(self.leader)
+            if seen is None:
+                return
+            is_silent = time.monotonic() - self._seen_at[self.leader] >= max(1.0, SILENT_BEATS * self.interval)
+            if seen.left is None and not is_silent:
+                return
+            self.leader += 1
+        self._look_at([one for one in range(self.size) if one != self.rank])
+
+    def _look_at(self, ranks: list[int]) -> None:
+        there = [one for one in ranks if one in self._seen]
+        there += [one for one in ranks if one not in self._seen and self._store.check([self._keys[one]])]
+        for rank, data in zip(there, self._store.multi_get([self._keys[one] for one in there]), strict=True):
+            record = RankRecord.decode(data)
+            seen = self._seen.get(rank)
+            if seen is None or seen.tick != record.tick:
+                self._seen_at[rank], self._seen[rank] = time.monotonic(), record

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := .venv-peers
 
-.PHONY: demo test test-slow faults check lint bench bench-peers docs docs-serve clean
+.PHONY: demo test test-all test-slow faults check lint bench bench-peers docs docs-serve clean
 
 demo: $(READY)
 	$(BIN)/onstep train
@@ -13,28 +13,35 @@ demo: $(READY)
 	@echo 'What it makes of "def ":'
 	@$(BIN)/onstep generate runs/tiny_gpt "def " --seed 1
 
+# The tests to run while working: minutes on two cores. What starts whole programs is left to test-all.
 test: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not process"
+
+# Every test but the long sweeps, as CI runs them.
+test-all: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
+# The long sweeps, which neither of them runs.
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
 
 faults: $(READY)
 	$(BIN)/python -m pytest -m "faults or not faults" tests/faults
 
-check: lint test
+check: lint test-all
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/words.py
 
 bench: $(READY)
 	$(BIN)/python benchmarks/peers.py --quick
 	$(BIN)/python benchmarks/steady.py
 	$(BIN)/python benchmarks/checkpoint.py
-	$(BIN)/python benchmarks/sinks.py
+	$(BIN)/python benchmarks/trackers.py
 	$(BIN)/python benchmarks/log_analysis.py
 
 bench-peers: $(PEERS)/.ready

@@ -138,12 +138,12 @@ Times = dict[str, float]
 
 
 @contextmanager
-def clean_folder(parent: Path) -> Iterator[Path]:
-    """An empty folder, with nothing left to be written back by others; gone afterwards."""
-    folder = Path(tempfile.mkdtemp(dir=parent))
+def clean_dir(parent: Path) -> Iterator[Path]:
+    """An empty directory, with nothing left to be written back by others; gone afterwards."""
+    directory = Path(tempfile.mkdtemp(dir=parent))
     os.sync()
-    yield folder
-    shutil.rmtree(folder)
+    yield directory
+    shutil.rmtree(directory)
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -154,39 +154,39 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def fsync(path: Path) -> None:
-    """Make a file or folder durable."""
+    """Make a file or directory durable."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
-def plain_write(case: Case, folder: Path) -> Times:
+def plain_write(case: Case, directory: Path) -> Times:
     """The tensors' bytes into one file, in order."""
 
-    return {"write + fsync of the same bytes": timed(lambda: write_bytes(case, folder))}
+    return {"write + fsync of the same bytes": timed(lambda: write_bytes(case, directory))}
 
 
-def plain_write_beside_training(case: Case, folder: Path) -> Times:
+def plain_write_beside_training(case: Case, directory: Path) -> Times:
     """The same in a thread: what the disk gives while training takes its share of the cores."""
     with ThreadPoolExecutor(1) as thread:
-        writing = thread.submit(timed, lambda: write_bytes(case, folder))
+        writing = thread.submit(timed, lambda: write_bytes(case, directory))
         while not writing.done():
             case.train_step()
     return {"write + fsync in a thread, loop trains": writing.result()}
 
 
-def write_bytes(case: Case, folder: Path) -> None:
+def write_bytes(case: Case, directory: Path) -> None:
     """Write and sync one file of the tensors' bytes."""
-    with open(folder / "bytes", "wb", buffering=0) as file:
+    with open(directory / "bytes", "wb", buffering=0) as file:
         for tensor in case.tensors:
             data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
             for start in range(0, data.nbytes, CHUNK_BYTES):
                 file.write(data[start : start + CHUNK_BYTES])
         os.fsync(file.fileno())
-    fsync(folder)
+    fsync(directory)
 
 
-def memory_copy(case: Case, folder: Path) -> Times:
+def memory_copy(case: Case, directory: Path) -> Times:
     """Each tensor into memory that was touched before."""
 
     def copy() -> None:
@@ -196,9 +196,9 @@ def memory_copy(case: Case, folder: Path) -> Times:
     return {"copy in memory of the same bytes": timed(copy)}
 
 
-def onstep_blocking(case: Case, folder: Path) -> Times:
+def onstep_blocking(case: Case, directory: Path) -> Times:
     """Durable on return."""
-    manager = CheckpointManager(folder, World())
+    manager = CheckpointManager(directory, World())
     return {"onstep, blocking": timed(lambda: manager.save(SaveRequest(1, case.components, {})))}
 
 
@@ -209,7 +209,7 @@ class OnstepAsync:
         self._manager = CheckpointManager(root, World(), async_save=True, retention=Retention(most_recent_k=1))
         self._step = 0
 
-    def __call__(self, case: Case, folder: Path) -> Times:
+    def __call__(self, case: Case, directory: Path) -> Times:
         """Save, and train until it is durable."""
         name = "onstep, async: "
         waiting = timed(lambda: self._save_and_wait(case))
@@ -236,31 +236,31 @@ class OnstepAsync:
         self._manager.finalize()
 
 
-def torch_save(case: Case, folder: Path) -> Times:
+def torch_save(case: Case, directory: Path) -> Times:
     """One file, pickled."""
 
     def save() -> None:
-        torch.save(case.plain_state(), folder / "state.pt")
-        fsync(folder / "state.pt")
-        fsync(folder)
+        torch.save(case.plain_state(), directory / "state.pt")
+        fsync(directory / "state.pt")
+        fsync(directory)
 
     return {"torch.save + fsync": timed(save)}
 
 
-def safetensors_save(case: Case, folder: Path) -> Times:
+def safetensors_save(case: Case, directory: Path) -> Times:
     """One file of the same tensors."""
 
     def save() -> None:
-        save_file({str(i): tensor for i, tensor in enumerate(case.tensors)}, folder / "state.safetensors")
-        fsync(folder / "state.safetensors")
-        fsync(folder)
+        save_file({str(i): tensor for i, tensor in enumerate(case.tensors)}, directory / "state.safetensors")
+        fsync(directory / "state.safetensors")
+        fsync(directory)
 
     return {"safetensors.save_file + fsync": timed(save)}
 
 
-def dcp_blocking(case: Case, folder: Path) -> Times:
+def dcp_blocking(case: Case, directory: Path) -> Times:
     """torch.distributed.checkpoint, one rank."""
-    return {"DCP, blocking": timed(lambda: save(case.plain_state(), storage_writer=FileSystemWriter(folder)))}
+    return {"DCP, blocking": timed(lambda: save(case.plain_state(), storage_writer=FileSystemWriter(directory)))}
 
 
 class DcpAsync:
@@ -271,10 +271,10 @@ class DcpAsync:
         options = StagingOptions(False, False, False, False)  # what needs no GPU
         self._stager = DefaultStager(options) if is_kept else None
 
-    def __call__(self, case: Case, folder: Path) -> Times:
+    def __call__(self, case: Case, directory: Path) -> Times:
         """Save, and train until the future is done."""
         start = time.perf_counter()
-        writer = FileSystemWriter(folder)
+        writer = FileSystemWriter(directory)
         done: Any = async_save(case.plain_state(), storage_writer=writer, async_stager=self._stager)
         blocked = time.perf_counter() - start
         future: Future[Any] = done if isinstance(done, Future) else done.upload_completion
@@ -290,7 +290,7 @@ class DcpAsync:
         }
 
 
-def training_alone(case: Case, folder: Path) -> Times:
+def training_alone(case: Case, directory: Path) -> Times:
     """What a step of the small model takes when nothing is saved."""
     steps = [timed(case.train_step) for _ in range(500)]
     name = "small training step, alone: "
@@ -316,8 +316,8 @@ def measure(case: Case, parent: Path, repetitions: int) -> dict[str, float]:
     times: dict[str, list[float]] = defaultdict(list)
     for repetition in range(repetitions + 1):
         for way in ways if repetition % 2 else reversed(ways):
-            with clean_folder(parent) as folder:
-                found = way(case, folder)
+            with clean_dir(parent) as directory:
+                found = way(case, directory)
             for name, seconds in found.items() if repetition else ():
                 times[name].append(seconds)
     shutil.rmtree(onstep_root)
@@ -342,7 +342,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parameters", type=int, default=50_000_000)
     parser.add_argument(
-        "--folder", type=Path, default=None, help="on the disk to measure; default: the temporary folder"
+        "--folder", type=Path, default=None, help="on the disk to measure; default: the temporary directory"
     )
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -355,8 +355,8 @@ def main() -> None:
         f"torch {torch.__version__}, {options.threads} threads, {len(case.tensors)} tensors, {case.nbytes / 1e6:.0f} MB"
         f", {options.repetitions} interleaved repetitions, medians"
     )
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        print_table(measure(case, Path(folder), options.repetitions))
+    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
+        print_table(measure(case, Path(directory), options.repetitions))
     dist.destroy_process_group()
     print(f"file: {Path(__file__).name}")
 

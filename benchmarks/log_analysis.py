@@ -1,8 +1,8 @@
 """What reading a long log costs: summary and plot of a million records, as a user starts them.
 
-Writes a journal as a run leaves one (a record a step, an evaluation every thousand), then runs `onstep logs ...` on it
-in a process of its own, and prints wall and processor seconds and the peak memory beside the limits. Exit code 1 where
-a limit is passed. Processor seconds tell more than wall seconds where other work shares the machine.
+Writes a metrics log as a run leaves one (a record a step, an evaluation every thousand), then runs `onstep logs ...` on
+it in a process of its own, and prints wall and processor seconds and the peak memory beside the limits. Exit code 1
+where a limit is passed. Processor seconds tell more than wall seconds where other work shares the machine.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Cost:
     peak_bytes: int
 
 
-def write_journal(path: Path, num_records: int) -> None:
-    """A journal of a run with noisy, falling losses; the same bytes each time."""
+def write_metrics_log(path: Path, num_records: int) -> None:
+    """A metrics log of a run with noisy, falling losses; the same bytes each time."""
     noise = random.Random(0)
     with path.open("w", encoding="ascii") as file:
         file.write("[")
@@ -72,10 +72,10 @@ def record(step: int, noise: random.Random) -> dict[str, object]:
     }
 
 
-def cost_of(words: Sequence[str], folder: Path) -> Cost:
+def cost_of(words: Sequence[str], directory: Path) -> Cost:
     """Run `onstep` with the words, and see what it took."""
     started = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-m", "onstep", *words], cwd=folder, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-m", "onstep", *words], cwd=directory, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
@@ -98,13 +98,15 @@ def report(task: Task, cost: Cost) -> bool:
 def main() -> int:
     """Measure each command in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--records", type=int, default=1_000_000, help="length of the journal; the limits are for 1e6")
+    parser.add_argument(
+        "--records", type=int, default=1_000_000, help="length of the metrics log; the limits are for 1e6"
+    )
     parser.add_argument("--exports", action="store_true", help="measure CSV and Parquet too")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_journal(folder / "log.json", arguments.records)
-        size = (folder / "log.json").stat().st_size / 1e6
+        directory = Path(name)
+        write_metrics_log(directory / "log.json", arguments.records)
+        size = (directory / "log.json").stat().st_size / 1e6
         print(f"{arguments.records:,} records, {size:.0f} MB; load of the machine before: {os.getloadavg()[0]:.1f}")
         print(f"{'':<16} {'wall s':>8} {'limit':>6} {'processor s':>10} {'peak GB':>7} {'limit':>6}")
         tasks = [
@@ -116,7 +118,7 @@ def main() -> int:
                 Task("export csv", ["logs", "summary", "log.json", "--export", "log.csv"], None),
                 Task("export parquet", ["logs", "summary", "log.json", "--export", "log.parquet"], None),
             ]
-        kept = [report(task, cost_of(task.words, folder)) for task in tasks]
+        kept = [report(task, cost_of(task.words, directory)) for task in tasks]
     return 0 if all(kept) else 1
 
 

@@ -32,7 +32,7 @@ from peer_models import Clock, Workload
 LR, CLIP, LOG_INTERVAL = 1e-3, 1.0, 10
 
 Row = Callable[[Workload, Clock, str], None]
-"""Trains a new model of the workload for `clock.run_steps` steps; the text is an empty folder."""
+"""Trains a new model of the workload for `clock.run_steps` steps; the text is an empty directory."""
 
 
 class ReadyBatches(torch.utils.data.Dataset[Any]):
@@ -78,7 +78,7 @@ def falling(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
 
 
-def bare(workload: Workload, clock: Clock, folder: str) -> None:
+def bare(workload: Workload, clock: Clock, directory: str) -> None:
     """PyTorch, and nothing that is not needed."""
     model, optimizer = made(workload, clock)
     batch = workload.batch
@@ -89,7 +89,7 @@ def bare(workload: Workload, clock: Clock, folder: str) -> None:
         optimizer.zero_grad()
 
 
-def bare_clipping(workload: Workload, clock: Clock, folder: str) -> None:
+def bare_clipping(workload: Workload, clock: Clock, directory: str) -> None:
     """PyTorch with clipping and a schedule."""
     model, optimizer = made(workload, clock)
     scheduler = falling(optimizer, clock.run_steps)
@@ -151,7 +151,7 @@ def five(callback: type[Any]) -> list[Any]:
 def onstep_train(
     workload: Workload,
     clock: Clock,
-    folder: str,
+    directory: str,
     *,
     clips: bool = False,
     logs: bool = False,
@@ -177,7 +177,7 @@ def onstep_train(
 def onstep_trainer(
     workload: Workload,
     clock: Clock,
-    folder: str,
+    directory: str,
     *,
     clips: bool = False,
     logs: bool = False,
@@ -185,7 +185,7 @@ def onstep_trainer(
 ) -> None:
     """`onstep.Trainer`."""
     model, optimizer = made(workload, clock)
-    arguments = OnstepArguments(**trainer_arguments(clock, folder, clips=clips, logs=logs))
+    arguments = OnstepArguments(**trainer_arguments(clock, directory, clips=clips, logs=logs))
     data = ReadyBatches(workload.batch, clock.run_steps)
     OnstepTrainer(
         model,
@@ -198,13 +198,13 @@ def onstep_trainer(
     ).train()
 
 
-def hugging_face(workload: Workload, clock: Clock, folder: str, *, clips: bool = False) -> None:
+def hugging_face(workload: Workload, clock: Clock, directory: str, *, clips: bool = False) -> None:
     """Hugging Face's `Trainer`."""
     from transformers import Trainer, TrainingArguments
     from transformers.trainer_callback import PrinterCallback
 
     model, optimizer = made(workload, clock)
-    arguments = TrainingArguments(**trainer_arguments(clock, folder, clips=clips, logs=clips), use_cpu=True)
+    arguments = TrainingArguments(**trainer_arguments(clock, directory, clips=clips, logs=clips), use_cpu=True)
     data = ReadyBatches(workload.batch, clock.run_steps)
     trainer = Trainer(
         model=model, args=arguments, data_collator=first, train_dataset=data, optimizers=(optimizer, None)
@@ -214,10 +214,10 @@ def hugging_face(workload: Workload, clock: Clock, folder: str, *, clips: bool =
     trainer.train()
 
 
-def trainer_arguments(clock: Clock, folder: str, *, clips: bool, logs: bool) -> dict[str, Any]:
+def trainer_arguments(clock: Clock, directory: str, *, clips: bool, logs: bool) -> dict[str, Any]:
     """What both classes named `TrainingArguments` are given."""
     return {
-        "output_dir": folder,
+        "output_dir": directory,
         "max_steps": clock.run_steps,
         "per_device_train_batch_size": 1,
         "learning_rate": LR,
@@ -232,7 +232,7 @@ def trainer_arguments(clock: Clock, folder: str, *, clips: bool, logs: bool) -> 
     }
 
 
-def lightning(workload: Workload, clock: Clock, folder: str, *, clips: bool = False) -> None:
+def lightning(workload: Workload, clock: Clock, directory: str, *, clips: bool = False) -> None:
     """Lightning's `Trainer`; the quiet row is its `barebones` mode."""
     import lightning.pytorch as pl
     from lightning.pytorch.loggers import CSVLogger
@@ -258,14 +258,14 @@ def lightning(workload: Workload, clock: Clock, folder: str, *, clips: bool = Fa
 
     options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_steps": clock.run_steps}
     if clips:
-        options |= {"gradient_clip_val": CLIP, "log_every_n_steps": LOG_INTERVAL, "logger": CSVLogger(folder)}
-        options |= {"enable_checkpointing": False, "enable_model_summary": False, "default_root_dir": folder}
+        options |= {"gradient_clip_val": CLIP, "log_every_n_steps": LOG_INTERVAL, "logger": CSVLogger(directory)}
+        options |= {"enable_checkpointing": False, "enable_model_summary": False, "default_root_dir": directory}
     else:
         options |= {"barebones": True}
     pl.Trainer(**options).fit(Module(), RepeatedBatch(workload.batch, clock.run_steps))
 
 
-def fabric(workload: Workload, clock: Clock, folder: str, *, clips: bool = False) -> None:
+def fabric(workload: Workload, clock: Clock, directory: str, *, clips: bool = False) -> None:
     """Lightning Fabric; the user writes the loop."""
     from lightning.fabric import Fabric
 
@@ -286,7 +286,7 @@ def fabric(workload: Workload, clock: Clock, folder: str, *, clips: bool = False
             print_every_10(step, loss)
 
 
-def accelerate(workload: Workload, clock: Clock, folder: str, *, clips: bool = False) -> None:
+def accelerate(workload: Workload, clock: Clock, directory: str, *, clips: bool = False) -> None:
     """Hugging Face Accelerate; the user writes the loop."""
     from accelerate import Accelerator
 
@@ -307,7 +307,7 @@ def accelerate(workload: Workload, clock: Clock, folder: str, *, clips: bool = F
             print_every_10(step, loss)
 
 
-def ignite(workload: Workload, clock: Clock, folder: str, *, clips: bool = False) -> None:
+def ignite(workload: Workload, clock: Clock, directory: str, *, clips: bool = False) -> None:
     """PyTorch-Ignite's `Engine`; the user writes the step."""
     from ignite.engine import Engine, Events
     from ignite.handlers import ProgressBar

@@ -108,8 +108,8 @@ def silence() -> Iterator[None]:
 def run_block(row: Row, workload: Workload, clock: Clock) -> Times:
     """Train a new model with `row`."""
     gc.collect()
-    with tempfile.TemporaryDirectory() as folder, silence(), clock.timing_backward():
-        row(workload, clock, folder)
+    with tempfile.TemporaryDirectory() as directory, silence(), clock.timing_backward():
+        row(workload, clock, directory)
     return clock.times()
 
 

@@ -103,8 +103,8 @@ def train(steps: int, callback: Callback) -> None:
     workload = workloads()[0]
     clock = Clock(0, steps - 1, now=float)
     model, optimizer = made(workload, clock)
-    with tempfile.TemporaryDirectory() as folder, silence():
-        arguments = TrainingArguments(**trainer_arguments(clock, folder, clips=True, logs=True))
+    with tempfile.TemporaryDirectory() as directory, silence():
+        arguments = TrainingArguments(**trainer_arguments(clock, directory, clips=True, logs=True))
         data = ReadyBatches(workload.batch, steps)
         Trainer(
             model,

@@ -1,23 +1,26 @@
-"""The parts of the documentation that are read from the code: a mkdocs hook, named in mkdocs.yml, writes no file.
+"""Generates the parts of the documentation that are read from the code, as a mkdocs hook (see mkdocs.yml).
 
-A page holds a marker, a comment such as `<!-- generated: moments -->`, and the site shows the table in its place.
+A page contains a marker, a comment such as `<!-- generated: events -->`, and the site shows the table in its place. No
+file is written.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
 from onstep.cli.why_features import PARTS, Row
-from onstep.config import ConfigContainer, ConfigPart, TrainingArguments
-from onstep.config.argument_rules import REASONS, ReservedArguments
-from onstep.events import MOMENTS
-from onstep.events.events import Moment
+from onstep.config import KEYS, Key, TrainingArguments
+from onstep.config.hf.argument import KEY_OF
+from onstep.config.hf.reserved import REASONS, reserved_fields
+from onstep.events import EVENTS
+from onstep.events.events import Event
 from onstep.training import loop
 from onstep.training.feature import HOOKS, Feature
 
@@ -27,7 +30,7 @@ _TRAINING_FIELDS = ("optimizer", "scheduler", "train_dataloader", "eval_dataload
 
 @dataclass(frozen=True)
 class Entry:
-    """One field of a dataclass, as a row of a table shows it."""
+    """One field of a dataclass, as shown in a row of a table."""
 
     name: str
     annotation: str
@@ -36,7 +39,7 @@ class Entry:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the generated parts where a page has their markers. Called by mkdocs for every page."""
+    """Replace the markers of a page by the generated parts. Called by mkdocs for every page."""
     return fill(markdown)
 
 
@@ -44,15 +47,15 @@ def fill(markdown: str) -> str:
     """`markdown` with every marker replaced.
 
     Raises:
-        KeyError: for a marker that names nothing; mkdocs stops the build.
+        KeyError: for an unknown marker; mkdocs stops the build.
     """
     return MARKER.sub(lambda match: GENERATED[match[1]](), markdown)
 
 
 def moments_table() -> str:
-    """Every moment, in firing order."""
-    rows = [(_names(moment), f"{moment.when}.", _fields_of(moment)) for moment in MOMENTS]
-    return _table(("Moment", "When it is told", "Has, beyond the common fields"), rows)
+    """Every event, in firing order."""
+    rows = [(_names(event), f"{event.when}.", _fields_of(event)) for event in EVENTS]
+    return _table(("Event", "When it fires", "Fields beyond the common ones"), rows)
 
 
 def loop_source() -> str:
@@ -73,54 +76,60 @@ def feature_table() -> str:
 
 
 def hook_table() -> str:
-    """What a feature may override, in the order in which a run meets it."""
+    """The hooks of a feature, in the order in which a run reaches them."""
     rows = [(f"`{name}`", _prose(inspect.getdoc(getattr(Feature, name)) or "")) for name in HOOKS]
-    return _table(("Hook", "When it is called, or what it gives"), rows)
+    return _table(("Hook", "When it is called, or what it returns"), rows)
 
 
-def configuration_tables() -> str:
-    """Every key of `ConfigContainer`: a section and a table for each part, then the keys beside them."""
-    sections, loose = [], []
-    for field in fields(ConfigContainer):
-        part = field.default_factory if inspect.isclass(field.default_factory) else None
-        if part is not None and issubclass(part, ConfigPart):
-            keys = _key_table(entries(part), f"{field.name}.")
-            sections.append(f"### `{field.name}`\n\n{_prose(inspect.getdoc(part) or '')}\n\n{keys}")
-        else:
-            loose.append(field.name)
-    beside = [entry for entry in entries(ConfigContainer) if entry.name in loose]
-    return "\n\n".join([*sections, f"### Beside the sections\n\n{_key_table(beside, '')}"])
+def common_table() -> str:
+    """The keys that most runs set."""
+    return _key_table([key for key in KEYS.values() if key.option.common])
+
+
+def configuration_tables(keys: Mapping[str, Key] = KEYS) -> str:
+    """Every key of a configuration: a heading and a table for each section, then the keys outside the sections."""
+    tables = []
+    for kind, group in itertools.groupby(keys.values(), key=lambda key: key.section):
+        table, (name, dot, _) = list(group), next(key for key in keys if keys[key].section is kind).partition(".")
+        head = f"### `{name}`\n\n{_prose(inspect.getdoc(kind) or '')}" if dot else "### Outside the sections"
+        tables.append(f"{head}\n\n{_key_table(table)}")
+    return "\n\n".join(tables)
 
 
 def argument_table() -> str:
     """The `TrainingArguments` that have an effect."""
-    reserved = {field.name for field in fields(ReservedArguments)}
-    return _key_table([entry for entry in entries(TrainingArguments) if entry.name not in reserved], "")
+    reserved = {field.name for field in reserved_fields()}
+    rows = [
+        (f"`{entry.name}`", f"`{entry.annotation}`", f"`{entry.default}`", _prose(entry.text or _help_of(entry.name)))
+        for entry in entries(TrainingArguments)
+        if entry.name not in reserved
+    ]
+    return _table(("Argument", "Type", "Default", "Meaning"), rows)
 
 
 def refused_table() -> str:
     """The `TrainingArguments` that are accepted at their default only."""
     rows = [
-        (f"`{entry.name}`", f"`{entry.default}`", _prose(REASONS.get(entry.name, "")))
-        for entry in entries(ReservedArguments)
+        (f"`{field.name}`", f"`{_default(field)}`", _prose(REASONS.get(field.name, ""))) for field in reserved_fields()
     ]
     return _table(("Argument", "Accepted value", "Why, or what instead"), rows)
 
 
 GENERATED: dict[str, Callable[[], str]] = {
-    "moments": moments_table,
+    "events": moments_table,
     "loop": loop_source,
     "features": feature_table,
     "hooks": hook_table,
+    "common keys": common_table,
     "configuration": configuration_tables,
     "arguments": argument_table,
     "refused arguments": refused_table,
 }
-"""What a marker may name."""
+"""The generated parts, by the name in their marker."""
 
 
 def entries(cls: type) -> Iterator[Entry]:
-    """The fields of a dataclass, each with the doc string that follows it in the source."""
+    """The fields of a dataclass, each with the docstring that follows it in the source."""
     texts = _field_docs(cls)
     for field in fields(cls):
         if field.init:
@@ -136,7 +145,7 @@ def _default(field: Field[Any]) -> str:
 
 
 def _field_docs(cls: type) -> dict[str, str]:
-    """The string below each annotated name of a class body."""
+    """The docstring below each annotated name of a class body."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     [definition] = tree.body
     assert isinstance(definition, ast.ClassDef)
@@ -149,14 +158,14 @@ def _field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def _names(moment: Moment) -> str:
-    same = moment.hf_name == moment.name
-    return f"`{moment.name}`" if same else f"`{moment.name}`<br>`{moment.hf_name}`"
+def _names(event: Event) -> str:
+    same = event.hf_name == event.name
+    return f"`{event.name}`" if same else f"`{event.name}`<br>`{event.hf_name}`"
 
 
-def _fields_of(moment: Moment) -> str:
-    names = [name for name in moment.fields if name not in _TRAINING_FIELDS]
-    training = [name for name in moment.fields if name in _TRAINING_FIELDS]
+def _fields_of(event: Event) -> str:
+    names = [name for name in event.fields if name not in _TRAINING_FIELDS]
+    training = [name for name in event.fields if name in _TRAINING_FIELDS]
     shown = [f"`{name}`" for name in names]
     if training == list(_TRAINING_FIELDS):
         shown.append("the training objects")
@@ -165,11 +174,34 @@ def _fields_of(moment: Moment) -> str:
     return ", ".join(shown)
 
 
-def _key_table(rows: Iterable[Entry], prefix: str) -> str:
-    return _table(
-        ("Key", "Type", "Default", "Meaning"),
-        [(f"`{prefix}{row.name}`", f"`{row.annotation}`", f"`{row.default}`", _prose(row.text)) for row in rows],
-    )
+def _key_table(keys: Iterable[Key]) -> str:
+    rows = [
+        (
+            f"`{key.name}`",
+            f"`{_written(key)}`",
+            f"`{key.default!r}`",
+            _prose(_help(key)),
+            key.option.on_change.value,
+            f"`{key.option.hf}`" if key.option.hf else "",
+        )
+        for key in keys
+    ]
+    return _table(("Key", "Type", "Default", "Meaning", "If changed", "In `TrainingArguments`"), rows)
+
+
+def _written(key: Key) -> str:
+    """The type as the source spells it."""
+    return str(key.section.__dataclass_fields__[key.name.rpartition(".")[2]].type)
+
+
+def _help(key: Key) -> str:
+    bound = key.option.bound
+    return f"{key.option.help} Must be {bound.text}." if bound else key.option.help
+
+
+def _help_of(argument: str) -> str:
+    """The help of the key that has the same value as an argument."""
+    return _help(KEY_OF[argument]) if argument in KEY_OF else ""
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
@@ -178,12 +210,12 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """One line; a `|` outside of code would end the cell."""
+    """`text` on one line, with `|` escaped outside of code."""
     return " ".join(_outside_code(text, {"|": "\\|"}).split())
 
 
 def _prose(text: str) -> str:
-    """A doc string as Markdown: what looks like HTML outside of code is text."""
+    """A docstring as Markdown, with what looks like HTML outside of code escaped."""
     return _outside_code(text, {"<": "&lt;", "*": "\\*"})
 
 

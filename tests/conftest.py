@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from onstep.config import ConfigContainer
-from onstep.recipes import tiny_gpt_pretrain_config
+from tests.support.forked_processes import Processes
+from tests.support.small_configs import small_pretrain_config
+
+ROOT = Path(__file__).parents[1]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+"""Processes that tests start import `tests.support` as the tests do."""
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected stays: the garbage collector need not look at it again in every test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -33,11 +45,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import json
     import shutil
 
-    folder = tmp_path_factory.mktemp("corpus")
+    directory = tmp_path_factory.mktemp("corpus")
     library = Path(json.__file__).parent.parent
     for name in ("bisect.py", "colorsys.py", "heapq.py", "keyword.py", "sched.py", "textwrap.py"):
-        shutil.copy(library / name, folder / name)
-    return folder
+        shutil.copy(library / name, directory / name)
+    return directory
 
 
 @pytest.fixture(scope="session")
@@ -46,19 +58,19 @@ def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tokens")
 
 
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Processes]:
+    """The server that forks the processes of all tests."""
+    server = Processes()
+    yield server
+    server.close()
+
+
 @pytest.fixture
 def tiny_config(corpus: Path, token_cache: Path) -> ConfigContainer:
     """A run of 8 steps of a 2-layer model on the small corpus: seconds on one core."""
-    config = tiny_gpt_pretrain_config()
-    config.dataset.paths = [str(corpus)]
-    config.dataset.cache_dir = str(token_cache)
-    config.dataset.split = "80,10,10"
-    config.dataset.seq_length = config.model.seq_length = 32
-    config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads = 2, 32, 2
+    config = small_pretrain_config(corpus, token_cache, layers=2, width=32)
     config.train.train_iters, config.train.global_batch_size, config.train.micro_batch_size = 8, 4, 4
-    config.scheduler.lr_warmup_iters = 2
-    config.validation.eval_on_start = False
     config.validation.eval_interval, config.validation.eval_iters = 5, 2
     config.logger.log_interval = 4
-    config.dist.device = "cpu"
     return config

@@ -2,7 +2,7 @@
 
     python tools/words.py [PATH ...]
 
-In Python files only comments and strings are read, in Markdown everything; names of code are none of its business.
+In Python files only comments and strings are read, in Markdown all but inline code.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 RULES = {
-    r"\btakes\b|\b(?:do|does|did|can|could|would)(?: not|n't)? take (?:a|an|no|only|the)\b": "requires, accepts, expects",
-    r"\b(?:is|are|was|were|be) no (?!longer\b|more than\b|less than\b|fewer than\b)": "is not a; there is no",
+    r"\btakes\b|\b(?:do|does|did|can|would)(?: not|n't)? take (?:a|an|no|only|the)\b": "requires, accepts, expects",
+    r"(?<!there\s)\b(?:is|are|was|were|be) no (?!longer\b|(?:more|less|fewer) than\b)": "is not a; there is no",
     r"\b(?:leave|leaves|leaving|left) (?:\S+ ){1,4}away\b": "drop, omit",
     r"\bmend(?:s|ed|ing)?\b": "fix",
     r"\banew\b": "again, from scratch",
     r"\bsees? to (?:it|its|their|the|that)\b": "check, ensure",
     r"\bat the (?:most|least)\b": "at most, at least",
     r"\btold\b|\btellings?\b|\btellers?\b|\btells (?:callbacks|the callbacks|them|it)\b": "called, notified; fires",
-    r"(?<!optimizer\s)(?<!optimizer's\s)(?<!Adam's\s)(?<!first\s)(?<!second\s)(?<!its\s)\bmoments?\b": "event (callbacks), hook (features)",
+    r"(?<!optimizer\s)(?<!optimizer's\s)(?<!Adam's\s)(?<!first\s)(?<!second\s)(?<!its\s)\bmoments?\b": "event, hook",
     r"\bfolders?\b": "directory",
-    r"\bjournals?\b": "metrics log",
-    r"\bpass(?:es|ed|ing)? over\b": "skip",
-    r"\bculprits?\b|\bverdicts?\b|\baccus\w+|\bconfess\w*|\bwitness\w*": "diagnosis, report",
+    r"\bjournals?\b(?!\")": "metrics log",
+    r"\bpass(?:ed|ing) over\b|\bto pass over\b": "skip",
+    r"(?<!first-)\bculprits?\b|\bverdicts?\b|\baccus\w+|\bconfess\w*|\bwitness\w*": "diagnosis, report",
     r"\bstands?\b(?! for\b)(?! out\b)(?!-)|\bstood\b": "is, is listed",
     r"\bhas grown\b|\bgrowth of the batch\b|\bbatch grows\b": "ramp-up",
     r"\bruns already\b": "is already running",
@@ -41,7 +41,7 @@ RULES = {
     r"\bno letters?\b|\bno form in\b": "cannot be saved, is not a character",
     r"\bof somebody else\b|\bsomebody else's\b": "another process's, another run's",
     r"\bthinn(?:ed|ing)\b": "downsampled",
-    r"\bcertificates?\b": "trajectory hash",
+    r"\bcertificates?\b(?![/\"'])": "trajectory hash",
 }
 PATTERNS = [(re.compile(pattern.replace(" ", r"\s+"), re.IGNORECASE), rather) for pattern, rather in RULES.items()]
 RIDDLE = re.compile(r"(?:What|Who|How|Where|When|Why|Which)\b|.*\?$")
@@ -50,7 +50,7 @@ RIDDLE = re.compile(r"(?:What|Who|How|Where|When|Why|Which)\b|.*\?$")
 def texts(path: Path) -> Iterator[tuple[int, str]]:
     """The text that people read, with the number of its first line."""
     if path.suffix != ".py":
-        yield 1, path.read_text("utf-8")
+        yield 1, re.sub(r"`[^`\n]+`", "`code`", path.read_text("utf-8"))
         return
     with tokenize.open(path) as file:
         for token in tokenize.generate_tokens(file.readline):

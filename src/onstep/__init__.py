@@ -1,6 +1,26 @@
-"""Onstep: one training loop for PyTorch models, open at every moment to your own callbacks.
+"""Onstep is a training library for PyTorch, language models first: one loop that callbacks can observe and steer.
 
-Importing this package does not import torch; names are loaded when they are first used.
+There are two entry points to this loop. `Trainer` trains your own module on your own data, as in Hugging Face:
+
+    from onstep import Trainer, TrainingArguments
+
+    trainer = Trainer(model, TrainingArguments(output_dir="out"), train_dataset=dataset)
+    trainer.train()
+
+`pretrain` and `finetune` train a language model from a configuration, as in Megatron Bridge:
+
+    from onstep import pretrain
+    from onstep.recipes import tiny_gpt_pretrain_config
+    from onstep.training import forward_step
+
+    pretrain(tiny_gpt_pretrain_config(), forward_step)
+
+Both call the same callbacks, in either convention (`Callback` with a context, `TrainerCallback` with args, state and
+control); `onstep.events` lists all events. Both resume bitwise from verified checkpoints, stop on a NaN loss before it
+reaches the weights, and report to W&B, TensorBoard, MLflow, Comet, Trackio or CSV. The same script runs on a CPU, on
+one GPU, or on several GPUs under `torchrun`. On the command line, start with `onstep --help`.
+
+Importing this package does not import torch; names are loaded on first use.
 """
 
 from __future__ import annotations

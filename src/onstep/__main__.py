@@ -1,4 +1,4 @@
-"""`python -m onstep`, and `torchrun -m onstep`."""
+"""Entry point of `python -m onstep` and `torchrun -m onstep`."""
 
 import sys
 

@@ -1,24 +1,26 @@
-"""The errors that Onstep raises on purpose: each message names the value, the rule and the remedy."""
+"""Defines the exceptions that Onstep raises; each message names the value, the rule and the remedy."""
+
+import logging
 
 
 class OnstepError(Exception):
-    """Base of every error that Onstep raises on purpose."""
+    """Base class of all exceptions that Onstep raises deliberately."""
 
 
 class ConfigError(OnstepError, ValueError):
-    """A configuration value, key or combination that cannot work; raised before any work starts."""
+    """An invalid configuration value, key or combination; raised before any work starts."""
 
 
 class ShardingError(ConfigError, RuntimeError):
-    """A tensor that is not split over ranks as a computation takes it; a RuntimeError too, as in Megatron Bridge."""
+    """A tensor is not sharded over ranks as a computation requires; also a RuntimeError, as in Megatron Bridge."""
 
 
 class DataError(OnstepError, ValueError):
-    """A corpus, tokenizer or dataset that cannot be trained on."""
+    """A corpus, tokenizer or dataset that cannot be used for training."""
 
 
 class RunExistsError(OnstepError):
-    """The output folder holds another run; nothing in it was touched."""
+    """The output directory belongs to another run; nothing in it was modified."""
 
 
 class NonFiniteError(OnstepError, ArithmeticError):
@@ -26,38 +28,48 @@ class NonFiniteError(OnstepError, ArithmeticError):
 
 
 class AnomalyError(OnstepError, ArithmeticError):
-    """A loss or gradient norm far above the last ones, or more skips or rollbacks than the configuration allows."""
+    """A loss or gradient norm spiked, or there were more skips or rollbacks than the configuration allows."""
 
 
 class ReplicaMismatchError(OnstepError, ArithmeticError):
-    """Ranks that must have the same weights have not; the message names the ranks and parameters that differ."""
+    """Ranks that must have identical weights do not; the message names the ranks and parameters that differ."""
 
 
 class CheckpointError(OnstepError):
-    """A checkpoint that cannot be written, found, verified or loaded; the message says which and what to do."""
+    """A checkpoint cannot be written, found, verified or loaded; the message names it and says what to do."""
 
 
 class MissingWeightsError(CheckpointError, FileNotFoundError):
-    """Trained weights that a run is to start from are not where the configuration says."""
+    """The pretrained weights that a run should start from were not found."""
 
 
 class UnsupportedStateError(CheckpointError, TypeError):
-    """A state holds something that a checkpoint has no form for; the message gives its path."""
+    """A state contains a value that cannot be saved in a checkpoint; the message gives its path."""
 
 
 class CollectiveAfterErrorError(OnstepError, RuntimeError):
-    """A rank would wait for the others after an error that they may not have met; the message names both."""
+    """A rank attempted a collective after an error that other ranks might not share; the message names both."""
 
 
 class MissingExtraError(OnstepError, ImportError):
-    """An optional dependency is needed; the message gives the install line."""
+    """An optional dependency is missing; the message gives the command that installs it."""
 
 
 def require(holds: bool, name: str, rule: str, value: object, remedy: str = ".") -> None:
-    """Refuse a setting whose value breaks a rule.
+    """Check the value of a setting.
 
     Raises:
-        ConfigError: naming the value, the rule and, after it, the remedy.
+        ConfigError: if `holds` is False; the message names the value, the rule and the remedy.
     """
     if not holds:
         raise ConfigError(f"{name} must be {rule}, got {value!r}{remedy}")
+
+
+_warned_of: set[str] = set()
+
+
+def warn_once(logger: logging.Logger, text: str) -> None:
+    """Log a warning, once in this process."""
+    if text not in _warned_of:
+        _warned_of.add(text)
+        logger.warning("%s", text)

@@ -1,4 +1,4 @@
-"""What a forked child must not keep: locks and files that belong to its parent."""
+"""Releases locks and files of the parent in forked children."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from functools import cache
 from typing import Any
 
 _releases: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
-"""What every child lets go of, and how. One for the process, because a fork is of the whole process."""
+"""Objects to release in every child, and how. Process-wide, because a fork copies the whole process."""
 
 
 def release_in_forked_children(holder: Any, release: Callable[[Any], None]) -> None:
-    """Call `release(holder)` in every child that is forked while `holder` lives, such as a data loader's worker.
+    """Call `release(holder)` in every child forked during the lifetime of `holder`, such as a data loader's worker.
 
-    A child shares its parent's locks and descriptors, and would hold them after the parent's death.
+    A child shares its parent's locks and descriptors, and would otherwise hold them after the parent has died.
     """
     _register_once()
     _releases[holder] = release

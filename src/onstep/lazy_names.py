@@ -1,4 +1,4 @@
-"""Packages whose names are loaded when they are first used, so that importing them costs nothing."""
+"""Loads the public names of a package on first use, so that importing the package is cheap."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's `__getattr__` and `__dir__`.
+    """Return a package's `__getattr__` and `__dir__`.
 
     Args:
-        package: its full name.
-        homes: name: full name of the module that has it.
+        package: full name of the package.
+        homes: maps each public name to the full name of its module.
     """
 
     def get(name: str) -> Any:

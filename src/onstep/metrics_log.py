@@ -1,9 +1,9 @@
-"""The journal of a run: a JSON array of records that only grows, one record a line, valid between any two records.
+"""Reads and writes the metrics log of a run: an append-only JSON array, one record per line, valid after every record.
 
-The file reads ``[``, records joined by ``,`` and a line break, and ``]`` on the last line. Appending is one positioned
-write of the separator, the record and a new closing bracket over the old one, so that a process killed at any moment
-leaves either the file as it was or a file whose last record is cut short, which `read_records` leaves out. NaN and the
-infinities are written as Python's ``json`` spells them (``NaN``, ``Infinity``).
+The file consists of ``[``, records joined by ``,`` and a line break, and ``]`` on the last line. Appending is a single
+positioned write of the separator, the record and a new closing bracket over the old one. A process killed at any time
+therefore leaves either the previous file or one whose last record is truncated, which `read_records` skips. NaN and
+infinities are written as by Python's ``json`` (``NaN``, ``Infinity``).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from filelock import lock_descriptor
 
 from onstep.errors import OnstepError
 from onstep.forking import release_in_forked_children
+from onstep.json_values import encode
 
 Record = dict[str, Any]
 
@@ -40,30 +41,29 @@ WALL_CLOCK_FIELDS = (
     "peak_mem_allocated",
     "bridge",
 )
-"""What a record tells of the clock and the machine; all else is the same in a run that was killed and resumed."""
+"""Fields that depend on time or machine; all others are identical in a run that was killed and resumed."""
 
 _CLOSING = b"\n]"
 _BLANK = " \t\r\n\x00"
-"""White space, and the zeros that some file systems leave at the end of a file after a power cut."""
+"""White space, and the zeros that some file systems leave at the end of a file after a power failure."""
 _SEPARATOR = re.compile(rf"[{_BLANK}]*(,?)[{_BLANK}]*")
-_MOST_NESTED = 100
-"""How deep a value is followed that JSON cannot hold as it is."""
 _CUT_TOKEN = re.compile(r'(?:"[^\n]*|[-+.\\\w]*)\Z')
-"""What may stand between a decoding error and the end of the text when writing stopped there."""
+"""What can follow a decoding error at the end of a truncated text."""
 
 
-class JournalError(OnstepError):
-    """A file that is no journal, or a journal used in a way that would lose records."""
+class MetricsLogError(OnstepError):
+    """A file is not a metrics log, or an operation on a metrics log would lose records."""
 
 
-class JournalHeldError(JournalError):
-    """Another live writer has the journal open."""
+class MetricsLogHeldError(MetricsLogError):
+    """The metrics log is open in another live writer."""
 
 
-class Journal(AbstractContextManager["Journal"]):
-    """A journal open for appending. The file is locked against a second writer until `close` or the process's end.
+class MetricsLog(AbstractContextManager["MetricsLog"]):
+    """A metrics log open for appending. The file is locked against a second writer until `close` or the end of the
+    process.
 
-    A forked child (a data loader's worker) neither keeps the lock nor can append.
+    Forked children (a data loader's workers) do not hold the lock and cannot append.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -74,46 +74,46 @@ class Journal(AbstractContextManager["Journal"]):
         text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
         body = text.rstrip()[:-1].rstrip()
         self._tail = len(body)
-        """Where the next separator goes: over the closing bracket."""
+        """Offset of the next separator, which overwrites the closing bracket."""
         self._separator = b"\n" if body.endswith(b"[") else b",\n"
         self._take_back(descriptor)
-        release_in_forked_children(self, Journal._release)
+        release_in_forked_children(self, MetricsLog._release)
 
     @classmethod
-    def open(cls, path: str | Path, mode: str = "a") -> Journal:
-        """Open the journal at `path`, making its folder if needed.
+    def open(cls, path: str | Path, mode: str = "a") -> MetricsLog:
+        """Open the metrics log at `path`, creating its directory if needed.
 
         Args:
-            mode: "a" continues an existing journal (a record cut short by a crash is left out, an unreadable file is
-                set aside) or begins one; "x" begins one and refuses an existing file.
+            mode: "a" continues an existing metrics log (a record truncated by a crash is dropped, an unreadable file is
+                renamed) or starts one; "x" starts one and fails if the file exists.
 
         Raises:
-            JournalError: in mode "x", when the file exists; for an unknown mode.
-            JournalHeldError: when another live writer has the file open.
+            MetricsLogError: in mode "x", if the file exists; for an unknown mode.
+            MetricsLogHeldError: if another live writer has the file open.
         """
         path = Path(path)
         if mode not in ("a", "x"):
-            raise JournalError(f"mode must be 'a' (continue) or 'x' (begin), got {mode!r}.")
+            raise MetricsLogError(f"mode must be 'a' (continue) or 'x' (create), got {mode!r}.")
         path.parent.mkdir(parents=True, exist_ok=True)
         if mode == "a" and path.exists():
             align(path)
         try:
             return cls(path, _locked(path, os.O_CREAT | (os.O_EXCL if mode == "x" else 0)))
         except FileExistsError:
-            raise JournalError(f"{path} exists; pass mode 'a' to continue it, or move it aside first.") from None
+            raise MetricsLogError(f"{path} already exists; pass mode 'a' to continue it, or rename it first.") from None
 
     def append(self, record: Record) -> None:
-        """Add one record; when this returns, the file is valid JSON with the record in it.
+        """Append a record; when this returns, the file is valid JSON and contains the record.
 
-        Numpy and torch values are written as plain numbers and lists, what JSON has no form for as its `str` or `repr`:
-        a record is never refused for what it holds.
+        NumPy and torch values are written as plain numbers and lists; values that JSON cannot represent as their `str`
+        or `repr`. A record is never rejected because of its values.
 
         Raises:
-            JournalError: when the journal is closed.
-            OSError: when the disk is full or gone; the file is left as it was before.
+            MetricsLogError: if the metrics log is closed.
+            OSError: if the disk is full or unavailable; the file is left unchanged.
         """
         if self._descriptor is None:
-            raise JournalError(f"{self.path} is closed; open it again with Journal.open(path, 'a') to append to it.")
+            raise MetricsLogError(f"{self.path} is closed; reopen it with Metrics log.open(path, 'a') to append to it.")
         self._settle(self._descriptor)
         line = self._separator + encode(record).encode("ascii")
         data, written = line + _CLOSING, 0
@@ -127,7 +127,7 @@ class Journal(AbstractContextManager["Journal"]):
         self._separator = b",\n"
 
     def close(self) -> None:
-        """Let go of the file, durably; closing twice is harmless."""
+        """Fsync and close the file; idempotent."""
         if self._descriptor is not None:
             os.fsync(self._descriptor)
             self._release()
@@ -136,7 +136,7 @@ class Journal(AbstractContextManager["Journal"]):
         self.close()
 
     def _settle(self, descriptor: int) -> None:
-        """Take in what an append left that an exception (Ctrl-C) interrupted."""
+        """Complete or undo an append that was interrupted by an exception (Ctrl-C)."""
         size = os.fstat(descriptor).st_size
         if size == self._tail + len(_CLOSING):
             return
@@ -147,7 +147,7 @@ class Journal(AbstractContextManager["Journal"]):
             self._take_back(descriptor)
 
     def _take_back(self, descriptor: int) -> None:
-        """End the file after the last whole record."""
+        """Truncate the file after the last complete record."""
         os.pwrite(descriptor, _CLOSING, self._tail)
         os.ftruncate(descriptor, self._tail + len(_CLOSING))
 
@@ -160,35 +160,34 @@ class Journal(AbstractContextManager["Journal"]):
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """The records of a journal, also of one that is being written or whose writer was killed.
+    """Read the records of a metrics log, even one that is being written or whose writer was killed.
 
-    A missing closing bracket, a trailing comma and a last record cut short (left out) are expected. An empty file has
-    no records.
+    Tolerates a missing closing bracket, a trailing comma and a truncated last record, which is skipped. An empty file
+    has no records.
 
     Raises:
-        FileNotFoundError: when there is no such file.
-        JournalError: when the file is no journal, or is damaged before its last record.
+        FileNotFoundError: if the file does not exist.
+        MetricsLogError: if the file is not a metrics log, or is damaged before its last record.
     """
     return _decode(Path(path))[0]
 
 
 def align(path: str | Path, last_step: int | None = None, *, num_records: int | None = None) -> Path | None:
-    """Make the journal at `path` end at `last_step`, so that a run which continues from there can append to it.
+    """Truncate the metrics log at `path` to `last_step`, so that a run resumed from there can append to it.
 
-    Returns the file that was set aside, or None.
+    Returns the file with the removed records, or the renamed file, or None.
 
-    Records with a `global_step` (0 where there is none) beyond `last_step`, and those beyond the first `num_records`,
-    are kept aside in ``<name>.branch-<n>.json``. A file that is no journal, or a folder, is renamed to
-    ``<name>.unreadable-<n>.json``. The journal is replaced in one atomic step, and left untouched where nothing is to
-    be done.
+    Records with a `global_step` (default 0) beyond `last_step`, and those after the first `num_records`, are moved to
+    ``<name>.branch-<n>.json``. A file that is not a metrics log, or a directory, is renamed to
+    ``<name>.unreadable-<n>.json``. The metrics log is replaced atomically, or left untouched if nothing changes.
 
     Args:
-        last_step: The last step to keep; None keeps all and only repairs what a crash left.
-        num_records: How many records to keep at the most; None sets no limit.
+        last_step: The last step to keep; None keeps all and only repairs damage from a crash.
+        num_records: Maximum number of records to keep; None sets no limit.
 
     Raises:
-        FileNotFoundError: when there is no such file.
-        JournalHeldError: when a live writer has the file open.
+        FileNotFoundError: if the file does not exist.
+        MetricsLogHeldError: if a live writer has the file open.
     """
     path = Path(path)
     if path.is_dir():
@@ -196,7 +195,7 @@ def align(path: str | Path, last_step: int | None = None, *, num_records: int | 
     with os.fdopen(_locked(path)):
         try:
             records, is_complete = _decode(path)
-        except JournalError:
+        except MetricsLogError:
             return _rename_aside(path, "unreadable-")
         limit = math.inf if last_step is None else last_step
         first = records[:num_records]
@@ -212,31 +211,32 @@ def align(path: str | Path, last_step: int | None = None, *, num_records: int | 
 
 
 def fork(path: str | Path, target: str | Path, *, num_records: int | None = None) -> None:
-    """Begin a journal at `target` with the first records of another run's at `path`, which is left as it is.
+    """Start a metrics log at `target` with the first records of another run's metrics log at `path`, which is not
+    modified.
 
     Args:
-        path: The journal to take from; it may be open in a live writer.
-        target: Where to begin; nothing may be there.
-        num_records: How many records to take; None takes all.
+        path: The metrics log to copy from; it may be open in a live writer.
+        target: The new metrics log; must not exist.
+        num_records: Number of records to copy; None copies all.
 
     Raises:
-        JournalError: when `target` exists.
+        MetricsLogError: if `target` exists.
     """
     target = Path(target)
     if target.exists():
-        raise JournalError(f"{target} exists; move it aside first.")
+        raise MetricsLogError(f"{target} already exists; rename it first.")
     target.parent.mkdir(parents=True, exist_ok=True)
     _replace(target, read_records(path)[:num_records])
 
 
 def set_aside(path: str | Path) -> Path:
-    """Rename the journal at `path` to ``<name>.<n>.json``, the first number that is free, and return that.
+    """Rename the metrics log at `path` to ``<name>.<n>.json`` with the first free number, and return the new path.
 
-    A folder of that name becomes ``<name>.unreadable-<n>.json``.
+    A directory with that name becomes ``<name>.unreadable-<n>.json``.
 
     Raises:
-        FileNotFoundError: when there is no such file.
-        JournalHeldError: when a live writer has the file open.
+        FileNotFoundError: if the file does not exist.
+        MetricsLogHeldError: if a live writer has the file open.
     """
     path = Path(path)
     if path.is_dir():
@@ -251,97 +251,53 @@ def numbered_name(path: str | Path) -> Path:
 
 
 def without_wall_clock(record: Record) -> Record:
-    """The record without `WALL_CLOCK_FIELDS`: what an uninterrupted run and a resumed one have in common."""
+    """The record without `WALL_CLOCK_FIELDS`: the part that is identical in an uninterrupted and a resumed run."""
     return {key: value for key, value in record.items() if not any(fnmatchcase(key, one) for one in WALL_CLOCK_FIELDS)}
 
 
-def encode(record: Record) -> str:
-    """One line of JSON; NaN and the infinities as Python's ``json`` spells them.
-
-    Keys and values that JSON cannot hold (tuples as keys, circular or very deep values) become text where they stand.
-    """
-    try:
-        return json.dumps(record, default=_plain)
-    except Exception:  # noqa: BLE001 - the values' own code may raise anything, and no record is lost for one value
-        return json.dumps(_held(record))
-
-
-def _plain(value: Any) -> Any:
-    """What JSON has a form for: lists and numbers for arrays and tensors, text for the rest."""
-    to_list = getattr(value, "tolist", None)
-    return to_list() if callable(to_list) else str(value)
-
-
-def _held(value: Any, around: tuple[int, ...] = ()) -> Any:
-    """`value` with text in the place of what JSON cannot hold; `around` are the ids of the containers it is in."""
-    if isinstance(value, (dict, list, tuple)):
-        if id(value) in around or len(around) >= _MOST_NESTED:
-            return _text(value)
-        inside = (*around, id(value))
-        if isinstance(value, dict):
-            return {_key(key): _held(one, inside) for key, one in value.items()}
-        return [_held(one, inside) for one in value]
-    try:
-        plain = value if value is None or isinstance(value, (str, int, float)) else _plain(value)
-        json.dumps(plain)
-    except Exception:  # noqa: BLE001 - as in `encode`
-        return _text(value)
-    return plain
-
-
-def _key(key: Any) -> str | float | None:
-    held: Any = _held(key)
-    return held if held is None or isinstance(held, (str, int, float)) else _text(key)
-
-
-def _text(value: Any) -> str:
-    try:
-        return repr(value)
-    except Exception:  # noqa: BLE001 - as in `encode`
-        return f"<{type(value).__qualname__}>"
-
-
 def _decode(path: Path) -> tuple[list[Record], bool]:
-    """The records, and whether the file is a whole JSON array."""
+    """The records, and whether the file is a complete JSON array."""
     try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(path.read_bytes())  # a character may be cut at the end
+        text = codecs.getincrementaldecoder("utf-8")().decode(path.read_bytes())  # the last character may be truncated
     except UnicodeDecodeError as error:
-        raise JournalError(f"{path} is no journal: it is not text ({error}).") from error
+        raise MetricsLogError(f"{path} is not a metrics log: it is not text ({error}).") from error
     if not text.strip(_BLANK):
         return [], False
     if not text.lstrip().startswith("["):
-        raise JournalError(f"{path} is no journal: it begins with {text[:20]!r} instead of '['.")
+        raise MetricsLogError(f"{path} is not a metrics log: it begins with {text[:20]!r} instead of '['.")
     try:
         records, is_complete = json.loads(text), True
     except json.JSONDecodeError:
         records, is_complete = _decode_one_by_one(text.strip(_BLANK), path), False
     if not all(isinstance(record, dict) for record in records):
-        raise JournalError(f"{path} is no journal: its array holds other things than objects.")
+        raise MetricsLogError(f"{path} is not a metrics log: its array contains values other than objects.")
     return records, is_complete
 
 
 def _decode_one_by_one(text: str, path: Path) -> list[Any]:
-    """Records up to the end of `text` or up to a last record that was cut short."""
+    """The records up to the end of `text` or to a truncated last record."""
     decoder = json.JSONDecoder()
     records: list[Any] = []
     position = len(text) - len(text[1:].lstrip(_BLANK))
     while position < len(text):
         if text[position] == "]":
             if text[position + 1 :].strip(_BLANK):
-                raise JournalError(f"{path} is damaged: something follows the closing ']' at character {position}.")
+                raise MetricsLogError(
+                    f"{path} is damaged: there is data after the closing ']' at character {position}."
+                )
             break
         try:
             record, position = decoder.raw_decode(text, position)
         except json.JSONDecodeError as error:
-            if not _CUT_TOKEN.match(text, error.pos):  # a record may be left out only at the end of the text
-                raise JournalError(f"{path} is damaged at character {error.pos}: {error.msg}.") from error
+            if not _CUT_TOKEN.match(text, error.pos):  # a record may be skipped only at the end of the text
+                raise MetricsLogError(f"{path} is damaged at character {error.pos}: {error.msg}.") from error
             break
         records.append(record)
         separator = _SEPARATOR.match(text, position)
         assert separator is not None
         position = separator.end()
         if position < len(text) and text[position] != "]" and not separator[1]:
-            raise JournalError(f"{path} is damaged: a ',' is missing at character {position}.")
+            raise MetricsLogError(f"{path} is damaged: a ',' is missing at character {position}.")
     return records
 
 
@@ -351,7 +307,7 @@ def _step_of(record: Record) -> float:
 
 
 def _replace(path: Path, records: list[Record]) -> None:
-    """Write a whole journal in one atomic step."""
+    """Write a complete metrics log atomically."""
     body = ",".join("\n" + encode(record) for record in records)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with temporary.open("wb") as file:
@@ -366,11 +322,11 @@ def _locked(path: Path, flags: int = 0) -> int:
     try:
         is_free = lock_descriptor(descriptor, blocking=False)
     except OSError:
-        is_free = True  # a file system without locks (some network mounts): nothing tells two writers apart there
+        is_free = True  # a file system without locks (some network mounts) cannot detect a second writer
     if not is_free:
         os.close(descriptor)
-        raise JournalHeldError(
-            f"{path} is being written by another live run; give this run a folder of its own, or end the other one."
+        raise MetricsLogHeldError(
+            f"{path} is being written by another live run; use another directory for this run, or stop the other one."
         )
     return descriptor
 
@@ -382,7 +338,9 @@ def _rename_aside(path: Path, label: str) -> Path:
 
 
 def _free_name(path: Path, label: str) -> Path:
-    """A name like ``<name>.<label><n>.json`` that nothing had; something empty reserves it against other processes."""
+    """An unused name like ``<name>.<label><n>.json``, reserved against other processes by an empty file or
+    directory.
+    """
     names = _names(path, label)
     while True:
         name = next(names)

@@ -1,4 +1,4 @@
-"""How far a run is: the one home of progress, read by both doors and saved with every checkpoint."""
+"""Defines `TrainState`, the progress of a run, which is saved with every checkpoint."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ _BRIDGE_KEYS = {
     "do_valid": "bool",
     "do_test": "bool",
 }
-"""The fields of Megatron Bridge's TrainState, which its checkpoints hold as 0-d tensors of these types."""
+"""The fields of Megatron Bridge's TrainState, stored in its checkpoints as 0-d tensors of these types."""
 
 
 @dataclass
 class TrainState:
     """Counters of a run. ``transformers``' ``TrainerState`` is a view of it (`onstep.events.TrainerState`).
 
-    The data position is ``(epoch, samples_in_epoch)``; everything that a user may change while the run goes on
-    (learning-rate factor, intervals, limits) is in ``overrides``.
+    The data position is ``(epoch, samples_in_epoch)``; values changed during the run (learning-rate factor, intervals,
+    limits) are in ``overrides``.
     """
 
     step: int = 0
     """Optimizer steps completed."""
     epoch: int = 0
-    """Passes over the training data completed."""
+    """Epochs completed."""
     samples_in_epoch: int = 0
-    """Samples taken in the current epoch, over all ranks."""
+    """Samples read in the current epoch, over all ranks."""
     steps_in_epoch: int = 0
     """Optimizer steps completed in the current epoch."""
     consumed_train_samples: int = 0
     skipped_train_samples: int = 0
     consumed_valid_samples: int = 0
     consumed_tokens: int = 0
-    """Tokens with a label trained on, over all ranks; brought up to date at every logged step."""
+    """Tokens with a label trained on, over all ranks; updated at every logged step."""
     floating_point_operations_so_far: float = 0.0
     best_metric: float | None = None
-    """Best value of `validation.metric_for_best_model` so far, and the step where it was met."""
+    """Best value of `validation.metric_for_best_model` so far; `best_step` is its step."""
     best_step: int | None = None
     best_model_checkpoint: str | None = None
-    """Folder of the checkpoint of the best step; of the best one before it, while the best step has none."""
+    """Directory of the checkpoint of the best step, or of the previous best while the best step has none."""
     do_train: bool = False
     do_valid: bool = False
     do_test: bool = False
     overrides: dict[str, Any] = field(default_factory=dict)
     skip_list: list[list[int]] = field(default_factory=list)
-    """`[epoch, sample id]` of what an anomaly left out: from the next epoch on it is not met again."""
+    """`[epoch, sample id]` of samples skipped because of an anomaly; they are skipped from the next epoch on."""
     num_skips: int = 0
-    """Steps whose update an anomaly left out."""
+    """Steps whose update was skipped because of an anomaly."""
     num_rollbacks: int = 0
-    """Times that the run went back to a checkpoint."""
+    """Number of rollbacks to a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All fields; those that Megatron Bridge's TrainState has are 0-d tensors, as there."""
-        import torch  # not at the top: configuration and events read progress without torch
+        """All fields; the fields of Megatron Bridge's TrainState are 0-d tensors, as there."""
+        import torch  # not at the top: configuration and events use progress without torch
 
         state = {one.name: getattr(self, one.name) for one in fields(self)}
         for key, dtype in _BRIDGE_KEYS.items():
@@ -66,10 +66,10 @@ class TrainState:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state; fields that it does not have stay as they are.
+        """Load a state; fields that are missing in it are left unchanged.
 
         Raises:
-            KeyError: when one of Megatron Bridge's fields is missing.
+            KeyError: if one of Megatron Bridge's fields is missing.
         """
         for key in _BRIDGE_KEYS:
             setattr(self, key, state_dict[key].item())

@@ -9,29 +9,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_logs import log_of, points
 
 from onstep.analysis import TrainingLog, compare_runs, format_comparison
 from onstep.analysis.logs.run_status import is_locked
 from onstep.analysis.reports.comparison import ABSENT, differences, flat, number_text, value_text
 from onstep.errors import ConfigError
-from onstep.metrics_log import Journal
+from onstep.metrics_log import MetricsLog
+from tests.support.made_logs import log_of, points
 
 CONFIG = {"optimizer": {"lr": 0.1, "betas": [0.9, 0.95]}, "logger": {"log_interval": 1}, "run": {"name": "x"}}
 
 
-def made(folder: Path, losses: list[float], config: dict[str, Any] | None = None, **more: Any) -> TrainingLog:
+def made(directory: Path, losses: list[float], config: dict[str, Any] | None = None, **more: Any) -> TrainingLog:
     """A run with an evaluation 0.5 above the loss after each step."""
-    with Journal.open(folder / "trainer_logs.json") as journal:
+    with MetricsLog.open(directory / "trainer_logs.json") as metrics_log:
         for step, loss in enumerate(losses, 1):
-            journal.append({"global_step": step, "epoch": step / 10, "loss": loss, "grad_norm": loss, **more})
-            journal.append(
+            metrics_log.append({"global_step": step, "epoch": step / 10, "loss": loss, "grad_norm": loss, **more})
+            metrics_log.append(
                 {"global_step": step, "epoch": step / 10, "eval_loss": loss + 0.5, "eval_accuracy": loss / 9}
             )
     if config is not None:
         record = {"status": "completed", "config": config}
-        (folder / "run.json").write_text(json.dumps(record))
-    return TrainingLog.from_run_dir(folder)
+        (directory / "run.json").write_text(json.dumps(record))
+    return TrainingLog.from_run_dir(directory)
 
 
 def changed(**values: Any) -> dict[str, Any]:
@@ -114,21 +114,21 @@ def test_a_run_that_never_said_that_it_ended_is_running_or_killed(logs: list[Tra
 
 
 def test_a_run_whose_process_is_gone_was_killed(logs: list[TrainingLog]) -> None:
-    folder = logs[0].log_path.parent
-    (folder / "run.json").write_text('{"status": "running"}')
-    (folder / ".run.lock").write_text(f"process 1 on {socket.gethostname()}\n")
-    if is_locked(folder / ".run.lock") is None:
+    directory = logs[0].log_path.parent
+    (directory / "run.json").write_text('{"status": "running"}')
+    (directory / ".run.lock").write_text(f"process 1 on {socket.gethostname()}\n")
+    if is_locked(directory / ".run.lock") is None:
         pytest.skip("this system does not list the locks of its processes")
     assert compare_runs(logs).statuses == ["killed", "completed"]
 
 
 def test_branch_that_a_run_left_is_noted(tmp_path: Path) -> None:
-    with Journal.open(tmp_path / "back" / "trainer_logs.json") as journal:
+    with MetricsLog.open(tmp_path / "back" / "trainer_logs.json") as metrics_log:
         for step, loss in [(1, 3.0), (2, 1.0), (3, 0.5), (2, 2.0)]:
-            journal.append({"global_step": step, "loss": loss})
+            metrics_log.append({"global_step": step, "loss": loss})
     logs = [TrainingLog.from_run_dir(tmp_path / "back"), made(tmp_path / "other", [4.0])]
     assert row(logs, "best loss") == ([2.0, 4.0], [2, 1], [0])
-    assert [note for note in compare_runs(logs).notes if note.startswith("back: the run went back")]
+    assert [note for note in compare_runs(logs).notes if note.startswith("back: the run was rolled back")]
 
 
 def test_text_lines_up(logs: list[TrainingLog]) -> None:
@@ -189,4 +189,4 @@ def test_numbers_are_short_whatever_their_size() -> None:
 
 def test_runs_without_a_configuration_share_one_note() -> None:
     [note] = compare_runs([log_of(points("loss", [2.0, 1.0]), name) for name in ("one", "two", "three")]).notes
-    assert note == "no run.json with a configuration beside the logs of one, two, three"
+    assert note == "no run.json with a configuration next to the logs of one, two, three"

@@ -112,5 +112,5 @@ def test_failed_export_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytes
 def test_suffix_chooses_the_format(tmp_path: Path) -> None:
     log = TrainingLog(tmp_path / "x.json", RECORDS)
     assert export.export(log, tmp_path / "a.CSV").exists()
-    with pytest.raises(ConfigError, match=r"ends in \.csv or \.parquet, got '.*a\.xlsx'"):
+    with pytest.raises(ConfigError, match=r"must end in \.csv or \.parquet, got '.*a\.xlsx'"):
         export.export(log, tmp_path / "a.xlsx")

@@ -15,16 +15,16 @@ from matplotlib.colors import LogNorm
 from onstep.analysis import plot_parameter_heatmap
 from onstep.analysis.plots.heatmap import read_table, short_label
 from onstep.errors import ConfigError, DataError
-from onstep.metrics_log import Journal
+from onstep.metrics_log import MetricsLog
 
 NORMS = {"embed.weight": 4.0, "layers.0.q.weight": 1.0, "layers.1.q.weight": 2.0}
 
 
-def written(folder: Path, records: list[dict[str, Any]], name: str = "parameter_norms.json") -> Path:
-    with Journal.open(folder / name) as journal:
+def written(directory: Path, records: list[dict[str, Any]], name: str = "parameter_norms.json") -> Path:
+    with MetricsLog.open(directory / name) as metrics_log:
         for record in records:
-            journal.append(record)
-    return folder / name
+            metrics_log.append(record)
+    return directory / name
 
 
 def records(num: int = 3, key: str = "norms", **more: Any) -> list[dict[str, Any]]:
@@ -89,7 +89,7 @@ def test_what_is_missing_or_not_finite_is_grey_and_told(tmp_path: Path) -> None:
     figure = plot_parameter_heatmap(written(tmp_path, given))
     assert rows(figure)[-1] == "late.weight"
     assert np.isnan(shown(figure)).sum() == 4
-    assert figure.axes[0].get_title(loc="right") == "grey: no value (4)"
+    assert figure.axes[0].get_title(loc="right") == "gray: no value (4)"
 
 
 def test_the_file_of_a_killed_run_can_be_drawn(path: Path) -> None:
@@ -128,12 +128,12 @@ def test_values_beyond_the_colours_are_told_by_the_bar(path: Path) -> None:
     assert [bar.extend for bar in bars] == ["neither", "max"]
 
 
-def many(folder: Path, num_parameters: int, num_steps: int) -> Path:
+def many(directory: Path, num_parameters: int, num_steps: int) -> Path:
     names = [f"layers.{index}.weight" for index in range(num_parameters)]
     values = [{"global_step": step, "norms": dict.fromkeys(names, 1.0 + step)} for step in range(num_steps)]
-    folder.mkdir(exist_ok=True)
-    (folder / "parameter_norms.json").write_text(json.dumps(values))
-    return folder / "parameter_norms.json"
+    directory.mkdir(exist_ok=True)
+    (directory / "parameter_norms.json").write_text(json.dumps(values))
+    return directory / "parameter_norms.json"
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_files_that_cannot_be_drawn_say_why(tmp_path: Path) -> None:
         ({"metric": "size"}, ConfigError, "metric must be one of norm, spectral_norm, grad_norm"),
         ({"metric": "grad_norm"}, DataError, "no 'grad_norms'; choose 'norm'"),
         ({"filter_pattern": "["}, ConfigError, "regular expression"),
-        ({"filter_pattern": "nothing"}, DataError, "there are 3: embed.weight"),
+        ({"filter_pattern": "nothing"}, DataError, "it has 3: embed.weight"),
         ({"step_stride": 0}, ConfigError, "step_stride must be at least 1"),
         ({"vmin": 2, "vmax": 1}, ConfigError, "v_min must be below v_max"),
         ({"vmin": 50}, ConfigError, "vmin=50 is above all values, which are 1 to 12"),

@@ -32,7 +32,7 @@ def test_model_name_chooses(tmp_path: Path) -> None:
     assert find_log_files(tmp_path, "g[p]t") == [wanted]
 
 
-def test_missing_folder_has_none(tmp_path: Path) -> None:
+def test_missing_directory_has_none(tmp_path: Path) -> None:
     assert find_log_files(tmp_path / "absent") == []
     assert find_diagnostic_logs(tmp_path / "absent", "parameter_norms.json") == []
 

@@ -12,7 +12,7 @@ import pytest
 
 from onstep.analysis import TrainingLog
 from onstep.errors import DataError
-from onstep.metrics_log import Journal
+from onstep.metrics_log import MetricsLog
 
 RECORDS: list[dict[str, Any]] = [
     {"global_step": 0, "experiment_info": {"note": "nested", "loss": 9}},
@@ -70,20 +70,20 @@ def test_cut_record_is_named(tmp_path: Path) -> None:
     log = read(tmp_path, in_lines(RECORDS)[:-20])
     (note,) = log.notes
     assert "Recovered 3 records" in note
-    assert "cut short at byte" in note
+    assert "truncated at byte" in note
 
 
 def test_missing_bracket_is_told_as_a_writer_at_work(tmp_path: Path) -> None:
     log = read(tmp_path, in_lines(RECORDS)[:-2] + ",")
     assert same(log, RECORDS)
-    assert log.notes == ["Recovered 4 records; the closing ']' is missing: the writer is at work, or was killed"]
+    assert log.notes == ["Recovered 4 records; the closing ']' is missing: the writer is still running, or was killed"]
 
 
-def test_live_journal_is_whole_at_any_moment(tmp_path: Path) -> None:
+def test_live_metrics_log_is_whole_at_any_moment(tmp_path: Path) -> None:
     path = tmp_path / "trainer_logs.json"
-    with Journal.open(path) as journal:
+    with MetricsLog.open(path) as metrics_log:
         for number, record in enumerate(RECORDS, 1):
-            journal.append(record)
+            metrics_log.append(record)
             log = TrainingLog.from_file(path)
             assert (log.num_records, log.notes) == (number, [])
 
@@ -95,7 +95,7 @@ def test_damaged_lines_are_left_out_and_named(tmp_path: Path) -> None:
     log = read(tmp_path, "\n".join(lines))
     assert same(log, [RECORDS[0], *RECORDS[2:]])
     (note,) = log.notes
-    assert note.startswith("Recovered 3 records; damaged lines were left out: 3 (")
+    assert note.startswith("Recovered 3 records; skipped damaged lines: 3 (")
     assert "5 ('ETA: 3 h' at byte" in note
 
 
@@ -122,7 +122,7 @@ def test_line_like_its_neighbours_but_malformed_is_left_out(tmp_path: Path, bad:
     good = '{"a": "x", "b": 1}'
     log = read(tmp_path, f"[\n{good},\n{bad},\n{good}\n]")
     assert same(log, [json.loads(good)] * 2)
-    assert "damaged lines were left out: 3 (" in log.notes[0]
+    assert "skipped damaged lines: 3 (" in log.notes[0]
 
 
 def test_history_of_hugging_face_trainer_is_read_with_its_steps(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_history_of_hugging_face_trainer_is_read_with_its_steps(tmp_path: Path) 
 def test_indented_file_that_was_cut_gives_what_stands_before(tmp_path: Path) -> None:
     log = read(tmp_path, json.dumps(RECORDS, indent=2)[:-40])
     assert same(log, RECORDS[:3])
-    assert "Recovered 3 records; from character" in log.notes[0]
+    assert "Recovered 3 records; nothing could be read from character" in log.notes[0]
 
 
 @pytest.mark.parametrize("content", ["", "\n", "[", "[\n]", '[\n{"timest'])
@@ -164,7 +164,7 @@ def test_log_of_a_run_that_just_began_has_no_records(tmp_path: Path, content: st
     "content", ["not json", "[nonsense]", '{"cut": ', b"\x18\x00\x00\x00\x00\x00\x00\x00\xa3\x7fK\x22"]
 )
 def test_file_without_a_record_is_refused_with_a_remedy(tmp_path: Path, content: str | bytes) -> None:
-    with pytest.raises(DataError, match=r"Invalid JSON in log file: .*trainer_logs\.json.*give the trainer_logs\.json"):
+    with pytest.raises(DataError, match=r"Invalid JSON in log file: .*trainer_logs\.json.*pass the trainer_logs\.json"):
         read(tmp_path, content)
 
 
@@ -181,10 +181,10 @@ def test_event_file_of_tensorboard_is_told_as_such(tmp_path: Path) -> None:
         TrainingLog.from_file(path)
 
 
-def test_missing_file_and_folder_are_told(tmp_path: Path) -> None:
+def test_missing_file_and_directory_are_told(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"Log file not found: .*absent\.json"):
         TrainingLog.from_file(tmp_path / "absent.json")
     with pytest.raises(FileNotFoundError, match="Log file not found"):
         TrainingLog.from_run_dir(tmp_path)
-    with pytest.raises(DataError, match="is a folder"):
+    with pytest.raises(DataError, match="is a directory"):
         TrainingLog.from_file(tmp_path)

@@ -9,23 +9,23 @@ import pytest
 
 from onstep.analysis import LogTail
 from onstep.analysis.logs import reading as log_reading
-from onstep.metrics_log import Journal, align, set_aside
+from onstep.metrics_log import MetricsLog, align, set_aside
 
 
 def steps(records: list[dict[str, int]]) -> list[int]:
     return [record["global_step"] for record in records]
 
 
-def write(journal: Journal, numbers: range) -> None:
+def write(metrics_log: MetricsLog, numbers: range) -> None:
     for number in numbers:
-        journal.append({"global_step": number, "text": "x" * 40})
+        metrics_log.append({"global_step": number, "text": "x" * 40})
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "trainer_logs.json"
-    with Journal.open(path) as journal:
-        write(journal, range(30))
+    with MetricsLog.open(path) as metrics_log:
+        write(metrics_log, range(30))
     return path
 
 
@@ -39,10 +39,10 @@ def test_news_are_what_was_appended_since(path: Path) -> None:
     tail = LogTail(path)
     assert steps(tail.last(1)) == [29]
     assert tail.news() == []
-    with Journal.open(path) as journal:
-        write(journal, range(30, 32))
+    with MetricsLog.open(path) as metrics_log:
+        write(metrics_log, range(30, 32))
         assert steps(tail.news()) == [30, 31]
-        write(journal, range(32, 33))
+        write(metrics_log, range(32, 33))
         assert steps(tail.news()) == [32]
     assert tail.news() == []
     assert not tail.was_rewritten
@@ -65,8 +65,8 @@ def test_resume_from_an_earlier_step_shows_the_new_records_only(path: Path) -> N
     align(path, 19)
     assert tail.news() == []
     assert tail.was_rewritten
-    with Journal.open(path) as journal:
-        write(journal, range(20, 22))
+    with MetricsLog.open(path) as metrics_log:
+        write(metrics_log, range(20, 22))
     assert steps(tail.news()) == [20, 21]
     assert not tail.was_rewritten
 
@@ -75,9 +75,9 @@ def test_resume_that_wrote_before_it_was_noticed_loses_nothing(path: Path) -> No
     tail = LogTail(path)
     tail.last(30)
     align(path, 19)
-    with Journal.open(path) as journal:
+    with MetricsLog.open(path) as metrics_log:
         for number in range(20, 45):
-            journal.append({"global_step": number, "text": "y"})
+            metrics_log.append({"global_step": number, "text": "y"})
     assert steps(tail.news()) == list(range(20, 45))
     assert tail.was_rewritten
 
@@ -96,8 +96,8 @@ def test_run_begun_anew_is_shown_from_its_start(path: Path) -> None:
     tail.last(3)
     set_aside(path)
     assert tail.news() == []
-    with Journal.open(path) as journal:
-        write(journal, range(100, 103))
+    with MetricsLog.open(path) as metrics_log:
+        write(metrics_log, range(100, 103))
     assert steps(tail.news()) == [100, 101, 102]
     assert tail.was_rewritten
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_logs import log_of, points, run
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from onstep.analysis import plot_grad_norm, plot_loss_curves, plot_training_metrics, smooth_values
 from onstep.analysis.plots.axes import LogNumbers, ShortNumbers
 from onstep.errors import ConfigError, DataError
+from tests.support.made_logs import log_of, points, run
 
 
 def heading(axes: Axes) -> str:
@@ -213,7 +213,7 @@ def test_an_axes_whose_points_all_lie_beyond_the_bounds_says_so() -> None:
 
 def test_bounds_without_a_point_between_them_are_answered_with_the_range_of_the_data() -> None:
     for options in ({"x_min": 1001}, {"x_max": 9}, {"x_min": 11, "x_max": 12}):
-        with pytest.raises(ConfigError, match=r"no point lies where .*the x axis \(step\) has 10 to 1000"):
+        with pytest.raises(ConfigError, match=r"there are no points with .*the x axis \(step\) ranges from 10 to 1000"):
             plot_loss_curves([run()], **options)  # type: ignore[arg-type]
 
 
@@ -242,7 +242,7 @@ def test_letters_that_no_font_has_are_told_once_and_not_by_a_warning_each(
     logs = [run("\u8bad\u7ec3"), run("\u2a6f b")]
     figure = plot_training_metrics(logs, ["loss"], output_path=tmp_path / "loss.png")
     [said] = [record.getMessage() for record in caplog.records]
-    assert "no font of this machine can write \u7ec3 \u8bad;" in said
+    assert "no installed font has the characters \u7ec3 \u8bad," in said
     families = [text.get_fontfamily() for text in figure.legends[0].get_texts()]
     assert families == [["sans-serif", "STIXGeneral"]] * 2
 
@@ -341,7 +341,7 @@ def test_a_metric_that_only_one_run_has_leaves_the_other_out() -> None:
 def test_a_metric_that_no_run_has_is_left_out_unless_it_was_named() -> None:
     logs = [log_of(points("loss", [1.0, 2.0]), name) for name in "ab"]
     assert [heading(axes) for axes in plot_training_metrics(logs).axes] == ["training loss"]
-    with pytest.raises(DataError, match=r"none of the logs has 'los'. Did you mean 'loss'\? There is loss"):
+    with pytest.raises(DataError, match=r"none of the logs has 'los'. Did you mean 'loss'\? Available: loss"):
         plot_training_metrics(logs, ["loss", "los"])
 
 
@@ -349,14 +349,14 @@ def test_a_metric_that_no_run_has_is_left_out_unless_it_was_named() -> None:
 def test_logs_without_anything_to_draw_are_an_error_that_says_so(plot: Any) -> None:
     with pytest.raises(DataError, match="no other metric yet"):
         plot([log_of([])])
-    with pytest.raises(DataError, match="There is other"):
+    with pytest.raises(DataError, match="Available: other"):
         plot([log_of(points("other", [1.0]))])
     with pytest.raises(ConfigError, match="no log to plot"):
         plot([])
 
 
 def test_a_metric_that_does_not_exist_is_answered_with_a_near_one() -> None:
-    with pytest.raises(DataError, match=r"Did you mean 'grad_norm'\? There is loss, grad_norm"):
+    with pytest.raises(DataError, match=r"Did you mean 'grad_norm'\? Available: loss, grad_norm"):
         plot_training_metrics([run()], ["gradnorm"])
 
 

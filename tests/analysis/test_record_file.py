@@ -95,7 +95,7 @@ def test_columns_equal_those_of_decoded_records(seed: int, tmp_path: Path, monke
 
 
 def plain_log(path: Path, num_records: int = 500) -> TrainingLog:
-    """A journal of plain records, with an evaluation after every hundredth."""
+    """A metrics log of plain records, with an evaluation after every hundredth."""
     records: list[dict[str, Any]] = []
     for step in range(num_records):
         records.append({"global_step": step, "loss": 1 / (1 + step), "peak": [1, 2], "host": "a"})

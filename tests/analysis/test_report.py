@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_logs import log_of, points, run
 
 from onstep.analysis import TrainingLog, smooth_values, write_report
 from onstep.analysis.plots.smoothing import outlier_limits
 from onstep.analysis.reports.report import SCRIPT, group_of, report_data
 from onstep.errors import ConfigError, DataError, MissingExtraError
+from tests.support.made_logs import log_of, points, run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 EVIL = '</script><script>document.title="hacked"</script><img src=x onerror="document.title=\'hacked\'">'

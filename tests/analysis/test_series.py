@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from made_logs import log_of, points, run
 
 from onstep.analysis.plots.series import curve, curves, metrics_of, x_axes
 from onstep.errors import DataError
+from tests.support.made_logs import log_of, points, run
 
 
 def test_training_metrics_are_read_from_training_and_evaluations_from_evaluations() -> None:

@@ -155,8 +155,8 @@ def test_one_line_shows_hours(whole: dict[str, Any]) -> None:
 
 
 def test_one_line_of_a_nameless_running_log() -> None:
-    line = format_summary_one_line(summary_of({"loss": 1.0}, path="some_folder/trainer_logs.json"))
-    assert line.startswith("some_folder      ")
+    line = format_summary_one_line(summary_of({"loss": 1.0}, path="some_dir/trainer_logs.json"))
+    assert line.startswith("some_dir      ")
     assert line.endswith("| steps=N/A | time=N/A | loss=1.0000 | eval=N/A | samp/s=N/A")
 
 
@@ -174,7 +174,7 @@ def test_branch_that_the_run_left_does_not_count() -> None:
     assert found["avg_grad_norm"] == pytest.approx((80 * 9.0 + 70 * 1.0) / 150)
     assert (found["best_eval_loss"], found["best_eval_loss_step"]) == (1.5, 150)
     (note,) = found["notes"]
-    assert "20 records of training" in note
+    assert "20 training records" in note
     assert f"note: {note}" in format_summary_text(found)
     assert f"note: {note}" in format_summary_markdown(found)
     assert "notes" not in summary_of(*left)

@@ -94,7 +94,7 @@ def test_only_true_numbers_are_numbers() -> None:
         ("elsewhere/trainer_logs.json", None, None),
     ],
 )
-def test_names_come_from_the_folders(path: str, run_name: str | None, model_name: str | None) -> None:
+def test_names_come_from_the_directories(path: str, run_name: str | None, model_name: str | None) -> None:
     log = TrainingLog(Path(path), [])
     assert (log.run_name, log.model_name) == (run_name, model_name)
 
@@ -104,12 +104,12 @@ def test_names_that_are_given_are_kept() -> None:
     assert (log.run_name, log.model_name) == ("mine", "other")
 
 
-def test_folder_with_a_run_record_is_the_run_wherever_it_stands(tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / "first"
-    folder.mkdir(parents=True)
-    (folder / "run.json").write_text("{}")
-    (folder / "trainer_logs.json").write_text("[\n]")
-    log = TrainingLog.from_run_dir(folder)
+def test_directory_with_a_run_record_is_the_run_wherever_it_stands(tmp_path: Path) -> None:
+    directory = tmp_path / "runs" / "first"
+    directory.mkdir(parents=True)
+    (directory / "run.json").write_text("{}")
+    (directory / "trainer_logs.json").write_text("[\n]")
+    log = TrainingLog.from_run_dir(directory)
     assert (log.run_name, log.model_name) == ("first", None)
     assert log.get_label(0) == "first"
 

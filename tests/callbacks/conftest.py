@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from onstep.events import RunFacts, TrainerState
+from onstep.events import RunInfo, TrainerState
 from onstep.progress import TrainState
 
 MakeState = Callable[..., TrainerState]
@@ -21,8 +21,8 @@ def make_state() -> MakeState:
 
     def make(**values: Any) -> TrainerState:
         progress = {name: value for name, value in values.items() if name in TrainState.__dataclass_fields__}
-        facts = {name: value for name, value in values.items() if name not in progress}
-        return TrainerState(TrainState(**progress), RunFacts(**{"max_steps": 100, **facts}))
+        info = {name: value for name, value in values.items() if name not in progress}
+        return TrainerState(TrainState(**progress), RunInfo(**{"max_steps": 100, **info}))
 
     return make
 

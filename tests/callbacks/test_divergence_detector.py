@@ -80,8 +80,8 @@ def test_signature_is_the_documented_one() -> None:
         ({"metric_key": 3}, "metric_key must be the name of a metric, got 3"),
         ({"metric_key": ""}, "metric_key must be the name of a metric, got ''"),
         ({"threshold": None}, "both None"),
-        ({"patience": 0}, "patience must be a whole number >= 1, got 0"),
-        ({"warmup": -1}, "warmup must be a whole number >= 0, got -1"),
+        ({"patience": 0}, "patience must be an integer >= 1, got 0"),
+        ({"warmup": -1}, "warmup must be an integer >= 0, got -1"),
         ({"cooldown": -1}, "cooldown must be"),
         ({"action": "explode"}, "action must be stop | abort | rollback, got 'explode'"),
         ({"mode": "both"}, "mode must be min | max"),
@@ -210,7 +210,7 @@ def test_abort_sets_both_flags() -> None:
 
 def test_the_reason_goes_with_the_request() -> None:
     control = observe(DivergenceDetector(smoothing=1.0, warmup=0, patience=1), [1.0, 5.0])
-    (request,) = control.drain()
+    (request,) = control.pop_requests()
     assert request.flag == "should_training_stop"
     assert request.reason == "smoothed loss 5 is too far above its best, 1, for 1 observations in a row"
 
@@ -234,9 +234,9 @@ def test_a_metric_that_is_never_there_is_told_once_with_the_nearest_name(
     tiny_config.train.train_iters, tiny_config.scheduler.lr_warmup_iters = length, 0
     tiny_config.logger.log_interval = tiny_config.validation.eval_interval = 2
     pretrain(tiny_config, callbacks=[DivergenceDetector(metric_key=metric)])
-    (told,) = [message for message in caplog.messages if "nothing is detected" in message]
-    assert f"watches {metric!r}" in told
-    assert f"Did you mean {nearest!r}?" in told
+    (last_logged,) = [message for message in caplog.messages if "nothing is detected" in message]
+    assert f"watches {metric!r}" in last_logged
+    assert f"Did you mean {nearest!r}?" in last_logged
 
 
 @pytest.mark.parametrize("options", [{}, {"use_eval_loss": True}, {"metric_key": "grad_norm"}])
@@ -313,7 +313,7 @@ def test_state_has_the_documented_keys_and_continues_exactly() -> None:
 
 def test_rollback_is_refused_where_the_control_cannot_go_back(make_state: Any) -> None:
     for event in ("on_init_end", "on_train_begin"):
-        with pytest.raises(ConfigError, match=r"TrainerControl has no rollback\(\)"):
+        with pytest.raises(ConfigError, match=r"TrainerControl does not have"):
             getattr(DivergenceDetector(action="rollback"), event)(None, make_state(), TrainerControl())
         getattr(DivergenceDetector(), event)(None, make_state(), TrainerControl())
     with pytest.raises(ConfigError, match="Onstep's Trainer"):
@@ -323,13 +323,13 @@ def test_rollback_is_refused_where_the_control_cannot_go_back(make_state: Any) -
 def test_rollback_asks_for_a_checkpoint_from_before_the_first_bad_observation() -> None:
     detector = DivergenceDetector(smoothing=1.0, warmup=0, patience=3, action="rollback")
     control = observe(detector, [1.0, 1.0, 8.0, 8.0, 8.0, 8.0])
-    (request,) = control.drain()
+    (request,) = control.pop_requests()
     assert (request.flag, request.details) == ("rollback", {"bad_step": 3})
 
 
 def test_what_smoothing_hides_at_first_is_not_taken_for_well() -> None:
     control = observe(DivergenceDetector(action="rollback"), [3.8] * 12 + [6.0] * 4)
-    (request,) = control.drain()
+    (request,) = control.pop_requests()
     assert request.details == {"bad_step": 13}, "the smoothed value crosses the threshold only at step 14"
 
 
@@ -348,13 +348,13 @@ def test_a_rollback_restores_the_curve_but_not_the_cooldown() -> None:
     detector = DivergenceDetector(smoothing=1.0, warmup=0, patience=2, action="rollback", cooldown=2)
     observe(detector, [1.0, 1.5])
     saved = copy.deepcopy(detector.state_dict())
-    assert len(observe(detector, [8.0, 8.0], step=2).drain()) == 1
+    assert len(observe(detector, [8.0, 8.0], step=2).pop_requests()) == 1
     detector.load_state_dict(saved)
     detector.on_checkpoint_load(None, SimpleNamespace(global_step=2), Control())
     assert detector.state_dict() == {**saved, "cooldown_left": 2}
     again = observe(detector, [8.0, 8.0, 8.0], step=4)
-    assert again.drain() == [], "two are in the cooldown, one is less than patience"
-    (request,) = observe(detector, [8.0], step=7).drain()
+    assert again.pop_requests() == [], "two are in the cooldown, one is less than patience"
+    (request,) = observe(detector, [8.0], step=7).pop_requests()
     assert request.details == {"bad_step": 2}, "a checkpoint from which it was never well is not taken again"
 
 
@@ -363,7 +363,7 @@ def test_a_rollback_to_a_checkpoint_without_a_state_begins_a_new_curve() -> None
     observe(detector, [1.0, 8.0])
     detector.on_checkpoint_load(None, SimpleNamespace(global_step=1), Control())
     assert detector.state_dict()["observation_count"] == 0
-    assert observe(detector, [8.0, 8.0], step=2).drain() == []
+    assert observe(detector, [8.0, 8.0], step=2).pop_requests() == []
 
 
 class Vandal(TrainerCallback):
@@ -401,7 +401,7 @@ def test_a_diverging_run_goes_back_and_trains_on(tiny_config: ConfigContainer, t
     records = read_records(tmp_path / "run" / "trainer_logs.json")
     losses = [(record["global_step"], record["loss"]) for record in records if "loss" in record]
     assert [step for step, _ in losses] == list(range(1, steps + 1)), "each step once"
-    assert max(loss for _, loss in losses) < 6.5, "the broken branch is out of the journal"
+    assert max(loss for _, loss in losses) < 6.5, "the broken branch is out of the metrics log"
     assert losses[-1][1] < losses[0][1]
 
 
@@ -411,5 +411,5 @@ def test_a_run_that_diverges_again_and_again_ends(tiny_config: ConfigContainer, 
     detector = DivergenceDetector(smoothing=0.6, warmup=2, patience=2, action="rollback")
     manager = CallbackManager()
     manager.add([Vandal(7, 8, 9, 10, 7, 8, 9, 10, 7, 8, 9, 10), detector])
-    with pytest.raises(AnomalyError, match=r"3 rollbacks are more than anomaly.max_rollbacks=2"):
+    with pytest.raises(AnomalyError, match=r"3 rollbacks exceed anomaly.max_rollbacks=2"):
         pretrain(config, callbacks=manager)

@@ -28,7 +28,7 @@ def saved_id(callback: Any) -> str:
         (built_in.JsonLogger, "json_logger.JsonLogger[d905e156]"),
         (built_in.ParameterNormLogger, "parameter_norm_logger.ParameterNormLogger[ed901230]"),
         (built_in.RouterMonitor, "router_monitor.RouterMonitor[b29d9ed5]"),
-        (lambda: built_in.MetricSinks("csv"), "metric_sinks.MetricSinks[b3d6efee]"),
+        (lambda: built_in.TrackersCallback("csv"), "metric_sinks.MetricSinks[b3d6efee]"),
         (lambda: built_in.TextgenCallback(None, ["a"]), "textgen_callback.TextgenCallback[8424bede]"),
         (lambda: built_in.ResumableSummaryWriter("a"), "resumable_summary_writer.ResumableSummaryWriter[6ea1373c]"),
         (lambda: built_in.TBLogger(built_in.ResumableSummaryWriter("a")), "tb_logger.TBLogger[c461f0cd]"),

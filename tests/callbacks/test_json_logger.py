@@ -1,4 +1,4 @@
-"""What a run leaves in its journal: fresh, continued, rolled back, evaluated only, beside another run."""
+"""What a run leaves in its metrics log: fresh, continued, rolled back, evaluated only, beside another run."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ import pytest
 from onstep.callbacks import JsonLogger
 from onstep.errors import ConfigError
 from onstep.events import CallbackContext, CallbackManager
-from onstep.metrics_log import Journal, read_records
+from onstep.metrics_log import MetricsLog, read_records
 
 
 class Run:
     """Tells one JsonLogger what a loop would."""
 
     def __init__(self, make_state: Any, args: Any, callback: JsonLogger, **state: Any) -> None:
-        self.make_state, self.args, self.callback, self.facts = make_state, args, callback, state
+        self.make_state, self.args, self.callback, self.info = make_state, args, callback, state
 
-    def tell(self, event: str, step: int, **kwargs: Any) -> None:
-        state = self.make_state(step=step, **self.facts)
+    def notify(self, event: str, step: int, **kwargs: Any) -> None:
+        state = self.make_state(step=step, **self.info)
         getattr(self.callback, event)(args=self.args, state=state, control=None, model=None, **kwargs)
 
     def train(self, first: int, last: int) -> dict[str, Any]:
         """Steps `first` + 1 to `last`, each logged; the state that a checkpoint at `last` holds."""
-        self.tell("on_train_begin", first)
+        self.notify("on_train_begin", first)
         for step in range(first + 1, last + 1):
-            self.tell("on_log", step, logs={"loss": 1.0 / step})
+            self.notify("on_log", step, logs={"loss": 1.0 / step})
         return json.loads(json.dumps(self.callback.state_dict()))
 
     def end(self, step: int) -> None:
-        self.tell("on_train_end", step)
-        self.tell("on_run_end", step, reason="completed", exception=None)
+        self.notify("on_train_end", step)
+        self.notify("on_run_end", step, reason="completed", exception=None)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_signature_is_the_documented_one() -> None:
 
 def test_everything_reported_is_recorded_as_it_happens(start: Any, path: Path) -> None:
     run = start(JsonLogger(), epoch=2)
-    run.tell("on_train_begin", 0)
+    run.notify("on_train_begin", 0)
     assert json.loads(path.read_text()) == []
     for event, report in [
         ("on_log", {"logs": {"loss": 2.0, "peak_mem_allocated": [1, 2]}}),
@@ -72,7 +72,7 @@ def test_everything_reported_is_recorded_as_it_happens(start: Any, path: Path) -
         ("on_log", {"logs": {"train_runtime": None}}),
         ("on_predict", {"metrics": {"test_loss": 1.75}}),
     ]:
-        run.tell(event, 10, **report)
+        run.notify(event, 10, **report)
         last = json.loads(path.read_text())[-1]
         head = {"timestamp": last["timestamp"], "global_step": 10, "epoch": 2.0}
         assert last == {**head, **next(iter(report.values()))}
@@ -85,10 +85,10 @@ def test_everything_reported_is_recorded_as_it_happens(start: Any, path: Path) -
 def test_validation_and_test_after_training_are_recorded(start: Any, path: Path) -> None:
     run = start(JsonLogger())
     run.train(0, 1)
-    run.tell("on_train_end", 1)
-    run.tell("on_evaluate", 1, metrics={"eval_loss": 1.0})
-    run.tell("on_run_end", 1, reason="completed", exception=None)
-    run.tell("on_evaluate", 1, metrics={"eval_loss": 0.9})
+    run.notify("on_train_end", 1)
+    run.notify("on_evaluate", 1, metrics={"eval_loss": 1.0})
+    run.notify("on_run_end", 1, reason="completed", exception=None)
+    run.notify("on_evaluate", 1, metrics={"eval_loss": 0.9})
     assert [record.get("eval_loss") for record in read_records(path)] == [None, 1.0, 0.9]
     assert files(path) == ["trainer_logs.json"]
 
@@ -110,7 +110,7 @@ def test_keyword_arguments_of_a_continued_run_are_recorded_again_only_when_they_
     for lr in (1.0, 2.0, 2.0):
         run = start(JsonLogger(lr=lr))
         run.callback.load_state_dict(state)
-        run.tell("on_train_begin", 1)
+        run.notify("on_train_begin", 1)
         run.end(1)
     assert [record["experiment_info"]["lr"] for record in read_records(path) if "experiment_info" in record] == [
         1.0,
@@ -122,8 +122,8 @@ def test_continued_run_cuts_what_the_checkpoint_does_not_know(start: Any, path: 
     first = start(JsonLogger())
     state = first.train(0, 3)
     assert state == {"log_path": str(path), "last_step": 3, "num_records": 3}
-    first.tell("on_log", 4, logs={"loss": 9.0})  # and then it was killed
-    first.callback._writer.journal._release()
+    first.notify("on_log", 4, logs={"loss": 9.0})  # and then it was killed
+    first.callback._writer.metrics_log._release()
     run = start(JsonLogger())
     run.callback.load_state_dict(state)
     assert run.callback.state_dict() == state
@@ -136,7 +136,7 @@ def test_continued_run_cuts_what_the_checkpoint_does_not_know(start: Any, path: 
 def test_record_of_the_checkpoint_step_written_after_it_is_cut_and_written_again(start: Any, path: Path) -> None:
     first = start(JsonLogger())
     state = first.train(0, 2)
-    first.tell("on_evaluate", 2, metrics={"eval_loss": 1.0})
+    first.notify("on_evaluate", 2, metrics={"eval_loss": 1.0})
     first.end(2)
     run = start(JsonLogger())
     run.callback.load_state_dict(state)
@@ -145,7 +145,7 @@ def test_record_of_the_checkpoint_step_written_after_it_is_cut_and_written_again
     assert [record["eval_loss"] for record in read_records(path.with_name("trainer_logs.branch-1.json"))] == [1.0]
 
 
-def test_continued_run_appends_in_the_original_folder(start: Any, args: Any, path: Path, tmp_path: Path) -> None:
+def test_continued_run_appends_in_the_original_directory(start: Any, args: Any, path: Path, tmp_path: Path) -> None:
     first = start(JsonLogger())
     state = first.train(0, 2)
     first.end(2)
@@ -158,7 +158,7 @@ def test_continued_run_appends_in_the_original_folder(start: Any, args: Any, pat
 
 
 @pytest.mark.parametrize("was_moved", [True, False])
-def test_journal_that_is_gone_is_begun_or_found_in_the_new_folder(
+def test_metrics_log_that_is_gone_is_begun_or_found_in_the_new_directory(
     start: Any, args: Any, path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, was_moved: bool
 ) -> None:
     first = start(JsonLogger())
@@ -170,22 +170,22 @@ def test_journal_that_is_gone_is_begun_or_found_in_the_new_folder(
     run.callback.load_state_dict({**state, "last_step": 2})
     with caplog.at_level(logging.WARNING):
         run.train(2, 4)
-    assert "is gone" in caplog.text
+    assert "to continue, is missing" in caplog.text
     assert steps(tmp_path / "elsewhere" / "trainer_logs.json") == ([1, 2, 3, 4] if was_moved else [3, 4])
 
 
 def test_rollback_in_the_middle_of_a_run_cuts_at_once(start: Any, path: Path) -> None:
     run = start(JsonLogger())
     state = run.train(0, 2)
-    run.tell("on_log", 3, logs={"loss": 7.0})
+    run.notify("on_log", 3, logs={"loss": 7.0})
     run.callback.load_state_dict(state)
     assert steps(path) == [1, 2]
-    run.tell("on_log", 3, logs={"loss": 0.5})
+    run.notify("on_log", 3, logs={"loss": 0.5})
     assert [record["loss"] for record in read_records(path)] == [1.0, 0.5, 0.5]
     assert steps(path.with_name("trainer_logs.branch-1.json")) == [3]
 
 
-def test_run_that_begins_where_a_journal_is_moves_it_aside(start: Any, path: Path) -> None:
+def test_run_that_begins_where_a_metrics_log_is_moves_it_aside(start: Any, path: Path) -> None:
     for _ in range(3):
         run = start(JsonLogger())
         run.train(0, 2)
@@ -206,23 +206,23 @@ def test_second_training_of_one_instance_continues_or_begins_anew(start: Any, pa
     assert steps(path.with_name("trainer_logs.1.json")) == [1, 2, 3]
 
 
-def test_evaluation_before_training_stays_in_the_journal(start: Any, path: Path) -> None:
+def test_evaluation_before_training_stays_in_the_metrics_log(start: Any, path: Path) -> None:
     run = start(JsonLogger())
-    run.tell("on_evaluate", 0, metrics={"eval_loss": 4.0})
-    run.tell("on_run_end", 0, reason="completed", exception=None)
+    run.notify("on_evaluate", 0, metrics={"eval_loss": 4.0})
+    run.notify("on_run_end", 0, reason="completed", exception=None)
     run.train(0, 1)
     assert [record.get("eval_loss") for record in read_records(path)] == [4.0, None]
     assert files(path) == ["trainer_logs.json"]
 
 
-def test_evaluating_a_checkpoint_adds_to_the_journal_and_cuts_nothing(start: Any, path: Path) -> None:
+def test_evaluating_a_checkpoint_adds_to_the_metrics_log_and_cuts_nothing(start: Any, path: Path) -> None:
     first = start(JsonLogger())
     first.train(0, 3)
     first.end(3)
     run = start(JsonLogger())
     run.callback.load_state_dict({"log_path": str(path), "last_step": 2})
-    run.tell("on_evaluate", 2, metrics={"eval_loss": 1.0})
-    run.tell("on_run_end", 2, reason="completed", exception=None)
+    run.notify("on_evaluate", 2, metrics={"eval_loss": 1.0})
+    run.notify("on_run_end", 2, reason="completed", exception=None)
     assert steps(path) == [1, 2, 3, 2]
     assert files(path) == ["trainer_logs.json"]
 
@@ -235,7 +235,7 @@ def test_state_before_anything_was_recorded(start: Any, path: Path) -> None:
     assert steps(path) == [1]
 
 
-def test_unreadable_journal_is_kept_when_a_run_continues(start: Any, path: Path) -> None:
+def test_unreadable_metrics_log_is_kept_when_a_run_continues(start: Any, path: Path) -> None:
     first = start(JsonLogger())
     state = first.train(0, 2)
     first.end(2)
@@ -247,7 +247,7 @@ def test_unreadable_journal_is_kept_when_a_run_continues(start: Any, path: Path)
     assert path.with_name("trainer_logs.unreadable-1.json").read_text() == "all is lost"
 
 
-def test_unreadable_journal_is_kept_when_a_run_begins(start: Any, path: Path) -> None:
+def test_unreadable_metrics_log_is_kept_when_a_run_begins(start: Any, path: Path) -> None:
     path.parent.mkdir()
     path.write_text("all is lost")
     start(JsonLogger()).train(0, 1)
@@ -256,7 +256,7 @@ def test_unreadable_journal_is_kept_when_a_run_begins(start: Any, path: Path) ->
 
 
 @pytest.mark.parametrize("first_event", ["on_train_begin", "on_evaluate"])
-def test_second_live_run_in_a_folder_records_in_a_file_of_its_own(
+def test_second_live_run_in_a_directory_records_in_a_file_of_its_own(
     start: Any, path: Path, caplog: pytest.LogCaptureFixture, first_event: str
 ) -> None:
     one, other = start(JsonLogger()), start(JsonLogger())
@@ -264,15 +264,15 @@ def test_second_live_run_in_a_folder_records_in_a_file_of_its_own(
     if first_event == "on_train_begin":
         other.train(0, 1)
     else:
-        other.tell("on_evaluate", 1, metrics={"eval_loss": 1.0})
-    one.tell("on_log", 3, logs={"loss": 1.0})
+        other.notify("on_evaluate", 1, metrics={"eval_loss": 1.0})
+    one.notify("on_log", 3, logs={"loss": 1.0})
     assert steps(path) == [1, 2, 3]
     assert steps(path.with_name("trainer_logs.1.json")) == [1]
     assert other.callback.state_dict()["log_path"].endswith("trainer_logs.1.json")
     assert "another live run" in caplog.text
 
 
-def test_no_logging_dir_means_no_journal(start: Any, args: Any, tmp_path: Path) -> None:
+def test_no_logging_dir_means_no_metrics_log(start: Any, args: Any, tmp_path: Path) -> None:
     args.logging_dir = None
     run = start(JsonLogger())
     run.train(0, 1)
@@ -288,7 +288,7 @@ def test_arguments_that_know_no_logging_dir_have_an_output_dir(make_state: Any, 
 def test_other_ranks_write_nothing(start: Any, tmp_path: Path) -> None:
     run = start(JsonLogger(), rank=1)
     run.train(0, 2)
-    run.tell("on_evaluate", 2, metrics={"eval_loss": 1.0})
+    run.notify("on_evaluate", 2, metrics={"eval_loss": 1.0})
     run.end(2)
     assert list(tmp_path.iterdir()) == []
 
@@ -312,24 +312,24 @@ def test_records_wait_for_room_on_a_full_disk(
 ) -> None:
     run = start(JsonLogger())
     run.train(0, 2)
-    append = Journal.append
+    append = MetricsLog.append
 
-    def full(self: Journal, record: dict[str, Any]) -> None:
+    def full(self: MetricsLog, record: dict[str, Any]) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Journal, "append", full)
-    run.tell("on_log", 3, logs={"loss": 0.5})
-    run.tell("on_log", 4, logs={"loss": 0.5})
+    monkeypatch.setattr(MetricsLog, "append", full)
+    run.notify("on_log", 3, logs={"loss": 0.5})
+    run.notify("on_log", 4, logs={"loss": 0.5})
     assert steps(path) == [1, 2]
-    assert sum("records wait in memory" in message for message in caplog.messages) == 1
-    monkeypatch.setattr(Journal, "append", append)
-    run.tell("on_log", 5, logs={"loss": 0.5})
+    assert sum("records are kept in memory" in message for message in caplog.messages) == 1
+    monkeypatch.setattr(MetricsLog, "append", append)
+    run.notify("on_log", 5, logs={"loss": 0.5})
     assert steps(path) == [1, 2, 3, 4, 5]
     run.end(5)
 
 
 @pytest.mark.parametrize("first", [0, 2])
-def test_a_folder_in_the_place_of_the_journal_is_renamed(start: Any, path: Path, first: int) -> None:
+def test_a_directory_in_the_place_of_the_metrics_log_is_renamed(start: Any, path: Path, first: int) -> None:
     path.mkdir(parents=True)
     (path / "thesis.tex").write_text("years of work")
     start(JsonLogger()).train(first, 3)
@@ -337,16 +337,16 @@ def test_a_folder_in_the_place_of_the_journal_is_renamed(start: Any, path: Path,
     assert (path.with_name("trainer_logs.unreadable-1.json") / "thesis.tex").read_text() == "years of work"
 
 
-def test_an_evaluation_alone_renames_a_folder_too(start: Any, path: Path) -> None:
+def test_an_evaluation_alone_renames_a_directory_too(start: Any, path: Path) -> None:
     path.mkdir(parents=True)
-    start(JsonLogger()).tell("on_evaluate", 1, metrics={"eval_loss": 1.0})
+    start(JsonLogger()).notify("on_evaluate", 1, metrics={"eval_loss": 1.0})
     assert steps(path) == [1]
 
 
-def test_a_folder_that_cannot_be_written_is_named_with_a_remedy(start: Any, args: Any, tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_named_with_a_remedy(start: Any, args: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     args.logging_dir = str(tmp_path / "file")
-    with pytest.raises(ConfigError, match=r"logging_dir .*file'? cannot be written \(.*\); choose another"):
+    with pytest.raises(ConfigError, match=r"cannot write to logging_dir .*file'? \(.*\); choose another"):
         start(JsonLogger()).train(0, 1)
 
 
@@ -355,7 +355,7 @@ def test_what_json_cannot_hold_is_recorded_as_text(start: Any, path: Path) -> No
     circular["self"] = circular
     run = start(JsonLogger(by_pair={("a", "b"): 1}, circular=circular))
     state = run.train(0, 1)
-    run.tell("on_log", 2, logs={"loss": 0.5, "pairs": {(1, 2): 3.0}, "circular": circular})
+    run.notify("on_log", 2, logs={"loss": 0.5, "pairs": {(1, 2): 3.0}, "circular": circular})
     run.end(2)
     header, _, record = read_records(path)
     assert header["experiment_info"]["by_pair"] == {"('a', 'b')": 1}

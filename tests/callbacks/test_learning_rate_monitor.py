@@ -70,7 +70,7 @@ def test_only_rank_0_and_only_with_an_optimizer(logged: Any) -> None:
     assert logged(optimizer, rank=1) == logged(None) == {}
 
 
-def test_the_rates_of_a_run_are_in_its_journal(tiny_config: ConfigContainer, tmp_path: Any) -> None:
+def test_the_rates_of_a_run_are_in_its_metrics_log(tiny_config: ConfigContainer, tmp_path: Any) -> None:
     tiny_config.run.name, tiny_config.run.output_dir = "run", str(tmp_path)
     manager = CallbackManager()
     manager.add([JsonLogger(), LearningRateMonitor(log_weight_decay=True)])

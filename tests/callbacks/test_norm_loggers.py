@@ -50,14 +50,14 @@ class Model(nn.Module):
 
 
 def trainer(
-    folder: Path,
+    directory: Path,
     callbacks: list[Any],
     model: nn.Module | None = None,
     optimizers: Any = (None, None),
     **arguments: Any,
 ) -> Trainer:
     values: dict[str, Any] = {
-        "output_dir": str(folder / "run"),
+        "output_dir": str(directory / "run"),
         "max_steps": 7,
         "per_device_train_batch_size": 2,
         "learning_rate": 0.1,
@@ -81,12 +81,12 @@ def trainer(
     )
 
 
-def records(folder: Path, name: str) -> list[dict[str, Any]]:
-    return read_records(next((folder / "run").rglob(name)))
+def records(directory: Path, name: str) -> list[dict[str, Any]]:
+    return read_records(next((directory / "run").rglob(name)))
 
 
-def steps(folder: Path, name: str) -> list[int]:
-    return [record["global_step"] for record in records(folder, name)]
+def steps(directory: Path, name: str) -> list[int]:
+    return [record["global_step"] for record in records(directory, name)]
 
 
 def norms_of(tensors: dict[str, Tensor]) -> dict[str, float]:
@@ -185,7 +185,7 @@ def test_either_kind_may_be_left_out(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"power_iter_steps": 0}, "power_iter_steps must be a whole number >= 1, got 0"),
+        ({"power_iter_steps": 0}, "power_iter_steps must be an integer >= 1, got 0"),
         ({"log_norms": False, "log_spectral_norms": False}, "are both False"),
     ],
 )
@@ -381,7 +381,7 @@ def test_several_chunks_are_recorded_together(tmp_path: Path, make_state: Any) -
     assert list(read_records(tmp_path / PARAMETERS)[0]["norms"]) == names
 
 
-def test_without_a_logging_folder_nothing_is_recorded(tmp_path: Path, make_state: Any) -> None:
+def test_without_a_logging_directory_nothing_is_recorded(tmp_path: Path, make_state: Any) -> None:
     args, model = SimpleNamespace(logging_dir=None), nn.Linear(2, 2)
     for logger in (GradNormLogger(), ParameterNormLogger()):
         for event in ("on_train_begin", "on_pre_optimizer_step", "on_evaluate", "on_run_end"):
@@ -403,8 +403,8 @@ def test_other_ranks_write_nothing(tmp_path: Path, make_state: Any) -> None:
     [
         ({"log_norms": "a"}, "log_norms must be True or False, got 'a'"),
         ({"log_spectral_norms": 1}, "log_spectral_norms must be True or False, got 1"),
-        ({"power_iter_steps": 1.5}, "power_iter_steps must be a whole number >= 1, got 1.5"),
-        ({"power_iter_steps": True}, "power_iter_steps must be a whole number >= 1, got True"),
+        ({"power_iter_steps": 1.5}, "power_iter_steps must be an integer >= 1, got 1.5"),
+        ({"power_iter_steps": True}, "power_iter_steps must be an integer >= 1, got True"),
     ],
 )
 def test_arguments_of_wrong_types_are_refused(wrong: dict[str, Any], message: str) -> None:
@@ -435,9 +435,9 @@ def test_complex_and_float8_weights_are_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [GradNormLogger, ParameterNormLogger])
-def test_a_folder_that_cannot_be_written_ends_it_before_training(kind: Any, tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_ends_it_before_training(kind: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     truth = Truth()
-    with pytest.raises(ConfigError, match=r"logging_dir .*/file/logs.* cannot be written.*choose another"):
+    with pytest.raises(ConfigError, match=r"cannot write to logging_dir .*/file/logs.*choose another"):
         trainer(tmp_path, [kind(), truth], logging_dir=str(tmp_path / "file" / "logs")).train()
     assert not truth.gradients

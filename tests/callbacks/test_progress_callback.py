@@ -60,24 +60,24 @@ class Terminal(io.StringIO):
         return True
 
 
-def tell(callback: ProgressCallback, event: str, state: Any, args: Any = None, **kwargs: Any) -> None:
+def notify(callback: ProgressCallback, event: str, state: Any, args: Any = None, **kwargs: Any) -> None:
     getattr(callback, event)(args=args, state=state, control=None, **kwargs)
 
 
 def golden_run(callback: ProgressCallback, make_state: Any) -> None:
     state = make_state(step=1000, epoch=0, steps_in_epoch=1, steps_per_epoch=2, max_steps=2000)
-    tell(callback, "on_train_begin", state)
-    tell(callback, "on_step_end", state)
-    tell(callback, "on_log", state, logs=FIRST)
+    notify(callback, "on_train_begin", state)
+    notify(callback, "on_step_end", state)
+    notify(callback, "on_log", state, logs=FIRST)
     state = make_state(step=2000, epoch=0, steps_in_epoch=1, steps_per_epoch=2, max_steps=2000)
-    tell(callback, "on_step_end", state)
-    tell(callback, "on_log", state, logs=LATER)
-    tell(callback, "on_prediction_step", state)
-    tell(callback, "on_evaluate", state, metrics={"eval_loss": 2.1234567, "eval_perplexity": 8.36, "epoch": 0.5})
-    tell(callback, "on_log", state, logs=FINAL)
-    tell(callback, "on_train_end", state)
-    tell(callback, "on_predict", state, metrics={"test_loss": 2.5, "test_perplexity": 12.18})
-    tell(callback, "on_run_end", state)
+    notify(callback, "on_step_end", state)
+    notify(callback, "on_log", state, logs=LATER)
+    notify(callback, "on_prediction_step", state)
+    notify(callback, "on_evaluate", state, metrics={"eval_loss": 2.1234567, "eval_perplexity": 8.36, "epoch": 0.5})
+    notify(callback, "on_log", state, logs=FINAL)
+    notify(callback, "on_train_end", state)
+    notify(callback, "on_predict", state, metrics={"test_loss": 2.5, "test_perplexity": 12.18})
+    notify(callback, "on_run_end", state)
 
 
 def expected(prefix: str) -> str:
@@ -141,9 +141,9 @@ def test_terminal_gets_bars_unless_disabled(
     args = SimpleNamespace(disable_tqdm=disable_tqdm)
     callback = ProgressCallback()
     state = make_state(step=5)
-    tell(callback, "on_train_begin", state, args)
-    tell(callback, "on_log", state, args, logs=FIRST)
-    tell(callback, "on_train_end", state, args)
+    notify(callback, "on_train_begin", state, args)
+    notify(callback, "on_log", state, args, logs=FIRST)
+    notify(callback, "on_train_end", state, args)
     text = terminal.getvalue()
     assert ("5/100" in text) is not disable_tqdm
     assert bool(re.search(PLAIN_TIME, text)) is disable_tqdm
@@ -155,8 +155,8 @@ def test_bar_keeps_to_the_terminal_when_errors_go_to_a_file(make_state: Any, mon
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(sys, "stderr", file)
     callback = ProgressCallback()
-    tell(callback, "on_train_begin", make_state(step=5))
-    tell(callback, "on_train_end", make_state(step=5))
+    notify(callback, "on_train_begin", make_state(step=5))
+    notify(callback, "on_train_end", make_state(step=5))
     assert "5/100" in terminal.getvalue()
     assert file.getvalue() == ""
 
@@ -166,7 +166,7 @@ def test_notebook_gets_bars(
 ) -> None:
     shell = SimpleNamespace(config={"IPKernelApp": {}})
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    tell(ProgressCallback(), "on_log", make_state(), logs=FIRST)
+    notify(ProgressCallback(), "on_log", make_state(), logs=FIRST)
     assert re.match(BAR_TIME, capsys.readouterr().out)
 
 
@@ -181,7 +181,7 @@ def test_header_interval(make_state: Any, interval: int, headers_before: list[in
     stream = io.StringIO()
     callback = ProgressCallback(use_tqdm=False, output_stream=stream, header_interval=interval)
     for step in range(7):
-        tell(callback, "on_log", make_state(step=step), logs={"loss": 1.0})
+        notify(callback, "on_log", make_state(step=step), logs={"loss": 1.0})
     found, rows = [], 0
     for line in plain_rows(stream):
         if line.endswith("loss"):
@@ -200,8 +200,8 @@ def test_next_training_begins_with_a_header(make_state: Any) -> None:
     stream = io.StringIO()
     callback = ProgressCallback(use_tqdm=False, output_stream=stream)
     for _ in range(2):
-        tell(callback, "on_train_begin", make_state())
-        tell(callback, "on_log", make_state(), logs={"loss": 1.0})
+        notify(callback, "on_train_begin", make_state())
+        notify(callback, "on_log", make_state(), logs={"loss": 1.0})
     assert [line.strip().split()[0] for line in plain_rows(stream)] == ["step", "0", "step", "0"]
 
 
@@ -217,8 +217,8 @@ def test_columns_and_final_metrics_can_be_changed(make_state: Any) -> None:
         },
         final_metrics={"train_runtime": {"label": "Time", "suffix": " seconds"}, "step": None},
     )
-    tell(callback, "on_log", make_state(), logs={"epoch": 1.0, "loss": 2.0, "grad_norm": 3.0})
-    tell(callback, "on_log", make_state(), logs={"train_runtime": 1.0, "step": 5})
+    notify(callback, "on_log", make_state(), logs={"epoch": 1.0, "loss": 2.0, "grad_norm": 3.0})
+    notify(callback, "on_log", make_state(), logs={"train_runtime": 1.0, "step": 5})
     assert plain_rows(stream) == [
         "      step      loss      grad     rms",
         "         0       2.0    3.0000       3",
@@ -230,14 +230,14 @@ def test_columns_and_final_metrics_can_be_changed(make_state: Any) -> None:
 def test_logs_with_nothing_to_show_print_no_row(make_state: Any) -> None:
     stream = io.StringIO()
     callback = ProgressCallback(use_tqdm=False, output_stream=stream)
-    tell(callback, "on_log", make_state(), logs={"epoch": 1.0, "eval_loss": 2.0})
+    notify(callback, "on_log", make_state(), logs={"epoch": 1.0, "eval_loss": 2.0})
     assert stream.getvalue() == ""
 
 
 def test_evaluation_without_a_loss_shows_everything(make_state: Any) -> None:
     stream = io.StringIO()
     callback = ProgressCallback(use_tqdm=False, output_stream=stream)
-    tell(callback, "on_evaluate", make_state(), metrics={"eval_accuracy": 0.5, "epoch": 1.0})
+    notify(callback, "on_evaluate", make_state(), metrics={"eval_accuracy": 0.5, "epoch": 1.0})
     assert plain_rows(stream) == ["eval_accuracy: 0.5", "epoch: 1.0"]
 
 
@@ -254,7 +254,7 @@ def test_other_ranks_print_nothing(make_state: Any, capsys: pytest.CaptureFixtur
         ("on_log", {"logs": FINAL}),
         ("on_run_end", {}),
     ]:
-        tell(callback, event, state, **kwargs)
+        notify(callback, event, state, **kwargs)
     assert capsys.readouterr() == ("", "")
 
 
@@ -278,8 +278,8 @@ def test_evaluation_bar_is_as_long_as_the_evaluation(
 ) -> None:
     callback = ProgressCallback(use_tqdm=True)
     state = make_state(max_eval_steps=cap)
-    tell(callback, "on_prediction_step", state, eval_dataloader=loader)
-    tell(callback, "on_evaluate", state, metrics={"eval_loss": 1.0})
+    notify(callback, "on_prediction_step", state, eval_dataloader=loader)
+    notify(callback, "on_evaluate", state, metrics={"eval_loss": 1.0})
     err = capsys.readouterr().err
     assert f"1/{total} " in err if total else "1it" in err
 
@@ -291,16 +291,16 @@ def test_evaluation_without_a_length_takes_that_of_the_one_before(
     state = make_state()
     for _ in range(2):
         for _ in range(5):
-            tell(callback, "on_prediction_step", state, eval_dataloader=Endless())
-        tell(callback, "on_evaluate", state, metrics={"eval_loss": 1.0})
+            notify(callback, "on_prediction_step", state, eval_dataloader=Endless())
+        notify(callback, "on_evaluate", state, metrics={"eval_loss": 1.0})
     assert "/5 " in capsys.readouterr().err
 
 
 def test_bar_follows_a_changed_end_of_training(make_state: Any, capsys: pytest.CaptureFixture[str]) -> None:
     callback = ProgressCallback(use_tqdm=True)
-    tell(callback, "on_train_begin", make_state(max_steps=100))
-    tell(callback, "on_log", make_state(step=1, max_steps=250), logs={"loss": 1.0})
-    tell(callback, "on_train_end", make_state())
+    notify(callback, "on_train_begin", make_state(max_steps=100))
+    notify(callback, "on_log", make_state(step=1, max_steps=250), logs={"loss": 1.0})
+    notify(callback, "on_train_end", make_state())
     assert "/250 " in capsys.readouterr().err
 
 
@@ -308,9 +308,9 @@ def test_bar_follows_a_changed_end_of_training(make_state: Any, capsys: pytest.C
 def test_bars_of_a_broken_run_are_closed(make_state: Any, capsys: pytest.CaptureFixture[str], event: str) -> None:
     callback = ProgressCallback(use_tqdm=True)
     state = make_state()
-    tell(callback, "on_train_begin", state)
-    tell(callback, "on_prediction_step", state, eval_dataloader=[0, 0])
-    tell(callback, event, state)
+    notify(callback, "on_train_begin", state)
+    notify(callback, "on_prediction_step", state, eval_dataloader=[0, 0])
+    notify(callback, event, state)
     assert capsys.readouterr().err.endswith("\n")
-    tell(callback, "on_step_end", make_state(step=50))
+    notify(callback, "on_step_end", make_state(step=50))
     assert "50/100" not in capsys.readouterr().err

@@ -114,7 +114,7 @@ def test_a_router_that_collapses_is_named_once(run, caplog):
     messages = [record.getMessage() for record in caplog.records if record.name.endswith("router_monitor")]
     assert len(messages) == 1
     assert "the router of layer_1 has collapsed" in messages[0]
-    assert "2.00 times an even share, and 2 experts are dead" in messages[0]
+    assert "2.00 times a balanced load, and 2 experts are dead" in messages[0]
 
 
 def test_a_router_in_balance_is_not_flagged(run, caplog):

@@ -42,10 +42,10 @@ class Run:
         self.callback = TBLogger(self.pages, **options)
         self.make_state, self.args = make_state, args
 
-    def tell(self, event: str, step: int, facts: dict[str, Any] | None = None, **kwargs: Any) -> list[Any]:
+    def notify(self, event: str, step: int, info: dict[str, Any] | None = None, **kwargs: Any) -> list[Any]:
         """The scalars that this telling adds."""
         before = len(self.pages.scalars)
-        state = self.make_state(step=step, **(facts or {}))
+        state = self.make_state(step=step, **(info or {}))
         getattr(self.callback, event)(args=self.args, state=state, control=None, **kwargs)
         assert not self.pages.unflushed
         return self.pages.scalars[before:]
@@ -63,16 +63,16 @@ def test_default_scalars_are_the_documented_ones() -> None:
 def test_logs_and_evaluations_become_scalars(start: Any) -> None:
     run = start()
     logs = {"loss": 2.0, "grad_norm": 0.5, "learning_rate": 1e-3, "tokens": 7}
-    assert run.tell("on_log", 4, logs=logs) == [
+    assert run.notify("on_log", 4, logs=logs) == [
         ("train-loss", 2.0, 4),
         ("learning-rate", 1e-3, 4),
         ("grad-norm", 0.5, 4),
     ]
-    assert run.tell("on_evaluate", 5, metrics={"eval_loss": 2.0}) == [
+    assert run.notify("on_evaluate", 5, metrics={"eval_loss": 2.0}) == [
         ("eval-loss", 2.0, 5),
         ("eval-perplexity", math.exp(2.0), 5),
     ]
-    assert run.tell("on_evaluate", 6, metrics={"eval_loss": 1e4})[1] == ("eval-perplexity", math.inf, 6)
+    assert run.notify("on_evaluate", 6, metrics={"eval_loss": 1e4})[1] == ("eval-perplexity", math.inf, 6)
 
 
 def test_deltas_are_laid_over_the_defaults(start: Any) -> None:
@@ -86,19 +86,19 @@ def test_deltas_are_laid_over_the_defaults(start: Any) -> None:
         }
     )
     logs = {"loss": 2.0, "epoch": 0.5, "grad_norm": 1.0, "tok_per_sec": 80, "tokens": 7, "eval_loss": 1.0}
-    assert run.tell("on_log", 1, logs=logs) == [
+    assert run.notify("on_log", 1, logs=logs) == [
         ("train-loss", 2.5, 1),
         ("eval-loss", 1.0, 1),
         ("eval-perplexity", 1.0, 1),
         ("tok-per-sec", 80.0, 1),
     ]
-    assert ("hot", 10.0, 2) in run.tell("on_log", 2, logs={"tokens": 10})
+    assert ("hot", 10.0, 2) in run.notify("on_log", 2, logs={"tokens": 10})
 
 
 def test_a_list_shows_its_largest_number_unless_there_is_a_transform(start: Any) -> None:
     run = start(scalars={"peak": {"source": "peak_mem"}, "least": {"source": "peak_mem", "transform": _least}})
-    assert run.tell("on_log", 1, logs={"peak_mem": [3, 9, 4]}) == [("peak", 9.0, 1), ("least", 3.0, 1)]
-    assert run.tell("on_log", 2, logs={"loss": "high", "grad_norm": []}) == []
+    assert run.notify("on_log", 1, logs={"peak_mem": [3, 9, 4]}) == [("peak", 9.0, 1), ("least", 3.0, 1)]
+    assert run.notify("on_log", 2, logs={"loss": "high", "grad_norm": []}) == []
 
 
 def _least(value: list[float], metrics: Any) -> float:
@@ -107,76 +107,76 @@ def _least(value: list[float], metrics: Any) -> float:
 
 def test_a_second_evaluation_at_a_step_adds_only_what_is_new(start: Any) -> None:
     run = start(scalars={"eval-other-loss": {}})
-    run.tell("on_evaluate", 5, metrics={"eval_loss": 2.0})
-    assert run.tell("on_evaluate", 5, metrics={"eval_loss": 3.0, "eval_other_loss": 4.0}) == [
+    run.notify("on_evaluate", 5, metrics={"eval_loss": 2.0})
+    assert run.notify("on_evaluate", 5, metrics={"eval_loss": 3.0, "eval_other_loss": 4.0}) == [
         ("eval-other-loss", 4.0, 5)
     ]
-    assert run.tell("on_evaluate", 6, metrics={"eval_loss": 3.0})[0] == ("eval-loss", 3.0, 6)
+    assert run.notify("on_evaluate", 6, metrics={"eval_loss": 3.0})[0] == ("eval-loss", 3.0, 6)
 
 
 def test_after_a_rollback_the_undone_steps_are_written_anew(start: Any) -> None:
     run = start()
-    run.tell("on_evaluate", 6, metrics={"eval_loss": 2.0})
-    run.tell("on_checkpoint_load", 4)
-    assert run.tell("on_evaluate", 6, metrics={"eval_loss": 3.0})[0] == ("eval-loss", 3.0, 6)
+    run.notify("on_evaluate", 6, metrics={"eval_loss": 2.0})
+    run.notify("on_checkpoint_load", 4)
+    assert run.notify("on_evaluate", 6, metrics={"eval_loss": 3.0})[0] == ("eval-loss", 3.0, 6)
 
 
 def test_a_step_that_was_left_out_is_a_text_and_no_point(start: Any) -> None:
     run = start()
-    assert run.tell("on_log", 3, logs={"anomaly": "non-finite loss", "loss": math.nan}) == []
-    assert run.tell("on_log", 3, logs={"loss": 2.0}) == [("train-loss", 2.0, 3)]
+    assert run.notify("on_log", 3, logs={"anomaly": "non-finite loss", "loss": math.nan}) == []
+    assert run.notify("on_log", 3, logs={"loss": 2.0}) == [("train-loss", 2.0, 3)]
     (text,) = run.pages.texts
     assert text == ("anomaly", "```\nanomaly: non-finite loss\nloss: nan\n```", 3)
 
 
 def test_the_run_is_described_at_its_start(start: Any) -> None:
     run = start(experiment_info={"idea": "larger batches"})
-    run.tell("on_train_begin", 0, {"num_processes": 2})
+    run.notify("on_train_begin", 0, {"num_processes": 2})
     (experiment, info) = run.pages.texts
     assert experiment == ("experiment", "```\nidea: larger batches\n```", 0)
     assert info[0] == "training_info"
     assert "max_steps: 100\n" in info[1]
     assert "total_train_batch_size: 16\n" in info[1]
     written = start(experiment_info="**bold**")
-    written.tell("on_train_begin", 0)
+    written.notify("on_train_begin", 0)
     assert written.pages.texts[0] == ("experiment", "**bold**", 0)
 
 
 def test_a_continued_run_writes_only_what_has_changed(start: Any) -> None:
     first = start(experiment_info={"idea": 1})
-    first.tell("on_train_begin", 0)
+    first.notify("on_train_begin", 0)
     again, changed = start(experiment_info={"idea": 1}), start(experiment_info={"idea": 2})
     for run in (again, changed):
         run.callback.load_state_dict(first.callback.state_dict())
-        run.tell("on_train_begin", 30)
+        run.notify("on_train_begin", 30)
     assert again.pages.texts == []
     assert changed.pages.texts == [("experiment", "```\nidea: 2\n```", 31)]
-    first.tell("on_train_begin", 0)
+    first.notify("on_train_begin", 0)
     assert [tag for tag, _, _ in first.pages.texts] == ["experiment", "training_info"] * 2, "a run of its own"
 
 
 def test_texts_of_a_continued_run_stand_at_its_first_new_step(start: Any) -> None:
     run = start()
-    run.tell("on_train_begin", 30)
+    run.notify("on_train_begin", 30)
     assert [(tag, step) for tag, _, step in run.pages.texts] == [("training_info", 31)]
 
 
 def test_results_are_written_down_at_the_end_if_there_are_any(start: Any) -> None:
     run = start()
     for rank in (0, 1):
-        run.tell("on_train_end", 8, {"rank": rank})
+        run.notify("on_train_end", 8, {"rank": rank})
     assert run.pages.texts == []
-    run.tell("on_train_end", 8, {"log_history": [{"loss": 2.0}, {"train_runtime": 1.5}]})
+    run.notify("on_train_end", 8, {"log_history": [{"loss": 2.0}, {"train_runtime": 1.5}]})
     assert run.pages.texts == [("train_results", "```\ntrain_runtime: 1.5\n```", 8)]
 
 
 def test_other_ranks_write_nothing(start: Any) -> None:
     run = start(experiment_info={"a": 1})
     other = {"rank": 1, "log_history": [{"loss": 2.0}]}
-    run.tell("on_train_begin", 0, other)
-    run.tell("on_log", 1, other, logs={"loss": 1.0})
-    run.tell("on_evaluate", 1, other, metrics={"eval_loss": 1.0})
-    run.tell("on_train_end", 1, other)
+    run.notify("on_train_begin", 0, other)
+    run.notify("on_log", 1, other, logs={"loss": 1.0})
+    run.notify("on_evaluate", 1, other, metrics={"eval_loss": 1.0})
+    run.notify("on_train_end", 1, other)
     assert run.pages.scalars == run.pages.texts == []
 
 
@@ -201,15 +201,15 @@ def test_mistakes_are_named() -> None:
 def test_a_number_too_large_for_a_float_is_infinite_and_what_is_no_number_is_left_out(start: Any) -> None:
     run = start(scalars={"a": {}, "b": {}, "c": {}, "d": {}})
     logs = {"a": 10**400, "b": [1, -(10**400)], "c": 1 + 2j, "d": np.str_("text")}
-    assert run.tell("on_log", 1, logs=logs) == [("a", math.inf, 1), ("b", 1.0, 1)]
-    assert run.tell("on_log", 2, logs={"a": -(10**400)}) == [("a", -math.inf, 2)]
+    assert run.notify("on_log", 1, logs=logs) == [("a", math.inf, 1), ("b", 1.0, 1)]
+    assert run.notify("on_log", 2, logs={"a": -(10**400)}) == [("a", -math.inf, 2)]
 
 
 def test_a_transform_that_fails_is_named_once_and_ends_nothing(start: Any, caplog: pytest.LogCaptureFixture) -> None:
     run = start(scalars={"ratio": {"source": "loss", "transform": lambda loss, logs: loss / logs["tokens"]}})
     for step in (1, 2):
-        assert run.tell("on_log", step, logs={"loss": 1.0}) == [("train-loss", 1.0, step)]
-    assert run.tell("on_log", 3, logs={"loss": 1.0, "tokens": 2})[-1] == ("ratio", 0.5, 3)
+        assert run.notify("on_log", step, logs={"loss": 1.0}) == [("train-loss", 1.0, step)]
+    assert run.notify("on_log", 3, logs={"loss": 1.0, "tokens": 2})[-1] == ("ratio", 0.5, 3)
     (message,) = caplog.messages
     assert "'ratio'" in message
     assert "KeyError('tokens')" in message

@@ -15,7 +15,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from onstep import Callback, Trainer, TrainingArguments, pretrain
-from onstep.callbacks.textgen_callback import TextgenCallback, undisturbed
+from onstep.callbacks.textgen_callback import TextgenCallback, preserve_state
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
 
@@ -110,9 +110,9 @@ def test_a_resumed_run_generates_when_the_first_one_would_have(config: ConfigCon
 def test_without_a_writer_the_texts_are_logged(config: ConfigContainer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         pretrain(config, callbacks=[textgen(None, generation_steps=100)])
-    told = [message for message in caplog.messages if message.startswith("eval-text at step 2:\n")]
-    assert len(told) == 1
-    assert "def  [START] " in told[0]
+    calls = [message for message in caplog.messages if message.startswith("eval-text at step 2:\n")]
+    assert len(calls) == 1
+    assert "def  [START] " in calls[0]
 
 
 def test_prompts_can_come_from_a_yaml_file(config: ConfigContainer, tmp_path: Path) -> None:
@@ -169,9 +169,9 @@ def letters() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="</s>")
 
 
-def trainer(folder: Path, callbacks: list[Any], **options: Any) -> Trainer:
+def trainer(directory: Path, callbacks: list[Any], **options: Any) -> Trainer:
     args = TrainingArguments(
-        output_dir=str(folder),
+        output_dir=str(directory),
         max_steps=6,
         per_device_train_batch_size=4,
         eval_strategy="steps",
@@ -229,7 +229,7 @@ def test_every_generator_is_put_back_whatever_happens_inside() -> None:
     torch.set_rng_state(states[0])
     np.random.set_state(states[1])
     random.setstate(states[2])
-    with contextlib.suppress(KeyError), undisturbed(model):
+    with contextlib.suppress(KeyError), preserve_state(model):
         draw()
         raise KeyError
     assert draw() == expected
@@ -271,7 +271,7 @@ def test_a_model_or_run_that_cannot_generate_trains_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer(tmp_path / "a", [textgen(Writer())], processing_class=None).train()
-    assert caplog.text.count("no text is generated: there is no tokenizer") == 1
+    assert caplog.text.count("no text will be generated: there is no tokenizer") == 1
 
 
 def test_options_that_our_transformer_does_not_have_are_refused_before_training(config: ConfigContainer) -> None:
@@ -293,12 +293,12 @@ def test_options_that_transformers_does_not_have_are_refused_before_training(tmp
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompts": []}, "prompts must be a list of texts, at least one"),
-        ({"prompts": [1]}, "prompts must be a list of texts"),
-        ({"prompts": "missing.yaml"}, "prompts file 'missing.yaml' cannot be read"),
+        ({"prompts": []}, "prompts must be a non-empty list of strings"),
+        ({"prompts": [1]}, "prompts must be a non-empty list of strings"),
+        ({"prompts": "missing.yaml"}, "cannot read prompts file 'missing.yaml'"),
         ({"generation_config": [1]}, "generation_config must be a dictionary"),
-        ({"generation_steps": 0}, "generation_steps must be a whole number >= 1, got 0"),
-        ({"max_new_tokens": 2.5}, "max_new_tokens must be a whole number >= 1, got 2.5"),
+        ({"generation_steps": 0}, "generation_steps must be an integer >= 1, got 0"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer >= 1, got 2.5"),
     ],
 )
 def test_arguments_of_another_kind_are_refused(options: dict[str, Any], message: str) -> None:
@@ -309,7 +309,7 @@ def test_arguments_of_another_kind_are_refused(options: dict[str, Any], message:
 def test_a_yaml_file_without_a_list_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "prompts.yaml"
     path.write_text("prompts: [a]\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"prompts\.yaml' must be a list of texts"):
+    with pytest.raises(ConfigError, match=r"prompts\.yaml' must be a non-empty list of strings"):
         TextgenCallback(None, str(path))
 
 

@@ -97,14 +97,14 @@ class Recorder(Callback):
 class Run:
     """Trains a small model with all parts on one clock."""
 
-    def __init__(self, folder: Path | None = None, *, steps: int = 4, log: int = 2, save: int | None = None) -> None:
+    def __init__(self, directory: Path | None = None, *, steps: int = 4, log: int = 2, save: int | None = None) -> None:
         self.clock, self.recorder = Clock(), Recorder()
         self.monitor = ThroughputMonitor()
         self.monitor.clock = self.clock
         config = ConfigContainer()
         config.train.micro_batch_size, config.train.global_batch_size, config.train.train_iters = 2, 4, steps
         config.logger.log_interval, config.validation.eval_iters = log, None
-        config.checkpoint.save, config.checkpoint.save_interval = None if folder is None else str(folder), save
+        config.checkpoint.save, config.checkpoint.save_interval = None if directory is None else str(directory), save
         self.config = config
         self.extra: list[Any] = []
         self.exits = ExitWatch()
@@ -134,15 +134,15 @@ class Run:
 
 
 STEP = {"data": 4 * ROW, "forward_backward": 2 * FORWARD, "optimizer": UPDATE, "callbacks": CALLBACK}
-NOTHING = {"device_wait": 0, "save": 0, "eval": 0, "other": 0}
+NO_OP = {"device_wait": 0, "save": 0, "eval": 0, "other": 0}
 
 
 def test_every_second_of_an_interval_is_charged_to_what_took_it() -> None:
     run = Run()
     run.go()
     first, second, final = run.recorder.logs
-    assert run.seconds(first) == run.seconds(second) == NOTHING | {key: 2 * value for key, value in STEP.items()}
-    assert run.seconds(final) == NOTHING | {key: 4 * value for key, value in STEP.items()}
+    assert run.seconds(first) == run.seconds(second) == NO_OP | {key: 2 * value for key, value in STEP.items()}
+    assert run.seconds(final) == NO_OP | {key: 4 * value for key, value in STEP.items()}
 
 
 def test_evaluations_and_saves_have_their_own_accounts(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_an_asynchronous_save_is_charged_until_the_loop_goes_on(tmp_path: Path) 
     run.config.checkpoint.async_save = True
     run.go()
     assert run.seconds(run.recorder.logs[1]) == {
-        **NOTHING,
+        **NO_OP,
         **{key: 2 * value for key, value in STEP.items()},
         "save": SAVE,
     }
@@ -267,16 +267,16 @@ def test_mfu_is_absent_where_the_peak_is_unknown_and_defined_where_it_is_known(
     with caplog.at_level(logging.INFO):
         run.go()
     assert "mfu" not in run.recorder.logs[0]
-    assert "the peak of 'cpu' is not known" in caplog.text
+    assert "the peak of 'cpu' is unknown" in caplog.text
     caplog.clear()
     run = Run()
     run.monitor.peak_flops_per_device = 1e12
     with caplog.at_level(logging.INFO):
         run.go()
-    told = [message for message in caplog.messages if message.startswith("mfu:")]
-    assert len(told) == 1
-    assert "1e+12 FLOP/s (peak_flops_per_device)" in told[0]
-    assert "without padding; 50 FLOPs a token" in told[0]
+    calls = [message for message in caplog.messages if message.startswith("mfu:")]
+    assert len(calls) == 1
+    assert "1e+12 FLOP/s (peak_flops_per_device)" in calls[0]
+    assert "without padding; 50 FLOPs per token" in calls[0]
 
 
 def test_the_end_of_the_run_says_where_the_time_went(caplog: pytest.LogCaptureFixture) -> None:
@@ -284,7 +284,7 @@ def test_the_end_of_the_run_says_where_the_time_went(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.INFO):
         run.go()
     report = next(message for message in caplog.messages if message.startswith("where the time went"))
-    assert f"{4 * sum(STEP.values()):.1f} s, of which {4 * (2 * FORWARD + UPDATE):.1f} s in steps" in report
+    assert f"{4 * sum(STEP.values()):.1f} s, of which {4 * (2 * FORWARD + UPDATE):.1f} s in productive steps" in report
     assert f"SlowCallback             {4 * CALLBACK:10.3f} s" in report
 
 
@@ -321,7 +321,7 @@ def test_it_measures_a_second_run_anew_and_leaves_no_clock_running() -> None:
 
     class Look(Callback):
         def on_run_end(self, context: Any) -> None:
-            seen.append(context.callback_clock.is_running)
+            seen.append(context.callback_timer.is_running)
 
     second.extra = [Look()]
     second.go()
@@ -341,7 +341,7 @@ def test_a_run_that_fails_stops_the_clock(caplog: pytest.LogCaptureFixture) -> N
     with caplog.at_level(logging.INFO), pytest.raises(KeyError):
         run.go()
     assert "where the time went" in caplog.text
-    assert run.monitor._callback_clock is None
+    assert run.monitor._callback_timer is None
 
 
 @pytest.mark.parametrize("peak", [-1, 0, float("nan"), "a", True])

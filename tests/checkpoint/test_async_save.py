@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +28,7 @@ from onstep.checkpoint import (
 from onstep.checkpoint.storage.memory_copies import WarmBuffers
 from onstep.distributed import World
 from onstep.errors import CheckpointError
+from tests.support.forked_processes import Processes, output_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
@@ -126,21 +125,21 @@ def test_what_changes_after_save_is_not_in_the_checkpoint(
 def test_save_returns_while_the_files_are_written_and_finalize_makes_it_durable(
     tmp_path: Path, gate: Gate, open_manager: Callable[..., CheckpointManager]
 ) -> None:
-    told: list[SavedCheckpoint] = []
-    manager = open_manager(on_durable=told.append)
+    calls: list[SavedCheckpoint] = []
+    manager = open_manager(on_durable=calls.append)
     gate.opened.clear()
     manager.save(request(1))
-    assert (manager.is_saving, manager.is_written, told, names(tmp_path)) == (True, False, [], [])
+    assert (manager.is_saving, manager.is_written, calls, names(tmp_path)) == (True, False, [], [])
     gate.opened.set()
     while not manager.is_written:
         threading.Event().wait(0.001)
-    assert (manager.is_saving, told, names(tmp_path)) == (True, [], []), "only the loop makes it a checkpoint"
+    assert (manager.is_saving, calls, names(tmp_path)) == (True, [], []), "only the loop makes it a checkpoint"
     manager.finalize()
     assert (manager.is_saving, manager.is_written) == (False, True)
-    assert [saved.step for saved in told] == [1]
+    assert [saved.step for saved in calls] == [1]
     assert verify(tmp_path / "checkpoint-1").step == 1
     manager.finalize()
-    assert len(told) == 1, "with nothing pending there is nothing to finalise"
+    assert len(calls) == 1, "with nothing pending there is nothing to finalise"
 
 
 def test_what_is_done_to_the_request_after_save_is_not_in_the_manifest(
@@ -158,13 +157,13 @@ def test_what_is_done_to_the_request_after_save_is_not_in_the_manifest(
 
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path, open_manager: Callable[..., CheckpointManager]) -> None:
-    told: list[int] = []
-    manager = open_manager(on_durable=lambda saved: told.append(saved.step))
+    calls: list[int] = []
+    manager = open_manager(on_durable=lambda saved: calls.append(saved.step))
     for step in (1, 2, 3):
         manager.save(request(step))
-        assert told == list(range(1, step))
+        assert calls == list(range(1, step))
     manager.finalize()
-    assert told == [1, 2, 3]
+    assert calls == [1, 2, 3]
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3", "latest"]
 
 
@@ -189,8 +188,8 @@ def test_a_failure_of_the_thread_comes_out_at_the_next_call(
 def test_a_failure_is_warned_of_when_the_run_continues(
     tmp_path: Path, gate: Gate, open_manager: Callable[..., CheckpointManager], caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[int] = []
-    manager = open_manager(on_save_error="continue", on_durable=lambda saved: told.append(saved.step))
+    calls: list[int] = []
+    manager = open_manager(on_save_error="continue", on_durable=lambda saved: calls.append(saved.step))
     with caplog.at_level(logging.WARNING, logger="onstep"):
         gate.is_broken = True
         manager.save(request(1))
@@ -198,15 +197,15 @@ def test_a_failure_is_warned_of_when_the_run_continues(
         gate.is_broken = False
         manager.save(request(2))
         manager.finalize()
-    assert told == [2]
+    assert calls == [2]
     assert "Input/output error" in caplog.text
 
 
 def test_close_after_an_error_waits_for_a_save_of_one_rank_and_makes_it_a_checkpoint(
     tmp_path: Path, gate: Gate, open_manager: Callable[..., CheckpointManager], caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[int] = []
-    manager = open_manager(retention=Retention(most_recent_k=1), on_durable=lambda saved: told.append(saved.step))
+    calls: list[int] = []
+    manager = open_manager(retention=Retention(most_recent_k=1), on_durable=lambda saved: calls.append(saved.step))
     manager.save(request(1))
     manager.finalize()
     gate.opened.clear()
@@ -219,7 +218,7 @@ def test_close_after_an_error_waits_for_a_save_of_one_rank_and_makes_it_a_checkp
     opener.join()
     assert verify(tmp_path / "checkpoint-2").step == 2
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-2", "latest"], "what retention does not keep is deleted"
-    assert told == [1], "callbacks are not called while an error goes through the run"
+    assert calls == [1], "callbacks are not called while an error goes through the run"
     assert caplog.text == ""
     assert not manager.is_saving
 
@@ -240,18 +239,15 @@ def test_close_warns_of_a_save_that_failed_and_leaves_nothing_of_it(
 
 
 @pytest.mark.distributed
-def test_close_abandons_a_save_of_several_ranks_since_they_cannot_be_asked(tmp_path: Path) -> None:
-    script, root = Path(__file__).with_name("close_script.py"), tmp_path / "checkpoints"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(root)], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+def test_close_abandons_a_save_of_several_ranks_since_they_cannot_be_asked(
+    processes: Processes, tmp_path: Path
+) -> None:
+    codes = processes.run("tests.support.jobs.checkpoint_jobs", "close", tmp_path, {}, ranks=2)
+    assert codes == [0, 0], output_of(tmp_path)
     for rank in (0, 1):
-        said = (tmp_path / f"checkpoints.rank-{rank}.log").read_text()
-        assert said.count("step 1 is abandoned, since after an error the other ranks cannot be asked") == 1
-    assert os.listdir(root) == []
+        said = (tmp_path / f"rank-{rank}.log").read_text()
+        assert said.count("step 1 is abandoned: after an error, the other ranks cannot be asked") == 1
+    assert os.listdir(tmp_path / "checkpoints") == []
 
 
 def test_close_lets_deletions_in_the_background_end(

@@ -349,12 +349,12 @@ REFUSED = [
     (np.zeros(2, dtype=[("a", "i4")]), "numpy.ndarray", "plain items"),
     (np.longdouble(1), "numpy.longdouble", "convert it"),
     (torch.eye(2).to_sparse(), "torch.Tensor", "to_dense()"),
-    (torch.ones(2, device="meta"), "torch.Tensor", "materialise"),
+    (torch.ones(2, device="meta"), "torch.Tensor", "materialize"),
     (torch.ones(2, dtype=torch.complex128), "torch.Tensor", "view_as_real"),
-    (collections.defaultdict(lambda: 0), "defaultdict", "save dict(it)"),
-    (1 << 2_000_000, "integer of 2000001 bits", "use bytes"),
-    (itself(), "nested deeper", "flatten it"),
-    (datetime.datetime(2025, 10, 26, 2, 30, fold=1), "has no exact form", "fixed offset"),
+    (collections.defaultdict(lambda: 0), "defaultdict", "convert it with dict(...)"),
+    (1 << 2_000_000, "integer of 2000001 bits", "save it as bytes"),
+    (itself(), "levels deep", "flatten it"),
+    (datetime.datetime(2025, 10, 26, 2, 30, fold=1), "exactly", "fixed offset"),
     ({(1, Colour.RED): 1}, "as a key or in a set", ""),
     ({Opaque()}, "as a key or in a set", "keep it out"),
 ]
@@ -380,7 +380,7 @@ def test_a_quantised_tensor_is_refused() -> None:
 def test_a_tensor_whose_memory_was_freed_is_refused() -> None:
     tensor = torch.ones(4)
     tensor.untyped_storage().resize_(0)
-    with pytest.raises(UnsupportedStateError, match=r"state\.w: the memory of this tensor was freed"):
+    with pytest.raises(UnsupportedStateError, match=r"state\.w: the memory of this tensor has been freed"):
         encode_state({"w": tensor})
 
 
@@ -511,7 +511,7 @@ def test_a_malformed_document_is_refused(document: Any) -> None:
 
 
 def test_a_tensor_that_the_document_does_not_name_is_an_error() -> None:
-    with pytest.raises(CheckpointError, match="1 tensors are not in its document, the first is 'extra'"):
+    with pytest.raises(CheckpointError, match="its document does not mention 1 tensors, first 'extra'"):
         decode_state({"extra": torch.zeros(1)}, document_of(1))
 
 
@@ -532,7 +532,7 @@ def test_a_tensor_that_the_document_does_not_name_is_an_error() -> None:
     ids=lambda text: str(text[:10]),
 )
 def test_bytes_that_are_no_strict_json_are_refused(text: bytes) -> None:
-    with pytest.raises(CheckpointError, match=r"rng/rank_0\.json is no valid JSON"):
+    with pytest.raises(CheckpointError, match=r"rng/rank_0\.json is not valid JSON"):
         document_from_bytes(text, "rng/rank_0.json")
 
 

@@ -13,7 +13,7 @@ from onstep.checkpoint import ModelState, SharingPattern, StateComponent, decode
 from onstep.checkpoint.components import Placement, Seat, find_placement
 from onstep.checkpoint.saving import fingerprints
 from onstep.checkpoint.states import bare_module
-from onstep.config.parts import DistributedInitConfig
+from onstep.config import DistributedInitConfig
 from onstep.distributed import World, open_world
 from onstep.errors import CheckpointError, ConfigError
 

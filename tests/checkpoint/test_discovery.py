@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from small_checkpoints import FILES, write_checkpoint
 
 from onstep.checkpoint.catalog.discovery import checkpoints, newest_verified, resolve
 from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.errors import CheckpointError
+from tests.support.small_checkpoints import FILES, write_checkpoint
 
 
 def found(root: Path, max_step: int | None = None) -> tuple[int | None, list[str]]:
@@ -30,7 +30,7 @@ def test_one_flipped_byte_in_any_file_makes_resume_fall_back(place: str, name: s
     step, said = found(tmp_path)
     assert step == 10
     assert len(said) == 1
-    assert "checkpoint-20 is refused" in said[0]
+    assert "checkpoint-20 is rejected" in said[0]
     assert str(path) in said[0]
 
 
@@ -60,7 +60,7 @@ def test_several_damaged_ones_are_all_named(tmp_path: Path) -> None:
     assert found(tmp_path)[0] is None
 
 
-def test_a_missing_or_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
+def test_a_missing_or_empty_directory_has_no_checkpoint(tmp_path: Path) -> None:
     assert found(tmp_path) == found(tmp_path / "missing") == (None, [])
     assert checkpoints(tmp_path / "missing") == []
 
@@ -123,7 +123,7 @@ def test_a_checkpoint_whose_replacement_never_came_is_found(tmp_path: Path) -> N
     assert [each.path for each in checkpoints(tmp_path)] == [path]
 
 
-def test_a_path_leads_to_a_checkpoint_a_folder_of_them_or_a_run(tmp_path: Path) -> None:
+def test_a_path_leads_to_a_checkpoint_a_directory_of_them_or_a_run(tmp_path: Path) -> None:
     root = tmp_path / "run" / "checkpoints"
     for step in (10, 20):
         write_checkpoint(root, step)
@@ -148,10 +148,10 @@ def test_a_mistyped_path_is_answered_with_its_neighbours(tmp_path: Path) -> None
 
 
 def test_a_path_without_a_verified_checkpoint_says_why(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="has no folder checkpoint-<step>"):
+    with pytest.raises(CheckpointError, match="has no directory checkpoint-<step>"):
         resolve(tmp_path)
     path = write_checkpoint(tmp_path, 10)
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 20; it has those of steps: 10\."):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 20; available steps: 10\."):
         resolve(tmp_path, step=20)
     with pytest.raises(CheckpointError, match="of step 10, not of step 20"):
         resolve(path, step=20)
@@ -169,8 +169,8 @@ def test_falling_back_is_said_only_where_there_is_one_before(tmp_path: Path) -> 
     for step in (10, 20):
         (write_checkpoint(tmp_path, step) / "model" / "state.json").write_bytes(b"[]")
     _, said = found(tmp_path)
-    assert said[0].startswith("Checkpoint checkpoint-20 is refused, falling back to the one before: ")
-    assert said[1].startswith("Checkpoint checkpoint-10 is refused, and there is none before it: ")
+    assert said[0].startswith("Checkpoint checkpoint-20 is rejected, falling back to the previous one: ")
+    assert said[1].startswith("Checkpoint checkpoint-10 is rejected, and no earlier one exists: ")
     assert found(tmp_path, max_step=15)[1] == said[1:]
     for step in (None, 20):
         with pytest.raises(CheckpointError) as raised:
@@ -185,22 +185,22 @@ def test_falling_back_is_said_only_where_there_is_one_before(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("names", "said", "unsaid"),
     [
-        (["pytorch_model.bin", "config.json"], "save_pretrained('NEW_FOLDER') writes safetensors", "no weights"),
+        (["pytorch_model.bin", "config.json"], "save_pretrained('NEW_DIR') writes safetensors", "no usable weights"),
         (["model.safetensors", "config.json"], "load them with transformers", "pickle"),
-        (["model-00001-of-00002.safetensors", "optimizer.pt", "rng_state_0.pth"], "pickled files are not read", "NEW_"),
+        (["model-00001-of-00002.safetensors", "optimizer.pt", "rng_state_0.pth"], "pickle files are not read", "NEW_"),
         (["model.safetensors", "pytorch_model.bin"], "load them with transformers", "NEW_"),
-        (["trainer_state.json"], "no weights that could be used", "load them"),
+        (["trainer_state.json"], "no usable weights", "load them"),
     ],
 )
-def test_a_folder_of_hugging_face_is_told_apart_with_the_way_to_its_weights(
+def test_a_directory_of_hugging_face_is_told_apart_with_the_way_to_its_weights(
     names: list[str], said: str, unsaid: str, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "checkpoint-500"
-    folder.mkdir()
+    directory = tmp_path / "checkpoint-500"
+    directory.mkdir()
     for name in names:
-        (folder / name).write_bytes(b"not to be opened")
-    for path, step in ((folder, None), (tmp_path, None), (tmp_path, 500)):
-        with pytest.raises(CheckpointError, match="is no checkpoint of Onstep") as raised:
+        (directory / name).write_bytes(b"not to be opened")
+    for path, step in ((directory, None), (tmp_path, None), (tmp_path, 500)):
+        with pytest.raises(CheckpointError, match="not an Onstep checkpoint") as raised:
             resolve(path, step)
         assert names[0] in str(raised.value)
         assert said in str(raised.value)

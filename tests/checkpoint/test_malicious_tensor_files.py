@@ -57,8 +57,8 @@ def test_the_bomb_of_these_tests_goes_off_where_pickles_are_read(tmp_path: Path)
 def test_a_pickle_is_refused_and_not_run(protocol: int, tmp_path: Path) -> None:
     path, marker = tmp_path / "optimizer.safetensors", tmp_path / "marker"
     path.write_bytes(pickle.dumps(Bomb(marker), protocol))
-    refuse(path, "is no tensor file")
-    with pytest.raises(CheckpointError, match="is no valid JSON"):
+    refuse(path, "is not a tensor file")
+    with pytest.raises(CheckpointError, match="is not valid JSON"):
         document_from_bytes(path.read_bytes())
     assert not marker.exists()
 
@@ -67,8 +67,8 @@ def test_a_pickle_is_refused_and_not_run(protocol: int, tmp_path: Path) -> None:
 def test_a_file_of_torch_save_is_refused_and_not_run(is_zip: bool, tmp_path: Path) -> None:
     path, marker = tmp_path / "model.safetensors", tmp_path / "marker"
     torch.save({"w": torch.ones(100), "bomb": Bomb(marker)}, path, _use_new_zipfile_serialization=is_zip)
-    refuse(path, "is no tensor file")
-    with pytest.raises(CheckpointError, match="is no valid JSON"):
+    refuse(path, "is not a tensor file")
+    with pytest.raises(CheckpointError, match="is not valid JSON"):
         document_from_bytes(path.read_bytes())
     assert not marker.exists()
 
@@ -102,7 +102,7 @@ def test_a_file_cut_at_any_byte_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "cut"
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        refuse(path, "is no tensor file")
+        refuse(path, "is not a tensor file")
 
 
 def test_a_file_with_bytes_after_its_end_is_refused(tmp_path: Path) -> None:
@@ -147,10 +147,10 @@ def test_a_header_beyond_the_limit_is_refused_though_the_file_has_that_many_byte
 HUGE = 2**60
 
 BAD_HEADERS: list[tuple[Any, str]] = [
-    (b"[1, 2]", "no JSON object"),
-    (b'"text"', "no JSON object"),
-    (b'{"a": ', "no valid JSON"),
-    (b'{"\xff": 1}', "no valid JSON"),
+    (b"[1, 2]", "not a JSON object"),
+    (b'"text"', "not a JSON object"),
+    (b'{"a": ', "not valid JSON"),
+    (b'{"\xff": 1}', "not valid JSON"),
     (b'{"a": ' + b"[" * 50_000, "nested too deeply"),
     (b'{"a": {"dtype": "F32", "shape": [1' + b"0" * 5000 + b'], "data_offsets": [0, 8]}}', "digits"),
     (b'{"a": {"dtype": "F32", "shape": [NaN], "data_offsets": [0, 8]}}', "NaN"),
@@ -168,14 +168,14 @@ BAD_HEADERS: list[tuple[Any, str]] = [
     ({"a": entry(shape=[HUGE], offsets=[0, HUGE * 4])}, "shape"),
     ({"a": entry(shape=[2**32] * 2, offsets=[0, 0])}, "shape"),
     ({"a": entry(shape=[0, HUGE, HUGE], offsets=[0, 0])}, "shape"),
-    ({"a": entry(shape=[2**40], offsets=[0, 2**42])}, "accounts for"),
+    ({"a": entry(shape=[2**40], offsets=[0, 2**42])}, "describes"),
     ({"a": entry(shape=[-2])}, "shape"),
     ({"a": entry(shape=[-1, -2])}, "shape"),
     ({"a": entry(shape=[2.0])}, "shape"),
     ({"a": entry(shape=[True, 2])}, "shape"),
     ({"a": entry(shape="2")}, "shape"),
     ({"a": entry(shape=[1] * 65)}, "shape"),
-    ({"a": entry(shape=[3])}, "does not fill the 8 bytes"),
+    ({"a": entry(shape=[3])}, "does not fill its 8 bytes"),
     ({"a": entry(offsets=[8, 0])}, "data_offsets"),
     ({"a": entry(offsets=[-8, 0])}, "data_offsets"),
     ({"a": entry(offsets=[0])}, "data_offsets"),
@@ -185,9 +185,9 @@ BAD_HEADERS: list[tuple[Any, str]] = [
     ({"a": entry(offsets=[4, 12])}, "'a' leaves a gap"),
     ({"a": entry(), "b": entry()}, "'b' overlaps"),
     ({"a": entry(), "b": entry(offsets=[4, 12])}, "'b' overlaps"),
-    ({"a": entry(shape=[1], offsets=[0, 4])}, "accounts for"),
-    ({"a": entry(shape=[4], offsets=[0, 16])}, "accounts for"),
-    ({}, "accounts for"),
+    ({"a": entry(shape=[1], offsets=[0, 4])}, "describes"),
+    ({"a": entry(shape=[4], offsets=[0, 16])}, "describes"),
+    ({}, "describes"),
 ]
 
 
@@ -198,7 +198,7 @@ def test_a_header_that_lies_is_refused(header: Any, reason: str, tmp_path: Path)
 
 def test_bools_other_than_0_and_1_are_refused(tmp_path: Path) -> None:
     path = with_header(tmp_path / "x", {"mask": entry("BOOL", [2], [0, 2])}, b"\x01\x02")
-    with pytest.raises(CheckpointError, match="'mask' is of bools"):
+    with pytest.raises(CheckpointError, match="'mask' is a bool tensor"):
         read_tensors(path)
 
 

@@ -116,15 +116,15 @@ def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path:
 
 
 def test_a_blocking_save_is_durable_when_it_returns_and_told_once(tmp_path: Path) -> None:
-    told: list[tuple[SavedCheckpoint, str]] = []
+    captured: list[tuple[SavedCheckpoint, str]] = []
 
     def note(saved: SavedCheckpoint) -> None:
         verify(saved.path)
-        told.append((saved, (tmp_path / "latest").read_text().strip()))
+        captured.append((saved, (tmp_path / "latest").read_text().strip()))
 
     manager = CheckpointManager(tmp_path, World(), run_id="run-1", on_durable=note)
     manager.save(request(7, metrics={"eval_loss": 0.0}, layout={"data": 1}, extra={"note": "x"}))
-    assert told == [(SavedCheckpoint(7, tmp_path / "checkpoint-7", {"eval_loss": 0.0}), "checkpoint-7")]
+    assert captured == [(SavedCheckpoint(7, tmp_path / "checkpoint-7", {"eval_loss": 0.0}), "checkpoint-7")]
     assert not manager.is_saving
     manifest = verify(tmp_path / "checkpoint-7")
     assert (manifest.step, manifest.run_id, manifest.world_size) == (7, "run-1", 1)
@@ -147,7 +147,7 @@ def test_a_group_that_the_run_does_not_have_is_a_config_error_even_for_an_option
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("bad", [Refusing(), Box(value=object())], ids=["raises", "has no form"])
+@pytest.mark.parametrize("bad", [Refusing(), Box(value=object())], ids=["raises", "cannot save"])
 def test_an_optional_component_that_fails_costs_one_warning_only(
     bad: Box, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,7 +159,7 @@ def test_an_optional_component_that_fails_costs_one_warning_only(
     assert list(verify(tmp_path / "checkpoint-1").components) == ["box"]
 
 
-@pytest.mark.parametrize("bad", [Refusing(), Box(value=object())], ids=["raises", "has no form"])
+@pytest.mark.parametrize("bad", [Refusing(), Box(value=object())], ids=["raises", "cannot save"])
 def test_a_required_component_that_fails_fails_the_save_and_leaves_nothing(bad: Box, tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, World())
     manager.save(request(1))
@@ -184,17 +184,17 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(tmp_path: Path) 
 
 def test_after_a_failed_save_a_run_that_continues_saves_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     failing = {2}
-    told: list[int] = []
+    captured: list[int] = []
     store = failing_store(
         lambda operation: operation.kind == "fsync" and f"-{min(failing, default=0)}-" in str(operation.path)
     )
     manager = CheckpointManager(
-        tmp_path, World(), store=store, on_save_error="continue", on_durable=lambda saved: told.append(saved.step)
+        tmp_path, World(), store=store, on_save_error="continue", on_durable=lambda saved: captured.append(saved.step)
     )
     with caplog.at_level(logging.WARNING, logger="onstep"):
         for step in (1, 2, 3):
             manager.save(request(step))
-    assert told == [1, 3]
+    assert captured == [1, 3]
     assert len(caplog.records) == 1
     assert "step 2" in caplog.text
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-3", "latest"]
@@ -204,7 +204,7 @@ def test_a_save_that_has_no_room_is_refused_before_anything_is_written(tmp_path:
     petabyte = torch.zeros(1).expand(2**48)
     store = failing_store(lambda operation: operation.kind == "write")  # or the test would fill the disk to tell
     manager = CheckpointManager(tmp_path / "checkpoints", World(), store=store)
-    with pytest.raises(CheckpointError, match=r"bytes free and the checkpoint needs 1182"):
+    with pytest.raises(CheckpointError, match=r"bytes free, but the checkpoint needs 1182"):
         manager.save(request(1, box(value=petabyte)))
     assert names(tmp_path) == []
 
@@ -281,19 +281,19 @@ def test_what_a_run_killed_after_a_save_could_not_delete_is_deleted_when_it_cont
 def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[int] = []
+    captured: list[int] = []
     store = failing_store(lambda operation: operation.kind == "rename" and operation.path.name == "checkpoint-1")
     manager = CheckpointManager(
         tmp_path,
         World(),
         store=store,
         retention=Retention(most_recent_k=1),
-        on_durable=lambda saved: told.append(saved.step),
+        on_durable=lambda saved: captured.append(saved.step),
     )
     with caplog.at_level(logging.WARNING, logger="onstep"):
         manager.save(request(1))
         manager.save(request(2))
-    assert told == [1, 2]
+    assert captured == [1, 2]
     assert "could not be deleted" in caplog.text
 
 

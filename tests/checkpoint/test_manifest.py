@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
-from small_checkpoints import FILES, make_manifest, write_checkpoint
 
 from onstep.checkpoint.format.tensor_file import FileDigest
 from onstep.checkpoint.storage.manifest import MANIFEST, MANIFEST_BYTES, read_manifest, verify
 from onstep.errors import CheckpointError
+from tests.support.small_checkpoints import FILES, make_manifest, write_checkpoint
 
 GOOD_HASH = "0" * 64
 
@@ -34,11 +34,11 @@ def forged(**changes: Any) -> bytes:
     return seal(json.dumps({key: value for key, value in content.items() if value is not None}, indent=2))
 
 
-def refusal(folder: Path, content: bytes) -> str:
-    (folder / MANIFEST).write_bytes(content)
+def refusal(directory: Path, content: bytes) -> str:
+    (directory / MANIFEST).write_bytes(content)
     with pytest.raises(CheckpointError) as caught:
-        read_manifest(folder)
-    assert str(folder / MANIFEST) in str(caught.value)
+        read_manifest(directory)
+    assert str(directory / MANIFEST) in str(caught.value)
     return str(caught.value)
 
 
@@ -141,7 +141,7 @@ CHANGES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
 def test_an_entry_that_no_writer_would_make_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
-    assert "is refused" in refusal(tmp_path, forged(**changes))
+    assert "is invalid" in refusal(tmp_path, forged(**changes))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_an_entry_that_no_writer_would_make_is_refused(changes: dict[str, Any], 
 )
 def test_a_component_that_no_writer_would_make_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     component = json.loads(forged())["components"]["model"]
-    assert "is refused" in refusal(tmp_path, forged(components={"model": component | changes}))
+    assert "is invalid" in refusal(tmp_path, forged(components={"model": component | changes}))
 
 
 def test_a_repeated_key_is_refused(tmp_path: Path) -> None:
@@ -173,12 +173,12 @@ def test_a_repeated_key_is_refused(tmp_path: Path) -> None:
 def test_deep_nesting_is_refused(tmp_path: Path) -> None:
     nested = "[" * 200_000 + "]" * 200_000
     body = forged().decode().rpartition(',\n  "blake3"')[0]
-    assert "no valid JSON" in refusal(tmp_path, seal(body.replace('"extra": {}', f'"extra": {nested}') + "\n}"))
+    assert "not valid JSON" in refusal(tmp_path, seal(body.replace('"extra": {}', f'"extra": {nested}') + "\n}"))
 
 
 def test_a_number_of_a_million_digits_is_refused(tmp_path: Path) -> None:
     body = forged().decode().rpartition(',\n  "blake3"')[0]
-    assert "no valid JSON" in refusal(tmp_path, seal(body.replace('"step": 10', f'"step": {"9" * 10**6}') + "\n}"))
+    assert "not valid JSON" in refusal(tmp_path, seal(body.replace('"step": 10', f'"step": {"9" * 10**6}') + "\n}"))
 
 
 def test_a_huge_manifest_is_refused_unread(tmp_path: Path) -> None:
@@ -200,18 +200,18 @@ class Bomb:
 
 @pytest.mark.parametrize("name", [MANIFEST, *FILES])
 def test_a_pickle_in_place_of_a_file_is_refused_and_does_nothing(name: str, tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "root", 10)
-    (folder / name).write_bytes(pickle.dumps(Bomb(tmp_path / "mark")))
+    directory = write_checkpoint(tmp_path / "root", 10)
+    (directory / name).write_bytes(pickle.dumps(Bomb(tmp_path / "mark")))
     with pytest.raises(CheckpointError, match=Path(name).name):
-        verify(folder)
+        verify(directory)
     assert not (tmp_path / "mark").exists()
 
 
 @pytest.mark.parametrize("name", [MANIFEST, "model/model.safetensors"])
 @pytest.mark.parametrize("kind", ["link", "folder", "pipe", "missing"])
 def test_only_a_regular_file_of_the_checkpoint_itself_is_read(kind: str, name: str, tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "root", 10)
-    path = folder / name
+    directory = write_checkpoint(tmp_path / "root", 10)
+    path = directory / name
     path.rename(tmp_path / "moved")
     match kind:
         case "link":
@@ -221,19 +221,19 @@ def test_only_a_regular_file_of_the_checkpoint_itself_is_read(kind: str, name: s
         case "pipe":
             os.mkfifo(path)
     with pytest.raises(CheckpointError, match=path.name):
-        verify(folder)
+        verify(directory)
 
 
-def test_a_linked_folder_inside_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "root", 10)
-    (folder / "model").rename(tmp_path / "moved")
-    (folder / "model").symlink_to(tmp_path / "moved")
-    with pytest.raises(CheckpointError, match=r"model must be a folder of the checkpoint itself"):
-        verify(folder)
+def test_a_linked_directory_inside_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "root", 10)
+    (directory / "model").rename(tmp_path / "moved")
+    (directory / "model").symlink_to(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match=r"model must be a directory inside the checkpoint"):
+        verify(directory)
 
 
 def test_verify_tells_its_progress_in_bytes(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path, 10)
-    told: list[int] = []
-    verify(folder, progress=told.append)
-    assert sum(told) == sum(len(content) for content in FILES.values())
+    directory = write_checkpoint(tmp_path, 10)
+    calls: list[int] = []
+    verify(directory, progress=calls.append)
+    assert sum(calls) == sum(len(content) for content in FILES.values())

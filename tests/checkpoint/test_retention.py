@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_checkpoints import make_manifest, write_checkpoint
 
 from onstep.checkpoint.catalog.discovery import CheckpointInfo, checkpoints
 from onstep.checkpoint.catalog.retention import Retention, best, to_delete
 from onstep.checkpoint.storage.store import FileStore
 from onstep.errors import ConfigError
+from tests.support.small_checkpoints import make_manifest, write_checkpoint
 
 
 def info(step: int, **changes: Any) -> CheckpointInfo:
@@ -168,7 +168,7 @@ def test_random_rules_keep_what_a_simple_oracle_keeps() -> None:
         assert set(steps) - set(going) == kept_by_oracle(infos, retention), (retention, infos)
 
 
-def test_a_reused_folder_keeps_what_is_not_ours(tmp_path: Path) -> None:
+def test_a_reused_directory_keeps_what_is_not_ours(tmp_path: Path) -> None:
     for step in (1000, 2000):
         write_checkpoint(tmp_path, step, run_id="old")
     foreign = tmp_path / "checkpoint-5"

@@ -37,13 +37,13 @@ def draws(device: str = "cpu") -> list[Any]:
     ]
 
 
-def through_files(state: dict[str, Any], folder: Path) -> Any:
+def through_files(state: dict[str, Any], directory: Path) -> Any:
     tensors, document = encode_state(state)
-    with (folder / "rank_0.safetensors").open("wb") as file:
+    with (directory / "rank_0.safetensors").open("wb") as file:
         write_tensors(file, tensors)
-    (folder / "rank_0.json").write_bytes(document_to_bytes(document))
+    (directory / "rank_0.json").write_bytes(document_to_bytes(document))
     return decode_state(
-        read_tensors(folder / "rank_0.safetensors"), document_from_bytes((folder / "rank_0.json").read_bytes())
+        read_tensors(directory / "rank_0.safetensors"), document_from_bytes((directory / "rank_0.json").read_bytes())
     )
 
 
@@ -123,5 +123,5 @@ def test_a_state_of_another_device_loads_the_rest_and_warns(caplog: pytest.LogCa
     state["device"] = {"type": "cuda", "state": torch.zeros(16, dtype=torch.uint8)}
     with caplog.at_level(logging.WARNING):
         RngState().load_state_dict(state)
-    assert "of device type cuda, this rank runs on cpu" in caplog.text
+    assert "on device type cuda, but this rank runs on cpu" in caplog.text
     assert draws() == expected

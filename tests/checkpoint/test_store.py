@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from blake3 import blake3
-from small_checkpoints import FILES, make_manifest, prepared, write_checkpoint
 
 from onstep.checkpoint.catalog.discovery import newest_verified
 from onstep.checkpoint.storage.manifest import verify
 from onstep.checkpoint.storage.store import HASH_ASIDE_BYTES, FileStore, Operation
 from onstep.checkpoint.storage.transaction import SaveTransaction, sweep
 from onstep.errors import CheckpointError
+from tests.support.small_checkpoints import FILES, make_manifest, prepared, write_checkpoint
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [10, 0, 5], [HASH_ASIDE_BYTES * 3 + 7, 12, HASH_ASIDE_BYTES]])
@@ -66,10 +66,10 @@ def test_a_tree_is_removed_without_following_links(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "file").write_bytes(b"mine")
-    folder = write_checkpoint(tmp_path / "root", 10)
-    (folder / "to-folder").symlink_to(outside)
-    (folder / "model" / "to-file").symlink_to(outside / "file")
-    FileStore().remove_tree(folder)
+    directory = write_checkpoint(tmp_path / "root", 10)
+    (directory / "to-folder").symlink_to(outside)
+    (directory / "model" / "to-file").symlink_to(outside / "file")
+    FileStore().remove_tree(directory)
     assert (outside / "file").read_bytes() == b"mine"
     assert [path.name for path in (tmp_path / "root").iterdir()] == ["latest"]
 
@@ -95,7 +95,7 @@ def test_a_commit_is_a_verified_checkpoint_that_latest_names(tmp_path: Path) -> 
 def test_a_commit_without_a_listed_file_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 10)
     transaction, digests = prepared(tmp_path, 20)
-    (transaction.folder / "rng" / "rank_0.json").unlink()
+    (transaction.directory / "rng" / "rank_0.json").unlink()
     with pytest.raises(CheckpointError, match=r"rank_0\.json is missing"):
         transaction.commit(make_manifest(20, digests))
     transaction.abandon()
@@ -104,7 +104,7 @@ def test_a_commit_without_a_listed_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_manifest_of_another_step_is_refused(tmp_path: Path) -> None:
     transaction, digests = prepared(tmp_path, 20)
-    with pytest.raises(CheckpointError, match="step 10 cannot make a checkpoint of step 20"):
+    with pytest.raises(CheckpointError, match="checkpoint of step 20 with a manifest of 10"):
         transaction.commit(make_manifest(10, digests))
     transaction.abandon()
 
@@ -127,11 +127,11 @@ def test_a_damaged_checkpoint_makes_way(tmp_path: Path, caplog: pytest.LogCaptur
     (path / "file").write_bytes(b"bad")
     write_checkpoint(tmp_path, 10, {"file": b"new"})
     assert (path / "file").read_bytes() == b"new"
-    assert "damaged checkpoint makes way" in caplog.text
+    assert "Replacing a damaged checkpoint" in caplog.text
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoint-10", "latest"]
 
 
-@pytest.mark.parametrize("kind", ["file", "folder", "empty folder", "link"])
+@pytest.mark.parametrize("kind", ["file", "folder", "empty directory", "link"])
 def test_what_is_no_checkpoint_is_not_replaced(kind: str, tmp_path: Path) -> None:
     target, elsewhere = tmp_path / "checkpoint-10", tmp_path / "elsewhere"
     write_checkpoint(elsewhere, 10)
@@ -143,7 +143,7 @@ def test_what_is_no_checkpoint_is_not_replaced(kind: str, tmp_path: Path) -> Non
         target.mkdir()
         if kind == "folder":
             (target / "pytorch_model.bin").write_bytes(b"mine")
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         SaveTransaction(FileStore(), tmp_path, 10).prepare()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoint-10", "elsewhere"]
     assert verify(elsewhere / "checkpoint-10").step == 10
@@ -176,7 +176,7 @@ def test_a_sweep_removes_what_saves_left_and_nothing_else(tmp_path: Path) -> Non
     assert all((tmp_path / name / "file").read_bytes() == b"mine" for name in [*foreign, "linked"])
 
 
-def test_a_sweep_of_a_missing_folder_makes_none(tmp_path: Path) -> None:
+def test_a_sweep_of_a_missing_directory_makes_none(tmp_path: Path) -> None:
     assert sweep(FileStore(), tmp_path / "missing") == []
     assert not (tmp_path / "missing").exists()
 
@@ -215,8 +215,8 @@ def test_a_save_that_fails_while_tidying_up_still_raises_its_own_error(
     transaction.prepare()
     fails = True
     transaction.abandon()
-    assert "stay until the next start" in caplog.text
-    assert transaction.folder in sweep(FileStore(), tmp_path)
+    assert "remain until the next start" in caplog.text
+    assert transaction.directory in sweep(FileStore(), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -27,22 +27,20 @@ from onstep.cli.main import main
 from onstep.config import ConfigContainer, apply_overrides
 from onstep.models import load_hf
 from onstep.recipes import tiny_gpt_pretrain_config
+from tests.support.forked_processes import Processes
+from tests.support.shell import Shell
+from tests.support.small_configs import small_pretrain_config
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 
 
 def small_run(runs: Path, name: str, corpus: Path, cache: Path, *words: str) -> ConfigContainer:
-    config = tiny_gpt_pretrain_config()
+    config = small_pretrain_config(corpus, cache)
     config.run.name, config.run.output_dir = name, str(runs)
-    config.dataset.paths, config.dataset.cache_dir, config.dataset.split = [str(corpus)], str(cache), "80,10,10"
-    config.dataset.seq_length = config.model.seq_length = 32
-    config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads = 1, 16, 2
     config.train.train_iters, config.train.global_batch_size, config.train.micro_batch_size = 6, 4, 4
-    config.scheduler.lr_warmup_iters = 2
-    config.validation.eval_on_start = False
     config.validation.eval_interval, config.validation.eval_iters = 2, 1
-    config.logger.log_interval, config.dist.device = 2, "cpu"
+    config.logger.log_interval = 2
     config.checkpoint.save_interval, config.checkpoint.most_recent_k = 2, -1
     apply_overrides(config, list(words))
     return config
@@ -50,16 +48,16 @@ def small_run(runs: Path, name: str, corpus: Path, cache: Path, *words: str) -> 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Path) -> Path:
-    """A folder with runs/one, and its twin runs/two: the same configuration under another name."""
-    folder = tmp_path_factory.mktemp("trained")
+    """A directory with runs/one, and its twin runs/two: the same configuration under another name."""
+    directory = tmp_path_factory.mktemp("trained")
     for name in ("one", "two"):
-        pretrain(small_run(folder / "runs", name, corpus, token_cache), callbacks=[JsonLogger()])
-    return folder
+        pretrain(small_run(directory / "runs", name, corpus, token_cache), callbacks=[JsonLogger()])
+    return directory
 
 
 @pytest.fixture
 def here(trained: Path, tmp_path: Path, monkeypatch: Patch) -> Path:
-    """The working folder of a test: a copy of both runs, for it to damage."""
+    """The working directory of a test: a copy of both runs, for it to damage."""
     shutil.copytree(trained / "runs", tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("COLUMNS", raising=False)
@@ -102,13 +100,13 @@ def write_states(
         names = (
             (f"{key}/{key}.safetensors", f"{key}/state.json") if is_only else (f"{label}.safetensors", f"{label}.json")
         )
-        store.make_folder(transaction.folder / key)
+        store.make_dir(transaction.directory / key)
         tensors, document = encode_state(state)
         if tensors:
-            with store.open(transaction.folder / names[0]) as file:
+            with store.open(transaction.directory / names[0]) as file:
                 write_tensors(file, tensors)
             digests[names[0]] = file.digest
-        digests[names[1]] = store.write_file(transaction.folder / names[1], document_to_bytes(document))
+        digests[names[1]] = store.write_file(transaction.directory / names[1], document_to_bytes(document))
         files.setdefault(key, []).extend(name for name in names if name in digests)
     components = {
         key: ComponentEntry(pattern, list(range(len(files[key]) // 2)), names, sum(digests[one].size for one in names))
@@ -133,7 +131,7 @@ class TestList:
         assert f"loss {losses[best]:.4g}"[:9] in said.line(" * ", "complete")
         assert said.line("*", "complete").lstrip("-> ").startswith(str(best))
 
-    def test_it_finds_runs_folders_and_checkpoints_alike(self, here: Path, capsys: Capture) -> None:
+    def test_it_finds_runs_directories_and_checkpoints_alike(self, here: Path, capsys: Capture) -> None:
         tables = [
             Said(capsys, "list", name).lines[1:]
             for name in ("one", "runs/one", "runs/one/checkpoints", str(here / "runs/one/checkpoints/checkpoint-2"))
@@ -185,7 +183,7 @@ class TestList:
         with (here / "runs/one/checkpoints/checkpoint-4/model/model.safetensors").open("ab") as file:
             file.write(b"more")
         said = Said(capsys, "list", "one", "--quick")
-        assert "its manifest says" in said.line("step 4:")
+        assert "its manifest lists" in said.line("step 4:")
         assert said.line("->", "complete").split()[1] == "6"
         assert "not hashed" in said.out
 
@@ -236,10 +234,10 @@ class TestList:
 
 class TestVerify:
     def test_each_bad_file_is_named(self, here: Path, capsys: Capture) -> None:
-        folder = here / "runs/one/checkpoints/checkpoint-6"
-        flip(folder / "model/model.safetensors")
-        (folder / "rng/rank_0.json").unlink()
-        (folder / "stranger.txt").write_text("hello")
+        directory = here / "runs/one/checkpoints/checkpoint-6"
+        flip(directory / "model/model.safetensors")
+        (directory / "rng/rank_0.json").unlink()
+        (directory / "stranger.txt").write_text("hello")
         said = Said(capsys, "verify", "one")
         assert said.code == 1
         assert "BAD, 2 of" in said.lines[0]
@@ -267,7 +265,7 @@ class TestVerify:
         (root / "checkpoint-6").rename(root / "checkpoint-60")
         said = Said(capsys, "verify", "one")
         assert said.code == 1
-        assert "the folder was renamed" in said.out
+        assert "the directory was renamed" in said.out
 
     def test_a_pickle_in_place_of_a_file_is_bad_and_not_loaded(self, here: Path, capsys: Capture) -> None:
         import pickle
@@ -295,13 +293,13 @@ class TestDiff:
         said = Said(capsys, "diff", "one", "two")
         assert said.code == 0, said.out
         assert "run.name" in said.line("one", "two", "safe")
-        assert "The two are equal. Not counted:" in said.lines[-1]
+        assert "The checkpoints are equal. Not counted:" in said.lines[-1]
         assert "_runtime" in Said(capsys, "diff", "one", "two", "--all").out
 
     def test_two_steps_differ_in_weights_and_counters(self, here: Path, capsys: Capture) -> None:
         said = Said(capsys, "diff", "runs/one@2", "runs/one@6", "--all")
         assert said.code == 1
-        assert said.lines[-1].startswith("The two are different.")
+        assert said.lines[-1].startswith("The checkpoints differ.")
         assert said.line("train_state.step:").endswith("2 -> 6")
         before, after = (
             load_file(here / f"runs/one/checkpoints/checkpoint-{step}/model/model.safetensors") for step in (2, 6)
@@ -340,8 +338,8 @@ class TestDiff:
         assert "2 / 3" in said.line("model shape")
         assert "2 float32 / float16" in said.line("model type")
         assert "nan" in said.line("model nan", "2").removeprefix("  model nan")
-        assert "2 / not there" in said.line("model gone")
-        assert "not there / 2" in said.line("model new")
+        assert "2 / missing" in said.line("model gone")
+        assert "missing / 2" in said.line("model new")
         assert said.line("model inf").split()[3] == "1"
         assert said.line("model zero").split()[3] == "0", "the sign of zero is a difference of bits"
         assert "0x2 float32 / float64" in said.line("model empty")
@@ -380,9 +378,9 @@ class TestDiff:
             "nested": "1 items -> 2 items",
             "nested.0.a": "1 -> 2",
             "numbers": "array (4,) of int64 -> array (4,) of float64",
-            "lost": "1 -> is not there",
+            "lost": "1 -> missing",
             "typed": "torch.int64 3 -> int 3",
-            "come.in": "is not there -> 5",
+            "come.in": "missing -> 5",
         }
 
     def test_values_that_are_alike_but_for_an_index_are_one_line(self, tmp_path: Path, capsys: Capture) -> None:
@@ -396,7 +394,7 @@ class TestDiff:
         write_states(tmp_path, 2, {"rng/rank_0": {"x": 1}, "gone": {}, "come": {}}, "per_rank")
         said = Said(capsys, "diff", f"{tmp_path}@1", f"{tmp_path}@2")
         assert said.code == 1
-        assert "rng/rank_1: is there -> is not there" in said.out
+        assert "rng/rank_1: present -> missing" in said.out
         assert said.line("come", "per_rank").endswith("only in B")
         assert said.line("gone", "per_rank").endswith("equal")
         write_states(tmp_path, 3, {"rng/rank_0": {"x": 1}, "gone": {}, "come": {}}, "replicated")
@@ -548,7 +546,7 @@ class TestExport:
     ) -> None:
         said = Said(capsys, "export", str(own_model[0]), str(tmp_path / "out"))
         assert said.code == 1
-        assert "Onstep's own Transformer" in said.err
+        assert "does not contain the Onstep Transformer" in said.err
         assert "--format safetensors" in said.err
         assert not (tmp_path / "out").exists()
 
@@ -575,7 +573,7 @@ class TestExport:
         write_states(
             tmp_path, 2, {"model/rank_0": {"w": torch.ones(1)}, "model/rank_1": {"w": torch.ones(1)}}, "per_rank"
         )
-        for step, why in (("1", "no component 'model'"), ("2", "2 parts")):
+        for step, why in (("1", "no component 'model'"), ("2", "2 states")):
             said = Said(capsys, "export", f"{tmp_path}@{step}", str(tmp_path / "out.safetensors"))
             assert said.code == 1
             assert why in said.err
@@ -613,20 +611,14 @@ class TestExport:
         assert "without the tokenizer" in said.out
 
 
-def test_as_a_process_it_has_the_exit_codes_that_scripts_rely_on(here: Path) -> None:
+def test_as_a_process_it_has_the_exit_codes_that_scripts_rely_on(processes: Processes, here: Path) -> None:
     flip(here / "runs/two/checkpoints/checkpoint-6/model/model.safetensors")
-    code = "import sys; from onstep.cli.main import main; sys.exit(main(['checkpoint', *sys.argv[1:]]))"
-
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120, check=False
-        )
-
-    verified = run("verify", "two")
+    shell = Shell(processes, here)
+    verified = shell.onstep("checkpoint", "verify", "two")
     assert verified.returncode == 1
     assert "model.safetensors does not have the BLAKE3 hash" in verified.stdout
     assert verified.stderr == ""
-    assert run("diff", "one@2", "two@4").returncode == 1
+    assert shell.onstep("checkpoint", "diff", "one@2", "two@4").returncode == 1
 
 
 def test_help_does_not_import_torch() -> None:

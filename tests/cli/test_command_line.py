@@ -1,14 +1,17 @@
-"""The command line as a user starts it: real processes, real files."""
+"""The command line as a user meets it: real processes, real files."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import torchrun
+from tests.support.forked_processes import Processes
+from tests.support.shell import Shell
 
 SMALL = [
     "dataset.split=80,10,10",
@@ -28,31 +31,15 @@ SMALL = [
 ]
 
 
-class Shell:
-    """Runs `onstep` in a folder of its own."""
-
-    def __init__(self, folder: Path, corpus: Path, cache: Path) -> None:
-        self.folder = folder
-        self.small = [*SMALL, f"dataset.paths=[{corpus}]", f"dataset.cache_dir={cache}"]
-
-    def onstep(self, *words: str, ranks: int | None = None) -> subprocess.CompletedProcess[str]:
-        launcher = [] if ranks is None else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command = [sys.executable, *launcher, "-m", "onstep", *words]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.run(
-            command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=240, check=False
-        )
-
-
 @pytest.fixture
-def shell(tmp_path: Path, corpus: Path, token_cache: Path) -> Shell:
-    return Shell(tmp_path, corpus, token_cache)
+def shell(processes: Processes, tmp_path: Path, corpus: Path, token_cache: Path) -> Shell:
+    return Shell(processes, tmp_path, (*SMALL, f"dataset.paths=[{corpus}]", f"dataset.cache_dir={token_cache}"))
 
 
 def test_train_leaves_a_run_that_generate_continues_from(shell: Shell) -> None:
     done = shell.onstep("train", *shell.small)
     assert done.returncode == 0, done.stderr
-    run = shell.folder / "runs" / "tiny_gpt"
+    run = shell.directory / "runs" / "tiny_gpt"
     assert json.loads((run / "run.json").read_text())["status"] == "completed"
     records = json.loads((run / "trainer_logs.json").read_text())
     assert [record["global_step"] for record in records if "loss" in record] == [2, 4, 6]
@@ -83,25 +70,25 @@ def test_train_leaves_a_run_that_generate_continues_from(shell: Shell) -> None:
 
     fresh = shell.onstep("train", *shell.small, "optimizer.lr=1e-3", "run.fresh=true")
     assert fresh.returncode == 0, fresh.stderr
-    assert json.loads((shell.folder / "runs" / "tiny_gpt-2" / "run.json").read_text())["status"] == "completed"
+    assert json.loads((shell.directory / "runs" / "tiny_gpt-2" / "run.json").read_text())["status"] == "completed"
 
 
+@pytest.mark.process
 def test_train_under_torchrun_gives_the_losses_of_one_process(shell: Shell) -> None:
     assert shell.onstep("train", *shell.small, "run.name=one").returncode == 0
-    done = shell.onstep("train", *shell.small, "run.name=two", ranks=2)
-    assert done.returncode == 0, done.stderr
+    code, said = torchrun.finish(["-m", "onstep", "train", *shell.small, "run.name=two"], shell.directory)
+    assert code == 0, said
 
     def losses(name: str) -> list[float]:
-        records = json.loads((shell.folder / "runs" / name / "trainer_logs.json").read_text())
+        records = json.loads((shell.directory / "runs" / name / "trainer_logs.json").read_text())
         return [record[key] for record in records for key in ("loss", "eval_loss", "test_loss") if key in record]
 
     assert losses("two") == pytest.approx(losses("one"), rel=1e-5)  # float32 gradients summed over ranks
-    assert "What this run left" in done.stdout
-    assert done.stdout.count("What this run left") == 1
+    assert said.count("Finished at step") == 1
 
 
 def test_the_users_own_callback_is_brought_by_import(shell: Shell) -> None:
-    (shell.folder / "my.py").write_text(
+    (shell.directory / "my.py").write_text(
         "from onstep import Callback\n"
         "class Mine(Callback):\n"
         "    def on_train_end(self, context):\n"
@@ -115,12 +102,12 @@ def test_the_users_own_callback_is_brought_by_import(shell: Shell) -> None:
 def test_a_configuration_file_is_read_and_never_imports_code(shell: Shell) -> None:
     shown = shell.onstep("config", "show", *shell.small)
     assert shown.returncode == 0, shown.stderr
-    (shell.folder / "mine.yaml").write_text(shown.stdout)
+    (shell.directory / "mine.yaml").write_text(shown.stdout)
     done = shell.onstep("train", "mine.yaml", "run.name=mine")
     assert done.returncode == 0, done.stderr
-    assert json.loads((shell.folder / "runs" / "mine" / "run.json").read_text())["step"] == 6
+    assert json.loads((shell.directory / "runs" / "mine" / "run.json").read_text())["step"] == 6
 
-    (shell.folder / "bad.yaml").write_text("callbacks: ['os:system']\n")
+    (shell.directory / "bad.yaml").write_text("callbacks: ['os:system']\n")
     refused = shell.onstep("train", "bad.yaml")
     assert refused.returncode == 1
     assert "never imports code" in refused.stderr
@@ -145,7 +132,7 @@ def test_bad_input_is_refused_before_training_with_help(shell: Shell, words: lis
     assert done.stderr.startswith("error: "), done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr
-    assert not (shell.folder / "runs" / "tiny_gpt" / "trainer_logs.json").exists()
+    assert not (shell.directory / "runs" / "tiny_gpt" / "trainer_logs.json").exists()
 
 
 def test_help_imports_neither_torch_nor_typer() -> None:

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
-from test_train_signals import Command
 
-from forked_processes import Processes, output_of
 from onstep.metrics_log import read_records
+from tests.support.forked_processes import output_of
+from tests.support.train_command import Command
 
 HEAVY = "callbacks=[struck:Struck,struck:Heavy]"
 INTERVAL = ["train.exit_interval=4"]
 
 
-@pytest.fixture(scope="module")
-def command(tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Path) -> Iterator[Command]:
-    processes = Processes()
-    yield Command(processes, tmp_path_factory.mktemp("command"), corpus, token_cache)
-    processes.close()
-
-
 def said(command: Command, name: str) -> str:
     """What the process printed that ended last."""
-    path = command.folder / name / "rank-0.out"
+    path = command.directory / name / "rank-0.out"
     text = path.read_text()
     path.unlink()
     return text
@@ -44,7 +35,7 @@ def decisions(command: Command, name: str) -> list[dict[str, Any]]:
 
 
 def evaluated(command: Command, name: str) -> list[tuple[str, int]]:
-    """The evaluations in the journal, with their steps."""
+    """The evaluations in the metrics log, with their steps."""
     records = list(read_records(command.run(name) / "trainer_logs.json"))
     kinds = (("eval", "eval_loss"), ("test", "test_loss"))
     return [(kind, one["global_step"]) for one in records for kind, key in kinds if key in one]
@@ -102,7 +93,7 @@ def test_an_exit_interval_says_where_it_left_and_is_no_failure(command: Command)
     assert record(command, "interval")["status"] == "paused"
     assert record(command, "interval").get("error") is None
     saved, left = decisions(command, "interval")
-    assert (saved["flag"], saved["reason"]) == ("saved", "before leaving (interval)")
+    assert (saved["flag"], saved["reason"]) == ("saved", "before exiting (interval)")
     assert (left["author"], left["reason"], left["step"]) == ("exit_interval", "exiting program at iteration 4", 4)
     assert evaluated(command, "interval") == [("eval", 4)]
 
@@ -112,8 +103,8 @@ def test_a_run_without_a_logged_loss_is_no_failure(command: Command, words: list
     name = f"unlogged-{len(words)}"
     assert command.start(name, *words, "validation.eval_iters=0") == 0, said(command, name)
     text = said(command, name)
-    assert "What this run left in" in text
-    assert "  journal " in text
+    assert "Finished at step" in text
+    assert "  metrics log " in text
     assert "loss plot" not in text
 
 
@@ -147,7 +138,7 @@ def test_a_slow_rank_pauses_the_run_and_the_same_command_goes_on(command: Comman
     assert record(command, "slow")["status"] == "paused"
     left = decisions(command, "slow")[-1]
     assert left["reason"] == f"Exiting program due to straggler detection. {found}"
-    assert command.start("slow") == 0, output_of(command.folder / "slow")
+    assert command.start("slow") == 0, output_of(command.directory / "slow")
     assert record(command, "slow")["status"] == "completed"
 
 

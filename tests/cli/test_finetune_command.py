@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from onstep.cli.main import main
 from onstep.config import ConfigContainer
-from small_weights import llama
+from tests.support.small_weights import llama
 
 SMALL = [
     "checkpoint.pretrained_checkpoint=base",
@@ -32,7 +32,7 @@ SMALL = [
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with weights in base/ and conversations in chat.jsonl."""
+    """A directory with weights in base/ and conversations in chat.jsonl."""
     monkeypatch.chdir(tmp_path)
     llama(tmp_path / "base")
     lines = [json.dumps({"prompt": f"What is {n} + 1?", "response": f"It is {n + 1}."}) for n in range(60)]
@@ -47,7 +47,7 @@ def test_any_model_is_fine_tuned_with_lora(capsys: pytest.CaptureFixture[str]) -
     assert AutoModelForCausalLM.from_pretrained(run / "model").config.hidden_size == 32
     out = capsys.readouterr().out
     assert "Trainable percentage" in out
-    assert f"adapter    {run}/adapter" in out
+    assert f"adapter     {run}/adapter" in out
     assert main(["finetune", "--lora", *SMALL]) == 0
     assert "is finished" in capsys.readouterr().out
 
@@ -58,7 +58,7 @@ def test_a_recipe_is_taken_in_its_form_for_fine_tuning(capsys: pytest.CaptureFix
         "tiny_gpt_finetune"
     )
     assert main(["finetune", "qwen25_500m", *SMALL]) == 1
-    assert "model.num_layers=24 is not that of the weights in base, which is 2" in capsys.readouterr().err
+    assert "model.num_layers=24 does not match the weights in base, which have 2" in capsys.readouterr().err
 
 
 def given(monkeypatch: pytest.MonkeyPatch, *words: str) -> ConfigContainer:
@@ -82,12 +82,12 @@ def test_with_lora_a_file_keeps_its_learning_rate_and_that_is_told(
     Path("mine.yaml").write_text("run: {recipe: any_finetune}\noptimizer: {lr: 3.0e-05}\n")
     config = given(monkeypatch, "mine.yaml", "--lora")
     assert (config.optimizer.lr, config.peft.peft_scheme) == (3e-5, "lora")
-    assert "optimizer.lr=3e-05 stays as the file has it" in capsys.readouterr().err
+    assert "keeping optimizer.lr=3e-05 of the file" in capsys.readouterr().err
 
 
 def test_lora_and_another_scheme_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["finetune", "--lora", "peft.peft_scheme=null", *SMALL]) == 1
-    assert "peft.peft_scheme=null is given too" in capsys.readouterr().err
+    assert "conflicts with peft.peft_scheme=null" in capsys.readouterr().err
 
 
 def test_train_with_such_a_recipe_is_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,9 +100,9 @@ def test_train_with_such_a_recipe_is_the_same_run(capsys: pytest.CaptureFixture[
 def test_what_is_missing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     words = [word for word in SMALL if "pretrained" not in word]
     assert main(["finetune", *words]) == 1
-    assert "finetune takes weights to start from" in capsys.readouterr().err
+    assert "finetune requires weights to start from" in capsys.readouterr().err
     assert main(["finetune", *words, "checkpoint.pretrained_checkpoint=bse"]) == 1
     assert "checkpoint.pretrained_checkpoint=bse does not exist" in capsys.readouterr().err
     assert main(["finetune", "tiny_gtp", *words]) == 1
-    assert "there is no recipe 'tiny_gtp'. Did you mean 'tiny_gpt'?" in capsys.readouterr().err
+    assert "unknown recipe 'tiny_gtp'. Did you mean 'tiny_gpt'?" in capsys.readouterr().err
     assert not Path("runs").exists()

@@ -45,9 +45,9 @@ def test_a_run_without_final_weights_is_continued_from_its_newest_checkpoint(
     assert capsys.readouterr().out == of_model
     shutil.rmtree("runs/run/checkpoints")
     assert main([*GENERATE, "row", *ASKED]) == 1
-    assert "runs/run has no weights: neither runs/run/model nor a checkpoint" in capsys.readouterr().err
+    assert "runs/run has no weights: there is neither runs/run/model nor a checkpoint" in capsys.readouterr().err
     assert main(["generate", "runs", "row"]) == 1
-    assert "runs is no run" in capsys.readouterr().err
+    assert "runs is not a run" in capsys.readouterr().err
 
 
 def test_learned_positions_cut_what_is_added_and_refuse_a_prompt_that_fills_them(
@@ -59,10 +59,10 @@ def test_learned_positions_cut_what_is_added_and_refuse_a_prompt_that_fills_them
     capsys.readouterr()
     assert main([*GENERATE, "row, row, ", "--seed=1"]) == 0
     said = capsys.readouterr()
-    assert "--max-new-tokens 200 is cut to 6: the model's learned positions end at 16" in said.err
+    assert "--max-new-tokens 200 is reduced to 6: the model has 16 learned positions" in said.err
     assert main([*GENERATE, "row, row, row your boat", "--seed=1"]) == 1
     said = capsys.readouterr()
-    assert "the prompt has 23 tokens, and the model's learned positions end at 16" in said.err
-    assert "shorten it to 15" in said.err
+    assert "the prompt has 23 tokens, but the model has 16 learned positions" in said.err
+    assert "shorten the prompt to 15" in said.err
     assert main([*GENERATE, "row, row", "--max-new-tokens=8", "--seed=1"]) == 0
     assert "cut" not in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`onstep logs plot|compare|report` and `onstep plot heatmap` on journals of real and of killed runs."""
+"""`onstep logs plot|compare|report` and `onstep plot heatmap` on metrics logs of real and of killed runs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from onstep.analysis import TrainingLog
 from onstep.callbacks import JsonLogger
 from onstep.cli.main import main
 from onstep.config import ConfigContainer
-from onstep.metrics_log import Journal
+from onstep.metrics_log import MetricsLog
 
 WRITER = """
 import sys
-from onstep.metrics_log import Journal
-with Journal.open(sys.argv[1]) as journal:
+from onstep.metrics_log import MetricsLog
+with MetricsLog.open(sys.argv[1]) as metrics_log:
     for step in range(1, 10**9):
-        journal.append({"timestamp": 1000.0 + step, "global_step": step, "epoch": step / 1e3, "loss": 5 / step})
+        metrics_log.append({"timestamp": 1000.0 + step, "global_step": step, "epoch": step / 1e3, "loss": 5 / step})
 """
 
 
@@ -36,12 +36,12 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     for age, (name, rate) in enumerate((("fast", 0.5), ("slow", 0.1))):
-        with Journal.open(tmp_path / "runs" / name / "trainer_logs.json") as journal:
+        with MetricsLog.open(tmp_path / "runs" / name / "trainer_logs.json") as metrics_log:
             for step in range(1, 61):
                 place = {"timestamp": 1000.0 + 60 * step, "global_step": step, "epoch": step / 60}
-                journal.append({**place, "loss": 1 + rate / step, "grad_norm": 1.0, "learning_rate": rate})
+                metrics_log.append({**place, "loss": 1 + rate / step, "grad_norm": 1.0, "learning_rate": rate})
                 if step % 20 == 0:
-                    journal.append({**place, "eval_loss": 1.1 + rate / step})
+                    metrics_log.append({**place, "eval_loss": 1.1 + rate / step})
         record = {"status": "completed", "config": {"optimizer": {"lr": rate}, "train": {"train_iters": 60}}}
         (tmp_path / "runs" / name / "run.json").write_text(json.dumps(record))
         os.utime(tmp_path / "runs" / name / "trainer_logs.json", (2000 - age, 2000 - age))
@@ -106,18 +106,18 @@ def test_labels_may_hold_commas_where_each_is_given_alone(project: Path, capsys:
     [
         (["fats"], "Did you mean 'fast'?"),
         (["fast", "--metrics", "los"], "Did you mean 'loss'?"),
-        (["fast", "slow", "--metrics", "loss,los"], "Did you mean 'loss'? There is loss, grad_norm"),
-        (["fast", "--x-min", "61"], "no point lies where --x-min=61; the x axis (step) has 1 to 60"),
+        (["fast", "slow", "--metrics", "loss,los"], "Did you mean 'loss'? Available: loss, grad_norm"),
+        (["fast", "--x-min", "61"], "there are no points with --x-min=61; the x axis (step) ranges from 1 to 60"),
         (["fast", "--metrics", ","], "--metrics must name at least one key"),
         (["fast", "--x-axis", "day"], "Invalid --x-axis: 'day'"),
         (["fast", "--x-axis", "tokens"], "choose another x axis: step, epoch, time"),
         (["fast", "--loss-curves", "--grad-norm"], "choose one of them"),
         (["fast", "--metrics", "loss", "--grad-norm"], "choose one of them"),
-        (["fast", "--grad-norm", "--perplexity"], "--perplexity is about losses"),
+        (["fast", "--grad-norm", "--perplexity"], "--perplexity applies to loss plots only"),
         (["fast", "slow", "--labels", "a,b,c"], "--labels must name each of the 2 runs, got 3"),
-        (["fast", "--compare"], "--compare needs two runs"),
+        (["fast", "--compare"], "--compare requires at least two runs"),
         (["fast", "--format", "gif"], "--format must be one of png, svg, pdf"),
-        (["fast", "-o", "x.png", "--format", "svg"], "do not agree"),
+        (["fast", "-o", "x.png", "--format", "svg"], "conflict; drop one of them"),
     ],
 )
 def test_plot_refuses_what_cannot_be(
@@ -161,12 +161,12 @@ def test_compare_prints_numbers_and_differences(project: Path, capsys: pytest.Ca
     assert not any("train_iters" in line for line in lines)
 
 
-def test_compare_takes_a_folder_of_runs_and_writes_files(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_takes_a_directory_of_runs_and_writes_files(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert onstep(capsys, "logs", "compare", "runs", "--format", "json", "-o", "new/runs.json") == "new/runs.json"
     assert [run["label"] for run in json.loads(Path("new/runs.json").read_text())["runs"]] == ["fast", "slow"]
     assert onstep(capsys, "logs", "compare", "runs", "--format", "md").startswith("# Comparison of runs")
-    assert "two runs or more" in refused(capsys, "logs", "compare", "fast")
-    assert "two runs or more" in refused(capsys, "logs", "compare", "fast", "runs/fast")
+    assert "at least two runs" in refused(capsys, "logs", "compare", "fast")
+    assert "at least two runs" in refused(capsys, "logs", "compare", "fast", "runs/fast")
     assert "format must be one of text, md, json" in refused(capsys, "logs", "compare", "runs", "--format", "xml")
 
 

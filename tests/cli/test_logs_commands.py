@@ -19,7 +19,9 @@ from onstep.analysis import LogTail
 from onstep.analysis.logs.run_status import ending_of, is_locked
 from onstep.cli.logs import tail as logs_tail
 from onstep.cli.main import main
-from onstep.metrics_log import Journal, align
+from onstep.metrics_log import MetricsLog, align
+from tests.support.forked_processes import Processes
+from tests.support.shell import Shell
 
 RECORDS: list[dict[str, Any]] = [
     {"timestamp": 1.7e9, "global_step": 10, "epoch": 0.5, "loss": 3.0, "learning_rate": 1e-3},
@@ -29,15 +31,17 @@ RECORDS: list[dict[str, Any]] = [
 ]
 
 
-def made_run(folder: Path, records: list[dict[str, Any]] = RECORDS, *, age: int = 0, status: str = "completed") -> Path:
-    """A run's folder, last written `age` seconds ago."""
-    with Journal.open(folder / "trainer_logs.json") as journal:
+def made_run(
+    directory: Path, records: list[dict[str, Any]] = RECORDS, *, age: int = 0, status: str = "completed"
+) -> Path:
+    """A run's directory, last written `age` seconds ago."""
+    with MetricsLog.open(directory / "trainer_logs.json") as metrics_log:
         for record in records:
-            journal.append(record)
-    (folder / "run.json").write_text(json.dumps({"status": status}))
+            metrics_log.append(record)
+    (directory / "run.json").write_text(json.dumps({"status": status}))
     written = time.time() - age
-    os.utime(folder / "trainer_logs.json", (written, written))
-    return folder
+    os.utime(directory / "trainer_logs.json", (written, written))
+    return directory
 
 
 @pytest.fixture
@@ -49,19 +53,19 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def captured(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert main(["logs", *words]) == 0
     return capsys.readouterr().out
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    text = told(capsys, "--help")
+    text = captured(capsys, "--help")
     for name in ("list", "summary", "tail", "plot", "compare", "report", "replay"):
         assert f"\n  {name} " in text, name
 
 
 def test_list_shows_runs_newest_first(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    heading, *lines = told(capsys, "list").splitlines()
+    heading, *lines = captured(capsys, "list").splitlines()
     assert heading.split() == ["#", "model/run", "status", "modified", "size", "log"]
     assert [line.split()[:3] for line in lines] == [["1", "new", "completed"], ["2", "old", "failed"]]
     assert lines[0].endswith("runs/new/trainer_logs.json")
@@ -70,27 +74,27 @@ def test_list_shows_runs_newest_first(project: Path, capsys: pytest.CaptureFixtu
 def test_list_as_json_tells_model_and_bytes(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "output_models/gpt/runs/first").mkdir(parents=True)
     (project / "output_models/gpt/runs/first/trainer_logs.json").write_text("[\n]")
-    logs = json.loads(told(capsys, "list", "--json"))
+    logs = json.loads(captured(capsys, "list", "--json"))
     assert (logs[0]["model"], logs[0]["run"], logs[0]["status"]) == ("gpt", "first", None)
     assert logs[0]["bytes"] == 3
-    assert [log["run"] for log in json.loads(told(capsys, "list", "--model", "gpt", "--json"))] == ["first"]
+    assert [log["run"] for log in json.loads(captured(capsys, "list", "--model", "gpt", "--json"))] == ["first"]
 
 
-def test_summary_takes_the_newest_log_a_name_a_folder_or_a_file(
+def test_summary_takes_the_newest_log_a_name_a_directory_or_a_file(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    newest = told(capsys, "summary")
+    newest = captured(capsys, "summary")
     assert "Summary of new" in newest
     assert "Best Eval Loss" in newest
     for words in ("old", "runs/old", "runs/old/trainer_logs.json"):
-        assert "Summary of old" in told(capsys, "summary", words), words
-    assert told(capsys, "summary", "runs") == newest
+        assert "Summary of old" in captured(capsys, "summary", words), words
+    assert captured(capsys, "summary", "runs") == newest
 
 
 @pytest.mark.parametrize("form", ["text", "json", "md", "one-line"])
 def test_summary_is_written_to_a_file(project: Path, form: str, capsys: pytest.CaptureFixture[str]) -> None:
-    printed = told(capsys, "summary", "--format", form)
-    assert told(capsys, "summary", "--format", form, "-o", "notes/summary.out") == ""
+    printed = captured(capsys, "summary", "--format", form)
+    assert captured(capsys, "summary", "--format", form, "-o", "notes/summary.out") == ""
     assert (project / "notes/summary.out").read_text() == printed
     if form == "json":
         assert json.loads(printed)["total_steps"] == 20
@@ -107,7 +111,7 @@ def test_all_logs_in_one_table_or_array(project: Path, capsys: pytest.CaptureFix
     assert "time=01:30" in lines[0]
     assert "old is ignored" in error
     assert "skipped: Invalid JSON in log file: runs/torn/trainer_logs.json" in error
-    assert [one["run_name"] for one in json.loads(told(capsys, "summary", "--all", "--format", "json"))] == [
+    assert [one["run_name"] for one in json.loads(captured(capsys, "summary", "--all", "--format", "json"))] == [
         "new",
         "old",
     ]
@@ -118,16 +122,16 @@ def test_one_log_of_all_is_still_under_a_heading(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     made_run(Path("runs/only"))
-    assert len(told(capsys, "summary", "--all", "--format", "one-line").splitlines()) == 2
-    assert len(told(capsys, "summary", "--format", "one-line").splitlines()) == 1
+    assert len(captured(capsys, "summary", "--all", "--format", "one-line").splitlines()) == 2
+    assert len(captured(capsys, "summary", "--format", "one-line").splitlines()) == 1
 
 
 def test_records_are_exported_beside_the_summary(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told(capsys, "summary", "new", "--export", "log.csv")
+    captured(capsys, "summary", "new", "--export", "log.csv")
     assert len((project / "log.csv").read_text().splitlines()) == 1 + len(RECORDS)
     assert main(["logs", "summary", "--all", "--export", "log.csv"]) == 1
     assert main(["logs", "summary", "--export", "log.xlsx"]) == 1
-    assert "ends in .csv or .parquet" in capsys.readouterr().err
+    assert "must end in .csv or .parquet" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["summary"], ["summary", "--all"], ["list"], ["tail"]])
@@ -147,48 +151,48 @@ def test_mistyped_run_is_told_with_a_near_name(project: Path, capsys: pytest.Cap
 def test_unreadable_log_is_an_error_that_names_the_remedy(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "bad.json").write_text("x")
     assert main(["logs", "summary", "bad.json"]) == 1
-    assert "give the trainer_logs.json of a run" in capsys.readouterr().err
+    assert "pass the trainer_logs.json of a run" in capsys.readouterr().err
 
 
 def test_tail_shows_the_last_records(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = told(capsys, "tail", "-n", "2").splitlines()
+    lines = captured(capsys, "tail", "-n", "2").splitlines()
     assert [line.split("  ", 1)[1].split()[1:4:2] for line in lines] == [["20", "1"], ["20", "90"]]
     assert "eval_loss 2.5" in lines[0]
-    assert told(capsys, "tail", "-n", "0") == ""
-    shown = told(capsys, "tail", "--json", "-n", "99").splitlines()
+    assert captured(capsys, "tail", "-n", "0") == ""
+    shown = captured(capsys, "tail", "--json", "-n", "99").splitlines()
     assert [json.loads(line) for line in shown] == RECORDS
 
 
 def test_tail_reads_an_indented_log_but_cannot_follow_it(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "foreign.json").write_text(json.dumps(RECORDS, indent=2))
-    assert "train_runtime 90" in told(capsys, "tail", "foreign.json", "-n", "1")
+    assert "train_runtime 90" in captured(capsys, "tail", "foreign.json", "-n", "1")
     assert main(["logs", "tail", "foreign.json", "-f"]) == 1
     assert "cannot be followed" in capsys.readouterr().err
 
 
 def test_text_from_a_log_cannot_move_the_cursor(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made_run(project / "runs/evil", [{"global_step": 1, "note": "\x1b[2J gone\nnext"}])
-    assert told(capsys, "tail", "evil").count("\n") == 1
-    assert "\x1b" not in told(capsys, "tail", "evil")
+    assert captured(capsys, "tail", "evil").count("\n") == 1
+    assert "\x1b" not in captured(capsys, "tail", "evil")
 
 
 def test_following_ends_with_the_run_and_shows_each_record_once(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(logs_tail, "POLL_SECONDS", 0.01)
-    folder = made_run(project / "runs/live", RECORDS[:1], status="running")
+    directory = made_run(project / "runs/live", RECORDS[:1], status="running")
 
     def run_on() -> None:
-        with Journal.open(folder / "trainer_logs.json") as journal:
-            journal.append({"global_step": 20, "loss": 2.0})
-            journal.append({"global_step": 30, "loss": 9.0})
+        with MetricsLog.open(directory / "trainer_logs.json") as metrics_log:
+            metrics_log.append({"global_step": 20, "loss": 2.0})
+            metrics_log.append({"global_step": 30, "loss": 9.0})
         time.sleep(0.1)
-        align(folder / "trainer_logs.json", 20)
-        with Journal.open(folder / "trainer_logs.json") as journal:
+        align(directory / "trainer_logs.json", 20)
+        with MetricsLog.open(directory / "trainer_logs.json") as metrics_log:
             for step in range(30, 80, 10):
-                journal.append({"global_step": step, "loss": 1.0})
+                metrics_log.append({"global_step": step, "loss": 1.0})
                 time.sleep(0.02)
-            (folder / "run.json").write_text(json.dumps({"status": "stopped"}))
+            (directory / "run.json").write_text(json.dumps({"status": "stopped"}))
 
     writer = threading.Timer(0.1, run_on)
     writer.start()
@@ -198,7 +202,7 @@ def test_following_ends_with_the_run_and_shows_each_record_once(
     shown = [json.loads(line) for line in out.splitlines()]
     assert [record["global_step"] for record in shown] == [10, 20, 30, 30, 40, 50, 60, 70]
     assert "-- the run was stopped --" in error
-    assert "the log is another from here on" in error
+    assert "the log was rewritten" in error
 
 
 def test_following_ends_on_an_interrupt(
@@ -210,7 +214,7 @@ def test_following_ends_on_an_interrupt(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(logs_tail.time, "sleep", interrupt)
-    assert "loss 3" in told(capsys, "tail", "live", "-f")
+    assert "loss 3" in captured(capsys, "tail", "live", "-f")
 
 
 def test_following_a_log_without_a_run_record_ends_after_its_final_record(
@@ -242,15 +246,15 @@ def test_log_begun_anew_ends_with_its_own_final_record(
     monkeypatch.setattr(logs_tail, "POLL_SECONDS", 0)
     monkeypatch.setattr(logs_tail, "LogTail", Scripted)
     (project / "runs/new/run.json").unlink()
-    shown = told(capsys, "tail", "new", "-f", "--json").splitlines()
+    shown = captured(capsys, "tail", "new", "-f", "--json").splitlines()
     assert [json.loads(line) for line in shown] == [*RECORDS, RECORDS[0], RECORDS[3]]
 
 
 def test_killed_run_is_told_from_a_running_one(tmp_path: Path) -> None:
-    folder = made_run(tmp_path / "run", status="running")
-    log = folder / "trainer_logs.json"
+    directory = made_run(tmp_path / "run", status="running")
+    log = directory / "trainer_logs.json"
     assert ending_of(log) is None  # nothing tells whether it runs
-    lock = folder / ".run.lock"
+    lock = directory / ".run.lock"
     lock.write_text(f"process 1 on {socket.gethostname()}\n")
     with lock.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -269,30 +273,22 @@ def test_reader_of_a_pipe_may_leave_early(project: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_real_run_is_followed_to_its_end(tmp_path: Path, corpus: Path, token_cache: Path) -> None:
+def test_real_run_is_followed_to_its_end(processes: Processes, tmp_path: Path, corpus: Path, token_cache: Path) -> None:
     words = ["dataset.split=80,10,10", f"dataset.paths=[{corpus}]", f"dataset.cache_dir={token_cache}", "run.name=live"]
     words += ["dataset.seq_length=32", "model.seq_length=32", "model.num_layers=1", "model.hidden_size=32"]
     words += ["model.num_attention_heads=2", "train.global_batch_size=4", "train.train_iters=30", "dist.device=cpu"]
     words += ["scheduler.lr_warmup_iters=2", "validation.eval_iters=2", "logger.log_interval=1"]
-    onstep = [sys.executable, "-m", "onstep"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with (tmp_path / "train.out").open("w") as output:
-        training = subprocess.Popen(
-            [*onstep, "train", *words], cwd=tmp_path, env=environment, stdout=output, stderr=output
-        )
+    shell = Shell(processes, tmp_path)
+    training = shell.start("train", *words)
     try:
         log = tmp_path / "runs/live/trainer_logs.json"
         while not log.exists():
-            assert training.poll() is None, (tmp_path / "train.out").read_text()
+            assert training.is_alive
             time.sleep(0.05)
-        command = [*onstep, "logs", "tail", "live", "-n", "1000", "--follow", "--json"]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
-        assert training.wait(60) == 0
+        done = shell.onstep("logs", "tail", "live", "-n", "1000", "--follow", "--json")
+        assert training.wait() == 0
     finally:
-        training.kill()
-        training.wait()
+        training.end()
     assert done.returncode == 0, done.stderr
     assert "-- the run completed --" in done.stderr
     assert [json.loads(line) for line in done.stdout.splitlines()] == json.loads(log.read_text())

@@ -1,4 +1,4 @@
-"""`onstep logs replay` fills a tracker from a run's journal and says where."""
+"""`onstep logs replay` fills a tracker from a run's metrics log and says where."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from onstep.cli.logs.replay import replay
 from onstep.errors import ConfigError, OnstepError
-from onstep.metrics_log import Journal
-from sink_reading import scalars, table
+from onstep.metrics_log import MetricsLog
+from tests.support.sink_reading import scalars, table
 
 app = typer.Typer()
 app.command()(replay)
@@ -23,25 +23,25 @@ app.command()(replay)
 @pytest.fixture(autouse=True)
 def quiet_again() -> Iterator[None]:
     """The command lets trackers tell where they record; other tests are not to hear of it."""
-    sinks = logging.getLogger("onstep.trackers")
-    before = sinks.level
+    trackers = logging.getLogger("onstep.trackers")
+    before = trackers.level
     yield
-    sinks.setLevel(before)
+    trackers.setLevel(before)
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A journal of 5 steps in runs/mine, seen from above runs/."""
+    """A metrics log of 5 steps in runs/mine, seen from above runs/."""
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "runs" / "mine"
-    with Journal.open(folder / "trainer_logs.json") as journal:
+    directory = tmp_path / "runs" / "mine"
+    with MetricsLog.open(directory / "trainer_logs.json") as metrics_log:
         for step in range(1, 6):
-            journal.append({"timestamp": 1.0, "global_step": step, "epoch": 0.1, "loss": 1.0 / step})
-    return folder
+            metrics_log.append({"timestamp": 1.0, "global_step": step, "epoch": 0.1, "loss": 1.0 / step})
+    return directory
 
 
 @pytest.mark.parametrize("words", ["mine", "runs/mine", "runs/mine/trainer_logs.json"])
-def test_a_run_is_given_as_name_folder_or_journal(words: str, run: Path) -> None:
+def test_a_run_is_given_as_name_directory_or_metrics_log(words: str, run: Path) -> None:
     result = CliRunner().invoke(app, [words, "--to", "csv"], catch_exceptions=False)
     assert result.exit_code == 0
     assert "5 records of" in result.output
@@ -67,7 +67,7 @@ def test_what_is_not_there_is_named(words: str, to: str, message: str, run: Path
 
 def test_a_tracker_that_fails_says_so(run: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(OnstepError, match=r"'csv' could not be filled: .*Error"):
+    with pytest.raises(OnstepError, match=r"cannot send to the tracker 'csv': .*Error"):
         replay("mine", "csv", tmp_path / "file" / "below")
 
 

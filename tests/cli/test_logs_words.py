@@ -14,27 +14,27 @@ from onstep.analysis.logs.run_status import is_locked
 from onstep.cli.logs.reading import file_prefix, output_path, read_logs
 from onstep.cli.main import COMMANDS, in_options, main
 from onstep.errors import ConfigError
-from onstep.metrics_log import Journal
+from onstep.metrics_log import MetricsLog
 
 
-def made(folder: Path, num_steps: int = 3) -> Path:
-    with Journal.open(folder / "trainer_logs.json") as journal:
+def made(directory: Path, num_steps: int = 3) -> Path:
+    with MetricsLog.open(directory / "trainer_logs.json") as metrics_log:
         for step in range(1, num_steps + 1):
-            journal.append({"timestamp": 1000.0 + step, "global_step": step, "epoch": step / 10, "loss": 1 / step})
-    return folder
+            metrics_log.append({"timestamp": 1000.0 + step, "global_step": step, "epoch": step / 10, "loss": 1 / step})
+    return directory
 
 
-def checkpoint(folder: Path, step: int) -> Path:
+def checkpoint(directory: Path, step: int) -> Path:
     """A checkpoint of Hugging Face's Trainer."""
-    folder.mkdir(parents=True)
+    directory.mkdir(parents=True)
     history = [{"step": one, "loss": 1 / one, "epoch": one / 1000} for one in range(100, step + 1, 100)]
-    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": history}, indent=2))
-    return folder
+    (directory / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": history}, indent=2))
+    return directory
 
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the runs `new` and `old`, and nothing to open files with."""
+    """A directory with the runs `new` and `old`, and nothing to open files with."""
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "VISUAL", "EDITOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -44,7 +44,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
+def captured(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
     code = main(list(words))
     output = capsys.readouterr()
     assert code == 0, output.err
@@ -62,15 +62,15 @@ def test_checkpoints_of_hugging_face_stand_for_the_newest_log(
     for step in (500, 1000):
         checkpoint(project / f"hf/checkpoint-{step}", step)
     for words, step in (("hf", 1000), ("hf/checkpoint-500", 500)):
-        out = json.loads(told(capsys, "logs", "summary", words, "--format", "json")[0])
+        out = json.loads(captured(capsys, "logs", "summary", words, "--format", "json")[0])
         assert out["total_steps"] == step
-    assert "Summary of hf/checkpoint-500" in told(capsys, "logs", "summary", "hf/checkpoint-500")[0]
+    assert "Summary of hf/checkpoint-500" in captured(capsys, "logs", "summary", "hf/checkpoint-500")[0]
     assert file_prefix(read_logs(["hf/checkpoint-500"])) == "hf_checkpoint-500_"
     made(project / "hf/runs/mine", 7)
-    assert json.loads(told(capsys, "logs", "summary", "hf", "--format", "json")[0])["total_steps"] == 7
+    assert json.loads(captured(capsys, "logs", "summary", "hf", "--format", "json")[0])["total_steps"] == 7
 
 
-def test_folder_without_a_log_names_both_kinds(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_directory_without_a_log_names_both_kinds(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "empty").mkdir()
     message = refused(capsys, "logs", "summary", "empty")
     assert "trainer_logs.json" in message
@@ -79,36 +79,39 @@ def test_folder_without_a_log_names_both_kinds(project: Path, capsys: pytest.Cap
 
 def test_log_of_hugging_face_is_replayed(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint(project / "hf/checkpoint-300", 300)
-    out, _ = told(capsys, "logs", "replay", "hf", "--to", "csv", "--output", "out")
+    out, _ = captured(capsys, "logs", "replay", "hf", "--to", "csv", "--output", "out")
     assert out.startswith("3 records of hf/checkpoint-300/trainer_state.json sent to")
     (table,) = (project / "out").rglob("*.csv")
     assert table.read_text().count("\n") == 4
 
 
-def test_a_folder_of_runs_is_all_of_them_or_the_one_that_is_told(
+def test_a_directory_of_runs_is_all_of_them_or_the_one_that_is_told(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert [log.run_name for log in read_logs(["runs"], expand=True)] == ["new", "old"]
     assert [log.run_name for log in read_logs(["runs"])] == ["new"]
-    assert capsys.readouterr().err == "runs has 2 runs; the newest is taken: runs/new\n"
+    assert capsys.readouterr().err == "runs has 2 runs; using the newest: runs/new\n"
     read_logs(["runs/old"])
     assert capsys.readouterr().err == ""
 
 
-def test_a_report_of_a_folder_is_about_all_its_runs(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_of_a_directory_is_about_all_its_runs(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("plotly")
-    assert told(capsys, "logs", "report", "runs")[0] == "tmp/comparison_report.html\n"
+    assert captured(capsys, "logs", "report", "runs")[0] == "tmp/comparison_report.html\n"
     page = Path("tmp/comparison_report.html").read_text()
     assert all(f'"label":"{name}"' in page for name in ("new", "old"))
-    assert told(capsys, "logs", "plot", "runs")[1] == "runs has 2 runs; the newest is taken: runs/new\n"
-    for command, text in (("report", "a folder of runs for all of them"), ("plot", "of a folder of runs the newest")):
-        assert text in " ".join(told(capsys, "logs", command, "--help")[0].split())
+    assert captured(capsys, "logs", "plot", "runs")[1] == "runs has 2 runs; using the newest: runs/new\n"
+    for command, text in (
+        ("report", "a directory of runs (all of them)"),
+        ("plot", "a directory of runs means its newest"),
+    ):
+        assert text in " ".join(captured(capsys, "logs", command, "--help")[0].split())
 
 
 def test_pictures_of_runs_without_a_name_do_not_overwrite_each_other(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = [told(capsys, "logs", "plot", str(made(project / name)), "--loss-curves")[0] for name in ("one", "two")]
+    names = [captured(capsys, "logs", "plot", str(made(project / name)), "--loss-curves")[0] for name in ("one", "two")]
     assert names == ["tmp/one_loss_curves.png\n", "tmp/two_loss_curves.png\n"]
 
 
@@ -118,7 +121,7 @@ def test_killed_run_is_listed_as_such(project: Path, capsys: pytest.CaptureFixtu
     lock.write_text(f"process 1 on {socket.gethostname()}\n")
     if is_locked(lock) is None:
         pytest.skip("this system does not list the locks of its processes")
-    status = {run["run"]: run["status"] for run in json.loads(told(capsys, "logs", "list", "--json")[0])}
+    status = {run["run"]: run["status"] for run in json.loads(captured(capsys, "logs", "list", "--json")[0])}
     assert status == {"new": "killed", "old": None}
 
 
@@ -162,7 +165,7 @@ def test_editor_that_is_not_there_takes_no_picture_away(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, editor: str
 ) -> None:
     monkeypatch.setenv("EDITOR", editor)
-    out, error = told(capsys, "logs", "plot", "new", "-e", "-o", "x.svg")
+    out, error = captured(capsys, "logs", "plot", "new", "-e", "-o", "x.svg")
     assert (out, Path("x.svg").exists()) == ("x.svg\n", True)
     assert f"The editor {editor!r} could not be started: " in error
 
@@ -178,7 +181,7 @@ def test_number_behind_a_dot_is_no_suffix() -> None:
 
 
 def test_tables_of_both_kinds_are_written_at_once(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told(capsys, "logs", "summary", "new", "--export", "a.csv", "--export", "b.csv")
+    captured(capsys, "logs", "summary", "new", "--export", "a.csv", "--export", "b.csv")
     assert Path("a.csv").read_text() == Path("b.csv").read_text()
 
 
@@ -212,6 +215,6 @@ def test_names_in_quotes_and_paths_are_no_options() -> None:
 
 def test_binary_file_is_told_in_one_sentence(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("x.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
-    assert "instead of '['; it is a binary file; give the trainer_logs.json" in refused(
+    assert "instead of '['; it is a binary file; pass the trainer_logs.json" in refused(
         capsys, "logs", "summary", "x.png"
     )

@@ -14,7 +14,7 @@ from onstep.config import from_dict, load_yaml, parse_yaml
 from onstep.data import build_tokenizer
 from onstep.metrics import estimate_training_memory
 from onstep.recipes import RECIPES, get_recipe
-from small_weights import llama
+from tests.support.small_weights import llama
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def test_the_list_has_sizes_and_what_each_recipe_is(capsys: pytest.CaptureFixtur
     assert rows["qwen3_30b_a3b"][1:4] == ["30.5G", "3.35G", "23G"]
     assert rows["gpt2_124m"][1:4] == ["124M", "124M", "798M"]
     assert " ".join(rows["tiny_gpt"][4:]).startswith("About a million parameters")
-    assert lines[-1].startswith("Each also as NAME_finetune")
+    assert lines[-1].startswith("Each is also available as NAME_finetune")
     every = said(capsys, "recipes", "list", "--all")
     assert all(f"\n{name} " in every for name in RECIPES)
 
@@ -61,7 +61,7 @@ def test_train_takes_the_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path
 def test_the_text_says_what_differs_from_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     lines = said(capsys, "recipes", "show", "llama32_1b").splitlines()
     assert lines[0].startswith("llama32_1b: Llama-3.2-1B from scratch")
-    assert "1.24G parameters, 1.24G of them for each token; 8.22G FLOPs a token" in lines
+    assert "1.24G parameters, 1.24G active per token; 8.22G FLOPs per token" in lines
     assert "model.rotary_base=500000.0" in lines
     assert not any(line.startswith("rng.seed") for line in lines)
 
@@ -69,7 +69,7 @@ def test_the_text_says_what_differs_from_the_defaults(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("words", [("recipes", "show"), ("memory",)])
 def test_a_mistyped_recipe_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
     text = said(capsys, *words, "qwen25_50m", code=1)
-    assert "there is no recipe 'qwen25_50m'. Did you mean 'qwen25_500m'?" in text
+    assert "unknown recipe 'qwen25_50m'. Did you mean 'qwen25_500m'?" in text
 
 
 def test_a_mistyped_command_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,8 +89,8 @@ def test_memory_is_the_estimate_of_the_recipe(capsys: pytest.CaptureFixture[str]
     assert table["parameters"] == ["494,032,768"]
     assert table["weights"] == [f"{4 * 494_032_768 / 2**20:,.1f}", "MiB"]
     assert table["total"] == [f"{estimate.total / 2**20:,.1f}", "MiB"]
-    assert lines[-2] == "On each device, for a micro-batch of 1 x 4,096 tokens in bf16_mixed, with adam."
-    assert lines[-1] == "It fits a GPU of 24 GB, with a tenth to spare for the allocator and the kernels."
+    assert lines[-2] == "Per device, for a micro-batch of 1 x 4,096 tokens in bf16_mixed, optimizer adam."
+    assert lines[-1] == "It fits a GPU with 24 GB, leaving 10% for the allocator and the kernels."
 
 
 def test_memory_follows_the_values_that_are_given(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +104,7 @@ def test_memory_follows_the_values_that_are_given(capsys: pytest.CaptureFixture[
     assert total("qwen25_7b_finetune_lora") < whole / 2
     assert total("qwen25_7b", "optimizer.optimizer=muon") < whole
     assert total("tiny_gpt", "--ranks", "8") < total("tiny_gpt")
-    assert "its layers recomputed" in said(capsys, "memory", "qwen25_7b")
+    assert "with full recomputation" in said(capsys, "memory", "qwen25_7b")
 
 
 def test_memory_takes_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_memory_refuses_what_training_would(capsys: pytest.CaptureFixture[str]) 
 def test_memory_of_any_model_takes_its_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for name in ("any_finetune", "any_finetune_lora"):
         text = said(capsys, "memory", name, code=1)
-        assert f"{name} is whatever model the weights are of; say which: checkpoint.pretrained_checkpoint=DIR" in text
+        assert f"{name} reads its model from the pretrained weights; set checkpoint.pretrained_checkpoint=DIR" in text
     assert "does not exist" in said(capsys, "memory", "any_finetune", "checkpoint.pretrained_checkpoint=gone", code=1)
     model = llama(tmp_path)
     lines = said(capsys, "memory", "any_finetune", f"checkpoint.pretrained_checkpoint={tmp_path}").splitlines()
@@ -132,4 +132,4 @@ def test_memory_of_any_model_takes_its_weights(capsys: pytest.CaptureFixture[str
 def test_a_model_that_no_gpu_holds_is_told() -> None:
     estimate = estimate_training_memory(get_recipe("qwen3_30b_a3b")())
     assert estimate is not None
-    assert fits(estimate).startswith("It fits no single GPU of up to 288 GB")
+    assert fits(estimate).startswith("It does not fit a single GPU of up to 288 GB")

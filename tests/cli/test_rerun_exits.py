@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from test_train_signals import Command
 
-from forked_processes import Processes, output_of
 from onstep.checkpoint import newest_verified
 from onstep.checkpoint.format.codec import decode_state
 from onstep.checkpoint.format.tensor_file import read_tensors
+from tests.support.forked_processes import output_of
+from tests.support.train_command import Command
 
 ONE, OTHER = "node-1/gpu-0", "node-2/gpu-0"
 VALIDATE = "rerun_state_machine.rerun_mode=validate_results"
 
 
 @pytest.fixture(scope="module")
-def command(tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Path) -> Iterator[Command]:
-    processes = Processes()
-    yield Command(processes, tmp_path_factory.mktemp("command"), corpus, token_cache)
-    processes.close()
-
-
-@pytest.fixture(scope="module")
 def whole(command: Command) -> dict[str, Any]:
     """The run without any rerun."""
     assert command.start("whole", "checkpoint.save_interval=1", "checkpoint.most_recent_k=-1") == 0, output_of(
-        command.folder / "whole"
+        command.directory / "whole"
     )
     return command.outcome("whole")
 
@@ -42,7 +33,7 @@ def injected(kind: str) -> list[str]:
 
 def said(command: Command, name: str) -> str:
     """What the process printed that ended last."""
-    [path] = (command.folder / name).glob("rank-0.out")
+    [path] = (command.directory / name).glob("rank-0.out")
     text = path.read_text()
     path.unlink()
     return text
@@ -50,9 +41,9 @@ def said(command: Command, name: str) -> str:
 
 def component(command: Command, name: str, step: int, key: str) -> Any:
     """A component of this rank in the checkpoint of a step."""
-    folder = command.run(name) / "checkpoints" / f"checkpoint-{step}" / key
-    tensors = folder / "rank_0.safetensors"
-    document = json.loads((folder / "rank_0.json").read_text())
+    directory = command.run(name) / "checkpoints" / f"checkpoint-{step}" / key
+    tensors = directory / "rank_0.safetensors"
+    document = json.loads((directory / "rank_0.json").read_text())
     return decode_state(read_tensors(tensors) if tensors.exists() else {}, document)
 
 
@@ -65,7 +56,7 @@ def test_a_transient_error_leaves_with_17_and_saves_nothing(command: Command, wh
     words = injected("transient_error")
     assert command.start("transient", *words, device=ONE) == 17
     text = said(command, "transient")
-    assert "computed again on the same device" in text
+    assert "recomputing the step on the same device" in text
     assert "transient" in text
     assert "Traceback" not in text
     assert not list((command.run("transient") / "checkpoints").glob("checkpoint-*"))
@@ -77,7 +68,7 @@ def test_a_transient_error_leaves_with_17_and_saves_nothing(command: Command, wh
     ("kind", "verdict"),
     [
         ("persistent_error", "node-1/gpu-0 has a persistent fault"),
-        ("correct_result", "the result is right as computed"),
+        ("correct_result", "the result is correct"),
     ],
 )
 def test_what_is_reproduced_saves_and_leaves_with_16_until_another_device_tells(
@@ -85,7 +76,7 @@ def test_what_is_reproduced_saves_and_leaves_with_16_until_another_device_tells(
 ) -> None:
     words = injected(kind)
     assert command.start(kind, *words, device=ONE) == 16
-    assert "start again on another device" in said(command, kind)
+    assert "restart on another device" in said(command, kind)
     [step] = command.steps(kind)
     assert step > 0, "the error is to come in the middle of the run"
     for key in ("rng", "dataset"):
@@ -103,7 +94,7 @@ def test_what_is_reproduced_saves_and_leaves_with_16_until_another_device_tells(
 
     healthy = ["rerun_state_machine.rerun_mode=disabled", "--on-config-change", "apply"]
     assert command.start(kind, *healthy) == 0, said(command, kind)
-    assert "are not computed again" in said(command, kind)
+    assert "are not recomputed" in said(command, kind)
     assert command.outcome(kind) == whole
     newest = newest_verified(command.run(kind) / "checkpoints")
     assert newest is not None

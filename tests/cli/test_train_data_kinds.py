@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from onstep.data import write_indexed_dataset
+from tests.support.forked_processes import Processes
+from tests.support.shell import Shell
 
 SMALL = [
     "dataset.seq_length=32",
@@ -29,27 +28,28 @@ SMALL = [
 ]
 
 
-def onstep(folder: Path, *words: str) -> str:
-    command = [sys.executable, "-m", "onstep", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "hf")}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
+@pytest.fixture
+def shell(processes: Processes, tmp_path: Path) -> Shell:
+    return Shell(processes, tmp_path)
+
+
+def onstep(shell: Shell, *words: str) -> str:
+    done = shell.onstep(*words, HF_HOME=str(shell.directory / "hf"))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
-def records(folder: Path) -> list[dict[str, object]]:
-    found: list[dict[str, object]] = json.loads((folder / "runs" / "tiny_gpt" / "trainer_logs.json").read_text())
+def records(directory: Path) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = json.loads((directory / "runs" / "tiny_gpt" / "trainer_logs.json").read_text())
     return found
 
 
-def test_chats_with_a_learned_tokenizer_train_and_answer(tmp_path: Path) -> None:
+def test_chats_with_a_learned_tokenizer_train_and_answer(shell: Shell, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     rows = [{"prompt": f"Say {number}", "response": f"{number}, said"} for number in range(300)]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["dataset.kind=chat", "dataset.paths=[chat.jsonl]", "tokenizer.tokenizer_type=bpe"]
-    onstep(tmp_path, "train", *SMALL, *words, "tokenizer.vocab_size=280")
+    onstep(shell, "train", *SMALL, *words, "tokenizer.vocab_size=280")
     assert any("loss" in record for record in records(tmp_path))
     assert any("eval_loss" in record for record in records(tmp_path))
     run = tmp_path / "runs" / "tiny_gpt"
@@ -59,19 +59,19 @@ def test_chats_with_a_learned_tokenizer_train_and_answer(tmp_path: Path) -> None
     assert tokenizer.decode(tokenizer("Say 7, said")["input_ids"]) == "Say 7, said"
     (tmp_path / "chat.jsonl").unlink()  # the run has all that it takes
     prompt = "<|user|>\nSay 3\n<|assistant|>\n"
-    answer = onstep(tmp_path, "generate", str(run), prompt, "--max-new-tokens=3", "--seed=1")
+    answer = onstep(shell, "generate", str(run), prompt, "--max-new-tokens=3", "--seed=1")
     assert answer.startswith(prompt)
-    onstep(tmp_path, "checkpoint", "export", str(run), "out")
+    onstep(shell, "checkpoint", "export", str(run), "out")
     assert (tmp_path / "out" / "tokenizer.json").read_text() == ours
 
 
 @pytest.mark.slow
-def test_megatrons_files_and_datasets_train(tmp_path: Path) -> None:
+def test_megatrons_files_and_datasets_train(shell: Shell, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     write_indexed_dataset(tmp_path / "corpus", [range(200)] * 20, vocab_size=257, end_id=256)
     datasets.Dataset.from_dict({"body": ["some text of a row " * 5] * 40}).save_to_disk(tmp_path / "rows")
-    onstep(tmp_path, "train", *SMALL, "dataset.kind=megatron", "dataset.paths=[corpus]", "dataset.split=80,20")
+    onstep(shell, "train", *SMALL, "dataset.kind=megatron", "dataset.paths=[corpus]", "dataset.split=80,20")
     assert any("eval_loss" in record for record in records(tmp_path))
     words = ["dataset.kind=huggingface", "dataset.paths=[rows]", "dataset.text_key=body", "run.name=rows"]
-    onstep(tmp_path, "train", *SMALL, *words, "dataset.reset_attention_mask=true")
+    onstep(shell, "train", *SMALL, *words, "dataset.reset_attention_mask=true")
     assert json.loads((tmp_path / "runs" / "rows" / "run.json").read_text())["status"] == "completed"

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 import csv
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from onstep import pretrain
-from onstep.callbacks.metric_sinks import MetricSinks
 from onstep.config import ConfigContainer, dump_yaml
+from onstep.trackers.trackers_callback import TrackersCallback
+from tests.support.forked_processes import Processes
+from tests.support.shell import Done, Shell
 
 
 @pytest.fixture
@@ -26,18 +26,23 @@ def config(tiny_config: ConfigContainer, tmp_path: Path) -> ConfigContainer:
     return config
 
 
-def train(config: ConfigContainer, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    (folder / "run.yaml").write_text(dump_yaml(config))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "onstep", "train", "run.yaml", *words]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
+Train = Callable[..., Done]
 
 
-def test_the_trackers_that_are_asked_for_have_every_step(config: ConfigContainer, tmp_path: Path) -> None:
+@pytest.fixture
+def train(processes: Processes, tmp_path: Path) -> Train:
+    """`onstep train` with a configuration and words beside it."""
+
+    def run(config: ConfigContainer, *words: str) -> Done:
+        (tmp_path / "run.yaml").write_text(dump_yaml(config))
+        return Shell(processes, tmp_path).onstep("train", "run.yaml", *words)
+
+    return run
+
+
+def test_the_trackers_that_are_asked_for_have_every_step(train: Train, config: ConfigContainer, tmp_path: Path) -> None:
     config.logger.report_to = None
-    done = train(config, tmp_path, "logger.report_to=[csv,tensorboard]")
+    done = train(config, "logger.report_to=[csv,tensorboard]")
     assert done.returncode == 0, done.stderr
     (table,) = (tmp_path / "runs").rglob("metrics.csv")
     with table.open() as file:
@@ -48,10 +53,12 @@ def test_the_trackers_that_are_asked_for_have_every_step(config: ConfigContainer
     assert [event.step for event in reader.Scalars("train/loss")] == [1, 2, 3]
 
 
-def test_an_unknown_tracker_ends_it_before_a_run_is_there(config: ConfigContainer, tmp_path: Path) -> None:
-    done = train(config, tmp_path, "logger.report_to=[tensorbaord]")
+def test_an_unknown_tracker_ends_it_before_a_run_is_there(
+    train: Train, config: ConfigContainer, tmp_path: Path
+) -> None:
+    done = train(config, "logger.report_to=[tensorbaord]")
     assert done.returncode == 1
-    assert "logger.report_to='tensorbaord' is no tracker" in done.stderr
+    assert "logger.report_to='tensorbaord' is not a tracker" in done.stderr
     assert "Did you mean 'tensorboard'?" in done.stderr
     assert not (tmp_path / "runs").exists()
 
@@ -64,7 +71,7 @@ def test_pretrain_fills_the_trackers_that_are_asked_for(config: ConfigContainer,
     assert [row["step"] for row in rows if row["kind"] == "train" and row["loss"]] == ["1", "2", "3"]
 
 
-def test_pretrain_with_metric_sinks_fills_them(config: ConfigContainer, tmp_path: Path) -> None:
+def test_pretrain_with_metric_trackers_fills_them(config: ConfigContainer, tmp_path: Path) -> None:
     config.run.name, config.logger.report_to = "run", ["csv"]
-    pretrain(config, callbacks=[MetricSinks("csv")])
+    pretrain(config, callbacks=[TrackersCallback("csv")])
     assert (tmp_path / "runs" / "run" / "metrics.csv").exists()

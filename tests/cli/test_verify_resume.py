@@ -44,7 +44,7 @@ class Disturbs(TrainerCallback):
 
 @pytest.fixture
 def job(tmp_path: Path, corpus: Path, token_cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A run of 12 steps with dropout, in a folder of its own."""
+    """A run of 12 steps with dropout, in a directory of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "job.yaml").write_text(
@@ -60,28 +60,30 @@ def job(tmp_path: Path, corpus: Path, token_cache: Path, monkeypatch: pytest.Mon
     return ["job.yaml", f"dataset.paths=[{corpus / 'colorsys.py'}]", f"dataset.cache_dir={token_cache}"]
 
 
+@pytest.mark.process
 def test_a_job_that_resumes_is_proved_to(job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify-resume", *job, "--kills", "2"]) == 0
-    told = capsys.readouterr()
-    assert "sets no checkpoint.save_interval; the killed run saves every 1 steps" in told.out
-    assert "12 steps on 1 rank; killed 2 times" in told.out
-    assert "Equal: samples" in told.out
-    assert "killed 2 times: 100%" in told.err
+    captured = capsys.readouterr()
+    assert "sets no checkpoint.save_interval; the killed run saves every 1 steps" in captured.out
+    assert "12 steps on 1 rank; killed 2 times" in captured.out
+    assert "Equal: samples" in captured.out
+    assert "killed 2 times: 100%" in captured.err
     assert list((tmp_path / "runs").iterdir()) == [], "nothing is left behind"
 
 
+@pytest.mark.process
 def test_the_first_step_and_item_that_differ_are_named(
     job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "my.py").write_text(DRAWS)
     words = [*job, "checkpoint.save_interval=4", "--seed", "2"]
     assert main(["verify-resume", *words, "--import", "my.py", "callbacks=[my:Draws]", "--kills", "1"]) == 1
-    told = capsys.readouterr().out
-    step = re.search(r"NOT equal. The first difference: step (\d+), rank 0: rng differs", told)
-    assert step is not None, told
+    captured = capsys.readouterr().out
+    step = re.search(r"NOT equal. First difference: step (\d+), rank 0: rng differs", captured)
+    assert step is not None, captured
     assert int(step[1]) in (5, 9), "the first step after a checkpoint"
-    assert "Something draws random numbers at the start of a process" in told
-    kept = re.search(r"Both runs are kept in (\S+)\.\n", told)
+    assert "Code draws random numbers when a process starts" in captured
+    kept = re.search(r"Both runs are kept in (\S+)\.\n", captured)
     assert kept is not None
     assert (Path(kept[1]) / "whole" / "run" / "certificate" / "rank_0.json").exists()
 
@@ -93,30 +95,30 @@ def test_weights_that_are_disturbed_at_each_start_are_found(
     (tmp_path / "my.py").write_text(DISTURBS)
     words = [*job, "checkpoint.save_interval=4", "--import", "my.py", "callbacks=[my:Disturbs]"]
     assert main(["verify-resume", *words, "--kills", "1", "--seed", "2"]) == 1
-    assert re.search(r"first difference: step (5|9), rank 0: loss differs", capsys.readouterr().out)
+    assert re.search(r"First difference: step (5|9), rank 0: loss differs", capsys.readouterr().out)
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_are_proved_by_torchrun(job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "proof"
-    assert main(["verify-resume", *job, "--kills", "2", "--ranks", "2", "--folder", str(folder)]) == 0
+    directory = tmp_path / "proof"
+    assert main(["verify-resume", *job, "--kills", "2", "--ranks", "2", "--directory", str(directory)]) == 0
     assert "12 steps on 2 ranks; killed 2 times" in capsys.readouterr().out
-    assert (folder / "killed" / "run" / "certificate" / "rank_1.json").exists(), "a folder that was given is kept"
+    assert (directory / "killed" / "run" / "certificate" / "rank_1.json").exists(), "a directory that was given is kept"
 
 
 def test_a_job_that_fails_by_itself_shows_its_last_words(job: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify-resume", *job, "callbacks=[nowhere:Thing]", "--kills", "1"]) == 1
-    told = capsys.readouterr()
-    assert "failed by itself, with exit code 1" in told.err
-    assert "No module named 'nowhere'" in told.err
-    assert "Both runs are kept in" in told.out
+    captured = capsys.readouterr()
+    assert "the job itself failed (exit code 1)" in captured.err
+    assert "No module named 'nowhere'" in captured.err
+    assert "Both runs are kept in" in captured.out
 
 
-def test_a_folder_with_something_in_it_is_refused(
+def test_a_directory_with_something_in_it_is_refused(
     job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["verify-resume", *job, "--folder", str(tmp_path)]) == 1
+    assert main(["verify-resume", *job, "--directory", str(tmp_path)]) == 1
     assert "is not empty" in capsys.readouterr().err
 
 
@@ -127,7 +129,7 @@ def test_kills_are_spread_over_the_run_and_none_comes_after_it() -> None:
         assert kill_steps(6, 5, random.Random(seed)) == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(("steps", "said"), [(5, "--kills 4 at the most"), (1, "two steps at least")])
+@pytest.mark.parametrize(("steps", "said"), [(5, "use at most --kills 4"), (1, "at least two steps")])
 def test_a_run_that_is_too_short_to_be_killed_so_often_is_refused(steps: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         kill_steps(steps, 5, random.Random(0))

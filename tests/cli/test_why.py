@@ -22,20 +22,20 @@ def decision(step: int, flag: str, reason: str = "", **more: Any) -> dict[str, A
     return {**head, "rank": 0, "details": {}, **more}
 
 
-def made_run(folder: Path, decisions: list[dict[str, Any]], **record: Any) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps({"status": "stopped", "step": 9, "config": {}, **record}))
-    (folder / "decisions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in decisions))
-    return folder
+def made_run(directory: Path, decisions: list[dict[str, Any]], **record: Any) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "run.json").write_text(json.dumps({"status": "stopped", "step": 9, "config": {}, **record}))
+    (directory / "decisions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in decisions))
+    return directory
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+def captured(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     assert main(["why", *arguments]) == 0
     return capsys.readouterr().out.splitlines()
 
 
 def test_every_kind_of_decision_is_told_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = made_run(
+    directory = made_run(
         tmp_path / "run",
         [
             decision(3, "should_save", "milestone", author="Saver", event="on_step_end", rank=1),
@@ -48,42 +48,42 @@ def test_every_kind_of_decision_is_told_in_order(tmp_path: Path, capsys: pytest.
             decision(9, "should_training_stop", "enough", author="Guard", event="on_step_end"),
         ],
     )
-    head, *lines = told(capsys, str(folder))
-    assert head == f"{folder} was stopped at step 9. The last decision to stop: by Guard during on_step_end: enough."
+    head, *lines = captured(capsys, str(directory))
+    assert head == f"{directory} was stopped at step 9. The last decision to stop: by Guard during on_step_end: enough."
     entries = [line.partition(" (20")[0] for line in lines if line.startswith("step")]
     assert entries == [
         "step 3: save, by Saver during on_step_end on rank 1: milestone",
         "step 5: lr_factor set to 0.5, by Tuner",
         "step 5: log_interval set to the configured value, by Tuner",
-        "step 7: update left out, by anomaly gate: non-finite loss at step 7",
+        "step 7: update skipped, by anomaly gate: non-finite loss at step 7",
         "step 8: rollback decided, by anomaly gate: spike",
         "step 5: rolled back to step 5, by anomaly gate: spike",
         "step 9: stop, by Guard during on_step_end: enough",
     ]
     assert "    loss nan, gradient norm 2.5" in lines
-    assert "    not met again from the next epoch on: samples [4, 9]" in lines
+    assert "    skipped from the next epoch on: samples [4, 9]" in lines
     assert any("[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11] and 8 more" in line for line in lines)
-    assert "    the data goes on behind step 8; the learning rate is multiplied by 0.25" in lines
+    assert "    the data continues after step 8; the learning rate is multiplied by 0.25" in lines
 
 
 def test_one_step_is_told_with_its_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = made_run(tmp_path / "run", [decision(4, "should_log", author="Chatty"), decision(5, "should_save")])
-    assert [line.partition(" (20")[0] for line in told(capsys, str(folder), "--step", "4")[1:]] == [
+    directory = made_run(tmp_path / "run", [decision(4, "should_log", author="Chatty"), decision(5, "should_save")])
+    assert [line.partition(" (20")[0] for line in captured(capsys, str(directory), "--step", "4")[1:]] == [
         "step 4: log, by Chatty"
     ]
-    assert told(capsys, str(folder), "--step", "6")[1:] == ["Nothing was decided at step 6."]
+    assert captured(capsys, str(directory), "--step", "6")[1:] == ["Nothing was decided at step 6."]
 
 
 def test_torn_and_foreign_lines_and_a_broken_record_cost_only_themselves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = made_run(tmp_path / "run", [decision(3, "should_save", "first")])
-    with (folder / "decisions.jsonl").open("ab") as file:
+    directory = made_run(tmp_path / "run", [decision(3, "should_save", "first")])
+    with (directory / "decisions.jsonl").open("ab") as file:
         file.write(b'{"step": 4, "fl\n[1, 2]\n\xff\xfe\n{"step": 5, "flag": "skip"}\n{"step": 6, "flag": "sh')
-    (folder / "run.json").write_text("{")
-    head, *lines = told(capsys, str(folder))
+    (directory / "run.json").write_text("{")
+    head, *lines = captured(capsys, str(directory))
     assert "has the status unknown" in head
-    assert [line.partition(",")[0] for line in lines] == ["step 3: save", "step 5: update left out"]
+    assert [line.partition(",")[0] for line in lines] == ["step 3: save", "step 5: update skipped"]
 
 
 def test_a_run_is_found_by_its_name_and_a_mistyped_one_is_answered_with_near_names(
@@ -91,7 +91,7 @@ def test_a_run_is_found_by_its_name_and_a_mistyped_one_is_answered_with_near_nam
 ) -> None:
     made_run(tmp_path / "runs" / "tiny_gpt", [])
     monkeypatch.chdir(tmp_path)
-    assert told(capsys, "tiny_gpt")[1:] == ["No decisions are on record."]
+    assert captured(capsys, "tiny_gpt")[1:] == ["No decisions are recorded."]
     for mistyped in ("tiny_gtp", "runs/tiny_gtp"):
         assert main(["why", mistyped]) == 1
         assert "Did you mean 'tiny_gpt'?" in capsys.readouterr().err
@@ -104,21 +104,21 @@ def test_the_headline_names_what_ended_this_start_of_the_run_and_not_an_earlier_
 ) -> None:
     ending = [decision(7, "raised", "NaN at step 7"), decision(7, "should_training_stop", "enough", author="Guard")]
     failed = made_run(tmp_path / "failed", ending[:1], status="failed", error="OSError: no space.", continued_at=1.6e9)
-    head, _ = told(capsys, str(failed))
+    head, _ = captured(capsys, str(failed))
     assert head.endswith(
         "failed at step 9. The last decision to stop: by anomaly gate: NaN at step 7. OSError: no space."
     )
     later = made_run(tmp_path / "later", ending, status="failed", error="OSError: no space.", continued_at=1.8e9)
-    head, *_ = told(capsys, str(later))
+    head, *_ = captured(capsys, str(later))
     assert head == f"{later} failed at step 9. OSError: no space."
 
 
 def test_a_decision_that_came_late_is_told_with_the_step_that_it_is_about(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = made_run(tmp_path / "run", [decision(12, "should_training_stop", "NaN", details=ANOMALY)])
-    assert told(capsys, str(folder), "--step", "7")[1].startswith("step 12: stop, by anomaly gate: NaN")
-    assert told(capsys, str(folder), "--step", "8")[1:] == ["Nothing was decided at step 8."]
+    directory = made_run(tmp_path / "run", [decision(12, "should_training_stop", "NaN", details=ANOMALY)])
+    assert captured(capsys, str(directory), "--step", "7")[1].startswith("step 12: stop, by anomaly gate: NaN")
+    assert captured(capsys, str(directory), "--step", "8")[1:] == ["Nothing was decided at step 8."]
 
 
 def poisoned_at(step: int) -> Any:
@@ -132,15 +132,15 @@ def poisoned_at(step: int) -> Any:
     return forward
 
 
-def named_run(config: ConfigContainer, folder: Path) -> Path:
-    config.run.name, config.run.output_dir, config.validation.eval_iters = "real", str(folder), 0
-    return folder / "real"
+def named_run(config: ConfigContainer, directory: Path) -> Path:
+    config.run.name, config.run.output_dir, config.validation.eval_iters = "real", str(directory), 0
+    return directory / "real"
 
 
 def test_a_step_that_is_not_finite_and_raises_is_on_record(
     tiny_config: ConfigContainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = named_run(tiny_config, tmp_path)
+    directory = named_run(tiny_config, tmp_path)
     tiny_config.train.micro_batch_size = tiny_config.train.global_batch_size
     ids: list[Any] = []
     manager = CallbackManager()
@@ -148,11 +148,11 @@ def test_a_step_that_is_not_finite_and_raises_is_on_record(
     with pytest.raises(NonFiniteError):
         pretrain(tiny_config, poisoned_at(3), callbacks=manager)
     capsys.readouterr()
-    [row] = [json.loads(line) for line in (folder / "decisions.jsonl").read_text().splitlines()]
+    [row] = [json.loads(line) for line in (directory / "decisions.jsonl").read_text().splitlines()]
     assert (row["step"], row["flag"], row["author"]) == (3, "raised", "anomaly gate")
     assert row["details"]["anomaly"] == "non-finite loss"
     assert row["details"]["sample_ids"] == sorted(ids[2][0])
-    head, *lines = told(capsys, str(folder), "--step", "3")
+    head, *lines = captured(capsys, str(directory), "--step", "3")
     assert "failed at step 2. The last decision to stop: by anomaly gate: non-finite loss at step 3" in head
     assert lines[0].startswith("step 3: ended with an error, by anomaly gate: non-finite loss at step 3")
     assert lines[1].startswith("    loss nan, gradient norm")
@@ -166,12 +166,12 @@ def shown(ids: list[int]) -> str:
 @pytest.mark.parametrize(
     ("kind", "code", "words", "consequence"),
     [
-        ("transient_error", 17, "a transient error of it", "exit code 17 (the fault is known); without a checkpoint"),
+        ("transient_error", 17, "a transient error (or", "exit code 17 (the fault is known); without a checkpoint"),
         (
             "persistent_error",
             16,
-            "start again on another device to tell why",
-            "exit code 16 (start again, on another device if possible); with a checkpoint of before the step",
+            "restart on another device to find the cause",
+            "exit code 16 (restart, on another device if possible); with a checkpoint from before the step",
         ),
     ],
 )
@@ -184,21 +184,21 @@ def test_leaving_for_a_result_that_may_be_wrong_is_on_record_with_its_diagnosis(
     words: str,
     consequence: str,
 ) -> None:
-    folder = named_run(tiny_config, tmp_path)
+    directory = named_run(tiny_config, tmp_path)
     rerun = tiny_config.rerun_state_machine
     rerun.rerun_mode, rerun.error_injection_rate, rerun.error_injection_type = "validate_results", 1, kind
     with pytest.raises(SystemExit) as left:
         pretrain(tiny_config)
     assert left.value.code == code
     capsys.readouterr()
-    rows = [json.loads(line) for line in (folder / "decisions.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (directory / "decisions.jsonl").read_text().splitlines()]
     assert [row["flag"] for row in rows] == ["saved", "rerun_exit"] if code == 16 else ["rerun_exit"]
     assert (rows[-1]["step"], rows[-1]["author"]) == (1, "rerun state machine")
     assert rows[-1]["details"] == {"exit_code": code, "checkpoint": code == 16}
-    head, *lines = told(capsys, str(folder), "--step", "1")
+    head, *lines = captured(capsys, str(directory), "--step", "1")
     assert "The last decision to stop: by rerun state machine: Rank 0" in head
     assert words in head
-    assert lines[0].startswith("step 1: left, for a result that may be wrong, by rerun state machine: Rank 0")
+    assert lines[0].startswith("step 1: exited because a result may be wrong, by rerun state machine: Rank 0")
     assert lines[1:] == [f"    {consequence}"]
 
 
@@ -217,7 +217,7 @@ def test_what_a_real_run_decided_is_explained(
     tiny_config.validation.eval_iters = 0
     pretrain(tiny_config, callbacks=manager)
     capsys.readouterr()
-    head, *lines = told(capsys, str(tmp_path / "real"))
+    head, *lines = captured(capsys, str(tmp_path / "real"))
     assert "was stopped at step 3. The last decision to stop: by" in head
     assert head.endswith("during on_step_end: seen enough.")
     assert "log_interval set to 1" in lines[0]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,8 @@ from onstep.cli.why_features import PARTS, Row, feature_lines, wishes
 from onstep.config import ConfigContainer, apply_overrides, resolve
 from onstep.events import CallbackContext
 from onstep.training.features import FEATURES
+from tests.support.forked_processes import Processes
+from tests.support.shell import Shell
 
 NAMES = [kind.name for kind in FEATURES]
 
@@ -25,9 +25,8 @@ def listed(lines: list[str]) -> dict[str, str]:
     return {match[2]: match[1] or "" for match in rows}
 
 
-def test_the_command_lists_every_feature_in_the_order_of_the_table(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "onstep", "why", "--features"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+def test_the_command_lists_every_feature_in_the_order_of_the_table(processes: Processes, tmp_path: Path) -> None:
+    done = Shell(processes, tmp_path).onstep("why", "--features")
     assert (done.returncode, done.stderr) == (0, "")
     assert list(listed(done.stdout.splitlines())) == NAMES
     assert set(listed(done.stdout.splitlines()).values()) == {""}
@@ -35,7 +34,7 @@ def test_the_command_lists_every_feature_in_the_order_of_the_table(tmp_path: Pat
     lines = done.stdout.splitlines()
     [place] = [number for number, line in enumerate(lines) if "  certificate  " in line]
     assert lines[place].endswith("  checkpoint.certify")
-    assert lines[place + 1].strip() == "session, after_count; state of each rank"
+    assert lines[place + 1].strip() == "session, after_count; state per rank"
 
 
 def test_the_parts_are_the_whole_table() -> None:
@@ -45,7 +44,7 @@ def test_the_parts_are_the_whole_table() -> None:
 def test_a_row_says_what_its_class_overrides() -> None:
     rows = {kind.name: Row.of(kind) for kind in FEATURES}
     gate = rows["anomalies"]
-    assert (gate.wraps, gate.state, gate.is_collective) == (("compute",), "alike on all ranks", True)
+    assert (gate.wraps, gate.state, gate.is_collective) == (("compute",), "same on all ranks", True)
     assert {"admits", "settle", "before_rollback"} <= set(gate.hooks)
     assert "session" not in gate.hooks
     assert rows["memory_release"].wraps == ("score", "update")
@@ -83,7 +82,7 @@ def test_the_answers_are_those_of_a_run(words: list[str], tiny_config: ConfigCon
     assert sum(answer == "model" for answer in answers.values()) <= 4
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
+def captured(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
     assert main(["why", "--features", *words]) == 0
     return listed(capsys.readouterr().out.splitlines())
 
@@ -92,9 +91,9 @@ def test_words_and_a_file_of_a_configuration_are_answered(tmp_path: Path, capsys
     file = tmp_path / "run.yaml"
     file.write_text("train: {manual_gc: true}\n", encoding="utf-8")
     for words in (["train.manual_gc=true"], [str(file)]):
-        answers = told(capsys, *words)
+        answers = captured(capsys, *words)
         assert (answers["manual_gc"], answers["device_sync"], answers["experts"]) == ("on", "off", "model")
-    assert told(capsys, str(file), "train.manual_gc=false")["manual_gc"] == "off"
+    assert captured(capsys, str(file), "train.manual_gc=false")["manual_gc"] == "off"
 
 
 def test_a_run_is_answered_by_the_configuration_that_it_was_started_with(
@@ -105,15 +104,15 @@ def test_a_run_is_answered_by_the_configuration_that_it_was_started_with(
     tiny_config.train.train_iters, tiny_config.scheduler.lr_warmup_iters = 1, 0
     pretrain(tiny_config)
     capsys.readouterr()
-    assert told(capsys, "swept") == told(capsys, "runs/swept")
-    assert told(capsys, "swept")["manual_gc"] == "on"
+    assert captured(capsys, "swept") == captured(capsys, "runs/swept")
+    assert captured(capsys, "swept")["manual_gc"] == "on"
 
 
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["why"], 2, "name one run, got none"),
-        (["why", "one", "two"], 2, "name one run, got one two"),
+        (["why"], 2, "expected one run, got none"),
+        (["why", "one", "two"], 2, "expected one run, got one two"),
         (["why", "--features", "--step", "3"], 2, "drop it, or drop --features"),
         (["why", "--features", "nowhere"], 1, "there is no run 'nowhere'"),
         (["why", "--features", "train.manual_cg=true"], 1, "manual_gc"),

@@ -6,17 +6,17 @@ import math
 
 import pytest
 
-from onstep.config import ConfigContainer, data_rules, resolve
+from onstep.config import ConfigContainer, resolve, validate
+from onstep.config.checks import batches
 from onstep.config.lengths import (
     BatchSizes,
     batch_sizes,
     parse_steps,
     ramp,
-    steps_of_growing_epochs,
+    steps_of_rampup_epochs,
     train_iters,
     warmup_and_decay,
 )
-from onstep.config.validate import validate
 from onstep.errors import ConfigError
 
 
@@ -94,7 +94,7 @@ def test_epochs_of_growing_batches_have_the_steps_of_walking_through_them(epochs
             taken = min(left, sizes.at(consumed))
             consumed, left, in_epoch = consumed + taken, left - taken, in_epoch + 1
         steps += in_epoch if epochs - epoch >= 1 else math.ceil((epochs - epoch) * in_epoch)
-    assert steps_of_growing_epochs(epochs, samples, sizes, drop_last) == steps
+    assert steps_of_rampup_epochs(epochs, samples, sizes, drop_last) == steps
 
 
 def test_a_rounded_size_is_what_steps_take() -> None:
@@ -123,7 +123,7 @@ def test_a_decay_in_samples_is_as_long_as_the_run() -> None:
         ({"global_batch_size": 32, "rampup_batch_size": [0, 4, 100]}, ["start must be > 0, got 0"]),
         ({"global_batch_size": 8, "rampup_batch_size": [16, 4, 100]}, ["global_batch_size=8", "got 16"]),
         ({"global_batch_size": 32, "rampup_batch_size": [2, 2, 5]}, ["15 increments within 5 samples"]),
-        ({"rampup_batch_size": [8, 4, 100]}, ["takes train.global_batch_size"]),
+        ({"rampup_batch_size": [8, 4, 100]}, ["requires train.global_batch_size"]),
         (
             {"global_batch_size": 32, "rampup_batch_size": [3, 29, 100]},
             ["rampup_batch_size=[3, 29, 100] has steps of 3 samples; 3 must be a multiple of micro_batch_size * ranks"],
@@ -136,9 +136,9 @@ def test_a_decay_in_samples_is_as_long_as_the_run() -> None:
         ({"step_batch_size_schedule": "0:4 5:8 3:16"}, ["rising thresholds"]),
         ({"step_batch_size_schedule": "10:4"}, ["begin with the threshold 0, got 10"]),
         ({"step_batch_size_schedule": "0:8 10:4"}, ["never shrink, got 8, 4"]),
-        ({"step_batch_size_schedule": "0:2 1.5:8"}, ["threshold 1.5", "whole number of samples", "1 or 2"]),
-        ({"step_batch_size_schedule": "0:2 0.0015Ktok:8"}, ["0.0015Ktok", "whole number of tokens"]),
-        ({"global_batch_size": 8, "rampup_batch_size": [8, 4, 100]}, ["global_batch_size=8, so nothing grows"]),
+        ({"step_batch_size_schedule": "0:2 1.5:8"}, ["threshold 1.5", "integer number of samples", "1 or 2"]),
+        ({"step_batch_size_schedule": "0:2 0.0015Ktok:8"}, ["0.0015Ktok", "integer number of tokens"]),
+        ({"global_batch_size": 8, "rampup_batch_size": [8, 4, 100]}, ["global_batch_size=8 and ramps nothing up"]),
         (
             {"global_batch_size": 8, "rampup_batch_size": [2, 2, 60], "train_iters": None, "train_samples": 1},
             ["train_samples=1 is less than the first step of 2 samples"],
@@ -146,10 +146,10 @@ def test_a_decay_in_samples_is_as_long_as_the_run() -> None:
         ({"step_batch_size_schedule": "0:8 ten:16"}, ["'0:8 ten:16'", "'0:32 100K:64 1M:128'"]),
         ({"step_batch_size_schedule": ""}, ["thresholds and sizes"]),
         ({"step_batch_size_schedule": "0:4 9:8", "global_batch_size": 16}, ["ends at 8", "global_batch_size=16"]),
-        ({"step_batch_size_schedule": "0:4 9:8", "micro_batch_size": None}, ["takes train.micro_batch_size"]),
+        ({"step_batch_size_schedule": "0:4 9:8", "micro_batch_size": None}, ["requires train.micro_batch_size"]),
         ({"step_batch_size_schedule": "0:3 9:8"}, ["3 must be a multiple"]),
         ({"global_batch_size": 15}, ["must be a multiple of micro_batch_size * ranks"]),
-        ({"global_batch_size": 1, "decrease_batch_size_if_needed": True}, ["leave nothing of it"]),
+        ({"global_batch_size": 1, "decrease_batch_size_if_needed": True}, ["would leave nothing"]),
         ({"iterations_to_skip": [0]}, ["iterations_to_skip holds 0", "counted from 1"]),
         ({"empty_unused_memory_level": 3}, ["empty_unused_memory_level=3", "0 (never), 1"]),
     ],
@@ -204,10 +204,10 @@ def test_ranks_that_are_there_or_do_not_profile_are_no_mistake() -> None:
 def test_what_the_run_does_not_come_to_is_told(
     monkeypatch: pytest.MonkeyPatch, train: dict[str, object], words: str
 ) -> None:
-    monkeypatch.setattr(data_rules, "_said", set())
-    with pytest.warns(UserWarning, match=words) as told:
+    monkeypatch.setattr(batches, "_warned", set())
+    with pytest.warns(UserWarning, match=words) as calls:
         resolve(resolve(config(**train)))
-    assert len(told) == 1, "a run checks its configuration more than once"
+    assert len(calls) == 1, "a run checks its configuration more than once"
 
 
 def test_a_ramp_and_a_skipped_step_that_the_last_step_comes_to_are_not_told() -> None:

@@ -9,7 +9,7 @@ from onstep.errors import ConfigError
 
 
 def config_with(overrides: str = "") -> ConfigContainer:
-    """A valid configuration of a run with a folder, and some overrides."""
+    """A valid configuration of a run with a directory, and some overrides."""
     config = from_dict(
         {"train.train_iters": 100, "train.micro_batch_size": 4, "optimizer.lr": 1e-3, "run.name": "a-run"}
     )
@@ -20,8 +20,8 @@ def config_with(overrides: str = "") -> ConfigContainer:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("checkpoint.most_recent_k=0", "most_recent_k=0 would keep no checkpoint; use -1 for all, or at least 1"),
-        ("checkpoint.most_recent_k=-2", "most_recent_k=-2 would keep no checkpoint"),
+        ("checkpoint.most_recent_k=0", "most_recent_k=0 must be -1 for all, or at least 1: the newest one"),
+        ("checkpoint.most_recent_k=-2", "most_recent_k=-2 must be -1 for all"),
         ("checkpoint.save_interval=0", "checkpoint.save_interval=0 must be > 0"),
         ("checkpoint.keep_every_n=0", "checkpoint.keep_every_n=0 must be > 0"),
         ("checkpoint.keep_best_n=-1", "checkpoint.keep_best_n=-1 must be >= 0"),
@@ -45,16 +45,16 @@ def config_with(overrides: str = "") -> ConfigContainer:
         ("anomaly.on_spike=rollback", "anomaly.on_spike=rollback goes back to a checkpoint, and none is saved"),
         (
             "train.on_nonfinite=rollback checkpoint.save_interval=5 checkpoint.save_optim=false",
-            "takes the whole state, got checkpoint.save_optim=False",
+            "requires the whole state, got checkpoint.save_optim=False",
         ),
         (
             "train.on_nonfinite=rollback checkpoint.save_interval=5 checkpoint.components=[model,trainer,rng]",
             "add optimizer, scheduler, dataset to checkpoint.components",
         ),
-        ("anomaly.on_spike=rollback run.name=null", "on_spike=rollback takes a folder of checkpoints"),
-        ("checkpoint.ckpt_step=5 run.name=null", "checkpoint.ckpt_step=5 takes a folder of checkpoints"),
+        ("anomaly.on_spike=rollback run.name=null", "on_spike=rollback requires a directory of checkpoints"),
+        ("checkpoint.ckpt_step=5 run.name=null", "checkpoint.ckpt_step=5 requires a directory of checkpoints"),
         ("optimizer.initial_loss_scale=2 optimizer.min_loss_scale=4", "min_loss_scale=4.0 must be at most .*=2.0"),
-        ("checkpoint.load_best_model_at_end=true", "takes checkpoints of evaluated steps"),
+        ("checkpoint.load_best_model_at_end=true", "requires checkpoints of evaluated steps"),
         (
             "checkpoint.load_best_model_at_end=true checkpoint.save_interval=10 validation.eval_interval=20",
             "save_interval=10 and validation.eval_interval=20; make the first a multiple of the second",
@@ -65,17 +65,17 @@ def config_with(overrides: str = "") -> ConfigContainer:
         ),
         (
             "checkpoint.load_best_model_at_end=true run.name=null",
-            "takes a folder of checkpoints, and this run has none",
+            "requires a directory of checkpoints, and this run has none",
         ),
         (
             "checkpoint.load_best_model_at_end=true validation.eval_iters=0",
-            "takes evaluations, got validation.eval_iters=0",
+            "requires evaluations, got validation.eval_iters=0",
         ),
-        ("validation.eval_on_save=true validation.eval_iters=0", "takes evaluations, got validation.eval_iters=0"),
+        ("validation.eval_on_save=true validation.eval_iters=0", "requires evaluations, got validation.eval_iters=0"),
         (
             "checkpoint.load_best_model_at_end=true checkpoint.save_interval=10 validation.eval_interval=5 "
             "checkpoint.components=[optimizer]",
-            "takes the weights; add model to checkpoint.components",
+            "requires the weights; add model to checkpoint.components",
         ),
     ],
 )

@@ -23,7 +23,7 @@ from onstep.config import (
     save_yaml,
     to_flat,
 )
-from onstep.config.load import flat_types
+from onstep.config.keys import KEYS
 from onstep.errors import ConfigError
 
 TRICKY = """1e-3 0.1 yes null ~ 012 12:30 #x é 1_000 2024-01-01 = - true [a] {a} * &x !x % @ ` ??? a.b 1. .5 0x10"""
@@ -52,7 +52,7 @@ def unlike(value: Any, annotation: Any, rng: random.Random) -> Any:
 
 def config_unlike_default(seed: int = 0) -> ConfigContainer:
     rng = random.Random(seed)
-    config, types = ConfigContainer(), flat_types(ConfigContainer())
+    config, types = ConfigContainer(), {key: one.annotation for key, one in KEYS.items()}
     merge(config, {key: unlike(value, types[key], rng) for key, value in to_flat(config).items()})
     return config
 

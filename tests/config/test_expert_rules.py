@@ -68,7 +68,7 @@ def check(**model):
             {"num_moe_experts": 4, "moe_token_drop_policy": "position"},
             "model.moe_token_drop_policy=position does nothing without a moe_expert_capacity_factor",
         ),
-        ({"mtp_loss_scaling_factor": 0.2}, "model.mtp_loss_scaling_factor=0.2 weighs multi-token prediction"),
+        ({"mtp_loss_scaling_factor": 0.2}, "model.mtp_loss_scaling_factor=0.2 weights the loss of"),
         ({"num_moe_experts": 2, "moe_token_drop_policy": "prob"}, "Did you mean 'probs'?"),
     ],
 )

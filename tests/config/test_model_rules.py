@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from onstep.config import ConfigContainer, ModelConfig, apply_overrides, resolve, validate
-from onstep.config.model_rules import check_model
+from onstep.config.checks.model import check_model
 from onstep.errors import ConfigError
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -49,12 +49,12 @@ def test_scalings_with_their_numbers_pass(scaling: dict[str, Any] | None) -> Non
         ({"rope_type": "liner", "factor": 2.0}, "rope_type 'liner', which must be default | linear | dynamic | yarn"),
         ({"rope_type": "liner", "factor": 2.0}, "Did you mean 'linear'"),
         ({"factor": 2.0}, "rope_type None, which must be"),
-        ({"rope_type": "linear"}, "lacks factor; rope_type linear takes factor"),
+        ({"rope_type": "linear"}, "lacks factor; rope_type linear requires factor"),
         ({"rope_type": "yarn", "factor": 2.0}, "lacks original_max_position_embeddings"),
         ({"rope_type": "linear", "factor": 0.5}, "rope_scaling.factor must be a number >= 1"),
         ({"rope_type": "linear", "factor": "2"}, "rope_scaling.factor must be a number >= 1"),
         ({"rope_type": "linear", "factor": float("nan")}, "rope_scaling.factor must be a number >= 1"),
-        ({"rope_type": "linear", "faktor": 2.0}, "'faktor', but rope_type linear takes factor. Did you mean 'factor'"),
+        ({"rope_type": "linear", "faktor": 2.0}, "'faktor', but rope_type linear accepts factor. Did you mean"),
         ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1.0}, "rope_theta=1.0; set model.rotary_base"),
         (LLAMA3 | {"high_freq_factor": 1.0}, "low_freq_factor=1.0 must be below high_freq_factor=1.0"),
         (LLAMA3 | {"low_freq_factor": -1.0}, "low_freq_factor must be a finite number > 0, got -1.0"),
@@ -71,8 +71,8 @@ def test_positions_that_are_not_rotary_have_no_scaling_and_no_even_heads() -> No
         message = broken(position_embedding_type=kind, rope_scaling={"rope_type": "linear", "factor": 2.0})
         assert f"position_embedding_type={kind} has none; set rope_scaling to null" in message
         check_model(ModelConfig(position_embedding_type=kind, kv_channels=7))
-    assert "7 wide, and rotary embeddings take an even width" in broken(kv_channels=7)
-    assert "heads at least 4 wide, got 2" in broken(kv_channels=2, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    assert "a head is 7, and rotary embeddings require an even width" in broken(kv_channels=7)
+    assert "width 4 or more, got 2" in broken(kv_channels=2, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
 
 
 def run_with(*overrides: str) -> ConfigContainer:

@@ -25,7 +25,7 @@ def configured(**changes: Any) -> ConfigContainer:
     [
         ({"optimizer__decoupled_lr": 0.001}, "at most 0.001 .* must not end above that, got 0.01"),
         ({"optimizer__decoupled_min_lr": 0.2}, "at most 0.1 .* got 0.2 .*; set optimizer.decoupled_min_lr"),
-        ({"optimizer__muon_num_ns_steps": 100}, "muon_num_ns_steps=100 must be at most 99"),
+        ({"optimizer__muon_num_ns_steps": 100}, "muon_num_ns_steps=100 must be from 1 to 99"),
         (
             {"scheduler__override_opt_param_scheduler": True, "scheduler__use_checkpoint_opt_param_scheduler": True},
             "are both true, but a checkpoint's schedule can only be kept or replaced",

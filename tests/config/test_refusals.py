@@ -32,16 +32,16 @@ IMPOSSIBLE_SIZES = [
     Refused("model.hidden_size=130", "hidden_size=130", "even width", "change the number of heads"),
     Refused("model.hidden_size=33", "model.hidden_size=33", "multiple of num_attention_heads=2", "kv_channels"),
     Refused("model.num_query_groups=3", "num_attention_heads=2", "multiple of num_query_groups=3", "same number"),
-    Refused("model.kv_channels=7", "7 wide", "even width", "even model.kv_channels"),
+    Refused("model.kv_channels=7", "a head is 7", "even width", "even model.kv_channels"),
     Refused("model.seq_length=64", "dataset.seq_length=32", "must be the same", "set both"),
     Refused("train.micro_batch_size=0", "train.micro_batch_size=0", "must be > 0", ""),
     Refused("train.global_batch_size=6", "train.global_batch_size=6", "multiple of micro_batch_size", "choose 4 or 8"),
     Refused("train.train_iters=0", "train.train_iters=0", "must be > 0", ""),
     Refused(MOE + "model.moe_router_topk=5", "moe_router_topk=5", "at most model.num_moe_experts=4", "lower it"),
-    Refused(MOE + "model.moe_layer_freq=[1]", "moe_layer_freq=[1]", "each of the 2 layers", "whole number"),
+    Refused(MOE + "model.moe_layer_freq=[1]", "moe_layer_freq=[1]", "each of the 2 layers", "an integer"),
     Refused(MOE + "model.moe_layer_freq=[0,0]", "moe_layer_freq=[0, 0]", "no layer with experts", "set a layer to 1"),
     Refused("model.mtp_num_layers=32", "mtp_num_layers=32", "below model.seq_length=32", "shorter sequence"),
-    Refused("optimizer.muon_num_ns_steps=1000", "muon_num_ns_steps=1000", "at most", "5 is usual"),
+    Refused("optimizer.muon_num_ns_steps=1000", "muon_num_ns_steps=1000", "from 1 to 99", "5 is usual"),
     Refused("ft.watchdog_seconds=0.5", "ft.watchdog_seconds=0.5", "at least 1", "choose more"),
     Refused("peft.dropout=1.0", "peft.dropout=1.0", "below 1", ""),
 ]
@@ -60,7 +60,7 @@ BOTH_OF_TWO = [
     Refused(
         "train.rampup_batch_size=[4,4,100] & train.step_batch_size_schedule='0:4 100:8'",
         "train.rampup_batch_size and train.step_batch_size_schedule",
-        "both say",
+        "both ramp",
         "keep one",
     ),
     Refused("scheduler.lr_warmup_fraction=0.1", "given twice", "not both", "keep"),
@@ -86,7 +86,7 @@ BOTH_OF_TWO = [
         "has none",
         "to null",
     ),
-    Refused("dist.device=cpu & dist.distributed_backend=nccl", "nccl", "takes GPUs", "use gloo"),
+    Refused("dist.device=cpu & dist.distributed_backend=nccl", "nccl", "requires GPUs", "use gloo"),
 ]
 
 SCHEDULES = [
@@ -129,11 +129,13 @@ SCHEDULES = [
 ALONE_MEANINGLESS = [
     Refused("model.moe_aux_loss_coeff=0.1", "moe_aux_loss_coeff=0.1", "model.num_moe_experts is null", "set it"),
     Refused(MOE + "model.moe_shared_expert_gate=true", "moe_shared_expert_gate", "there is none", "to its width"),
-    Refused("dataset.weights=[1.0]", "dataset.weights=[1.0]", "means nothing for dataset.kind=text", "set kind"),
-    Refused("dataset.kind=chat & dataset.paths=[]", "dataset.paths=[]", "is empty", "takes JSONL"),
-    Refused("tokenizer.tokenizer_type=huggingface", "tokenizer_type=huggingface", "takes the path", "tokenizer_model"),
+    Refused(
+        "dataset.weights=[1.0]", "dataset.weights=[1.0]", "means nothing for dataset.kind=text", "set dataset.kind"
+    ),
+    Refused("dataset.kind=chat & dataset.paths=[]", "dataset.paths=[]", "is empty", "requires JSONL"),
+    Refused("tokenizer.tokenizer_type=huggingface", "tokenizer_type=huggingface", "requires tokenizer.", "the path of"),
     Refused("tokenizer.vocab_size=300", "tokenizer.vocab_size=300", "what tokenizer_type=bpe learns", "leave it"),
-    Refused("checkpoint.finetune=true", "checkpoint.finetune=True", "takes weights", "set checkpoint.pretrained"),
+    Refused("checkpoint.finetune=true", "checkpoint.finetune=True", "requires weights", "set checkpoint.pretrained"),
     Refused(LORA, "peft.peft_scheme=lora", "there are none", "peft_scheme=null"),
     Refused(
         LORA + " & checkpoint.pretrained_checkpoint=a & peft.target_modules=[]",
@@ -146,8 +148,10 @@ ALONE_MEANINGLESS = [
     Refused("train.iterations_to_skip=[0]", "holds 0", "counted from 1", "give 1 or more"),
     Refused("train.empty_unused_memory_level=3", "empty_unused_memory_level=3", "must be 0", "or 2"),
     Refused("ft.simulated_fault_rank=7", "simulated_fault_rank=7", "one of the ranks 0 to 0", "leave it null"),
-    Refused("ft.calc_ft_timeouts=true", "calc_ft_timeouts=True", "no folder", "set run.name"),
-    Refused("optimizer.muon_momentum=0.9", "muon_momentum=0.9", "means nothing for optimizer.optimizer=adam", "=muon"),
+    Refused("ft.calc_ft_timeouts=true", "calc_ft_timeouts=True", "no directory", "set run.name"),
+    Refused(
+        "optimizer.muon_momentum=0.9", "muon_momentum=0.9", "means nothing for optimizer.optimizer=adam", "to muon"
+    ),
     Refused("optimizer.optimizer=muonn", "'muonn'", "adam | sgd | muon", "Did you mean 'muon'"),
     Refused("model.normalization=layernorm", "'layernorm'", "RMSNorm | LayerNorm", "Did you mean 'LayerNorm'"),
 ]
@@ -157,7 +161,7 @@ TABLE = [*IMPOSSIBLE_SIZES, *RAMPUPS, *BOTH_OF_TWO, *SCHEDULES, *ALONE_MEANINGLE
 
 @pytest.fixture
 def config(tiny_config: ConfigContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ConfigContainer:
-    """A run that works, in a folder of its own that is empty."""
+    """A run that works, in a directory of its own that is empty."""
     monkeypatch.chdir(tmp_path)
     tiny_config.run.output_dir, tiny_config.dataset.cache_dir = str(tmp_path / "runs"), str(tmp_path / "cache")
     tiny_config.train.global_batch_size = 8
@@ -196,7 +200,7 @@ def test_a_batch_is_judged_by_the_number_of_ranks(config: ConfigContainer) -> No
 
 def test_fine_tuning_of_nothing_is_refused(config: ConfigContainer, tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"finetune takes weights to start from; set checkpoint.pretrained_checkpoint"
+        ConfigError, match=r"finetune requires weights to start from; set checkpoint.pretrained_checkpoint"
     ):
         finetune(config)
     assert list(tmp_path.iterdir()) == []

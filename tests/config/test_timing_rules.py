@@ -17,7 +17,7 @@ from onstep.recipes import tiny_gpt_pretrain_config
         (["straggler.threshold=1.5"], r"straggler.threshold=1.5 must be above 0 and below 1.*such as 0.7"),
         (["straggler.threshold=0"], r"straggler.threshold=0(.0)? must be above 0"),
         (["nvrx_straggler.gpu_relative_perf_threshold=2"], r"gpu_relative_perf_threshold=2(.0)? must be above 0 and"),
-        (["straggler.straggler_ctrlr_port=70000"], r"straggler_ctrlr_port=70000 must be at most 65535"),
+        (["straggler.straggler_ctrlr_port=70000"], r"straggler_ctrlr_port=70000 must be from 1 to 65535"),
         (
             [
                 "nvrx_straggler.enabled=true",

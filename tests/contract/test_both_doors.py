@@ -13,14 +13,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from two_doors import Outcome, configuration, differing, shared_readers, through_pretrain, through_trainer
 
 from onstep import Trainer, TrainingArguments
-from onstep.config.load import OPTIONS
+from onstep.config import KEYS
 from onstep.errors import ConfigError
-from sink_reading import scalars
+from tests.support.contract.two_doors import (
+    Outcome,
+    configuration,
+    differing,
+    shared_readers,
+    through_pretrain,
+    through_trainer,
+)
+from tests.support.sink_reading import scalars
 
-BOARD = {"logger.tensorboard_dir": "{folder}/board"}
+BOARD = {"logger.tensorboard_dir": "{directory}/board"}
 HUGE = {"optimizer.lr": 1e30}
 """The loss is NaN from step 2 on."""
 SPIKES = {"anomaly.spike_warmup": 2, "anomaly.spike_threshold": 0.001, "train.train_iters": 6, "logger.log_interval": 1}
@@ -28,7 +35,7 @@ ROLLBACK = {**SPIKES, "anomaly.on_spike": "rollback", "checkpoint.save_interval"
 SAVES = {"checkpoint.save_interval": 2}
 OTHER = {"run.name": "other", **SAVES}
 PAUSED = {"train.exit_interval": 2}
-LOADED = {"checkpoint.load": "{folder}/other/checkpoints"}
+LOADED = {"checkpoint.load": "{directory}/other/checkpoints"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ class Case:
     """The field of the outcome that shows it."""
     beside: dict[str, Any] = field(default_factory=dict)
     before: dict[str, Any] | None = None
-    """A run in the same folder, before this one."""
+    """A run in the same directory, before this one."""
 
 
 CASES = [
@@ -81,14 +88,14 @@ CASES = [
     Case("logger.log_first_step", True, "logs"),
     Case("logger.log_on_each_epoch", True, "logs"),
     Case("logger.logging_level", 10, "surroundings"),
-    Case("logger.logging_dir", "{folder}/journal", "files"),
+    Case("logger.logging_dir", "{directory}/elsewhere_logs", "files"),
     Case("logger.log_progress", True, "files"),
     Case("logger.report_to", "csv", "files"),
     Case("logger.report_names", ["hf", "bridge"], "tags", {"logger.report_to": "tensorboard"}),
     Case("logger.timing_log_level", 1, "printed"),
     Case("logger.timing_log_option", "all", "printed", {"logger.timing_log_level": 1}),
     Case("logger.log_energy", True, "features"),
-    Case("logger.tensorboard_dir", "{folder}/board", "tags"),
+    Case("logger.tensorboard_dir", "{directory}/board", "tags"),
     Case("logger.tensorboard_log_interval", 3, "tags", BOARD),
     Case("logger.skip_train_metrics_log", True, "tags", BOARD),
     *(
@@ -114,7 +121,7 @@ CASES = [
     Case("rng.seed", 7, "weights"),
     Case("rng.data_seed", 7, "weights"),
     Case("dataset.shuffle", False, "weights"),
-    Case("checkpoint.save", "{folder}/elsewhere", "files", SAVES),
+    Case("checkpoint.save", "{directory}/elsewhere", "files", SAVES),
     Case("checkpoint.save_interval", 1, "files"),
     Case("checkpoint.save_each_epoch", True, "files"),
     Case("checkpoint.save_on_best", True, "decisions"),
@@ -136,10 +143,10 @@ CASES = [
     Case("checkpoint.certify", True, "files"),
     Case("checkpoint.on_config_change", "apply", "ended", before={"train.train_iters": 2, **SAVES}),
     Case("checkpoint.resume", False, "ended", before=PAUSED),
-    Case("checkpoint.load", "{folder}/other/checkpoints", "events", before=OTHER),
+    Case("checkpoint.load", "{directory}/other/checkpoints", "events", before=OTHER),
     Case("checkpoint.ckpt_step", 2, "events", LOADED, before=OTHER),
     Case("checkpoint.load_optim", False, "weights", {**LOADED, "checkpoint.ckpt_step": 2}, before=OTHER),
-    Case("checkpoint.exit_on_missing_checkpoint", True, "ended", {"checkpoint.load": "{folder}/run/checkpoints"}),
+    Case("checkpoint.exit_on_missing_checkpoint", True, "ended", {"checkpoint.load": "{directory}/run/checkpoints"}),
     Case("scheduler.override_opt_param_scheduler", True, "ended", {"optimizer.lr": 0.02}, before=PAUSED),
     Case("scheduler.use_checkpoint_opt_param_scheduler", True, "ended", {"optimizer.lr": 0.02}, before=PAUSED),
     Case("run.fresh", True, "files", before={}),
@@ -212,20 +219,20 @@ def small_trainer(tmp_path: Path, overrides: dict[str, Any], rows: Any = ROWS, *
 class Doors:
     """Runs through both doors, each made once."""
 
-    def __init__(self, folder: Path, corpus: Path, cache: Path) -> None:
-        self._folder, self._corpus, self._cache = folder, corpus, cache
+    def __init__(self, directory: Path, corpus: Path, cache: Path) -> None:
+        self._directory, self._corpus, self._cache = directory, corpus, cache
         self._known: dict[str, Outcome] = {}
 
     def outcome(
-        self, door: Callable[..., Outcome], values: dict[str, Any], before: dict[str, Any] | None = None
+        self, entry_point: Callable[..., Outcome], values: dict[str, Any], before: dict[str, Any] | None = None
     ) -> Outcome:
         """What the door makes of these values, after a run with those of `before`."""
-        key = f"{door.__name__} {json.dumps([values, before])}"
+        key = f"{entry_point.__name__} {json.dumps([values, before])}"
         if key not in self._known:
-            folder = self._folder / str(len(self._known))
-            folder.mkdir()
+            directory = self._directory / str(len(self._known))
+            directory.mkdir()
             for one in (values,) if before is None else (before, values):
-                self._known[key] = door(configuration(folder, self._corpus, self._cache, one))
+                self._known[key] = entry_point(configuration(directory, self._corpus, self._cache, one))
         return self._known[key]
 
 
@@ -263,8 +270,8 @@ ONE_DOOR = {
     "tokenizer.tokenizer_model": TOKENIZER,
     "model.vocab_size": "pretrain takes it from the tokenizer, and checks the data against it",
     "checkpoint.load": "pretrain looks for the sizes of the model beside the weights",
-    "run.name": "a Trainer trains again into the folder that it owns",
-    "run.output_dir": "a Trainer trains again into the folder that it owns",
+    "run.name": "a Trainer trains again into the directory that it owns",
+    "run.output_dir": "a Trainer trains again into the directory that it owns",
     "train.loss_weighting": "a Trainer chooses by it between shares and means, and says so",
 }
 """Keys that one door reads by itself, beside what both read, and why."""
@@ -302,7 +309,7 @@ UNREAD = {
     "profiling.memory_snapshot_path": CUDA,
     "rerun_state_machine.spiky_loss_factor": "read where the forward step asks for it",
     **{f"ft.{name}": FAULT for name in ("simulated_fault_type", "simulated_fault_rank", "simulated_fault_base_delay")},
-    **{key: NVRX for key in OPTIONS if key.startswith("nvrx_straggler.") and key != "nvrx_straggler.enabled"},
+    **{key: NVRX for key in KEYS if key.startswith("nvrx_straggler.") and key != "nvrx_straggler.enabled"},
     "run.default_callbacks": "of Trainer and the command line: pretrain adds no callbacks",
     "trainer": "of Trainer alone: fields of TrainingArguments that no other key names",
 }
@@ -313,11 +320,11 @@ def test_every_key_is_read_through_both_doors_or_neither(doors: Doors) -> None:
     reads: list[dict[str, set[str]]] = [{}, {}]
     for case in CASES:
         values = {**case.beside, case.key: case.value}
-        for door, found in zip((through_pretrain, through_trainer), reads, strict=True):
-            for key, readers in doors.outcome(door, values, case.before).reads.items():
+        for entry_point, found in zip((through_pretrain, through_trainer), reads, strict=True):
+            for key, readers in doors.outcome(entry_point, values, case.before).reads.items():
                 found.setdefault(key, set()).update(readers)
     differ, unread = [], []
-    for key in OPTIONS:
+    for key in KEYS:
         one, other = (found.get(key, set()) for found in reads)
         shared = [shared_readers(one), shared_readers(other)]
         if shared[0] != shared[1] or bool(one - shared[0]) != bool(other - shared[1]):
@@ -328,25 +335,25 @@ def test_every_key_is_read_through_both_doors_or_neither(doors: Doors) -> None:
     assert sorted(set(unread) - {case.key for case in CASES}) == sorted(UNREAD)
 
 
-@pytest.mark.parametrize("door", [through_pretrain, through_trainer])
+@pytest.mark.parametrize("entry_point", [through_pretrain, through_trainer])
 @pytest.mark.parametrize(
     ("policy", "ended"), [("stop", "CheckpointError, failed"), ("continue", "completed, completed")]
 )
 def test_final_weights_that_cannot_be_written_are_what_on_save_error_says(
-    door: Callable[..., Outcome], policy: str, ended: str, tmp_path: Path, corpus: Path, token_cache: Path
+    entry_point: Callable[..., Outcome], policy: str, ended: str, tmp_path: Path, corpus: Path, token_cache: Path
 ) -> None:
-    door(configuration(tmp_path, corpus / "heapq.py", token_cache, PAUSED))
+    entry_point(configuration(tmp_path, corpus / "heapq.py", token_cache, PAUSED))
     (tmp_path / "run" / "model").write_text("in the way")
     values = {"checkpoint.on_save_error": policy}
-    assert door(configuration(tmp_path, corpus / "heapq.py", token_cache, values)).ended == ended
+    assert entry_point(configuration(tmp_path, corpus / "heapq.py", token_cache, values)).ended == ended
 
 
-@pytest.mark.parametrize("door", [through_pretrain, through_trainer])
+@pytest.mark.parametrize("entry_point", [through_pretrain, through_trainer])
 def test_a_tracker_that_cannot_work_is_refused_before_anything_is_built(
-    door: Callable[..., Outcome], doors: Doors
+    entry_point: Callable[..., Outcome], doors: Doors
 ) -> None:
     values = {"logger.mlflow_experiment": "one", "logger.mlflow_run_name": ""}
-    outcome = doors.outcome(door, values)
+    outcome = doors.outcome(entry_point, values)
     assert (outcome.ended, outcome.files, outcome.events) == ("ConfigError", [], [])
 
 
@@ -375,7 +382,7 @@ def test_a_trainer_refuses_what_only_pretrain_can_do(key: str, value: Any, tmp_p
     assert not (tmp_path / "run").exists()
 
 
-def test_without_a_run_folder_only_a_trainer_keeps_its_journal(doors: Doors) -> None:
+def test_without_a_run_directory_only_a_trainer_keeps_its_metrics_log(doors: Doors) -> None:
     values = {"run.name": None}
     one, other = doors.outcome(through_pretrain, values), doors.outcome(through_trainer, values)
     assert (one.files, other.files) == ([], ["trainer_logs.json"])  # Hugging Face's output_dir is always one

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bridge_pages import BASES, DATA, KEYWORD_ONLY, TRAIN, TRAIN_STEP_RESULT, TRAIN_UTILS
 
 import onstep
 import onstep.events as events
 import onstep.training as training
+from tests.support.contract.bridge_pages import BASES, DATA, KEYWORD_ONLY, TRAIN, TRAIN_STEP_RESULT, TRAIN_UTILS
 
 CALLABLES = {**TRAIN, **TRAIN_UTILS}
 NAMES = [*dict.fromkeys(name.partition(".")[0] for name in CALLABLES), *DATA]
@@ -39,10 +39,47 @@ def documented_parameters(text: str) -> dict[str, Any]:
     return dict(zip(names, [inspect.Parameter.empty] * without + defaults, strict=True))
 
 
+IMPORT_PATHS = {
+    "callbacks": CALLBACK_PAGE,
+    "config": ["ConfigContainer", "ProfilingConfig", "TrainingConfig"],
+    "forward_step_func_types": ["ForwardStepCallable"],
+    "gpt_step": ["forward_step"],
+    "pretrain": ["pretrain"],
+    "profiling": ["TNvtxContext"],
+    "state": ["GlobalState", "TrainState"],
+    "train": [name for name in TRAIN if "." not in name],
+    "utils.train_utils": [*(name for name in TRAIN_UTILS if "." not in name), *DATA],
+}
+"""The modules of `megatron.bridge.training` that the pages name, and what they have there."""
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module, names in IMPORT_PATHS.items() for name in names]
+)
+def test_an_import_line_of_the_pages_works_with_bridges_package_replaced_by_ours(module: str, name: str) -> None:
+    line = f"from megatron.bridge.training.{module} import {name}".replace("megatron.bridge", "onstep")
+    imported: dict[str, Any] = {}
+    exec(line, imported)
+    assert imported[name] is not None
+    if hasattr(training, name):  # both paths lead to one object
+        assert imported[name] is getattr(training, name)
+
+
+def test_the_recipe_of_the_pages_is_where_they_import_it_from() -> None:
+    from onstep.recipes.qwen import qwen25_500m_pretrain_config
+
+    assert qwen25_500m_pretrain_config().model.num_layers == 24
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_documented_name_can_be_imported_from_the_training_package(name: str) -> None:
     assert hasattr(training, name)
-    assert name.startswith("_") or name in training.__all__
+    assert name in training.bridge.HOMES
+
+
+def test_the_training_package_lists_a_dozen_names() -> None:
+    assert len(training.__all__) <= 14
+    assert set(training.__all__) <= set(training.bridge.HOMES)
 
 
 @pytest.mark.parametrize("name", CALLBACK_PAGE)

@@ -5,24 +5,23 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from every_callback import discovered, make
 
-from forked_processes import Processes
 from onstep.checkpoint import decode_state, encode_state
 from onstep.metrics_log import read_records
-from whole_runs import Ranks, check_same, forked
+from tests.support.contract.every_callback import discovered, make
+from tests.support.forked_processes import Processes
+from tests.support.whole_runs import Ranks, check_same
 
 NAMES = sorted(discovered())
 STATEFUL = [name for name in NAMES if hasattr(discovered()[name], "state_dict")]
 DOCS = Path(__file__).parents[2] / "docs"
-SCRIPT = Path(__file__).with_name("contract_jobs.py")
-WALL_CLOCK_STATES = ("MetricSinks", "ThroughputMonitor")
+JOBS = "tests.support.jobs.contract_jobs"
+WALL_CLOCK_STATES = ("TrackersCallback", "ThroughputMonitor")
 """Callbacks whose state holds measured times."""
 
 
@@ -32,7 +31,9 @@ def snake(name: str) -> str:
 
 def test_all_callbacks_are_found() -> None:
     files = {path.stem for path in Path(inspect.getfile(discovered()["JsonLogger"])).parent.glob("[a-z]*.py")}
-    assert {inspect.getmodule(one).__name__.rpartition(".")[2] for one in discovered().values()} == files  # type: ignore[union-attr]
+    modules = {one.__module__ for one in discovered().values()}
+    assert {module.rpartition(".")[2] for module in modules if module.startswith("onstep.callbacks.")} == files
+    assert modules - {f"onstep.callbacks.{file}" for file in files} == {"onstep.trackers.trackers_callback"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -67,16 +68,10 @@ def test_its_state_goes_through_a_checkpoint_s_codec_into_a_new_one(name: str, t
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    with forked() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def ranks(processes: Processes, corpus: Path, token_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """Starts runs of the jobs of `contract_jobs.py`."""
-    folder = tmp_path_factory.mktemp("contract")
-    return Ranks(processes, folder, SCRIPT, corpus=str(corpus), cache=str(token_cache))
+    directory = tmp_path_factory.mktemp("contract")
+    return Ranks(processes, directory, JOBS, corpus=str(corpus), cache=str(token_cache))
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +80,8 @@ def plain(ranks: Ranks) -> dict[int, dict[str, Any]]:
     return {number: ranks.finish(f"plain-{number}", "run", ranks=number, names=[]) for number in (1, 2)}
 
 
-def told(ranks: Ranks, name: str) -> dict[str, Any]:
-    return dict(json.loads((ranks.folder / name / "states-0.json").read_text()))
+def calls(ranks: Ranks, name: str) -> dict[str, Any]:
+    return dict(json.loads((ranks.directory / name / "states-0.json").read_text()))
 
 
 @pytest.mark.distributed
@@ -104,11 +99,11 @@ def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(
     found = ranks.finish(killed, "run", ranks=number, names=[name])
     check_same(found, expected)
     if name not in WALL_CLOCK_STATES:
-        assert without_paths(told(ranks, killed), killed) == without_paths(told(ranks, whole), whole)
+        assert without_paths(calls(ranks, killed), killed) == without_paths(calls(ranks, whole), whole)
 
 
 def without_paths(states: dict[str, Any], name: str) -> str:
-    """The states as text, with the run's folder named alike."""
+    """The states as text, with the run's directory named alike."""
     return json.dumps(states, sort_keys=True).replace(f"/{name}/", "/run/")
 
 
@@ -116,7 +111,7 @@ def without_paths(states: dict[str, Any], name: str) -> str:
 def test_two_runs_in_a_row_and_a_second_end_are_fine(name: str, ranks: Ranks) -> None:
     codes = ranks.start(f"{name}-twice", "twice", ranks=1, names=[name])
     assert codes == [0], ranks.output(f"{name}-twice")
-    runs = ranks.folder / f"{name}-twice" / "runs"
+    runs = ranks.directory / f"{name}-twice" / "runs"
     losses = [
         [one.get("loss") for one in read_records(runs / run / "trainer_logs.json")] for run in ("first", "second")
     ]
@@ -133,7 +128,7 @@ def test_it_works_in_the_trainer_and_for_an_evaluation_after_training(name: str,
 def test_it_works_in_an_evaluation_before_training(name: str, ranks: Ranks) -> None:
     codes = ranks.start(f"{name}-first", "evaluate_first", ranks=1, names=[name], own="run/own")
     assert codes == [0], ranks.output(f"{name}-first")
-    found = next((ranks.folder / f"{name}-first").rglob("trainer_logs.json"))
+    found = next((ranks.directory / f"{name}-first").rglob("trainer_logs.json"))
     assert any(record["global_step"] == 9 for record in read_records(found))
 
 

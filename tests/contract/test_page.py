@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from the_page import (
+
+import onstep.callbacks as callbacks
+from onstep import TrainerCallback, pretrain
+from onstep.config import ConfigContainer
+from onstep.metrics_log import read_records
+from tests.support.contract.the_page import (
     ATTRIBUTES,
     EVENTS,
     FINAL_METRICS,
@@ -22,11 +27,6 @@ from the_page import (
     TB_TAGS,
     WRITER_METHODS,
 )
-
-import onstep.callbacks as callbacks
-from onstep import TrainerCallback, pretrain
-from onstep.config import ConfigContainer
-from onstep.metrics_log import read_records
 
 
 def parameters_of(name: str) -> dict[str, inspect.Parameter]:
@@ -127,10 +127,10 @@ def test_old_names_of_the_divergence_detector_mean_the_same_class() -> None:
 
 @pytest.fixture(scope="module")
 def documented_run(corpus: Path, token_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The logging folder of a run with every callback that leaves a file, at its documented defaults."""
+    """The logging directory of a run with every callback that leaves a file, at its documented defaults."""
     from onstep.recipes import tiny_gpt_pretrain_config
 
-    folder = tmp_path_factory.mktemp("documented")
+    directory = tmp_path_factory.mktemp("documented")
     config = tiny_gpt_pretrain_config()
     config.dataset.paths, config.dataset.cache_dir = [str(corpus)], str(token_cache)
     config.dataset.split = "80,10,10"
@@ -139,9 +139,9 @@ def documented_run(corpus: Path, token_cache: Path, tmp_path_factory: pytest.Tem
     config.train.train_iters, config.train.global_batch_size, config.train.micro_batch_size = 8, 4, 4
     config.scheduler.lr_warmup_iters = 2
     config.validation.eval_on_start, config.validation.eval_interval, config.validation.eval_iters = False, 4, 2
-    config.logger.log_interval, config.logger.logging_dir = 2, str(folder)
+    config.logger.log_interval, config.logger.logging_dir = 2, str(directory)
     config.dist.device = "cpu"
-    writer = callbacks.ResumableSummaryWriter(str(folder / "tensorboard"))
+    writer = callbacks.ResumableSummaryWriter(str(directory / "tensorboard"))
     pretrain(
         config,
         callbacks=[
@@ -152,14 +152,14 @@ def documented_run(corpus: Path, token_cache: Path, tmp_path_factory: pytest.Tem
             callbacks.WeightNormLogger(),
             callbacks.TBLogger(writer, experiment_info={"who": "we"}),
             callbacks.TextgenCallback(writer, ["def "], max_new_tokens=4),
-            callbacks.ProfilerCallback(output_dir=str(folder / "profiles")),
+            callbacks.ProfilerCallback(output_dir=str(directory / "profiles")),
             writer,
         ],
     )
-    return folder
+    return directory
 
 
-def test_the_journal_has_the_documented_file_and_keys(documented_run: Path) -> None:
+def test_the_metrics_log_has_the_documented_file_and_keys(documented_run: Path) -> None:
     records = read_records(documented_run / "trainer_logs.json")
     assert json.loads((documented_run / "trainer_logs.json").read_text()) == records
     for record in records:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onstep.config.parts import DatasetConfig
+from onstep.config import DatasetConfig
 from onstep.data import BlendedDataset, ByteTokenizer, build_datasets, write_indexed_dataset
 from onstep.errors import DataError
 
@@ -84,7 +84,7 @@ def test_batches_hold_the_samples_asked_for() -> None:
 
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0]])
 def test_weights_that_do_not_fit_are_refused(weights: list[float]) -> None:
-    with pytest.raises(DataError, match="a blend of 2 datasets takes as many weights > 0"):
+    with pytest.raises(DataError, match="a blend of 2 datasets requires as many weights > 0"):
         blend_of(3, 4, weights=weights)
 
 

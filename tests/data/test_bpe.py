@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from onstep.config.parts import DatasetConfig, TokenizerConfig
+from onstep.config import DatasetConfig, TokenizerConfig
 from onstep.data import build_datasets, build_tokenizer, learn_bpe, tokenizer_in_run, tokenizer_source
 from onstep.errors import DataError, MissingExtraError
 
@@ -20,10 +20,10 @@ pytest.importorskip("tokenizers")
 TEXT = "the cat sat on the mat\nthe dog sat on the log\n" * 20
 
 
-def config_of(folder: Path, text: str = TEXT, **options: Any) -> DatasetConfig:
-    (folder / "in").mkdir(exist_ok=True)
-    (folder / "in" / "a.txt").write_text(text)
-    return DatasetConfig(paths=[str(folder / "in")], cache_dir=str(folder / "cache"), **options)
+def config_of(directory: Path, text: str = TEXT, **options: Any) -> DatasetConfig:
+    (directory / "in").mkdir(exist_ok=True)
+    (directory / "in" / "a.txt").write_text(text)
+    return DatasetConfig(paths=[str(directory / "in")], cache_dir=str(directory / "cache"), **options)
 
 
 def learn(config: DatasetConfig, size: int | None = 270) -> Any:
@@ -65,13 +65,14 @@ def test_a_broken_file_is_learned_again(tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 from pathlib import Path
-from onstep.config.parts import DatasetConfig
+from onstep.config import DatasetConfig
 from onstep.data import learn_bpe, tokenizer_source
 config = DatasetConfig(paths=[sys.argv[1]], cache_dir=sys.argv[2])
 print(learn_bpe(tokenizer_source(config), 400, config.cache_dir, show_progress=False).fingerprint)
 """
 
 
+@pytest.mark.process
 def test_processes_at_once_and_apart_learn_the_same(tmp_path: Path) -> None:
     config = config_of(tmp_path, "".join(f"word{i % 37} of {i % 11} and {i}\n" for i in range(2000)))
 
@@ -110,9 +111,7 @@ def test_it_is_learned_from_the_texts_of_chats_and_datasets(tmp_path: Path) -> N
 def test_a_corpus_that_cannot_be_learned_from_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"ab\xff")
     (tmp_path / "half.jsonl").write_text('{"text": "a\\ud83d"}\n')
-    with pytest.raises(
-        DataError, match=r"half.jsonl:1 is not UTF-8: .*half of a pair of surrogates.*; mend the record"
-    ):
+    with pytest.raises(DataError, match=r"half.jsonl:1 is not UTF-8: .*an unpaired surrogate.*; fix the record"):
         learn(DatasetConfig(paths=[str(tmp_path / "half.jsonl")], cache_dir=str(tmp_path)))
     with pytest.raises(DataError, match="bytes is not UTF-8: byte 0xff at offset 2"):
         learn(DatasetConfig(paths=[str(tmp_path / "bytes")], cache_dir=str(tmp_path)))
@@ -121,7 +120,7 @@ def test_a_corpus_that_cannot_be_learned_from_is_refused(tmp_path: Path) -> None
         learn(DatasetConfig(paths=[str(tmp_path / "empty.txt")], cache_dir=str(tmp_path)))
     with pytest.raises(DataError, match="vocab_size=256 must be >= 257"):
         learn(config_of(tmp_path), 256)
-    with pytest.raises(DataError, match="has token ids, from which no tokenizer"):
+    with pytest.raises(DataError, match="holds token ids, on which a tokenizer"):
         tokenizer_source(DatasetConfig(kind="megatron", paths=["x"]))
 
 
@@ -141,11 +140,11 @@ def test_a_saved_one_is_opened_by_transformers_and_by_us(tmp_path: Path) -> None
 
 
 def test_a_run_that_lost_its_tokenizer_says_so(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("of another run, in a folder above")
+    (tmp_path / "tokenizer.json").write_text("of another run, in a directory above")
     run = tmp_path / "run"
     run.mkdir()
     (run / "run.json").touch()
-    with pytest.raises(DataError, match=r"its folder has no tokenizer\.json"):
+    with pytest.raises(DataError, match=r"its directory has no tokenizer\.json"):
         tokenizer_in_run(TokenizerConfig(tokenizer_type="bpe"), run)
     given = TokenizerConfig(tokenizer_type="tokenizers", tokenizer_model="x.json")
     assert tokenizer_in_run(given, run) is given

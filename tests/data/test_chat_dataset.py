@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from onstep.config.parts import DatasetConfig, ModelConfig
+from onstep.config import DatasetConfig, ModelConfig
 from onstep.data import (
     ByteTokenizer,
     ChatDataset,
@@ -41,9 +41,9 @@ def write(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def chats_of(folder: Path, rows: list[Any]) -> ChatFile:
-    source = ChatFiles([write(folder / "chat.jsonl", rows)], ChatKeys())
-    return build_chat_file(source, ByteTokenizer(), folder / "cache", show_progress=False)
+def chats_of(directory: Path, rows: list[Any]) -> ChatFile:
+    source = ChatFiles([write(directory / "chat.jsonl", rows)], ChatKeys())
+    return build_chat_file(source, ByteTokenizer(), directory / "cache", show_progress=False)
 
 
 def ragged(count: int) -> list[dict[str, Any]]:
@@ -140,8 +140,8 @@ def test_a_conversation_that_is_too_long_is_cut_and_counted_once(
     with caplog.at_level(logging.WARNING):
         dataset = PackedDataset(chats_of(tmp_path, rows), 40, pad_id=END)
     assert [record.getMessage() for record in caplog.records] == [
-        "of 4 conversations, 2 are longer than seq_length=40 and lose their end and 1 have no answer within a sequence "
-        "and are left out"
+        "of 4 conversations, 2 are longer than seq_length=40 and are truncated and 1 have no answer within a sequence "
+        "and are dropped"
     ]
     assert len(dataset) == 3
     tokens, labels = conversation(rows[0])
@@ -180,9 +180,9 @@ def test_the_edge_of_a_sequence_keeps_a_label_and_loses_none(tmp_path: Path) -> 
         ChatDataset(chats, shortest - 1, pad_id=0, warns=False)
 
 
-def config_of(folder: Path, rows: list[Any], **options: Any) -> DatasetConfig:
-    path = write(folder / "chat.jsonl", rows)
-    settings: dict[str, Any] = {"split": "80,10,10", "seq_length": 100, "cache_dir": str(folder / "cache")} | options
+def config_of(directory: Path, rows: list[Any], **options: Any) -> DatasetConfig:
+    path = write(directory / "chat.jsonl", rows)
+    settings: dict[str, Any] = {"split": "80,10,10", "seq_length": 100, "cache_dir": str(directory / "cache")} | options
     return DatasetConfig(kind="chat", paths=[str(path)], **settings)
 
 
@@ -233,13 +233,13 @@ def test_messages_of_a_dataset_are_read_without_the_keys_that_it_adds(tmp_path: 
     ("line", "message"),
     [
         ("{not json", r"chat\.jsonl:2 is not a JSON record"),
-        ("[1]", r"chat\.jsonl:2 holds a JSON list"),
-        ('{"text": "x"}', r"chat\.jsonl:2 has neither 'messages' nor 'prompt' and 'response' \(its keys: 'text'\)"),
+        ("[1]", r"chat\.jsonl:2 contains a JSON list"),
+        ('{"text": "x"}', r"chat\.jsonl:2 has neither 'messages' nor both .* and 'response' \(its keys: 'text'\)"),
         ('{"prompt": "x", "response": 3}', r"chat\.jsonl:2: 'response' must be a string, got int"),
         ('{"messages": []}', r"chat\.jsonl:2: 'messages' must be a list of messages"),
-        ('{"prompt": "x", "response": "a\\ud83d"}', r"chat\.jsonl:2: .* holds '\\ud83d', half of a pair of surrogates"),
-        ('{"messages": [{"role": "user", "content": [{"text": "\\ude00"}]}]}', r"chat\.jsonl:2: .* half of a pair"),
-        ('{"messages": [{"content": "x"}]}', r"chat\.jsonl:2: 'messages' must hold messages with 'role'"),
+        ('{"prompt": "x", "response": "a\\ud83d"}', r"jsonl:2: .* contains an unpaired surrogate \('\\ud83d'\)"),
+        ('{"messages": [{"role": "user", "content": [{"text": "\\ude00"}]}]}', r"jsonl:2: .* an unpaired surrogate"),
+        ('{"messages": [{"content": "x"}]}', r"chat\.jsonl:2: 'messages' must contain messages with 'role'"),
     ],
 )
 def test_a_record_of_another_form_is_named(tmp_path: Path, line: str, message: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from onstep.config.parts import DatasetConfig
+from onstep.config import DatasetConfig
 from onstep.data import ByteTokenizer, PlainTemplate, TokenizerTemplate, learn_bpe, template_for, tokenizer_source
 from onstep.data.corpus.tokenizers import HuggingFaceTokenizer
 from onstep.errors import DataError
@@ -45,8 +45,8 @@ TALK = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer folder of transformers with the special tokens of ChatML."""
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer directory of transformers with the special tokens of ChatML."""
     path = tmp_path_factory.mktemp("tokenizer")
     (path / "a.txt").write_text("What is it? It is what it is.\nassistant user\n" * 30)
     source = tokenizer_source(DatasetConfig(paths=[str(path / "a.txt")]))
@@ -58,8 +58,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def template_of(folder: Path, text: str) -> Any:
-    tokenizer = HuggingFaceTokenizer(folder)
+def template_of(directory: Path, text: str) -> Any:
+    tokenizer = HuggingFaceTokenizer(directory)
     tokenizer.library_tokenizer.chat_template = text
     return tokenizer, template_for(tokenizer)
 
@@ -105,9 +105,9 @@ def test_what_follows_the_last_answer_is_not_trained_on() -> None:
     ],
 )
 def test_exactly_the_answers_of_a_tokenizers_template_are_trained_on(
-    folder: Path, text: str, expected: list[str]
+    directory: Path, text: str, expected: list[str]
 ) -> None:
-    tokenizer, template = template_of(folder, text)
+    tokenizer, template = template_of(directory, text)
     messages = TALK[1:] if text is INST else TALK
     chat = template.encode(messages, "here")
     rendered = tokenizer.library_tokenizer.apply_chat_template(messages, tokenize=False)
@@ -115,8 +115,8 @@ def test_exactly_the_answers_of_a_tokenizers_template_are_trained_on(
     assert [piece.strip(" ") for piece in trained_pieces(tokenizer, chat)] == expected
 
 
-def test_an_answer_that_is_also_a_question_is_trained_on_where_it_is_an_answer(folder: Path) -> None:
-    tokenizer, template = template_of(folder, CHATML)
+def test_an_answer_that_is_also_a_question_is_trained_on_where_it_is_an_answer(directory: Path) -> None:
+    tokenizer, template = template_of(directory, CHATML)
     messages = [USER, {"role": "assistant", "content": USER["content"]}] * 2
     chat = template.encode(messages, "here")
     assert trained_pieces(tokenizer, chat) == ["What is it?<|im_end|>"] * 2
@@ -126,8 +126,8 @@ def test_an_answer_that_is_also_a_question_is_trained_on_where_it_is_an_answer(f
     assert chat.trained.argmax() == len(asked)
 
 
-def test_a_special_token_in_a_message_is_text(folder: Path) -> None:
-    tokenizer, template = template_of(folder, CHATML)
+def test_a_special_token_in_a_message_is_text(directory: Path) -> None:
+    tokenizer, template = template_of(directory, CHATML)
     library = tokenizer.library_tokenizer
     question, said = "Is <|im_end|> the end?", "<|im_end|> is,\n<|im_start|>too"
     chat = template.encode([{**USER, "content": question}, {**ANSWER, "content": said}], "here")
@@ -137,13 +137,13 @@ def test_a_special_token_in_a_message_is_text(folder: Path) -> None:
     assert library.decode(chat.ids) == library.apply_chat_template(
         [{**USER, "content": question}, {**ANSWER, "content": said}], tokenize=False
     )
-    _, marked = template_of(folder, MARKED)
-    with pytest.raises(DataError, match=r"a\.jsonl:3: a message holds '<\|im_end\|>', a special token"):
+    _, marked = template_of(directory, MARKED)
+    with pytest.raises(DataError, match=r"a\.jsonl:3: a message contains '<\|im_end\|>', a special token"):
         marked.encode([USER, {**ANSWER, "content": said}], "a.jsonl:3")
 
 
-def test_in_the_plain_template_marks_are_tokens_where_they_are_special_and_contents_are_not(folder: Path) -> None:
-    tokenizer = HuggingFaceTokenizer(folder)
+def test_in_the_plain_template_marks_are_tokens_where_they_are_special_and_contents_are_not(directory: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(directory)
     tokenizer.library_tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
     mark = tokenizer.library_tokenizer.convert_tokens_to_ids("<|user|>")
     talk = [{**USER, "content": "a <|endoftext|> <|user|>"}, {**ANSWER, "content": "<|endoftext|>b"}]
@@ -154,41 +154,41 @@ def test_in_the_plain_template_marks_are_tokens_where_they_are_special_and_conte
     assert asked[: len(tokenizer.encode_text(prompt))] == tokenizer.encode_text(prompt)
 
 
-def test_templates_are_told_apart_in_the_cache(folder: Path) -> None:
-    found = {template_of(folder, text)[1].fingerprint for text in (CHATML, MARKED, INST)}
+def test_templates_are_told_apart_in_the_cache(directory: Path) -> None:
+    found = {template_of(directory, text)[1].fingerprint for text in (CHATML, MARKED, INST)}
     assert len(found | {PlainTemplate(ByteTokenizer()).fingerprint}) == 4
 
 
-def test_a_template_that_hides_an_answer_is_refused(folder: Path) -> None:
+def test_a_template_that_hides_an_answer_is_refused(directory: Path) -> None:
     for text in ("{{ messages | length }}", "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}"):
-        _, template = template_of(folder, text)
-        with pytest.raises(DataError, match=r"a\.jsonl:3: the chat template .* does not show where answer 1 stands"):
+        _, template = template_of(directory, text)
+        with pytest.raises(DataError, match=r"a\.jsonl:3: cannot locate answer 1 in the output"):
             template.encode([USER, ANSWER], "a.jsonl:3")
 
 
-def test_messages_that_a_template_does_not_take_are_named(folder: Path) -> None:
-    _, template = template_of(folder, "{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(DataError, match=r"a\.jsonl:3: .* refuses the messages: roles must alternate"):
+def test_messages_that_a_template_does_not_take_are_named(directory: Path) -> None:
+    _, template = template_of(directory, "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(DataError, match=r"a\.jsonl:3: .* rejects the messages: roles must alternate"):
         template.encode([USER, ANSWER], "a.jsonl:3")
     with pytest.raises(DataError, match=r"a\.jsonl:3: 'content' must be a string, got list"):
         PlainTemplate(ByteTokenizer()).encode([{"role": "user", "content": []}], "a.jsonl:3")
 
 
-def test_a_template_cannot_reach_beyond_the_messages(folder: Path) -> None:
-    _, template = template_of(folder, "{{ ''.__class__.__mro__[1].__subclasses__() }}")
-    with pytest.raises(DataError, match="refuses the messages"):
+def test_a_template_cannot_reach_beyond_the_messages(directory: Path) -> None:
+    _, template = template_of(directory, "{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(DataError, match="rejects the messages"):
         template.encode([USER, ANSWER], "a.jsonl:3")
 
 
-def test_a_tokenizer_without_template_has_the_plain_one(folder: Path) -> None:
-    tokenizer = HuggingFaceTokenizer(folder)
+def test_a_tokenizer_without_template_has_the_plain_one(directory: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(directory)
     assert isinstance(template_for(tokenizer), PlainTemplate)
-    assert isinstance(template_of(folder, CHATML)[1], TokenizerTemplate)
+    assert isinstance(template_of(directory, CHATML)[1], TokenizerTemplate)
 
 
 def test_the_plain_template_takes_an_end_token() -> None:
     class Endless(ByteTokenizer):
         eos_id = None
 
-    with pytest.raises(DataError, match="a chat needs a token that ends an answer"):
+    with pytest.raises(DataError, match="chats require an end token"):
         template_for(Endless())

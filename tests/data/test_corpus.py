@@ -20,7 +20,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_folder_is_searched_for_text_and_hidden_folders_are_left_out(tree: Path) -> None:
+def test_a_directory_is_searched_for_text_and_hidden_directories_are_left_out(tree: Path) -> None:
     assert find_files([tree]) == [tree / "a.md", tree / "b.txt", tree / "deep/er/c.py"]
 
 
@@ -41,8 +41,8 @@ def test_a_file_whose_name_looks_like_a_glob_is_a_file(tmp_path: Path) -> None:
     ("given", "message"),
     [
         ("nowhere.txt", "the corpus path '.*nowhere.txt' does not exist"),
-        ("*.none", "glob '.*none' of the corpus matches no file"),
-        ("empty", "folder '.*empty' of the corpus has no text-like file"),
+        ("*.none", "corpus glob '.*none' matches no files"),
+        ("empty", "corpus directory '.*empty' has no text files"),
     ],
 )
 def test_a_path_that_stands_for_nothing_is_named(tree: Path, given: str, message: str) -> None:
@@ -80,7 +80,7 @@ def test_a_text_file_is_one_document_and_a_jsonl_record_is_one(tmp_path: Path) -
     [
         (b'{"text": "x"', r"bad.jsonl:3 is not a JSON record"),
         (b'{"text": "\xff"}', r"bad.jsonl:3 is not a JSON record.*0xff"),
-        (b'["x"]', r"bad.jsonl:3 holds a JSON list"),
+        (b'["x"]', r"bad.jsonl:3 contains a JSON list"),
         (b'{"txt": "x", "id": 4}', r"bad.jsonl:3 has no key 'text' \(its keys: 'txt', 'id'\); set dataset.text_key"),
         (b'{"text": null}', r"bad.jsonl:3: 'text' must be a string, got NoneType"),
     ],
@@ -95,5 +95,5 @@ def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, line: bytes, mes
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"cannot read .*gone.txt of the corpus: No such file"):
+    with pytest.raises(DataError, match=r"cannot read corpus file .*gone.txt: No such file"):
         list(iter_documents([tmp_path / "gone.txt"], "text"))

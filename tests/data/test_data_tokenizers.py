@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, a `tokenizer.json`, a local `transformers` folder."""
+"""Tokenizers: bytes, a `tokenizer.json`, a local `transformers` directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onstep.config.parts import DatasetConfig, TokenizerConfig
+from onstep.config import DatasetConfig, TokenizerConfig
 from onstep.data import build_tokenizer, learn_bpe, tokenizer_source
 from onstep.errors import DataError, MissingExtraError
 
@@ -29,13 +29,13 @@ def tokenizer_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def tokenizer_folder(tokenizer_file: Path, tmp_path: Path) -> Path:
+def tokenizer_dir(tokenizer_file: Path, tmp_path: Path) -> Path:
     transformers = pytest.importorskip("transformers")
-    folder = tmp_path / "pretrained"
+    directory = tmp_path / "pretrained"
     transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(tokenizer_file), eos_token="<|endoftext|>", unk_token="[UNK]"
-    ).save_pretrained(folder)
-    return folder
+    ).save_pretrained(directory)
+    return directory
 
 
 @pytest.fixture
@@ -67,8 +67,8 @@ def test_a_tokenizers_file_is_used_without_special_tokens(tokenizer_file: Path) 
         tokenizer.encode(b"cat \xff")
 
 
-def test_a_local_transformers_tokenizer_is_used_without_special_tokens(tokenizer_folder: Path) -> None:
-    config = TokenizerConfig(tokenizer_type="huggingface", tokenizer_model=str(tokenizer_folder))
+def test_a_local_transformers_tokenizer_is_used_without_special_tokens(tokenizer_dir: Path) -> None:
+    config = TokenizerConfig(tokenizer_type="huggingface", tokenizer_model=str(tokenizer_dir))
     tokenizer = build_tokenizer(config)
     assert tokenizer.encode_text("the cat sat flat") == [1, 2, 3, 9]
     assert list(tokenizer.encode(b"cat sat")) == [2, 3]
@@ -93,8 +93,8 @@ def test_a_special_token_in_a_text_is_text_and_in_a_prompt_the_token(kind: str, 
 
 
 @pytest.mark.parametrize("kind", ["tokenizers", "huggingface"])
-def test_the_fingerprint_follows_the_content(kind: str, tokenizer_file: Path, tokenizer_folder: Path) -> None:
-    model = tokenizer_file if kind == "tokenizers" else tokenizer_folder
+def test_the_fingerprint_follows_the_content(kind: str, tokenizer_file: Path, tokenizer_dir: Path) -> None:
+    model = tokenizer_file if kind == "tokenizers" else tokenizer_dir
     config = TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(model))
     first = build_tokenizer(config).fingerprint
     assert build_tokenizer(config).fingerprint == first
@@ -110,14 +110,14 @@ def test_the_fingerprint_follows_the_content(kind: str, tokenizer_file: Path, to
     [
         ("byte", None, "unknown tokenizer_type 'byte'. Did you mean 'bytes'"),
         ("hugingface", "x", "Did you mean 'huggingface'"),
-        ("bytes", "x.json", "takes no tokenizer_model, got 'x.json'"),
-        ("tokenizers", None, "needs tokenizer_model"),
-        ("huggingface", None, "needs tokenizer_model"),
+        ("bytes", "x.json", "does not use tokenizer_model, got 'x.json'"),
+        ("tokenizers", None, "requires tokenizer_model"),
+        ("huggingface", None, "requires tokenizer_model"),
         ("tokenizers", "missing.json", "cannot read tokenizer file .*missing.json': No such file"),
-        ("tokenizers", ".", "is a folder; give its tokenizer.json"),
-        ("tokenizers", "bad.json", "bad.json is no tokenizer"),
-        ("huggingface", "missing", "is no folder"),
-        ("huggingface", ".", "holds no tokenizer that transformers can load"),
+        ("tokenizers", ".", "is a directory; give its tokenizer.json"),
+        ("tokenizers", "bad.json", "bad.json is not a tokenizer"),
+        ("huggingface", "missing", "is not a directory"),
+        ("huggingface", ".", "does not contain a tokenizer that transformers can load"),
     ],
 )
 def test_what_cannot_be_built_is_refused_with_a_remedy(
@@ -129,22 +129,22 @@ def test_what_cannot_be_built_is_refused_with_a_remedy(
         build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=path))
 
 
-def test_a_folder_cannot_bring_code_along(tokenizer_folder: Path) -> None:
-    marker = tokenizer_folder / "ran"
-    (tokenizer_folder / "own.py").write_text(f"open({str(marker)!r}, 'w').close()\nclass Own: pass\n")
-    path = tokenizer_folder / "tokenizer_config.json"
+def test_a_directory_cannot_bring_code_along(tokenizer_dir: Path) -> None:
+    marker = tokenizer_dir / "ran"
+    (tokenizer_dir / "own.py").write_text(f"open({str(marker)!r}, 'w').close()\nclass Own: pass\n")
+    path = tokenizer_dir / "tokenizer_config.json"
     config = json.loads(path.read_text()) | {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
     path.write_text(json.dumps(config))
     with pytest.raises(DataError, match="trust_remote_code"):
-        build_tokenizer(TokenizerConfig(tokenizer_type="huggingface", tokenizer_model=str(tokenizer_folder)))
+        build_tokenizer(TokenizerConfig(tokenizer_type="huggingface", tokenizer_model=str(tokenizer_dir)))
     assert not marker.exists()
 
 
 @pytest.mark.parametrize(("kind", "library"), [("tokenizers", "tokenizers"), ("huggingface", "transformers")])
 def test_a_missing_library_gives_the_install_line(
-    kind: str, library: str, tokenizer_file: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, library: str, tokenizer_file: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
-    model = tokenizer_file if kind == "tokenizers" else tokenizer_folder
+    model = tokenizer_file if kind == "tokenizers" else tokenizer_dir
     with pytest.raises(MissingExtraError, match=r"pip install 'onstep\[hf\]'"):
         build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(model)))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from onstep.config.parts import DatasetConfig
+from onstep.config import DatasetConfig
 from onstep.data import ByteTokenizer, build_datasets
 from onstep.errors import DataError, MissingExtraError
 
@@ -67,7 +67,7 @@ def test_a_saved_dataset_is_read_row_by_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl", "parquet", "csv", "tsv"])
-def test_files_and_folders_of_each_form_give_the_same(tmp_path: Path, suffix: str) -> None:
+def test_files_and_directories_of_each_form_give_the_same(tmp_path: Path, suffix: str) -> None:
     file = write_file(tmp_path / "in" / f"data.{suffix}")
     for path in (file, tmp_path / "in", f"{tmp_path}/in/*.{suffix}"):
         assert stream(build(config_of(tmp_path, path))[0]) == STREAM
@@ -97,7 +97,7 @@ def test_a_split_divides_what_the_dataset_has_not(tmp_path: Path) -> None:
     assert test.end - test.start == 23  # a tenth of 225, up to where a token is cut
 
 
-def test_names_of_files_in_a_folder_tell_the_splits(tmp_path: Path) -> None:
+def test_names_of_files_in_a_directory_tell_the_splits(tmp_path: Path) -> None:
     for name in ("train-00000.jsonl", "deep/valid_1.jsonl", ".hidden/train.jsonl", "latest.jsonl"):
         path = tmp_path / "in" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ def test_tokens_are_cached_by_fingerprint_and_column(tmp_path: Path) -> None:
 
 def test_a_missing_column_and_a_row_without_text_are_named(tmp_path: Path) -> None:
     rows(TEXTS).save_to_disk(tmp_path / "saved")
-    with pytest.raises(DataError, match=r"no column 'body' \(it has 'text', 'other'\); set dataset.text_key"):
+    with pytest.raises(DataError, match=r"no column 'body' \(its columns: 'text', 'other'\); set dataset.text_key"):
         build(config_of(tmp_path, tmp_path / "saved", text_key="body"))
     datasets.Dataset.from_dict({"text": ["a", None]}).save_to_disk(tmp_path / "gap")
     with pytest.raises(DataError, match=r"gap:2: column 'text' must hold strings, got NoneType"):
@@ -148,17 +148,17 @@ def test_files_that_would_be_run_or_are_unknown_are_refused(tmp_path: Path, name
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / name).write_bytes(b"\x80\x04.")
     for path in (tmp_path / "in", tmp_path / "in" / name):
-        with pytest.raises(DataError, match=r"must hold files of one kind of \.json"):
+        with pytest.raises(DataError, match=r"must contain files of a single kind of \.json"):
             build(config_of(tmp_path, path))
 
 
 def test_a_loading_script_is_not_run(tmp_path: Path) -> None:
-    folder = tmp_path / "scripted"
-    folder.mkdir()
+    directory = tmp_path / "scripted"
+    directory.mkdir()
     proof = tmp_path / "it-ran"
-    (folder / "scripted.py").write_text(f"open({str(proof)!r}, 'w').close()\n")
-    (folder / "data.jsonl").write_text('{"text": "some text"}\n')
-    assert stream(build(config_of(tmp_path, folder))[0]) == [*b"some text", 256]
+    (directory / "scripted.py").write_text(f"open({str(proof)!r}, 'w').close()\n")
+    (directory / "data.jsonl").write_text('{"text": "some text"}\n')
+    assert stream(build(config_of(tmp_path, directory))[0]) == [*b"some text", 256]
     assert not proof.exists()
 
 
@@ -171,7 +171,7 @@ def test_a_broken_file_and_a_missing_path_are_data_errors(tmp_path: Path) -> Non
 
 
 OFFLINE = """
-from onstep.config.parts import DatasetConfig
+from onstep.config import DatasetConfig
 from onstep.data import ByteTokenizer, build_datasets
 from onstep.errors import DataError
 try:
@@ -186,7 +186,7 @@ def test_a_name_on_the_hub_without_a_network_says_so(tmp_path: Path) -> None:
     command = [sys.executable, "-c", OFFLINE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert "cannot load the dataset 'nobody/nothing'" in done.stdout
-    assert "a name on the hub takes a network; a local folder or file takes none" in done.stdout
+    assert "the Hub requires network access" in done.stdout
 
 
 def test_a_missing_library_gives_the_line_that_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onstep.config.parts import DatasetConfig
+from onstep.config import DatasetConfig
 from onstep.data import (
     Boundaries,
     ByteTokenizer,
@@ -38,8 +38,8 @@ def files_of(prefix: Path, index: bytes, tokens: bytes) -> Path:
     return prefix
 
 
-def megatron_files(folder: Path) -> Path:
-    return files_of(folder / "corpus", MEGATRON_INDEX, np.arange(1, 7, dtype="<u2").tobytes())
+def megatron_files(directory: Path) -> Path:
+    return files_of(directory / "corpus", MEGATRON_INDEX, np.arange(1, 7, dtype="<u2").tobytes())
 
 
 def test_files_of_megatron_are_read_document_by_document(tmp_path: Path) -> None:
@@ -97,18 +97,18 @@ def damaged(at: int, value: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        (b"PK\x03\x04 some zip file that is not an index", "is no index of Megatron's: it must begin with MMIDIDX"),
-        (MEGATRON_INDEX[:20], "truncated: it ends within its header"),
-        (MEGATRON_INDEX[:-3], "has 91 bytes, but its header takes 94; it is truncated"),
+        (b"PK\x03\x04 some zip file that is not an index", "is not a Megatron index: it must begin with MMIDIDX"),
+        (MEGATRON_INDEX[:20], "truncated: it ends within the header"),
+        (MEGATRON_INDEX[:-3], "has 91 bytes, but its header implies 94; it is truncated"),
         (MEGATRON_INDEX + b"\0\0\0", "holds more than text"),
         (damaged(9, b"\x02"), "version 2; only version 1"),
-        (damaged(17, b"\x07"), "ids of type 7, which are no token ids"),
+        (damaged(17, b"\x07"), "ids of type 7, which is not an integer type"),
         (damaged(34, b"\x09"), "sequences up to byte 18; it is truncated or belongs to another index"),
-        (damaged(34, b"\xff\xff\xff\xff"), "damaged: lengths or places"),
-        (damaged(42, b"\x01"), "12 bytes, but its index has 10; it belongs to another"),
-        (damaged(46, b"\x01"), "damaged: lengths or places"),
-        (damaged(70, b"\x01"), "the documents must begin at sequence 0"),
-        (damaged(78, b"\x09"), "the documents must begin at sequence 0, rise and end at 3"),
+        (damaged(34, b"\xff\xff\xff\xff"), "damaged: it has impossible lengths"),
+        (damaged(42, b"\x01"), "12 bytes, but its index lists 10; it belongs to another"),
+        (damaged(46, b"\x01"), "damaged: it has impossible lengths"),
+        (damaged(70, b"\x01"), "the document indices must begin at 0"),
+        (damaged(78, b"\x09"), "the document indices must begin at 0, increase and end at 3"),
     ],
 )
 def test_damaged_and_foreign_files_are_refused(tmp_path: Path, index: bytes, message: str) -> None:
@@ -117,7 +117,10 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path, index: bytes, mes
         IndexedFile(prefix)
 
 
-@pytest.mark.parametrize(("tokens", "message"), [(b"", "whole ids"), (b"123", "whole ids"), (b"12", "up to byte 12")])
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [(b"", "positive multiple of 2"), (b"123", "positive multiple of 2"), (b"12", "up to byte 12")],
+)
 def test_tokens_that_are_cut_off_are_refused(tmp_path: Path, tokens: bytes, message: str) -> None:
     with pytest.raises(DataError, match=message):
         IndexedFile(files_of(tmp_path / "corpus", MEGATRON_INDEX, tokens))
@@ -191,7 +194,7 @@ def test_boundaries_take_an_end_token(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text " * 50)
     for option in ("eod_mask_loss", "reset_attention_mask"):
         settings: Any = {"paths": [str(tmp_path / "a.txt")], "seq_length": 8, "cache_dir": str(tmp_path), option: True}
-        with pytest.raises(DataError, match="take a token that ends a document, and the tokenizer has none"):
+        with pytest.raises(DataError, match="require an end token, and the tokenizer has none"):
             build_datasets(DatasetConfig(**settings), Endless(), show_progress=False)
         train, _, _ = build_datasets(DatasetConfig(**settings), ByteTokenizer(), show_progress=False)
         assert ("document_ids" in train[0]) == (option == "reset_attention_mask")

@@ -269,12 +269,12 @@ def test_lengths_are_known_where_the_iterable_tells() -> None:
 
 
 def test_a_pass_without_a_step_is_an_error_instead_of_empty_epochs() -> None:
-    with pytest.raises(DataError, match="epoch 0 of the iterable ended after 3 samples, before one step"):
+    with pytest.raises(DataError, match="epoch 0 of the iterable ended after 3 samples, less than one step"):
         IterableLoader(Plain(3), micro_batch_size=2).read(2)
-    loader = IterableLoader(iter([{"x": 1}, {"x": 2}]), micro_batch_size=2)  # cannot start afresh
+    loader = IterableLoader(iter([{"x": 1}, {"x": 2}]), micro_batch_size=2)  # cannot start over
     assert numbers(loader.read(1)) == [[1, 2]]
     assert loader.read(1) is None
-    with pytest.raises(DataError, match=r"epoch 1 .* ended after 0 samples.*start afresh"):
+    with pytest.raises(DataError, match=r"epoch 1 .* ended after 0 samples.*start over"):
         loader.read(1)
 
 

@@ -77,10 +77,10 @@ def test_a_plain_iterator_takes_its_items_again_and_says_so(caplog: pytest.LogCa
     assert values(again.read(2)) == [3, 4]
     assert again.samples_in_epoch == 10
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
-    assert "taking 3 micro-batches" in caplog.text
+    assert "reading 3 micro-batches" in caplog.text
     with pytest.raises(DataError, match="ended after 2 micro-batches while replaying 3"):
         IteratorReader(micro_batches(2)).load_state_dict(state)
-    with pytest.raises(DataError, match="stands 2 micro-batches past"):
+    with pytest.raises(DataError, match="is 2 micro-batches past"):
         again.load_state_dict(state)
 
 

@@ -59,7 +59,7 @@ def test_unshuffled_is_the_identity() -> None:
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_positions_outside_the_epoch_are_refused(shuffle: bool) -> None:
-    with pytest.raises(DataError, match="positions 8 to 10 lie outside an epoch of 10"):
+    with pytest.raises(DataError, match="positions 8 to 10 are outside an epoch of 10"):
         SampleOrder(10, seed=0, epoch=0, shuffle=shuffle).indices(8, 11)
     with pytest.raises(DataError, match="got -1"):
         SampleOrder(-1, seed=0, epoch=0)

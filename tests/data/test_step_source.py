@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training.small_runs import RaggedRows, run, small_state, stack
 
 from onstep.data import (
     ForeignReader,
@@ -18,6 +17,7 @@ from onstep.data import (
     as_step_source,
 )
 from onstep.errors import DataError
+from tests.support.small_runs import RaggedRows, run, small_state, stack
 
 
 class OnlyReads:

@@ -38,20 +38,20 @@ class Letters:
 class Counting(ByteTokenizer):
     """Leaves a file for each document that it encodes, in whichever process."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
 
     def encode(self, document: bytes) -> Any:
-        (self._folder / f"encoded-{os.getpid()}-{len(list(self._folder.glob('encoded*')))}").touch()
+        (self._directory / f"encoded-{os.getpid()}-{len(list(self._directory.glob('encoded*')))}").touch()
         return super().encode(document)
 
     def num_encoded(self) -> int:
-        return len(list(self._folder.glob("encoded*")))
+        return len(list(self._directory.glob("encoded*")))
 
 
-def corpus_of(folder: Path, *texts: bytes) -> list[Path]:
-    folder.mkdir(exist_ok=True)
-    files = [folder / f"{number}.txt" for number in range(len(texts))]
+def corpus_of(directory: Path, *texts: bytes) -> list[Path]:
+    directory.mkdir(exist_ok=True)
+    files = [directory / f"{number}.txt" for number in range(len(texts))]
     for file, text in zip(files, texts, strict=True):
         file.write_bytes(text)
     return files
@@ -150,10 +150,10 @@ def test_a_build_that_fails_leaves_nothing_that_looks_whole(tmp_path: Path) -> N
     assert build(files, tmp_path / "cache", Letters()).tokens.tolist() == [97, 98, 99]
 
 
-def _build_in_process(folder: Path, barrier: Any, results: Any) -> None:
-    files = sorted((folder / "in").iterdir())
+def _build_in_process(directory: Path, barrier: Any, results: Any) -> None:
+    files = sorted((directory / "in").iterdir())
     barrier.wait(60)
-    token_file = build(files, folder / "cache", Counting(folder))
+    token_file = build(files, directory / "cache", Counting(directory))
     results.put((int(token_file.tokens.sum()), token_file.content_hash))
 
 
@@ -203,7 +203,7 @@ def test_bytes_that_are_not_utf8_are_named_by_file_and_offset(tmp_path: Path) ->
 
 
 def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"0\.txt has token ids from 97 to 122.*vocab_size 100"):
+    with pytest.raises(DataError, match=r"0\.txt has token ids from 97 to 122.*vocab_size of 100"):
         build(corpus_of(tmp_path / "in", b"az"), tmp_path, Letters(vocab_size=100))
 
 
@@ -216,9 +216,9 @@ def test_a_corpus_without_text_is_refused(tmp_path: Path) -> None:
         build([tmp_path / "gone.txt"], tmp_path)
 
 
-def test_a_cache_that_cannot_be_written_names_folder_and_remedy(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_names_directory_and_remedy(tmp_path: Path) -> None:
     (tmp_path / "occupied").write_text("a file")
-    with pytest.raises(DataError, match=r"cannot keep token files in .*occupied/cache'.*ONSTEP_CACHE"):
+    with pytest.raises(DataError, match=r"cannot write token files to .*occupied/cache'.*ONSTEP_CACHE"):
         build(corpus_of(tmp_path / "in", b"ab"), tmp_path / "occupied" / "cache")
 
 

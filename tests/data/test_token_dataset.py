@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onstep.config.parts import DatasetConfig
+from onstep.config import DatasetConfig
 from onstep.data import (
     ByteTokenizer,
     TokenDataset,
@@ -123,9 +123,9 @@ def test_a_bad_split_is_refused(token_file: TokenFile, split: str, message: str)
 
 
 def test_a_sequence_longer_than_its_share_is_refused_by_name(token_file: TokenFile) -> None:
-    with pytest.raises(DataError, match=r"validation share of split '90,5,5' .*seq_length 50 needs 51 .* there are 50"):
+    with pytest.raises(DataError, match=r"validation share of split '90,5,5' .* 50 requires 51 .* only 50 are"):
         split_tokens(token_file, "90,5,5", 50)
-    with pytest.raises(DataError, match="train share of split '1' of 1000 tokens: seq_length 1000 needs 1001 tokens"):
+    with pytest.raises(DataError, match="train share of split '1' of 1000 tokens: seq_length 1000 requires 1001"):
         split_tokens(token_file, "1", 1000)
     with pytest.raises(DataError, match="seq_length must be >= 1, got 0"):
         split_tokens(token_file, "1", 0)

@@ -1,4 +1,4 @@
-"""A folder of weights keeps the ids that they were trained on, here and in `transformers`."""
+"""A directory of weights keeps the ids that they were trained on, here and in `transformers`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from onstep.config.parts import DatasetConfig
+from onstep.config import DatasetConfig
 from onstep.data import build_tokenizer, learn_bpe, tokenizer_source
-from onstep.data.corpus.tokenizer_files import keep_ids_in_transformers, tokenizer_in_folder
+from onstep.data.corpus.tokenizer_files import keep_ids_in_transformers, tokenizer_in_dir
 from onstep.data.corpus.tokenizers import TokenizersTokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -21,43 +21,43 @@ TEXT = "In 1969, 12345 + 67 = ?  don't! cafe\u0301 caf\u00e9\n\n\tand  spaces   
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> TokenizersTokenizer:
-    folder = tmp_path_factory.mktemp("corpus")
-    (folder / "a.txt").write_text("In 1969 12345 67 cafe\u0301 caf\u00e9 and  spaces don't " * 30, encoding="utf-8")
-    source = tokenizer_source(DatasetConfig(paths=[str(folder / "a.txt")]))
-    return learn_bpe(source, 300, folder / "cache", show_progress=False)
+    directory = tmp_path_factory.mktemp("corpus")
+    (directory / "a.txt").write_text("In 1969 12345 67 cafe\u0301 caf\u00e9 and  spaces don't " * 30, encoding="utf-8")
+    source = tokenizer_source(DatasetConfig(paths=[str(directory / "a.txt")]))
+    return learn_bpe(source, 300, directory / "cache", show_progress=False)
 
 
-def model_folder(folder: Path, model_type: str) -> Path:
-    folder.mkdir()
-    transformers.AutoConfig.for_model(model_type).save_pretrained(folder)
-    return folder
+def model_dir(directory: Path, model_type: str) -> Path:
+    directory.mkdir()
+    transformers.AutoConfig.for_model(model_type).save_pretrained(directory)
+    return directory
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "qwen3_moe", "gpt2"])
 def test_transformers_gives_the_ids_that_were_trained_on(
     model_type: str, learned: TokenizersTokenizer, tmp_path: Path
 ) -> None:
-    folder = model_folder(tmp_path / "model", model_type)
-    learned.save(folder)
-    theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+    directory = model_dir(tmp_path / "model", model_type)
+    learned.save(directory)
+    theirs = transformers.AutoTokenizer.from_pretrained(str(directory))
     assert theirs(TEXT, add_special_tokens=False)["input_ids"] == learned.encode_content(TEXT)
     assert theirs.eos_token_id == learned.eos_id
 
 
-def test_a_copied_folder_keeps_its_ids_here(learned: TokenizersTokenizer, tmp_path: Path) -> None:
-    learned.save(model_folder(tmp_path / "model", "qwen2"))
+def test_a_copied_directory_keeps_its_ids_here(learned: TokenizersTokenizer, tmp_path: Path) -> None:
+    learned.save(model_dir(tmp_path / "model", "qwen2"))
     copy = Path(shutil.copytree(tmp_path / "model", tmp_path / "copy"))
-    found = tokenizer_in_folder(copy)
+    found = tokenizer_in_dir(copy)
     assert found is not None
     assert (found.tokenizer_type, found.tokenizer_model) == ("tokenizers", str(copy / "tokenizer.json"))
     assert build_tokenizer(found).encode_text(TEXT) == learned.encode_text(TEXT)
 
 
-def test_a_folder_of_others_is_read_by_transformers(learned: TokenizersTokenizer, tmp_path: Path) -> None:
-    assert tokenizer_in_folder(tmp_path) is None
+def test_a_directory_of_others_is_read_by_transformers(learned: TokenizersTokenizer, tmp_path: Path) -> None:
+    assert tokenizer_in_dir(tmp_path) is None
     learned.save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    found = tokenizer_in_folder(tmp_path)
+    found = tokenizer_in_dir(tmp_path)
     assert found is not None
     assert (found.tokenizer_type, found.tokenizer_model) == ("huggingface", str(tmp_path))
 
@@ -65,10 +65,10 @@ def test_a_folder_of_others_is_read_by_transformers(learned: TokenizersTokenizer
 def test_ids_that_cannot_be_kept_are_told(
     learned: TokenizersTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = model_folder(tmp_path / "model", "llama")
-    learned.save(folder)
-    before = (folder / "tokenizer_config.json").read_text()
+    directory = model_dir(tmp_path / "model", "llama")
+    learned.save(directory)
+    before = (directory / "tokenizer_config.json").read_text()
     with caplog.at_level(logging.WARNING, logger="onstep"):
-        keep_ids_in_transformers(folder, lambda text: [1, 2])
-    assert "AutoTokenizer gives other token ids" in caplog.text
-    assert json.loads((folder / "tokenizer_config.json").read_text()) == json.loads(before)
+        keep_ids_in_transformers(directory, lambda text: [1, 2])
+    assert "AutoTokenizer yields different token ids" in caplog.text
+    assert json.loads((directory / "tokenizer_config.json").read_text()) == json.loads(before)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import pytest
 
 from onstep.cli.main import main
 from onstep.metrics_log import read_records
-from whole_runs import Ranks, check_same, forked, samples_of_epochs, taken
+from tests.support.forked_processes import Processes
+from tests.support.whole_runs import Ranks, check_same, samples_of_epochs, taken
 
 pytestmark = pytest.mark.distributed
 
@@ -23,9 +23,8 @@ IN_ORDER = {"train_sampling_strategy": "sequential", "max_steps": 14, "logging_s
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Path) -> Iterator[Ranks]:
-    with forked() as processes:
-        yield Ranks(processes, tmp_path_factory.mktemp("ranks"), corpus=str(corpus), cache=str(token_cache))
+def ranks(processes: Processes, tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Path) -> Ranks:
+    return Ranks(processes, tmp_path_factory.mktemp("ranks"), corpus=str(corpus), cache=str(token_cache))
 
 
 def settings_of(spoiled: dict[str, float], **overrides: Any) -> dict[str, Any]:
@@ -43,18 +42,18 @@ def skipped(ranks: Ranks) -> dict[str, Any]:
     return ranks.finish("skipped", "trainer", **SKIP)
 
 
-def journal(ranks: Ranks, name: str) -> list[dict[str, Any]]:
-    return read_records(ranks.folder / name / "runs" / "run" / "trainer_logs.json")
+def metrics_log(ranks: Ranks, name: str) -> list[dict[str, Any]]:
+    return read_records(ranks.directory / name / "runs" / "run" / "trainer_logs.json")
 
 
 def result(ranks: Ranks, name: str, rank: int = 0) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((ranks.folder / name / f"result-{rank}.json").read_text())
+    found: dict[str, Any] = json.loads((ranks.directory / name / f"result-{rank}.json").read_text())
     return found
 
 
 def lines_of(ranks: Ranks, name: str) -> list[dict[str, Any]]:
     """What rank 0 took, step by step as it happened."""
-    return [json.loads(line) for line in (ranks.folder / name / "taken-0.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (ranks.directory / name / "taken-0.jsonl").read_text().splitlines()]
 
 
 def test_a_poisoned_sample_on_rank_1_is_left_out_on_both_and_never_met_again(
@@ -63,7 +62,7 @@ def test_a_poisoned_sample_on_rank_1_is_left_out_on_both_and_never_met_again(
     for rank in range(2):
         found = result(ranks, "skipped", rank)
         assert (found["skip_list"], found["num_skips"], found["step"]) == ([[0, 14], [0, 15]], 1, 14)
-    first, second, _ = samples_of_epochs(ranks.folder / "skipped").values()
+    first, second, _ = samples_of_epochs(ranks.directory / "skipped").values()
     assert set(first) == set(range(44))
     assert set(second) == set(range(44)) - {14, 15}
     weights = [record["weights"] for record in skipped["certificates"][0]]
@@ -83,7 +82,7 @@ def test_what_was_skipped_stays_skipped_after_a_kill(
     dies = {"rank": rank, "signal": "SIGKILL", "event": event, "number": number}
     assert 0 not in ranks.start(name, "trainer", strikes=[dies], **SKIP)
     check_same(ranks.finish(name, "trainer", **SKIP), skipped)
-    assert set(samples_of_epochs(ranks.folder / name)[1]) == set(range(44)) - {14, 15}
+    assert set(samples_of_epochs(ranks.directory / name)[1]) == set(range(44)) - {14, 15}
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -97,7 +96,7 @@ def test_a_rollback_goes_past_the_window_and_a_kill_after_it_changes_nothing(
     found = result(ranks, whole)
     assert (found["num_rollbacks"], found["overrides"].get("lr_factor", 1.0)) == (1, factor)
 
-    records = journal(ranks, whole)
+    records = metrics_log(ranks, whole)
     steps = [record["global_step"] for record in records if "learning_rate" in record]
     assert steps == list(range(1, 15)), "one clean curve"
     [rolled_back] = [record for record in records if "rolled_back_from" in record]
@@ -105,7 +104,7 @@ def test_a_rollback_goes_past_the_window_and_a_kill_after_it_changes_nothing(
     taken_in_order = [(record["step"], min(record["ids"])) for record in lines_of(ranks, whole)]
     assert taken_in_order[:6] == [(1, 0), (2, 8), (3, 16), (4, 24), (3, 32), (4, 40)]
 
-    assert main(["why", str(ranks.folder / whole / "runs" / "run")]) == 0
+    assert main(["why", str(ranks.directory / whole / "runs" / "run")]) == 0
     said = capsys.readouterr().out
     assert "rollback decided" in said
     assert "rolled back to step 2" in said
@@ -149,7 +148,7 @@ def test_a_stop_saves_nothing_of_which_the_counters_may_be_ahead_of_the_weights(
     settings = settings_of({"22": NAN}, **{"train.on_nonfinite": "stop", "checkpoint.certify": False})
     assert ranks.start(name, "trainer", ranks=1, learns_late=learns_late, **settings) == [0], ranks.output(name)
     assert ranks.status(name) == "failed"
-    assert max(taken(ranks.folder / name)) == 3
+    assert max(taken(ranks.directory / name)) == 3
     assert ranks.steps(name) == [2]
 
 
@@ -162,5 +161,5 @@ def test_a_bad_step_that_the_host_learns_of_at_a_save_is_not_saved(ranks: Ranks,
     settings["arguments"] = {**IN_ORDER, "logging_steps": 50}
     assert ranks.start(name, "trainer", ranks=1, learns_late=True, **settings) == [0]
     assert ranks.status(name) == "failed"
-    assert max(taken(ranks.folder / name)) == 4, "known only where the save waits for the device"
+    assert max(taken(ranks.directory / name)) == 4, "known only where the save waits for the device"
     assert ranks.steps(name) == [2]

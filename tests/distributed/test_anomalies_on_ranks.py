@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.forked_processes import Processes
+
 pytestmark = pytest.mark.distributed
 
-SCRIPT = Path(__file__).with_name("anomaly_rank_script.py")
 Result = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Result]]:
+def results(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Result]]:
     """What both ranks report of every scenario, from one start of the processes."""
-    folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
-    done = subprocess.run(
-        [*command, str(folder)], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    return processes.results("tests.support.jobs.anomaly_jobs", "scenarios", tmp_path_factory.mktemp("ranks"))
 
 
 def of(results: list[dict[str, Result]], scenario: str) -> list[Result]:
@@ -110,7 +99,7 @@ def test_a_skip_asked_by_a_callback_of_rank_1_alone_is_done_on_both(results: lis
 def test_a_rollback_asked_on_rank_1_is_decided_on_both_at_the_same_step(results: list[dict[str, Result]]) -> None:
     for result in of(results, "asked_rollback"):
         assert result["step"] == 3
-        assert "step 3 is to be undone (going wrong)" in result["error"]
+        assert "step 3 must be undone (going wrong)" in result["error"]
 
 
 def test_of_two_values_for_one_key_all_ranks_take_that_of_the_higher_rank(results: list[dict[str, Result]]) -> None:

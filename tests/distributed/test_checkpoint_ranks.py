@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,38 +11,23 @@ import pytest
 
 from onstep.checkpoint import CheckpointManager, verify
 from onstep.distributed import World
+from tests.support.forked_processes import Processes
 
 pytestmark = pytest.mark.distributed
 
-SCRIPT = Path(__file__).with_name("checkpoint_rank_script.py")
-
-
+JOBS = "tests.support.jobs.checkpoint_jobs"
 Results = list[dict[str, Any]]
 
 
-def launch(ranks: int, job: str, folder: Path, **settings: Any) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    words = [str(SCRIPT), job, str(folder), json.dumps(settings)]
-    return subprocess.run([*command, *words], env=environment, capture_output=True, text=True, timeout=120, check=False)
-
-
-def run_ranks(ranks: int, job: str, folder: Path, **settings: Any) -> list[dict[str, Any]]:
-    """What each rank found, in rank order."""
-    done = launch(ranks, job, folder, **settings)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("together")
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> Results:
+def results(processes: Processes, directory: Path) -> Results:
     """What both ranks met in the jobs that end well."""
-    return run_ranks(2, "together", folder)
+    return processes.results(JOBS, "together", directory)
 
 
 def test_each_pattern_is_written_by_one_rank_of_those_that_share_it_and_read_by_all(results: Results) -> None:
@@ -99,15 +82,17 @@ def test_replicas_that_differ_are_refused_on_all_ranks_with_the_first_path(resul
         assert sorted(refused) == ["no form-full", "tensor-full", "tensor-tensor", "value-full"]
         assert "rank 1: " in refused.pop("no form-full")
         for text in refused.values():
-            assert "'model' is REPLICATED, but not the same on rank 0 and on rank 1" in text
+            assert "'model' is REPLICATED, but differs between rank 0 and rank 1" in text
         assert "first at model.layers[0].w:" in refused["tensor-tensor"]
         assert "first at model.lr:" in refused["value-full"]
 
 
 @pytest.mark.parametrize(("rank", "kind"), [(1, "write"), (0, "rename")])
-def test_a_rank_killed_in_a_save_costs_that_save_only(rank: int, kind: str, tmp_path: Path) -> None:
-    done = launch(2, "two_saves", tmp_path, rank=rank, kind=kind)
-    assert "Signal 9 (SIGKILL)" in done.stderr
+def test_a_rank_killed_in_a_save_costs_that_save_only(
+    processes: Processes, rank: int, kind: str, tmp_path: Path
+) -> None:
+    codes = processes.run(JOBS, "two_saves", tmp_path, {"rank": rank, "kind": kind}, ranks=2)
+    assert codes[rank] == -signal.SIGKILL
     root = tmp_path / "c"
     assert verify(root / "checkpoint-1").step == 1
     assert not (root / "checkpoint-2").exists()
@@ -119,8 +104,10 @@ def test_a_rank_killed_in_a_save_costs_that_save_only(rank: int, kind: str, tmp_
     assert sorted(os.listdir(root)) == ["checkpoint-1", "latest"]
 
 
-def test_on_more_ranks_those_without_a_state_of_their_own_are_told(results: Results, folder: Path) -> None:
-    for rank, result in enumerate(run_ranks(3, "resumed", folder)):
+def test_on_more_ranks_those_without_a_state_of_their_own_are_told(
+    processes: Processes, results: Results, directory: Path
+) -> None:
+    for rank, result in enumerate(processes.results(JOBS, "resumed", directory, ranks=3)):
         assert (result["step"], result["model"]) == (2, [2.0] * 10)
         has_own = rank < 2
         assert (result["rng"], result["other"]) == ({"rank": rank, "step": 2} if has_own else {}, not has_own)

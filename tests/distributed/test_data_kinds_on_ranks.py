@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import numpy as np
 import pytest
 
 from onstep.data import write_indexed_dataset
-from whole_runs import Ranks, check_same, forked, samples_of_epochs, taken
+from tests.support.forked_processes import Processes
+from tests.support.whole_runs import Ranks, check_same, samples_of_epochs, taken
 
 pytestmark = pytest.mark.distributed
 
@@ -20,11 +20,10 @@ DIES = {"rank": 1, "signal": "SIGKILL", "event": "on_step_end", "number": 5}
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Ranks]:
+def ranks(processes: Processes, tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Ranks:
     pytest.importorskip("tokenizers")
-    folder = tmp_path_factory.mktemp("ranks")
-    with forked() as processes:
-        yield Ranks(processes, folder, corpus=str(corpus), cache=str(folder / "cache"))
+    directory = tmp_path_factory.mktemp("ranks")
+    return Ranks(processes, directory, corpus=str(corpus), cache=str(directory / "cache"))
 
 
 def chat_file(path: Path, count: int = 90) -> Path:
@@ -41,8 +40,8 @@ def kinds(ranks: Ranks) -> dict[str, list[str]]:
     rng = np.random.default_rng(0)
     for name, count in (("a", 30), ("b", 90)):
         documents = [rng.integers(0, 256, size=rng.integers(40, 200)) for _ in range(count)]
-        write_indexed_dataset(ranks.folder / name, documents, vocab_size=257, end_id=256)
-    chat = chat_file(ranks.folder / "chat.jsonl", 400)
+        write_indexed_dataset(ranks.directory / name, documents, vocab_size=257, end_id=256)
+    chat = chat_file(ranks.directory / "chat.jsonl", 400)
     own = ["checkpoint.save_interval=2", "dataset.num_workers=1"]
     return {
         "chat": [
@@ -55,7 +54,7 @@ def kinds(ranks: Ranks) -> dict[str, list[str]]:
         "megatron": [
             *own,
             "dataset.kind=megatron",
-            f"dataset.paths=[{ranks.folder}/a,{ranks.folder}/b.idx]",
+            f"dataset.paths=[{ranks.directory}/a,{ranks.directory}/b.idx]",
             "dataset.weights=[0.5,0.5]",
             "dataset.reset_attention_mask=true",
             "dataset.eod_mask_loss=true",
@@ -69,18 +68,18 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranks: Ranks, kinds: di
     assert expected["step"] == 11
     assert 0 not in ranks.start(kind, words=kinds[kind], strikes=[DIES]), ranks.output(kind)
     check_same(ranks.finish(kind, words=kinds[kind]), expected)
-    epochs = samples_of_epochs(ranks.folder / kind)
+    epochs = samples_of_epochs(ranks.directory / kind)
     assert set(epochs[0].values()) == {1}
     assert sum((epochs[epoch] for epoch in epochs), Counter()).total() == 11 * 8
-    losses = [record["loss"] for record in taken(ranks.folder / kind).values()]
+    losses = [record["loss"] for record in taken(ranks.directory / kind).values()]
     assert losses[-1] < losses[0]
 
 
 def test_a_run_keeps_the_tokenizer_that_it_learned(ranks: Ranks, kinds: dict[str, Any]) -> None:
-    chat = chat_file(ranks.folder / "grows.jsonl", 400)
+    chat = chat_file(ranks.directory / "grows.jsonl", 400)
     words = [*kinds["chat"], f"dataset.paths=[{chat}]"]
     assert 0 not in ranks.start("grows", words=words, strikes=[DIES])
-    run = ranks.folder / "grows" / "runs" / "run"
+    run = ranks.directory / "grows" / "runs" / "run"
     learned = (run / "tokenizer.json").read_bytes()
     with chat.open("a") as file:
         file.write(json.dumps({"prompt": "qvqvqvqv " * 50, "response": "kzkzkzkz " * 50}) + "\n")
@@ -91,10 +90,10 @@ def test_a_run_keeps_the_tokenizer_that_it_learned(ranks: Ranks, kinds: dict[str
 
 def test_fine_tuning_takes_the_tokenizer_that_the_run_learned(ranks: Ranks, kinds: dict[str, Any]) -> None:
     ranks.finish("base", words=kinds["chat"], ranks=1)
-    base = ranks.folder / "base" / "runs" / "run"
+    base = ranks.directory / "base" / "runs" / "run"
     words = [word for word in kinds["chat"] if not word.startswith("tokenizer.")]
     ranks.finish("tuned", words=[*words, f"checkpoint.pretrained_checkpoint={base}"], ranks=1)
-    tuned = ranks.folder / "tuned" / "runs" / "run"
+    tuned = ranks.directory / "tuned" / "runs" / "run"
     tokenizer = json.loads((tuned / "run.json").read_text())["config"]["tokenizer"]
     assert (tokenizer["tokenizer_type"], tokenizer["tokenizer_model"]) == ("tokenizers", str(base / "tokenizer.json"))
     assert (tuned / "model" / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()

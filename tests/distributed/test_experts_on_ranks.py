@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forked_processes import Processes
-from whole_runs import Ranks
+from tests.support.forked_processes import Processes
+from tests.support.whole_runs import Ranks
 
 pytestmark = pytest.mark.distributed
 
-JOBS = Path(__file__).with_name("expert_jobs.py")
+JOBS = "tests.support.jobs.expert_jobs"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Path) -> Iterator[Ranks]:
-    processes = Processes("torch")
-    yield Ranks(processes, tmp_path_factory.mktemp("runs"), JOBS, corpus=str(corpus), cache=str(token_cache))
-    processes.close()
+def runs(processes: Processes, tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Path) -> Ranks:
+    return Ranks(processes, tmp_path_factory.mktemp("runs"), JOBS, corpus=str(corpus), cache=str(token_cache))
 
 
 def results(runs: Ranks, name: str, job: str, ranks: int = 2, **settings: Any) -> list[dict[str, Any]]:
     """What each rank wrote, in rank order."""
     codes = runs.start(name, job, ranks=ranks, **settings)
     assert codes == [0] * ranks, runs.output(name)
-    return [json.loads((runs.folder / name / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+    return [json.loads((runs.directory / name / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize(("sizes", "recompute"), [([4], None), ([2, 2], "full")])

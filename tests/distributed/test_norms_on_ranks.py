@@ -4,37 +4,35 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forked_processes import Processes
 from onstep.metrics_log import read_records, without_wall_clock
-from whole_runs import Ranks, check_same
+from tests.support.forked_processes import Processes
+from tests.support.whole_runs import Ranks, check_same
 
 pytestmark = pytest.mark.distributed
 
-JOBS = Path(__file__).with_name("norm_jobs.py")
+JOBS = "tests.support.jobs.norm_jobs"
 FILES = ("gradient_norms.json", "parameter_norms.json")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Path) -> Iterator[Ranks]:
-    processes = Processes("torch.distributed.fsdp", "torch.distributed.tensor")
-    yield Ranks(processes, tmp_path_factory.mktemp("runs"), JOBS, corpus=str(corpus), cache=str(token_cache))
-    processes.close()
+def runs(processes: Processes, tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Path) -> Ranks:
+    processes.load("torch.distributed.fsdp", "torch.distributed.tensor")
+    return Ranks(processes, tmp_path_factory.mktemp("runs"), JOBS, corpus=str(corpus), cache=str(token_cache))
 
 
 def results(runs: Ranks, job: str) -> list[dict[str, Any]]:
     codes = runs.start(job, job, ranks=2)
     assert codes == [0, 0], runs.output(job)
-    return [json.loads((runs.folder / job / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((runs.directory / job / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
 def records(runs: Ranks, name: str, file: str) -> list[dict[str, Any]]:
-    return [without_wall_clock(one) for one in read_records(runs.folder / name / "runs" / "run" / file)]
+    return [without_wall_clock(one) for one in read_records(runs.directory / name / "runs" / "run" / file)]
 
 
 def test_norms_of_an_fsdp_model_are_those_of_the_whole_one(runs: Ranks) -> None:
@@ -64,7 +62,7 @@ def test_tensors_split_every_way(runs: Ranks) -> None:
 
 def test_loggers_of_an_fsdp_run_record_whole_norms(runs: Ranks) -> None:
     result, other = results(runs, "sharded_run")
-    logs = runs.folder / "sharded_run" / "logs"
+    logs = runs.directory / "sharded_run" / "logs"
     gradients, parameters = (read_records(logs / file) for file in FILES)
     assert [one["global_step"] for one in gradients] == [one["global_step"] for one in parameters] == [2, 4]
     for expected, gradient, parameter in zip(result["expected"], gradients, parameters, strict=True):

@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support import torchrun
+from tests.support.forked_processes import Processes
+
 pytestmark = pytest.mark.distributed
 
-SCRIPT = Path(__file__).with_name("rank_script.py")
+JOBS = "tests.support.jobs.rank_jobs"
 
 
-def run_ranks(ranks: int, job: str, folder: Path, **settings: Any) -> list[dict[str, Any]]:
-    """Run `rank_script.py` under torchrun; what each rank wrote, in rank order."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    words = [str(SCRIPT), job, str(folder), json.dumps(settings)]
-    done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+RunRanks = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def single(corpus: Path, token_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+def run_ranks(processes: Processes) -> RunRanks:
+    """Runs a job of `rank_jobs` on some ranks; what each returned, in rank order."""
+
+    def run(ranks: int, job: str, directory: Path, **settings: Any) -> list[dict[str, Any]]:
+        return processes.results(JOBS, job, directory, settings, ranks=ranks)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def single(
+    run_ranks: RunRanks, corpus: Path, token_cache: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[float]]:
     """The losses of one process, for each door."""
-    folder = tmp_path_factory.mktemp("single")
+    directory = tmp_path_factory.mktemp("single")
     losses = {}
     for job in ("pretrain", "trainer"):
-        place = folder / job
+        place = directory / job
         place.mkdir()
         losses[job] = run_ranks(1, job, place, corpus=str(corpus), cache=str(token_cache))[0]["losses"]
     return losses
@@ -41,7 +47,13 @@ def single(corpus: Path, token_cache: Path, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("job", ["pretrain", "trainer"])
 def test_ranks_give_the_losses_of_one_process(
-    ranks: int, job: str, single: dict[str, list[float]], corpus: Path, token_cache: Path, tmp_path: Path
+    run_ranks: RunRanks,
+    ranks: int,
+    job: str,
+    single: dict[str, list[float]],
+    corpus: Path,
+    token_cache: Path,
+    tmp_path: Path,
 ) -> None:
     results = run_ranks(ranks, job, tmp_path, corpus=str(corpus), cache=str(token_cache))
     for result in results:
@@ -53,7 +65,7 @@ def test_ranks_give_the_losses_of_one_process(
 
 @pytest.mark.parametrize("how", ["stop", "abort", "flag"])
 def test_a_stop_asked_on_one_rank_stops_all_at_the_same_step(
-    how: str, corpus: Path, token_cache: Path, tmp_path: Path
+    run_ranks: RunRanks, how: str, corpus: Path, token_cache: Path, tmp_path: Path
 ) -> None:
     results = run_ranks(2, "stop", tmp_path, corpus=str(corpus), cache=str(token_cache), how=how)
     assert [result["step"] for result in results] == [3, 3]
@@ -63,7 +75,7 @@ def test_a_stop_asked_on_one_rank_stops_all_at_the_same_step(
 
 
 def test_requests_for_log_and_evaluation_on_one_rank_are_done_on_all(
-    corpus: Path, token_cache: Path, tmp_path: Path
+    run_ranks: RunRanks, corpus: Path, token_cache: Path, tmp_path: Path
 ) -> None:
     results = run_ranks(2, "requests", tmp_path, corpus=str(corpus), cache=str(token_cache))
     assert results[0]["logged"] == results[1]["logged"] == [2]
@@ -71,7 +83,7 @@ def test_requests_for_log_and_evaluation_on_one_rank_are_done_on_all(
 
 
 def test_a_nan_on_one_rank_ends_all_and_names_the_rank_and_its_samples(
-    corpus: Path, token_cache: Path, tmp_path: Path
+    run_ranks: RunRanks, corpus: Path, token_cache: Path, tmp_path: Path
 ) -> None:
     results = run_ranks(2, "nan", tmp_path, corpus=str(corpus), cache=str(token_cache))
     for result in results:
@@ -83,12 +95,16 @@ def test_a_nan_on_one_rank_ends_all_and_names_the_rank_and_its_samples(
         assert result["reason"] == "failed"
 
 
+@pytest.mark.process
 def test_a_process_may_open_and_close_one_group_after_another(tmp_path: Path) -> None:
-    results = run_ranks(2, "groups", tmp_path, times=8)
+    """Under torchrun, whose store outlives the groups."""
+    code, said = torchrun.finish(torchrun.job(JOBS, "groups", {"times": 8}), tmp_path)
+    assert code == 0, said[-4000:]
+    results = [json.loads((tmp_path / f"result-{rank}.json").read_text()) for rank in range(2)]
     assert [result["sums"] for result in results] == [[2.0] * 8] * 2
 
 
-def test_predictions_come_back_in_the_order_of_the_dataset(tmp_path: Path) -> None:
+def test_predictions_come_back_in_the_order_of_the_dataset(run_ranks: RunRanks, tmp_path: Path) -> None:
     results = run_ranks(2, "predict", tmp_path)
     for result in results:
         assert result["predictions"] == [2.0 * i for i in range(7)]

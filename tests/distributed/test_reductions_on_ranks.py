@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from forked_processes import Processes, output_of
+from tests.support.forked_processes import Processes, output_of
 
 pytestmark = pytest.mark.distributed
 
-JOBS = Path(__file__).with_name("reduction_jobs.py")
+JOBS = "tests.support.jobs.reduction_jobs"
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    processes = Processes("torch.distributed.fsdp", "torch.distributed.tensor")
-    yield processes
-    processes.close()
+@pytest.fixture(scope="module", autouse=True)
+def imported(processes: Processes) -> None:
+    processes.load("torch.distributed.fsdp", "torch.distributed.tensor")
 
 
-def results(processes: Processes, folder: Path, job: str, ranks: int = 2, **settings: Any) -> list[dict[str, Any]]:
-    codes = processes.run(JOBS, job, folder, settings, ranks=ranks)
-    assert codes == [0] * ranks, output_of(folder)
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+def results(processes: Processes, directory: Path, job: str, ranks: int = 2, **settings: Any) -> list[dict[str, Any]]:
+    codes = processes.run(JOBS, job, directory, settings, ranks=ranks)
+    assert codes == [0] * ranks, output_of(directory)
+    return [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +83,7 @@ def test_norms_of_sharded_models_and_tensors_are_those_of_the_whole(processes: P
         assert result["fully"] == pytest.approx(result["exact"], rel=1e-12)
         assert result["by_names"] == pytest.approx(result["model"], rel=1e-14)
         assert result["dtensors"] == pytest.approx(result["exact_dtensors"], rel=1e-12)
-        assert "must be split or replicated" in result["partial"]
+        assert "must be sharded or replicated" in result["partial"]
         assert "must be a DTensor, got Parameter" in result["plain"]
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from onstep.config import ConfigContainer, save_yaml
 from onstep.metrics_log import read_records, without_wall_clock
+from tests.support import torchrun
 
 pytestmark = pytest.mark.distributed
 
@@ -28,6 +26,7 @@ class Killer:
 '''
 
 
+@pytest.mark.process
 def test_a_killed_rank_is_started_again_and_the_run_is_the_same(tiny_config: ConfigContainer, tmp_path: Path) -> None:
     tiny_config.train.global_batch_size, tiny_config.train.micro_batch_size = 4, 2
     tiny_config.checkpoint.save_interval, tiny_config.checkpoint.certify = 2, True
@@ -36,23 +35,16 @@ def test_a_killed_rank_is_started_again_and_the_run_is_the_same(tiny_config: Con
     save_yaml(tiny_config, tmp_path / "config.yaml")
     (tmp_path / "killer.py").write_text(KILLER)
     for name, dies in (("whole", "0"), ("killed", "1")):
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-                *("--max-restarts=1", "-m", "onstep", "train", str(tmp_path / "config.yaml"), f"run.name={name}"),
-                *("--import", str(tmp_path / "killer.py"), "callbacks=[killer:Killer]"),
-            ],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "DIES": dies},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+        words = ["-m", "onstep", "train", str(tmp_path / "config.yaml"), f"run.name={name}"]
+        words += ["--import", str(tmp_path / "killer.py"), "callbacks=[killer:Killer]"]
+        code, said = torchrun.finish(words, tmp_path, options=("--max-restarts=1",), DIES=dies)
+        assert code == 0, said[-4000:]
     whole, killed = (tmp_path / "runs" / name for name in ("whole", "killed"))
     assert json.loads((killed / "run.json").read_text())["status"] == "completed"
     assert "continued_at" in json.loads((killed / "run.json").read_text()), "it was started again"
     for file in ("model/model.safetensors", "certificate/rank_0.json", "certificate/rank_1.json"):
         assert (killed / file).read_bytes() == (whole / file).read_bytes(), file
-    journals = [[without_wall_clock(one) for one in read_records(run / "trainer_logs.json")] for run in (whole, killed)]
-    assert journals[0] == journals[1]
+    metrics_logs = [
+        [without_wall_clock(one) for one in read_records(run / "trainer_logs.json")] for run in (whole, killed)
+    ]
+    assert metrics_logs[0] == metrics_logs[1]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from whole_runs import Ranks, check_same, forked, samples_of_epochs, taken
+from tests.support.forked_processes import Processes
+from tests.support.whole_runs import Ranks, check_same, samples_of_epochs, taken
 
 pytestmark = pytest.mark.distributed
 
@@ -22,27 +22,26 @@ CALM = {"without_dropout": True, "overrides": {"checkpoint.certify": False}}
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Path) -> Iterator[Ranks]:
-    with forked() as processes:
-        yield Ranks(processes, tmp_path_factory.mktemp("ranks"), corpus=str(corpus), cache=str(token_cache))
+def ranks(processes: Processes, tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Path) -> Ranks:
+    return Ranks(processes, tmp_path_factory.mktemp("ranks"), corpus=str(corpus), cache=str(token_cache))
 
 
 @pytest.fixture(scope="module")
 def calm(ranks: Ranks) -> dict[int, dict[str, Any]]:
     """What an uninterrupted run on one rank took and lost, by step."""
     ranks.finish("calm", "trainer", ranks=1, **CALM)
-    return taken(ranks.folder / "calm")
+    return taken(ranks.directory / "calm")
 
 
-def check_epochs(folder: Path) -> None:
+def check_epochs(directory: Path) -> None:
     """No step twice, and every sample of both epochs exactly once, the tail of 4 included."""
-    assert sorted(taken(folder)) == list(range(1, 13))
-    assert samples_of_epochs(folder) == {epoch: Counter(range(NUM_ROWS)) for epoch in (0, 1)}
+    assert sorted(taken(directory)) == list(range(1, 13))
+    assert samples_of_epochs(directory) == {epoch: Counter(range(NUM_ROWS)) for epoch in (0, 1)}
 
 
-def check_like(folder: Path, expected: dict[int, dict[str, Any]]) -> None:
+def check_like(directory: Path, expected: dict[int, dict[str, Any]]) -> None:
     """The same samples in each step, and the same losses up to the order of their sums."""
-    steps = taken(folder)
+    steps = taken(directory)
     for step, record in expected.items():
         assert Counter(steps[step]["ids"]) == Counter(record["ids"]), step
         assert steps[step]["loss"] == pytest.approx(record["loss"], rel=1e-5), step
@@ -68,8 +67,8 @@ def test_the_run_goes_on_with_another_number_of_ranks_and_workers(
         assert 0 not in codes, ranks.output(name)
     size, workers = layouts[-1]
     ranks.finish(name, "trainer", ranks=size, arguments={"dataloader_num_workers": workers}, **CALM)
-    check_epochs(ranks.folder / name)
-    check_like(ranks.folder / name, calm)
+    check_epochs(ranks.directory / name)
+    check_like(ranks.directory / name, calm)
 
 
 @pytest.mark.parametrize("data", ["stream", "stateful"])
@@ -77,9 +76,9 @@ def test_iterable_data_goes_on_where_it_stood(ranks: Ranks, data: str) -> None:
     expected = ranks.finish(f"whole-{data}", "trainer", ranks=1, data=data)
     dies = {"signal": "SIGKILL", "event": "on_step_end", "number": 9}
     assert ranks.start(data, "trainer", ranks=1, data=data, strikes=[dies]) == [-9]
-    read_before = len((ranks.folder / data / "read-0.jsonl").read_text().splitlines())
+    read_before = len((ranks.directory / data / "read-0.jsonl").read_text().splitlines())
     check_same(ranks.finish(data, "trainer", ranks=1, data=data), expected)
-    lines = (ranks.folder / data / "read-0.jsonl").read_text().splitlines()[read_before:]
+    lines = (ranks.directory / data / "read-0.jsonl").read_text().splitlines()[read_before:]
     # The checkpoint is of step 8, in the middle of the second epoch: the plain one is read again from its start.
     assert json.loads(lines[0])["index"] == (0 if data == "stream" else 16)
 
@@ -92,9 +91,9 @@ def test_iterable_data_goes_on_with_another_number_of_ranks(ranks: Ranks, data: 
     dies = {"rank": first - 1, "signal": "SIGKILL", "event": "on_step_end", "number": 7}
     assert 0 not in ranks.start(name, "trainer", ranks=first, data=data, strikes=[dies], **CALM)
     ranks.finish(name, "trainer", ranks=second, data=data, **CALM)
-    steps = taken(ranks.folder / name)
+    steps = taken(ranks.directory / name)
     assert sorted(steps) == list(range(1, 13))
-    for step, record in taken(ranks.folder / f"calm-{data}-{first}").items():
+    for step, record in taken(ranks.directory / f"calm-{data}-{first}").items():
         assert steps[step]["loss"] == pytest.approx(record["loss"], rel=1e-5), step
 
 
@@ -105,7 +104,7 @@ def test_the_functional_door_does_the_same_and_keeps_the_random_order(ranks: Ran
     dies = {"rank": 1, "signal": "SIGKILL", "event": "on_step_end", "number": 5}
     assert 0 not in ranks.start("gpt", ranks=2, words=[*words, "dataset.num_workers=2"], strikes=[dies])
     ranks.finish("gpt", ranks=1, words=words)
-    check_like(ranks.folder / "gpt", taken(ranks.folder / "gpt-calm"))
+    check_like(ranks.directory / "gpt", taken(ranks.directory / "gpt-calm"))
 
 
 def test_a_tail_that_is_dropped_is_the_same_on_other_numbers_of_ranks(ranks: Ranks) -> None:
@@ -114,8 +113,8 @@ def test_a_tail_that_is_dropped_is_the_same_on_other_numbers_of_ranks(ranks: Ran
     dies = {"rank": 0, "signal": "SIGKILL", "event": "on_step_end", "number": 5}
     assert 0 not in ranks.start("dropping", "trainer", ranks=2, strikes=[dies], **settings)
     ranks.finish("dropping", "trainer", ranks=1, **settings)
-    check_like(ranks.folder / "dropping", taken(ranks.folder / "dropping-calm"))
-    epochs = samples_of_epochs(ranks.folder / "dropping")
+    check_like(ranks.directory / "dropping", taken(ranks.directory / "dropping-calm"))
+    epochs = samples_of_epochs(ranks.directory / "dropping")
     assert [(of_one.total(), set(of_one.values())) for of_one in epochs.values()] == [(40, {1}), (40, {1}), (16, {1})]
 
 
@@ -141,5 +140,5 @@ def test_kills_anywhere_with_ever_other_ranks_and_workers(
     name = f"storm-{seed}"
     kill_again_and_again(ranks, name, seed)
     if ranks.status(name) == "completed":
-        check_epochs(ranks.folder / name)
-        check_like(ranks.folder / name, calm)
+        check_epochs(ranks.directory / name)
+        check_like(ranks.directory / name, calm)

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from onstep.distributed.shards import gather_sequence
-
-SCRIPT = Path(__file__).with_name("sequence_head_script.py")
+from tests.support.forked_processes import Processes, output_of
 
 
 @pytest.mark.distributed
-def test_a_split_sequence_has_the_values_and_gradients_of_the_whole_one() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stderr.count("equal") == 2
+def test_a_split_sequence_has_the_values_and_gradients_of_the_whole_one(processes: Processes, tmp_path: Path) -> None:
+    codes = processes.run("tests.support.jobs.sequence_head_jobs", "head", tmp_path, {}, ranks=2)
+    assert codes == [0, 0], output_of(tmp_path)
 
 
 def test_a_group_of_one_changes_nothing() -> None:

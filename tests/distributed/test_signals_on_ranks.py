@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from whole_runs import JOBS, Ranks, check_same, forked, outcome
+from tests.support import torchrun
+from tests.support.forked_processes import Processes
+from tests.support.whole_runs import JOBS, Ranks, check_same, outcome
 
 pytestmark = pytest.mark.distributed
 
@@ -23,9 +21,8 @@ PREEMPTED = 75
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Path) -> Iterator[Ranks]:
-    with forked() as processes:
-        yield Ranks(processes, tmp_path_factory.mktemp("ranks"), corpus=str(corpus), cache=str(token_cache))
+def ranks(processes: Processes, tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Path) -> Ranks:
+    return Ranks(processes, tmp_path_factory.mktemp("ranks"), corpus=str(corpus), cache=str(token_cache))
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +30,7 @@ def whole(ranks: Ranks) -> dict[str, Any]:
     """The run that nobody touched."""
     whole = ranks.finish("whole")
     assert [len(chain) for chain in whole["certificates"]] == [11, 11]
-    assert [len(told) > 11 for told in whole["told"]] == [True, True]
+    assert [len(calls) > 11 for calls in whole["told"]] == [True, True]
     assert whole["weights"] is not None
     return whole
 
@@ -44,7 +41,7 @@ def preempt(ranks: Ranks, name: str, strike: dict[str, Any], job: str = "pretrai
     codes = ranks.start(name, job, strikes=[{"rank": 1, "signal": "SIGTERM", **strike}], **settings)
     assert codes == [PREEMPTED, PREEMPTED], (codes, ranks.output(name))
     assert ranks.status(name) == "preempted"
-    assert "first culprit" not in ranks.output(name), "a rank that leaves by a decision is no fault"
+    assert "first failure" not in ranks.output(name), "a rank that leaves by a decision is no fault"
     return [step for step in ranks.steps(name) if step not in before]
 
 
@@ -72,7 +69,7 @@ def test_a_signal_to_one_rank_makes_one_checkpoint_and_the_resume_is_exact(
 def test_the_end_is_told_once_on_both_ranks(ranks: Ranks) -> None:
     preempt(ranks, "told", {"event": "on_step_end", "number": 2})
     for rank in range(2):
-        lines = (ranks.folder / "told" / f"ends-{rank}.jsonl").read_text().splitlines()
+        lines = (ranks.directory / "told" / f"ends-{rank}.jsonl").read_text().splitlines()
         assert [json.loads(line)["reason"] for line in lines] == ["train end", "preempted"]
 
 
@@ -148,33 +145,24 @@ def test_data_that_does_not_come_is_given_up_and_the_newest_checkpoint_stands(
     check_same(ranks.finish(name, "trainer", **settings), whole_in_order)
 
 
-def torchrun(ranks: Ranks, folder: Path, **settings: Any) -> subprocess.Popen[str]:
-    """The same job as real processes under torchrun."""
-    folder.mkdir(exist_ok=True)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    words = [str(JOBS), "pretrain", json.dumps({**ranks.common, "attempt": 1, **settings})]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*launcher, *words], cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-
-
+@pytest.mark.process
 def test_torchrun_reports_75_of_the_ranks_and_itself_leaves_with_1(ranks: Ranks, whole: dict[str, Any]) -> None:
     strikes = [{"rank": 1, "signal": "SIGTERM", "event": "on_step_end", "number": 4}]
-    with torchrun(ranks, ranks.folder / "torchrun", strikes=strikes) as process:
-        said, _ = process.communicate(timeout=120)
-    assert process.returncode == 1
+    words = torchrun.job(JOBS, "pretrain", {**ranks.common, "attempt": 1, "strikes": strikes})
+    code, said = torchrun.finish(words, ranks.directory / "torchrun")
+    assert code == 1
     assert "exitcode  : 75" in said
     assert ranks.steps("torchrun") == [4]
     assert ranks.status("torchrun") == "preempted"
     check_same(ranks.finish("torchrun"), whole)
 
 
+@pytest.mark.process
 def test_a_signal_to_torchrun_reaches_both_ranks_and_makes_one_checkpoint(ranks: Ranks) -> None:
-    folder = ranks.folder / "agent"
-    words = ["train.train_iters=100000", "logger.log_interval=1"]
-    with torchrun(ranks, folder, words=words) as process:
-        first_step, deadline = folder / "taken-0.jsonl", time.monotonic() + 120
+    directory = ranks.directory / "agent"
+    settings = {**ranks.common, "attempt": 1, "words": ["train.train_iters=100000", "logger.log_interval=1"]}
+    with torchrun.start(torchrun.job(JOBS, "pretrain", settings), directory) as process:
+        first_step, deadline = directory / "taken-0.jsonl", time.monotonic() + 120
         while not first_step.exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
@@ -183,7 +171,7 @@ def test_a_signal_to_torchrun_reaches_both_ranks_and_makes_one_checkpoint(ranks:
     assert ranks.status("agent") == "preempted", said
     assert len(ranks.steps("agent")) == 1
     for rank in range(2):
-        lines = (folder / f"ends-{rank}.jsonl").read_text().splitlines()
+        lines = (directory / f"ends-{rank}.jsonl").read_text().splitlines()
         assert json.loads(lines[-1])["reason"] == "preempted"
 
 
@@ -210,7 +198,7 @@ def sweep(ranks: Ranks, whole: dict[str, Any], seeds: range, words: list[str], l
                 assert len([step for step in ranks.steps(name) if step not in before]) <= 1
             if ranks.status(name) == "completed":
                 break
-        found = outcome(ranks.folder / name)
+        found = outcome(ranks.directory / name)
         check_same(found, whole if codes == [0, 0] else {**whole, "told": found["told"]})
 
 

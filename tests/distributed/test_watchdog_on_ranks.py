@@ -11,43 +11,36 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forked_processes import Processes, output_of
 from onstep.config import ConfigContainer, save_yaml
+from tests.support import torchrun
+from tests.support.forked_processes import Processes, output_of
 
 pytestmark = pytest.mark.distributed
 
-JOBS = Path(__file__).with_name("hanging_jobs.py")
+JOBS = "tests.support.jobs.hanging_jobs"
 HOURS = "10_000"
 OWN_INTERRUPTS = {"train.exit_signal_handler": False}
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    server = Processes("onstep.trainer")
-    yield server
-    server.close()
-
-
-def reports(folder: Path) -> list[str]:
+def reports(directory: Path) -> list[str]:
     """What was printed as a report, in all outputs."""
-    texts = (path.read_text() for path in folder.glob("rank-*.out"))
-    return [one for text in texts for one in re.findall(r"(?ms)^first culprit: .*?(?=^={50})", text)]
+    texts = (path.read_text() for path in directory.glob("rank-*.out"))
+    return [one for text in texts for one in re.findall(r"(?ms)^first failure: .*?(?=^={50})", text)]
 
 
-def run(processes: Processes, folder: Path, *, ranks: int = 2, **settings: Any) -> tuple[list[int], str]:
+def run(processes: Processes, directory: Path, *, ranks: int = 2, **settings: Any) -> tuple[list[int], str]:
     """Exit codes, and the one report."""
     began = time.monotonic()
-    codes = processes.run(JOBS, "train", folder, settings, ranks=ranks)
+    codes = processes.run(JOBS, "train", directory, settings, ranks=ranks)
     assert time.monotonic() - began < 60, "the processes were ended from outside"
-    found = reports(folder)
-    assert len(found) == 1, (codes, output_of(folder))
-    written = list((folder / "run").glob("first-culprit-*.txt"))
+    found = reports(directory)
+    assert len(found) == 1, (codes, output_of(directory))
+    written = list((directory / "run").glob("first-culprit-*.txt"))
     assert len(written) == 1, written
     assert found[0] in written[0].read_text()
     assert all(codes), codes
@@ -60,45 +53,45 @@ def stacks_of(report: str, rank: int) -> str:
     return found[0]
 
 
-def run_json(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "run" / "run.json").read_text())
+def run_json(directory: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((directory / "run" / "run.json").read_text())
     return content
 
 
-@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("suspect", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_rank_that_raises_is_named_with_its_own_exception(
-    processes: Processes, tmp_path: Path, culprit: int
+    processes: Processes, tmp_path: Path, suspect: int
 ) -> None:
-    _, report = run(processes, tmp_path, how="raise", culprit=culprit)
+    _, report = run(processes, tmp_path, how="raise", suspect=suspect)
     first = report.splitlines()[0]
-    assert first.startswith(f"first culprit: rank {culprit} failed first at step 3"), report
-    assert "callback 'Misbehaves' is told of 'on_step_end'" in first
+    assert first.startswith(f"first failure: rank {suspect} failed first at step 3"), report
+    assert "callback 'Misbehaves' is handling 'on_step_end'" in first
     assert "hanging_jobs.py:" in first
     assert no_dumps_of(report)
     assert first.endswith("in do_raise: ValueError: a fault of its own")
-    exception = report.split(f"exception of rank {culprit}:")[1].split("stacks of rank 0")[0]
+    exception = report.split(f"exception of rank {suspect}:")[1].split("stacks of rank 0")[0]
     assert 'raise ValueError("a fault of its own")' in exception
     assert "Connection" not in exception
-    assert "in agree" in stacks_of(report, 1 - culprit), "the other rank waits for a decision"
+    assert "in agree" in stacks_of(report, 1 - suspect), "the other rank waits for a decision"
     assert run_json(tmp_path)["status"] == "failed"
-    assert f"rank {culprit} failed first" in run_json(tmp_path)["error"]
-    told = json.loads((tmp_path / f"told-{culprit}.json").read_text())
-    assert told == ["exception ValueError", "end failed"]
+    assert f"rank {suspect} failed first" in run_json(tmp_path)["error"]
+    calls = json.loads((tmp_path / f"told-{suspect}.json").read_text())
+    assert calls == ["exception ValueError", "end failed"]
 
 
-@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_rank_that_sleeps_in_a_callback_is_named_with_it(processes: Processes, tmp_path: Path, culprit: int) -> None:
-    _, report = run(processes, tmp_path, how="sleep", culprit=culprit)
+@pytest.mark.parametrize("suspect", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_rank_that_sleeps_in_a_callback_is_named_with_it(processes: Processes, tmp_path: Path, suspect: int) -> None:
+    _, report = run(processes, tmp_path, how="sleep", suspect=suspect)
     first = report.splitlines()[0]
-    assert f"rank {culprit} hangs" in first
+    assert f"rank {suspect} hangs" in first
     assert "at step 3" in first
-    assert "callback 'Misbehaves' is told of 'on_step_end'" in first
+    assert "callback 'Misbehaves' is handling 'on_step_end'" in first
     assert re.search(r"hanging_jobs.py:\d+ in do_sleep$", first), first
-    assert f"rank {1 - culprit}: step 3, it waits for other ranks in a collective" in report
+    assert f"rank {1 - suspect}: step 3, it waits for other ranks in a collective" in report
     assert no_dumps_of(report), "what os._exit leaves"
-    assert f"time.sleep({HOURS})" in stacks_of(report, culprit)
-    assert "in all_reduce" in stacks_of(report, 1 - culprit)
-    assert f"rank {culprit} hangs" in run_json(tmp_path)["error"]
+    assert f"time.sleep({HOURS})" in stacks_of(report, suspect)
+    assert "in all_reduce" in stacks_of(report, 1 - suspect)
+    assert f"rank {suspect} hangs" in run_json(tmp_path)["error"]
 
 
 @pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.slow), 2])
@@ -108,7 +101,7 @@ def test_a_rank_whose_data_never_comes_is_named_with_the_line_that_reads_it(
     _, report = run(processes, tmp_path, how="read", num_workers=num_workers)
     assert "rank 1 hangs" in report.splitlines()[0]
     assert "while it is reading a batch" in report.splitlines()[0]
-    head = report.split("what each rank")[0]
+    head = report.split("last activity of each rank")[0]
     assert re.search(r"hanging_jobs.py:\d+ in __getitem__$", report.splitlines()[0]), report
     assert "in __getitem__" in run_json(tmp_path)["error"]
     assert ("its data worker" in head) == bool(num_workers)
@@ -121,14 +114,14 @@ def no_dumps_of(report: str) -> bool:
     return not [one for pid in pids for one in Path(tempfile.gettempdir()).glob(f"onstep-stacks-*{pid}-*")]
 
 
-def no_process_of(folder: Path) -> bool:
-    """Whether no process works in the folder any more."""
+def no_process_of(directory: Path) -> bool:
+    """Whether no process works in the directory any more."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         there = []
         for one in Path("/proc").glob("[0-9]*/cwd"):
             try:
-                there += [one] if one.readlink() == folder else []
+                there += [one] if one.readlink() == directory else []
             except OSError:
                 continue
         if not there:
@@ -148,12 +141,12 @@ def test_a_rank_that_does_not_come_to_a_collective_is_named(processes: Processes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_a_stopped_process_is_named_and_ended(processes: Processes, tmp_path: Path, culprit: int) -> None:
-    codes, report = run(processes, tmp_path, how="stop", culprit=culprit, pace=0.4)
-    assert f"rank {culprit} hangs: its process is stopped" in report.splitlines()[0], report
-    assert codes[culprit] == -signal.SIGKILL
-    assert "none: the rank does not answer" in stacks_of(report, culprit)
+@pytest.mark.parametrize("suspect", [0, 1])
+def test_a_stopped_process_is_named_and_ended(processes: Processes, tmp_path: Path, suspect: int) -> None:
+    codes, report = run(processes, tmp_path, how="stop", suspect=suspect, pace=0.4)
+    assert f"rank {suspect} hangs: its process has been stopped" in report.splitlines()[0], report
+    assert codes[suspect] == -signal.SIGKILL
+    assert "none: the rank does not answer" in stacks_of(report, suspect)
 
 
 @pytest.mark.slow
@@ -171,7 +164,7 @@ def test_a_simulated_fault_is_found_like_a_real_one(processes: Processes, tmp_pa
     fault = {"ft.simulate_fault": True, "ft.simulated_fault_rank": 1, "ft.simulated_fault_base_delay": 1.0}
     overrides = {**fault, "ft.simulated_fault_type": "rank_hung"}
     codes, report = run(processes, tmp_path, how="nothing", pace=0.3, max_steps=40, overrides=overrides)
-    assert "rank 1 hangs: its process is stopped" in report.splitlines()[0], report
+    assert "rank 1 hangs: its process has been stopped" in report.splitlines()[0], report
     assert codes[1] == -signal.SIGKILL
     assert "ft.simulate_fault: rank 1 will fail (rank_hung) in 1." in output_of(tmp_path)
 
@@ -196,7 +189,7 @@ def test_a_run_that_ends_well_leaves_nothing(processes: Processes, tmp_path: Pat
 def test_what_a_rank_last_did_is_known_from_the_first_step_on(processes: Processes, tmp_path: Path) -> None:
     _, report = run(processes, tmp_path, how="stop", at=1, seconds_allowed=1.0)
     first = report.splitlines()[0]
-    assert "rank 1 hangs: its process is stopped" in first
+    assert "rank 1 hangs: its process has been stopped" in first
     assert "setting up" not in first
 
 
@@ -211,7 +204,7 @@ def test_a_slow_start_is_not_counted(processes: Processes, tmp_path: Path) -> No
 def test_a_rank_that_is_interrupted_alone_is_named(processes: Processes, tmp_path: Path) -> None:
     _, report = run(processes, tmp_path, how="interrupt", overrides=OWN_INTERRUPTS)
     first = report.splitlines()[0]
-    assert first.startswith("first culprit: rank 1 failed first at step 3"), report
+    assert first.startswith("first failure: rank 1 failed first at step 3"), report
     assert first.endswith("in do_interrupt: KeyboardInterrupt"), first
     assert "rank 1 failed first" in run_json(tmp_path)["error"]
 
@@ -240,12 +233,13 @@ def test_a_rank_that_exits_by_itself_is_no_fault(processes: Processes, tmp_path:
     assert not reports(tmp_path)
 
 
-@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_the_others_end_when_a_rank_is_killed_under_torchrun(tmp_path: Path, culprit: int) -> None:
-    error = torchrun(tmp_path, how="kill", culprit=culprit, pace=0.4, seconds_allowed=30.0)
-    assert error.count("first culprit: ") == 1, error
-    assert f"first culprit: rank {culprit} is gone" in error
-    assert f"stacks of rank {1 - culprit}" in error
+@pytest.mark.parametrize("suspect", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.process
+def test_the_others_end_when_a_rank_is_killed_under_torchrun(tmp_path: Path, suspect: int) -> None:
+    error = failed(tmp_path, how="kill", suspect=suspect, pace=0.4, seconds_allowed=30.0)
+    assert error.count("first failure: ") == 1, error
+    assert f"first failure: rank {suspect} is gone" in error
+    assert f"stacks of rank {1 - suspect}" in error
     assert "in all_reduce" in error
 
 
@@ -260,18 +254,18 @@ def test_the_others_end_when_the_process_with_the_store_is_killed(tmp_path: Path
     error, _ = (one.communicate(timeout=100)[1] for one in reversed(ranks))
     assert ranks[0].returncode == -signal.SIGKILL
     assert ranks[1].returncode not in (0, -signal.SIGTERM), error
-    assert error.count("first culprit: rank 0 is gone") == 1, error
+    assert error.count("first failure: rank 0 is gone") == 1, error
     assert "stacks of rank 1" in error
 
 
 @pytest.mark.slow
 def test_with_ten_seconds_all_is_over_within_twenty(tmp_path: Path) -> None:
     for how in ("raise", "sleep", "read", "late", "kill", "stop"):
-        folder = tmp_path / how
-        folder.mkdir()
-        error = torchrun(folder, how=how, seconds_allowed=10.0, pace=0.4, num_workers=2 if how == "read" else 0)
-        assert "first culprit: rank 1" in error, error
-        began = float((folder / "began").read_text())
+        directory = tmp_path / how
+        directory.mkdir()
+        error = failed(directory, how=how, seconds_allowed=10.0, pace=0.4, num_workers=2 if how == "read" else 0)
+        assert "first failure: rank 1" in error, error
+        began = float((directory / "began").read_text())
         assert time.time() - began < 20, how
 
 
@@ -282,34 +276,26 @@ def test_the_command_line_names_the_culprit_too(tiny_config: ConfigContainer, tm
     tiny_config.run.output_dir, tiny_config.run.name = str(tmp_path), "run"
     save_yaml(tiny_config, tmp_path / "config.yaml")
     words = ["-m", "onstep", "train", str(tmp_path / "config.yaml")]
-    words += ["--import", str(JOBS), "callbacks=[hanging_jobs:SleepsOnRankOne]"]
-    done = under_torchrun(words, tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.count("first culprit: rank 1 hangs") == 1, done.stderr
-    assert "callback 'SleepsOnRankOne' is told of 'on_step_end'" in done.stderr
+    words += [f"callbacks=[{JOBS}:SleepsOnRankOne]"]
+    code, said = torchrun.finish(words, tmp_path)
+    assert code == 1
+    assert said.count("first failure: rank 1 hangs") == 1, said
+    assert "callback 'SleepsOnRankOne' is handling 'on_step_end'" in said
     assert "rank 1 hangs" in run_json(tmp_path)["error"]
     assert len(list((tmp_path / "run").glob("first-culprit-*.txt"))) == 1
 
 
-def torchrun(folder: Path, **settings: Any) -> str:
-    """What a failing run under torchrun wrote to standard error."""
-    done = under_torchrun([str(JOBS), "train", str(folder), json.dumps(settings)], folder)
-    assert done.returncode == 1, done.stderr
-    return done.stderr
+def failed(directory: Path, **settings: Any) -> str:
+    """What a failing run under torchrun printed."""
+    code, said = torchrun.finish(torchrun.job(JOBS, "train", settings), directory)
+    assert code == 1, said
+    return said
 
 
-def under_torchrun(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
-
-
-def start_rank(rank: int, port: int, folder: Path, **settings: Any) -> subprocess.Popen[str]:
+def start_rank(rank: int, port: int, directory: Path, **settings: Any) -> subprocess.Popen[str]:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     environment = {**os.environ, **place, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    command = [sys.executable, str(JOBS), "train", str(folder), json.dumps(settings)]
+    command = [sys.executable, "-m", JOBS, "train", str(directory), json.dumps(settings)]
     return subprocess.Popen(
-        command, env=environment, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command, env=environment, cwd=directory, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )

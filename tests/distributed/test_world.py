@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.distributed.test_ranks import run_ranks
 
 from onstep import pretrain
-from onstep.config import ConfigContainer
-from onstep.config.parts import DistributedInitConfig
+from onstep.config import ConfigContainer, DistributedInitConfig
 from onstep.distributed import World, open_world, world_size_from_environment
 from onstep.errors import CollectiveAfterErrorError, ConfigError
+from tests.support.forked_processes import Processes
 
+JOBS = "tests.support.jobs.rank_jobs"
 NAMES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -54,21 +54,22 @@ def test_one_rank_agrees_with_itself() -> None:
 
 
 @pytest.mark.distributed
-def test_after_an_error_a_rank_waits_for_nobody_until_it_begins_anew(tmp_path: Path) -> None:
-    first, second = run_ranks(2, "after_an_error", tmp_path, how="error")
+def test_after_an_error_a_rank_waits_for_nobody_until_it_begins_anew(processes: Processes, tmp_path: Path) -> None:
+    first, second = processes.results(JOBS, "after_an_error", tmp_path, {"how": "error"})
     assert first == {"refused": {}, "agreed": [1, 6]}
     assert second["agreed"] == [1, 6]
     names = ["agree", "gather", "gather_numbers", "share", "sum", "max", "barrier"]
     assert list(second["refused"]) == names
     assert all(
-        re.match(f"World.{name} was called on rank 1 of 2 after ValueError; .*ask them before", text)
+        re.match(f"World.{name} was called on rank 1 of 2 after ValueError; .*call it earlier", text)
         for name, text in second["refused"].items()
     )
 
 
 @pytest.mark.distributed
-def test_ranks_go_on_together_after_a_decided_exit(tmp_path: Path) -> None:
-    assert run_ranks(2, "after_an_error", tmp_path, how="exit") == [{"refused": {}, "agreed": [1, 6]}] * 2
+def test_ranks_go_on_together_after_a_decided_exit(processes: Processes, tmp_path: Path) -> None:
+    results = processes.results(JOBS, "after_an_error", tmp_path, {"how": "exit"})
+    assert results == [{"refused": {}, "agreed": [1, 6]}] * 2
 
 
 def test_one_rank_agrees_with_itself_also_after_an_error() -> None:
@@ -120,7 +121,7 @@ def test_the_group_goes_also_when_the_run_fails(tiny_config: ConfigContainer) ->
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        ({"WORLD_SIZE": "two"}, r"\$WORLD_SIZE must be a whole number.*'two'.*unset"),
+        ({"WORLD_SIZE": "two"}, r"\$WORLD_SIZE must be an integer.*'two'.*unset"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, r"rank 2 of 2.*torchrun"),
         ({"RANK": "1"}, r"rank 1 of 1.*torchrun"),
         ({"WORLD_SIZE": "0"}, r"rank 0 of 0"),
@@ -146,11 +147,11 @@ def test_the_number_of_ranks_is_known_before_they_meet(monkeypatch: pytest.Monke
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_gpu_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"dist\.device=cuda needs a CUDA GPU.*dist\.device=cpu"):
+    with pytest.raises(ConfigError, match=r"dist\.device=cuda requires a CUDA GPU.*dist\.device=cpu"):
         open_world(DistributedInitConfig(device="cuda"))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_beyond_the_last_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"GPU 99, and torch sees"):
+    with pytest.raises(ConfigError, match=r"GPU 99, but torch sees"):
         open_world(DistributedInitConfig(device="cuda:99"))

@@ -1,4 +1,4 @@
-"""Where documentation examples run: an empty folder, with the token cache of the tests."""
+"""Where documentation examples run: an empty directory, with the token cache of the tests."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 
 @pytest.fixture
-def empty_folder(tmp_path: Path, token_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder of an example; what it caches outlives it, and no GPU is used."""
+def empty_dir(tmp_path: Path, token_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of an example; what it caches outlives it, and no GPU is used."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ONSTEP_CACHE", str(token_cache))
     return tmp_path

@@ -67,7 +67,7 @@ class Service:
 
 
 @pytest.fixture
-def small_recipe(corpus: Path, empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def small_recipe(corpus: Path, empty_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The recipe, built as it is, with sizes that a test can afford."""
 
     def small() -> ConfigContainer:

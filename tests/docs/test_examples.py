@@ -68,7 +68,7 @@ def commands() -> list[Any]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda p: p.name)
-def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, empty_folder: Path) -> None:
+def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, empty_dir: Path) -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     torch.manual_seed(0)
     for block in blocks(page, "python"):
@@ -81,7 +81,7 @@ def test_pages_that_teach_have_examples() -> None:
 
 
 @pytest.mark.parametrize("words", commands())
-def test_a_command_names_what_exists(words: list[str], empty_folder: Path) -> None:
+def test_a_command_names_what_exists(words: list[str], empty_dir: Path) -> None:
     name, *arguments = words
     assert name in COMMANDS
     if name == "train":

@@ -19,7 +19,7 @@ import pytest
 
 import onstep
 from onstep.config import ConfigContainer, TrainingArguments, to_flat
-from onstep.events import MOMENTS
+from onstep.events import EVENTS
 from onstep.training.feature import HOOKS
 from onstep.training.features import FEATURES
 
@@ -50,8 +50,8 @@ def first_cells(table: str) -> list[str]:
 
 def test_the_table_of_moments_has_every_moment_in_firing_order(generate: ModuleType) -> None:
     cells = first_cells(generate.moments_table())
-    assert [re.findall(r"`(\w+)`", cell)[0] for cell in cells] == [moment.name for moment in MOMENTS]
-    assert [re.findall(r"`(\w+)`", cell)[-1] for cell in cells] == [moment.hf_name for moment in MOMENTS]
+    assert [re.findall(r"`(\w+)`", cell)[0] for cell in cells] == [event.name for event in EVENTS]
+    assert [re.findall(r"`(\w+)`", cell)[-1] for cell in cells] == [event.hf_name for event in EVENTS]
 
 
 def test_the_tables_of_keys_have_every_key_with_its_default(generate: ModuleType) -> None:
@@ -59,7 +59,7 @@ def test_the_tables_of_keys_have_every_key_with_its_default(generate: ModuleType
     keys = [cell.strip("`") for cell in first_cells(tables)]
     assert keys == list(to_flat(ConfigContainer()))
     assert "| `optimizer.adam_beta2` | `float` | `0.999` |" in tables
-    assert "| `mixed_precision` | `str | None` | `None` | None (float32), bf16_mixed or fp16_mixed" in tables
+    assert "| `mixed_precision` | `str | None` | `None` | Precision: None (float32), bf16_mixed or fp16" in tables
 
 
 def test_every_argument_is_in_one_of_two_tables(generate: ModuleType) -> None:
@@ -108,17 +108,18 @@ def test_the_pages_use_every_generated_part(generate: ModuleType) -> None:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The documentation, built strictly."""
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    directory = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(directory)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+    return directory
 
 
+@pytest.mark.process
 def test_the_site_builds_and_shows_the_generated_tables(site: Path) -> None:
     page = (site / "guide" / "callbacks" / "index.html").read_text(encoding="utf-8")
-    assert all(f"<code>{moment.name}</code>" in page for moment in MOMENTS)
+    assert all(f"<code>{event.name}</code>" in page for event in EVENTS)
     assert "generated:" not in page
     loop = (site / "guide" / "training-loop" / "index.html").read_text(encoding="utf-8")
     assert all(f"<code>{kind.name}</code>" in loop for kind in FEATURES)

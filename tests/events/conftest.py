@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from onstep.events import CallbackContext, RunFacts, TrainerState
+from onstep.events import CallbackContext, RunInfo, TrainerState
 from onstep.progress import TrainState
 
 
@@ -16,12 +16,12 @@ class Run:
     """What the engine reads of a `GlobalState`."""
 
     train_state: TrainState = field(default_factory=TrainState)
-    facts: RunFacts = field(default_factory=RunFacts)
+    info: RunInfo = field(default_factory=RunInfo)
     args: Any = None
 
     @property
     def trainer_state(self) -> TrainerState:
-        return TrainerState(self.train_state, self.facts)
+        return TrainerState(self.train_state, self.info)
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def run():
 
 
 @pytest.fixture
-def tell(run):
+def notify(run):
     """Fires an event with a fresh context, as the loop does; returns the context."""
 
     def fire(manager, event, **fields):

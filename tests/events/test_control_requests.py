@@ -20,15 +20,15 @@ def test_a_skip_is_asked_once_and_handed_over_once_without_the_rest(event: str) 
     control.skip("bad batch")
     control.skip("again")
 
-    assert control.take_skips() == [Request("skip", "Guard", event, "bad batch", 2)]
-    assert control.take_skips() == []
+    assert control.pop_skips() == [Request("skip", "Guard", event, "bad batch", 2)]
+    assert control.pop_skips() == []
     assert asked(control) == [("should_save", "keep")]
 
 
 @pytest.mark.parametrize("event", ["on_train_step_start", "on_train_step_end", "on_step_end", "on_log"])
 def test_a_skip_at_another_moment_is_refused_with_the_right_ones(event: str) -> None:
     control = Control(event=event)
-    with pytest.raises(ConfigError, match=rf"no meaning during '{event}'.*on_pre_optimizer_step"):
+    with pytest.raises(ConfigError, match=rf"got a call during '{event}'.*on_pre_optimizer_step"):
         control.skip()
     assert control.requests == []
 
@@ -41,8 +41,8 @@ def test_requests_say_in_words_what_they_ask_for() -> None:
     words = [str(request) for request in control.requests]
     where = "by 'Guard' during 'on_substep_end' on rank 0"
     assert words == [
-        f"asked to leave out the update {where}: bad batch",
-        f"asked to go back to a checkpoint {where}: diverging",
+        f"asked to skip the update {where}: bad batch",
+        f"asked to roll back to a checkpoint {where}: diverging",
         f"asked to set lr_factor to 0.5 {where}",
     ]
 
@@ -54,7 +54,7 @@ def test_such_requests_touch_no_flag_but_are_noticed_by_the_other_ranks() -> Non
     control.set("log_interval", 5)
     assert not any(getattr(control, flag) for flag in FLAGS)
     assert control.vector()[-1] == 1
-    assert [request.flag for request in control.drain()] == ["rollback", "set"]
+    assert [request.flag for request in control.pop_requests()] == ["rollback", "set"]
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,12 @@ def test_what_can_be_set(key: str, value: float | None) -> None:
     ("key", "value", "says"),
     [
         ("log_intervall", 3, "Did you mean 'log_interval'"),
-        ("lr", 3e-4, "These can: lr_factor"),
+        ("lr", 3e-4, "Keys that can: lr_factor"),
         ("lr_factor", -0.1, r"lr_factor must be a number >= 0.*got -0\.1"),
         ("lr_factor", float("nan"), "must be a number"),
         ("lr_factor", "0.5", "must be a number"),
-        ("log_interval", 2.5, "must be a whole number"),
-        ("log_interval", True, "must be a whole number"),
+        ("log_interval", 2.5, "must be an integer"),
+        ("log_interval", True, "must be an integer"),
         ("save_interval", -1, ">= 0"),
         ("train_iters", 0, ">= 1"),
     ],
@@ -94,8 +94,8 @@ def test_every_settable_key_has_a_smallest_value_that_it_takes() -> None:
 
 def test_the_gates_own_decision_is_a_request_in_its_name() -> None:
     control, other_rank = Control(), Control(rank=1)
-    control.ask(Request("should_training_stop", "anomaly gate", "", "NaN"))
-    other_rank.decide("should_training_stop")
+    control.add_request(Request("should_training_stop", "anomaly gate", "", "NaN"))
+    other_rank.set_flag("should_training_stop")
     assert control.should_training_stop is other_rank.should_training_stop is True
     assert [request.author for request in control.requests] == ["anomaly gate"]
     assert other_rank.requests == []

@@ -12,7 +12,7 @@ import pytest
 
 import onstep.events
 from onstep.events import Callback, CallbackContext, CallbackManager, Control, Dispatcher, TrainerCallback
-from onstep.events.events import MOMENTS
+from onstep.events.events import EVENTS
 
 
 @pytest.fixture
@@ -79,10 +79,10 @@ def test_a_source_that_lacks_a_field_is_an_error(manager, dispatcher):
         dispatcher.on_log(object())
 
 
-@pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment.name)
-def test_a_context_is_what_the_constructor_would_make(moment, manager, dispatcher, loop_run):
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.name)
+def test_a_context_is_what_the_constructor_would_make(event, manager, dispatcher, loop_run):
     seen = []
-    manager.register(moment.name, seen.append)
+    manager.register(event.name, seen.append)
     objects = {
         "optimizer": "optimizer",
         "scheduler": "scheduler",
@@ -90,17 +90,17 @@ def test_a_context_is_what_the_constructor_would_make(moment, manager, dispatche
         "eval_dataloader": "eval",
     }
 
-    getattr(dispatcher, moment.name)()
+    getattr(dispatcher, event.name)()
 
     made = CallbackContext(
         loop_run,
         ["chunk"],
         manager.user_state,
-        event=moment.name,
+        event=event.name,
         control=loop_run.control,
         processing_class="bpe",
-        callback_clock=manager.callback_clock,
-        **{name: value for name, value in objects.items() if name in moment.fields},
+        callback_timer=manager.callback_timer,
+        **{name: value for name, value in objects.items() if name in event.fields},
     )
     assert repr(seen[0]) == repr(made)
     assert seen[0].user_state is manager.user_state
@@ -141,8 +141,8 @@ def test_callbacks_that_are_added_and_removed_count_from_the_next_event_on(manag
 def test_without_a_manager_every_event_is_a_no_op(loop_run):
     dispatcher = Dispatcher(None, loop_run)
 
-    for moment in MOMENTS:
-        getattr(dispatcher, moment.name)(object(), anything=1)
+    for event in EVENTS:
+        getattr(dispatcher, event.name)(object(), anything=1)
 
 
 def test_a_name_that_is_no_event_is_an_error(dispatcher):
@@ -268,10 +268,10 @@ def test_another_event_fired_with_the_same_context_leaves_the_outer_one_alone(ma
 
 def _package_calls(work):
     """Names of the functions of `onstep.events` that a call runs."""
-    folder, names = onstep.events.__path__[0], []
+    directory, names = onstep.events.__path__[0], []
 
     def note(frame, event, argument):
-        if event == "call" and frame.f_code.co_filename.startswith(folder):
+        if event == "call" and frame.f_code.co_filename.startswith(directory):
             names.append(frame.f_code.co_name)
 
     sys.setprofile(note)

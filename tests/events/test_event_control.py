@@ -90,7 +90,7 @@ def test_a_request_withdrawn_by_a_later_callback_is_off_the_record():
 def test_what_is_due_is_no_request_and_can_be_vetoed():
     control = Control()
 
-    control.fill(log=True, evaluate=True, save=False)
+    control.set_due(log=True, evaluate=True, save=False)
     assert control.requests == []
     control.should_evaluate = False
 
@@ -104,7 +104,7 @@ def test_filling_keeps_what_was_asked_for_earlier_in_the_step():
     control.evaluate()
     control.save("now")
 
-    control.fill(log=False, evaluate=False, save=False)
+    control.set_due(log=False, evaluate=False, save=False)
 
     assert flags(control) == {"should_log", "should_evaluate", "should_save"}
 
@@ -128,7 +128,7 @@ def test_the_vector_of_every_set_of_flags_comes_back_through_adopt():
         wanted = {flag for index, flag in enumerate(FLAGS) if bits >> index & 1}
         sender, receiver = Control(**dict.fromkeys(wanted, True)), Control(should_log=True)
 
-        asked = receiver.adopt(sender.vector())
+        asked = receiver.set_agreed(sender.vector())
 
         assert flags(receiver) == wanted
         assert asked is False
@@ -136,44 +136,44 @@ def test_the_vector_of_every_set_of_flags_comes_back_through_adopt():
 
 def test_over_ranks_set_wins_and_everybody_learns_that_something_was_asked():
     ranks = [Control(rank=0), Control(rank=1)]
-    ranks[0].fill(log=True, evaluate=False, save=False)
+    ranks[0].set_due(log=True, evaluate=False, save=False)
     ranks[1].stop("only here")
 
     agreed = [max(column) for column in zip(*(control.vector() for control in ranks), strict=True)]
 
-    assert [control.adopt(agreed) for control in ranks] == [True, True]
+    assert [control.set_agreed(agreed) for control in ranks] == [True, True]
     assert flags(ranks[0]) == flags(ranks[1]) == {"should_log", "should_training_stop"}
-    assert [request.rank for control in ranks for request in control.drain()] == [1]
+    assert [request.rank for control in ranks for request in control.pop_requests()] == [1]
 
 
 def test_adopting_adds_no_request():
     control = Control()
 
-    control.adopt([1, 1, 1, 1, 1, 1, 1])
+    control.set_agreed([1, 1, 1, 1, 1, 1, 1])
 
     assert control.requests == []
 
 
 def test_a_vector_of_another_length_is_refused():
     with pytest.raises(ValueError, match="zip"):
-        Control().adopt([1, 0, 0])
+        Control().set_agreed([1, 0, 0])
 
 
 def test_requests_are_handed_over_once():
     control = Control()
     control.stop()
 
-    assert len(control.drain()) == 1
-    assert control.drain() == []
+    assert len(control.pop_requests()) == 1
+    assert control.pop_requests() == []
     assert control.should_training_stop is True
 
 
 def test_honoured_flags_can_be_asked_for_again():
     control = Control()
     control.save()
-    control.drain()
+    control.pop_requests()
 
-    control.honoured("should_save")
+    control.clear("should_save")
     assert control.should_save is False
     control.save()
 
@@ -193,7 +193,7 @@ def test_a_new_run_forgets_the_stop_of_the_last_one():
 def test_a_returned_control_replaces_the_flags_but_takes_back_no_stop():
     control = Control(should_save=True, should_epoch_stop=True, should_training_stop=True)
 
-    control.take(TrainerControl(should_log=True))
+    control.merge(TrainerControl(should_log=True))
 
     assert flags(control) == {"should_log", "should_training_stop"}
 
@@ -201,7 +201,7 @@ def test_a_returned_control_replaces_the_flags_but_takes_back_no_stop():
 def test_a_returned_control_asks_in_the_name_of_who_is_told():
     control = Control(author="Returns", event="on_step_end")
 
-    control.take(TrainerControl(should_evaluate=True))
+    control.merge(TrainerControl(should_evaluate=True))
 
     assert [(request.flag, request.author) for request in control.requests] == [("should_evaluate", "Returns")]
 
@@ -213,16 +213,16 @@ def test_a_changed_copy_that_is_returned_is_one_request():
         assert control.should_save is False
         assert control.requests == []
 
-        control.take(copied)
+        control.merge(copied)
 
-        assert [request.author for request in control.drain()] == ["Copies"]
-        control.honoured("should_save")
+        assert [request.author for request in control.pop_requests()] == ["Copies"]
+        control.clear("should_save")
 
 
 def test_a_returned_control_says_nothing_about_flags_it_lacks():
     control = Control(should_log=True, should_abort_without_save=True)
 
-    control.take(SimpleNamespace(should_save=True))
+    control.merge(SimpleNamespace(should_save=True))
 
     assert flags(control) == {"should_save", "should_log", "should_abort_without_save"}
 
@@ -231,7 +231,7 @@ def test_a_returned_control_says_nothing_about_flags_it_lacks():
 def test_whatever_else_is_returned_changes_nothing(returned):
     control = Control(should_log=True)
 
-    control.take(returned)
+    control.merge(returned)
 
     assert flags(control) == {"should_log"}
     assert control.requests == []

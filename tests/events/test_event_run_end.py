@@ -15,8 +15,8 @@ ERRORS = (None, ValueError("value"), KeyboardInterrupt(), SystemExit(1))
 class Closes(Callback):
     """Is told, and then raises what it was given."""
 
-    def __init__(self, label, error, told):
-        self.name, self.error, self.told = label, error, told
+    def __init__(self, label, error, calls):
+        self.name, self.error, self.calls = label, error, calls
 
     def on_train_end(self, context):
         self._close()
@@ -28,88 +28,88 @@ class Closes(Callback):
         self._close()
 
     def _close(self):
-        self.told.append(self.name)
+        self.calls.append(self.name)
         if self.error is not None:
             raise type(self.error)(*self.error.args)
 
 
 @pytest.mark.parametrize("event", TERMINAL)
 @pytest.mark.parametrize("errors", list(itertools.product(ERRORS, repeat=3)), ids=str)
-def test_everybody_is_told_in_order_and_the_first_error_is_raised(event, errors, tell):
-    told = []
+def test_everybody_is_told_in_order_and_the_first_error_is_raised(event, errors, notify):
+    calls = []
     manager = CallbackManager()
-    manager.add([Closes(label, error, told) for label, error in zip("abc", errors, strict=True)])
+    manager.add([Closes(label, error, calls) for label, error in zip("abc", errors, strict=True)])
     raised = [(label, error) for label, error in zip("abc", errors, strict=True) if error is not None]
 
     if not raised:
-        tell(manager, event)
+        notify(manager, event)
     else:
         (first, expected), *others = raised
         with pytest.raises(type(expected)) as caught:
-            tell(manager, event)
+            notify(manager, event)
         assert caught.value.__notes__ == [
             f"raised by callback '{first}' during '{event}'",
             *(f"then '{label}' raised {type(error).__name__}: {error}" for label, error in others),
         ]
-    assert told == ["a", "b", "c"]
+    assert calls == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("event", TERMINAL)
-def test_a_tolerated_error_is_a_warning_and_raises_nothing(event, tell):
-    told = []
-    tolerant = Closes("tolerant", ValueError("value"), told)
+def test_a_tolerated_error_is_a_warning_and_raises_nothing(event, notify):
+    calls = []
+    tolerant = Closes("tolerant", ValueError("value"), calls)
     tolerant.on_error = "warn"
     manager = CallbackManager()
-    manager.add([tolerant, Closes("last", None, told)])
+    manager.add([tolerant, Closes("last", None, calls)])
 
     with pytest.warns(RuntimeWarning, match="'tolerant' raised ValueError"):
-        tell(manager, event)
+        notify(manager, event)
 
-    assert told == ["tolerant", "last"]
+    assert calls == ["tolerant", "last"]
 
 
-def test_a_callback_that_raises_the_runs_own_exception_again_hides_nobody(tell):
-    told = []
+def test_a_callback_that_raises_the_runs_own_exception_again_hides_nobody(notify):
+    calls = []
 
     class Again(Callback):
         def on_exception(self, context):
-            told.append(type(context.exception).__name__)
+            calls.append(type(context.exception).__name__)
             raise context.exception
 
     manager = CallbackManager()
-    manager.add([Again(), Again(), Closes("last", None, told)])
+    manager.add([Again(), Again(), Closes("last", None, calls)])
     error = RuntimeError("the run failed")
 
     with pytest.raises(RuntimeError) as raised:
-        tell(manager, "on_exception", exception=error)
+        notify(manager, "on_exception", exception=error)
 
     assert raised.value is error
-    assert told == ["RuntimeError", "RuntimeError", "last"]
+    assert calls == ["RuntimeError", "RuntimeError", "last"]
 
 
-def test_hugging_face_handlers_learn_reason_and_exception(tell):
+def test_hugging_face_handlers_learn_reason_and_exception(notify):
     seen = []
     manager = CallbackManager()
     manager.register("on_run_end", lambda state, reason, exception, **kwargs: seen.append((reason, exception)))
     manager.register("on_run_end", lambda context: seen.append((context.reason, context.exception)))
 
-    tell(manager, "on_run_end", reason="stopped")
+    notify(manager, "on_run_end", reason="stopped")
 
     assert seen == [("stopped", None)] * 2
 
 
-def test_all_other_moments_end_at_the_first_error(tell):
-    told = []
+def test_all_other_moments_end_at_the_first_error(notify):
+    calls = []
 
     class Fails(Callback):
         def on_log(self, context):
-            told.append(1)
+            calls.append(1)
             raise ValueError("first")
 
     manager = CallbackManager()
     manager.add([Fails(), Fails()])
 
     with pytest.raises(ValueError, match="first"):
-        tell(manager, "on_log")
+        notify(manager, "on_log")
 
-    assert told == [1]
+    assert calls == [1]

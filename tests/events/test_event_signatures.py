@@ -26,7 +26,7 @@ CONTEXT = {
     "one HF name alone": "lambda state: got.append(state)",
 }
 
-NOTHING = {
+NO_OP = {
     "fn()": "lambda: got.append('told')",
     "keyword-only default": "lambda *, word='told': got.append(word)",
 }
@@ -68,7 +68,7 @@ def made(source, got):
 
 
 @pytest.fixture
-def told(run):
+def calls(run):
     """Registers, fires and gives the context."""
     run.args = "arguments"
 
@@ -87,29 +87,29 @@ def hf_values(context):
 
 
 @pytest.mark.parametrize("source", CONTEXT.values(), ids=CONTEXT)
-def test_context_forms_are_handed_the_context(source, told):
+def test_context_forms_are_handed_the_context(source, calls):
     got = []
 
-    context = told(made(source, got))
+    context = calls(made(source, got))
 
     assert len(got) == 1
     assert got[0] is context
 
 
-@pytest.mark.parametrize("source", NOTHING.values(), ids=NOTHING)
-def test_forms_without_parameters_are_just_called(source, told):
+@pytest.mark.parametrize("source", NO_OP.values(), ids=NO_OP)
+def test_forms_without_parameters_are_just_called(source, calls):
     got = []
 
-    told(made(source, got))
+    calls(made(source, got))
 
     assert got == ["told"]
 
 
 @pytest.mark.parametrize("source", HF.values(), ids=HF)
-def test_hugging_face_forms_are_known_by_their_signature(source, told):
+def test_hugging_face_forms_are_known_by_their_signature(source, calls):
     got = []
 
-    context = told(made(source, got))
+    context = calls(made(source, got))
 
     assert got == [hf_values(context)]
     assert got[0][1].global_step == 0
@@ -221,29 +221,29 @@ def test_what_cannot_be_called_is_refused(fn):
         CallbackManager().register("on_log", fn)
 
 
-def test_a_mock_is_handed_the_context(told):
+def test_a_mock_is_handed_the_context(calls):
     for fn in (mock.Mock(), mock.MagicMock()):
-        context = told(fn)
+        context = calls(fn)
 
         fn.assert_called_once_with(context)
         assert context.control.vector() == [0] * 7
 
 
-def test_builtin_methods_are_handed_the_context(told):
+def test_builtin_methods_are_handed_the_context(calls):
     seen, known = [], set()
 
-    assert seen == [told(seen.append)]
-    told(known.discard)
+    assert seen == [calls(seen.append)]
+    calls(known.discard)
 
 
-def test_a_builtin_without_a_signature_is_handed_the_context(told):
+def test_a_builtin_without_a_signature_is_handed_the_context(calls):
     words = {"kept": 1}
     with pytest.raises(TypeError, match="CallbackContext"):
-        told(words.update)
+        calls(words.update)
     assert words == {"kept": 1}
 
 
-def test_partials_static_methods_class_methods_and_callable_objects(told):
+def test_partials_static_methods_class_methods_and_callable_objects(calls):
     got = []
 
     class Object:
@@ -267,20 +267,20 @@ def test_partials_static_methods_class_methods_and_callable_objects(told):
         (Object.of_class, Object),
         (functools.partial(named, "partial"), "partial"),
     ]:
-        context = told(fn)
+        context = calls(fn)
         assert got.pop() == (label, context)
 
 
-def test_a_partial_that_fills_in_hugging_face_keywords(told):
+def test_a_partial_that_fills_in_hugging_face_keywords(calls):
     got = []
     fn = functools.partial(lambda prefix, state, control, **kwargs: got.append((prefix, control)), "p")
 
-    context = told(fn)
+    context = calls(fn)
 
     assert got == [("p", context.control)]
 
 
-def test_a_decorator_that_passes_everything_on_keeps_the_convention(told):
+def test_a_decorator_that_passes_everything_on_keeps_the_convention(calls):
     got = []
 
     def decorated(fn):
@@ -290,9 +290,9 @@ def test_a_decorator_that_passes_everything_on_keeps_the_convention(told):
 
         return wrapper
 
-    context = told(decorated(lambda context: got.append(context)))
+    context = calls(decorated(lambda context: got.append(context)))
     assert got == [context]
-    context = told(decorated(lambda args, state, control, **kwargs: got.append(control)))
+    context = calls(decorated(lambda args, state, control, **kwargs: got.append(control)))
     assert got[1] is context.control
 
 
@@ -316,62 +316,62 @@ def test_methods_under_a_torch_decorator_keep_their_convention(run):
     assert context.control.should_save is True
 
 
-def test_a_decorator_with_a_form_of_its_own_is_called_in_that_form(told):
+def test_a_decorator_with_a_form_of_its_own_is_called_in_that_form(calls):
     got = []
 
     @functools.wraps(lambda args, state, control, **kwargs: None)
     def wrapper(context):
         got.append(context)
 
-    assert got == [told(wrapper)]
+    assert got == [calls(wrapper)]
 
 
-def test_optional_keywords_that_the_moment_lacks_keep_their_default(told):
+def test_optional_keywords_that_the_moment_lacks_keep_their_default(calls):
     got = []
 
-    told(lambda state, control, logs="default", verbose=True: got.append((logs, verbose)))
-    told(lambda state, logs="default", verbose=True, **kwargs: got.append((logs, verbose)))
+    calls(lambda state, control, logs="default", verbose=True: got.append((logs, verbose)))
+    calls(lambda state, logs="default", verbose=True, **kwargs: got.append((logs, verbose)))
 
     assert got == [("default", True)] * 2
 
 
-def test_demanded_keywords_that_the_moment_lacks_are_none(told):
+def test_demanded_keywords_that_the_moment_lacks_are_none(calls):
     got = []
 
-    told(lambda state, logs, metrics: got.append((logs, metrics)))
-    told(lambda a, s, c, logs, **kwargs: got.append((logs, kwargs.get("metrics"))))
+    calls(lambda state, logs, metrics: got.append((logs, metrics)))
+    calls(lambda a, s, c, logs, **kwargs: got.append((logs, kwargs.get("metrics"))))
 
     assert got == [(None, None)] * 2
 
 
-def test_keywords_of_the_moment_are_handed_over(told):
+def test_keywords_of_the_moment_are_handed_over(calls):
     got = {}
 
-    told(lambda **kwargs: got.update(kwargs), "on_log", logs={"loss": 1.0})
+    calls(lambda **kwargs: got.update(kwargs), "on_log", logs={"loss": 1.0})
     assert got["logs"] == {"loss": 1.0}
-    told(lambda **kwargs: got.update(kwargs), "on_train_metrics", loss=1, grad_norm=2, tokens=3)
+    calls(lambda **kwargs: got.update(kwargs), "on_train_metrics", loss=1, grad_norm=2, tokens=3)
     assert (got["loss"], got["grad_norm"], got["tokens"]) == (1, 2, 3)
-    told(lambda metrics, **kwargs: got.update(kwargs, metrics=metrics), "on_eval_end", metrics={"eval_loss": 2.0})
+    calls(lambda metrics, **kwargs: got.update(kwargs, metrics=metrics), "on_eval_end", metrics={"eval_loss": 2.0})
     assert got["metrics"] == {"eval_loss": 2.0}
 
 
-def test_the_old_name_of_the_processing_class_is_handed_to_who_asks_for_it(told):
+def test_the_old_name_of_the_processing_class_is_handed_to_who_asks_for_it(calls):
     got = []
 
-    told(lambda state, tokenizer, **kwargs: got.append((tokenizer, "tokenizer" in kwargs)), processing_class="bpe")
-    told(lambda **kwargs: got.append((kwargs["processing_class"], "tokenizer" in kwargs)), processing_class="bpe")
+    calls(lambda state, tokenizer, **kwargs: got.append((tokenizer, "tokenizer" in kwargs)), processing_class="bpe")
+    calls(lambda **kwargs: got.append((kwargs["processing_class"], "tokenizer" in kwargs)), processing_class="bpe")
 
     assert got == [("bpe", False)] * 2
 
 
-def test_return_values_of_context_handlers_mean_nothing(told):
-    context = told(lambda context: TrainerControl(should_training_stop=True))
+def test_return_values_of_context_handlers_mean_nothing(calls):
+    context = calls(lambda context: TrainerControl(should_training_stop=True))
 
     assert context.control.should_training_stop is False
 
 
-def test_return_values_of_hugging_face_handlers_are_controls(told):
-    context = told(lambda state, control, **kwargs: TrainerControl(should_training_stop=True), control=Control(rank=1))
+def test_return_values_of_hugging_face_handlers_are_controls(calls):
+    context = calls(lambda state, control, **kwargs: TrainerControl(should_training_stop=True), control=Control(rank=1))
 
     assert context.control.should_training_stop is True
 

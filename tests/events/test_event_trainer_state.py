@@ -6,12 +6,12 @@ import copy
 
 import pytest
 
-from onstep.events import RunFacts, TrainerState
+from onstep.events import RunInfo, TrainerState
 from onstep.progress import TrainState
 
 
-def view(progress=None, **facts):
-    return TrainerState(progress or TrainState(), RunFacts(**facts))
+def view(progress=None, **info):
+    return TrainerState(progress or TrainState(), RunInfo(**info))
 
 
 def test_progress_is_seen_as_it_moves():
@@ -58,7 +58,9 @@ def test_process_zero_is_told_from_ranks(rank, local_rank, world, local):
     "name", ["global_step", "max_steps", "best_metric", "best_model_checkpoint", "trial_name", "anything"]
 )
 def test_setting_is_refused_and_says_what_to_do(name):
-    with pytest.raises(AttributeError, match=rf"state\.{name} is a view .* cannot be set; ask through `control`"):
+    with pytest.raises(
+        AttributeError, match=rf"state\.{name} is a read-only view of the run's progress; use `control`"
+    ):
         setattr(view(), name, 1)
 
 
@@ -69,9 +71,9 @@ def test_a_field_that_does_not_exist_is_an_attribute_error():
 
 
 def test_log_history_is_the_runs_list_and_a_copy_of_the_view_still_works():
-    facts = RunFacts()
-    state = TrainerState(TrainState(step=2), facts)
-    facts.log_history.append({"loss": 1.0})
+    info = RunInfo()
+    state = TrainerState(TrainState(step=2), info)
+    info.log_history.append({"loss": 1.0})
 
     assert state.log_history == [{"loss": 1.0}]
     assert copy.copy(state).global_step == copy.deepcopy(state).global_step == 2

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from onstep.events import CallbackManager, RunFacts, TrainerCallback
+from onstep.events import CallbackManager, RunInfo, TrainerCallback
 
 transformers = pytest.importorskip("transformers")
 
@@ -32,9 +32,7 @@ def args(tmp_path):
 def training(run, args):
     """A run of 10 steps over 5 to an epoch."""
     run.args = args
-    run.facts = RunFacts(
-        max_steps=10, num_train_epochs=2, steps_per_epoch=5, logging_steps=2, eval_steps=3, save_steps=4
-    )
+    run.info = RunInfo(max_steps=10, num_train_epochs=2, steps_per_epoch=5, logging_steps=2, eval_steps=3, save_steps=4)
     return run
 
 
@@ -44,7 +42,7 @@ def registered(*callbacks):
     return manager
 
 
-def test_a_subclass_of_the_real_base_class_is_told_and_brings_only_what_it_overrides(training, tell):
+def test_a_subclass_of_the_real_base_class_is_told_and_brings_only_what_it_overrides(training, notify):
     class Mine(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
             self.got = (args, state.global_step, model, set(kwargs))
@@ -53,7 +51,7 @@ def test_a_subclass_of_the_real_base_class_is_told_and_brings_only_what_it_overr
     mine = Mine()
     manager = registered(mine)
     training.train_state.step = 4
-    control = tell(manager, "on_step_end", model=["chunk"]).control
+    control = notify(manager, "on_step_end", model=["chunk"]).control
 
     assert mine.got == (
         *(training.args, 4, "chunk"),
@@ -63,23 +61,23 @@ def test_a_subclass_of_the_real_base_class_is_told_and_brings_only_what_it_overr
     assert [(request.flag, request.author) for request in control.requests] == [("should_save", "Mine")]
 
 
-def test_star_arguments_get_the_first_three_by_position_as_in_transformers(training, tell):
+def test_star_arguments_get_the_first_three_by_position_as_in_transformers(training, notify):
     class Mine(transformers.TrainerCallback):
         def on_log(self, *args, **kwargs):
             self.got = (*args, kwargs["logs"])
 
     mine = Mine()
-    context = tell(registered(mine), "on_log", logs={"loss": 1.0})
+    context = notify(registered(mine), "on_log", logs={"loss": 1.0})
 
     assert mine.got == (training.args, mine.got[1], context.control, {"loss": 1.0})
 
 
-def test_a_returned_control_of_transformers_is_adopted(training, tell):
+def test_a_returned_control_of_transformers_is_adopted(training, notify):
     class Mine(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             return transformers.TrainerControl(should_evaluate=True)
 
-    control = tell(registered(Mine()), "on_step_end").control
+    control = notify(registered(Mine()), "on_step_end").control
 
     assert control.should_evaluate is True
     assert control.requests[0].author == "Mine"
@@ -91,23 +89,23 @@ def test_the_base_class_alone_brings_nothing_and_warns_of_nothing():
     assert not any(manager.has_callbacks(event) for event in manager.events)
 
 
-def test_both_base_classes_at_once(training, tell):
+def test_both_base_classes_at_once(training, notify):
     class Mine(transformers.TrainerCallback, TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
             control.should_log = True
 
-    control = tell(registered(Mine()), "on_train_start").control
+    control = notify(registered(Mine()), "on_train_start").control
 
     assert [request.author for request in control.requests] == ["Mine"]
 
 
-def test_early_stopping_stops_when_the_metric_no_longer_improves(training, tell):
+def test_early_stopping_stops_when_the_metric_no_longer_improves(training, notify):
     manager = registered(transformers.EarlyStoppingCallback(early_stopping_patience=2))
-    tell(manager, "on_train_start")
+    notify(manager, "on_train_start")
     stops = []
     for step, loss in enumerate([3.0, 2.0, 2.5, 2.1], start=1):
         training.train_state.step = step
-        control = tell(manager, "on_eval_end", metrics={"eval_loss": loss}).control
+        control = notify(manager, "on_eval_end", metrics={"eval_loss": loss}).control
         stops.append(control.should_training_stop)
         best = training.train_state.best_metric  # as in transformers, the best is noted after callbacks were told
         training.train_state.best_metric = loss if best is None else min(best, loss)
@@ -116,21 +114,21 @@ def test_early_stopping_stops_when_the_metric_no_longer_improves(training, tell)
     assert str(control.requests[0]) == "asked to stop by 'EarlyStoppingCallback' during 'on_eval_end' on rank 0"
 
 
-def test_early_stopping_keeps_its_own_check_of_the_arguments(training, tell):
+def test_early_stopping_keeps_its_own_check_of_the_arguments(training, notify):
     training.args.metric_for_best_model = None
 
     with pytest.raises(AssertionError, match="metric_for_best_model") as raised:
-        tell(registered(transformers.EarlyStoppingCallback()), "on_train_start")
+        notify(registered(transformers.EarlyStoppingCallback()), "on_train_start")
 
     assert raised.value.__notes__ == ["raised by callback 'EarlyStoppingCallback' during 'on_train_start'"]
 
 
-def test_the_default_flow_asks_for_what_is_due(training, tell):
+def test_the_default_flow_asks_for_what_is_due(training, notify):
     manager = registered(transformers.trainer_callback.DefaultFlowCallback())
     due = {}
     for step in range(1, 11):
         training.train_state.step = step
-        control = tell(manager, "on_step_end").control
+        control = notify(manager, "on_step_end").control
         due[step] = "".join(
             letter
             for letter, flag in zip("lest", ("log", "evaluate", "save", "training_stop"), strict=True)
@@ -140,29 +138,29 @@ def test_the_default_flow_asks_for_what_is_due(training, tell):
     assert due == {1: "l", 2: "l", 3: "e", 4: "ls", 5: "", 6: "le", 7: "", 8: "ls", 9: "e", 10: "lest"}
 
 
-def test_the_printer_prints_the_logs(training, tell, capsys):
-    tell(registered(transformers.PrinterCallback()), "on_log", logs={"loss": 1.23456, "total_flos": 1e9})
+def test_the_printer_prints_the_logs(training, notify, capsys):
+    notify(registered(transformers.PrinterCallback()), "on_log", logs={"loss": 1.23456, "total_flos": 1e9})
 
     assert capsys.readouterr().out == "{'loss': '1.235'}\n"
 
 
-def test_the_progress_bar_runs_from_beginning_to_end(training, tell, capsys):
+def test_the_progress_bar_runs_from_beginning_to_end(training, notify, capsys):
     bar = transformers.ProgressCallback()
     manager = registered(bar)
-    tell(manager, "on_train_start")
+    notify(manager, "on_train_start")
     for training.train_state.step in range(1, 11):
-        tell(manager, "on_step_end")
+        notify(manager, "on_step_end")
     assert (bar.training_bar.n, bar.training_bar.total) == (10, 10)
-    tell(manager, "on_log", logs={"loss": 0.5})
+    notify(manager, "on_log", logs={"loss": 0.5})
     for _ in range(3):
-        tell(manager, "on_eval_step_end", hf_objects={"eval_dataloader": [1, 2, 3]})
+        notify(manager, "on_eval_step_end", hf_objects={"eval_dataloader": [1, 2, 3]})
     assert (bar.prediction_bar.n, bar.prediction_bar.total) == (3, 3)
-    tell(manager, "on_eval_end", metrics={})
+    notify(manager, "on_eval_end", metrics={})
     assert bar.prediction_bar is None
-    tell(manager, "on_test_step_end", hf_objects={"eval_dataloader": [1, 2]})
+    notify(manager, "on_test_step_end", hf_objects={"eval_dataloader": [1, 2]})
     assert bar.prediction_bar.total == 2
-    tell(manager, "on_test_end", metrics={})
-    tell(manager, "on_train_end")
+    notify(manager, "on_test_end", metrics={})
+    notify(manager, "on_train_end")
 
     assert bar.training_bar is bar.prediction_bar is None
     output = capsys.readouterr()
@@ -170,14 +168,14 @@ def test_the_progress_bar_runs_from_beginning_to_end(training, tell, capsys):
     assert "10/10" in output.err
 
 
-def test_the_progress_bar_stays_quiet_on_other_ranks(training, tell, capsys):
-    training.facts.rank = training.facts.local_rank = 1
+def test_the_progress_bar_stays_quiet_on_other_ranks(training, notify, capsys):
+    training.info.rank = training.info.local_rank = 1
     manager = registered(transformers.ProgressCallback(), transformers.PrinterCallback())
 
-    tell(manager, "on_train_start", rank=1)
-    tell(manager, "on_step_end", rank=1)
-    tell(manager, "on_log", rank=1, logs={"loss": 0.5})
-    tell(manager, "on_train_end", rank=1)
+    notify(manager, "on_train_start", rank=1)
+    notify(manager, "on_step_end", rank=1)
+    notify(manager, "on_log", rank=1, logs={"loss": 0.5})
+    notify(manager, "on_train_end", rank=1)
 
     assert capsys.readouterr() == ("", "")
 
@@ -200,7 +198,7 @@ def test_every_callback_that_transformers_ships_is_accepted():
     assert len(found) >= 10
 
 
-def test_the_same_methods_run_under_transformers_own_handler_and_under_ours(training, tell):
+def test_the_same_methods_run_under_transformers_own_handler_and_under_ours(training, notify):
     """One callback, told the same story by both; it cannot tell the difference."""
 
     def recorder(base):
@@ -225,13 +223,13 @@ def test_the_same_methods_run_under_transformers_own_handler_and_under_ours(trai
     control, manager = transformers.TrainerControl(), registered(ours)
     state = transformers.TrainerState(max_steps=10)
     handler.on_train_begin(training.args, state, control)
-    tell(manager, "on_train_start", model=["chunk"])
+    notify(manager, "on_train_start", model=["chunk"])
     for step in (1, 2):
         state.global_step = training.train_state.step = step
         handler.on_step_end(training.args, state, control)
-        context = tell(manager, "on_step_end", model=["chunk"], optimizer="optimizer")
+        context = notify(manager, "on_step_end", model=["chunk"], optimizer="optimizer")
         handler.on_log(training.args, state, control, {"loss": 1.0})
-        tell(manager, "on_log", logs={"loss": 1.0})
+        notify(manager, "on_log", logs={"loss": 1.0})
 
     assert ours.story == theirs.story
     assert context.control.should_training_stop is control.should_training_stop is True

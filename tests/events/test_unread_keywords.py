@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from onstep.events import CallbackContext, Control
-from onstep.events.events import moment_of
+from onstep.events.events import event_named
 from onstep.events.signatures import as_handler
 
 SEEN: list[Any] = []
@@ -36,7 +36,7 @@ def test_who_reads_the_keywords_is_handed_them() -> None:
 
     for handler in (reads, closes_over, shows_all, ignores):
         context = CallbackContext(state=state, model=[], control=control, event="on_step_end")
-        as_handler(handler, moment_of("on_step_end"))(context)
+        as_handler(handler, event_named("on_step_end"))(context)
 
     assert "optimizer" in SEEN[0]
     assert SEEN[0] == SEEN[1] == SEEN[2]

@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from fault_saves import DRIVERS, debris, what_is_wrong
 
 from onstep.checkpoint.storage.store import FileStore
 from onstep.errors import CheckpointError
+from tests.support.faults.fault_saves import DRIVERS, debris, what_is_wrong
 
 pytestmark = pytest.mark.faults
 
@@ -34,9 +34,9 @@ def why_no_small_disk() -> str | None:
 @pytest.mark.skipif(why_no_small_disk() is not None, reason=str(why_no_small_disk()))
 @pytest.mark.parametrize("checked", [pytest.param("checked", marks=pytest.mark.slow), "unchecked"])
 def test_a_full_disk_leaves_the_old_checkpoint_and_the_next_save_works(checked: str, tmp_path: Path) -> None:
-    script = Path(__file__).with_name("child_full_disk.py")
-    job = 'mount -t tmpfs -o size=8m none "$1" && exec "$2" "$3" "$1/checkpoints" "$4"'
-    command = [*SMALL_DISK, job, "sh", str(tmp_path), sys.executable, str(script), checked]
+    job = 'mount -t tmpfs -o size=8m none "$1" && exec "$2" -m "$3" "$1/checkpoints" "$4"'
+    module = "tests.support.faults.child_full_disk"
+    command = [*SMALL_DISK, job, "sh", str(tmp_path), sys.executable, module, checked]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ})
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

@@ -9,14 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kill_marks import Phase
-from kill_outcome import compare
-from kill_server import Server
-from kill_storm import Job, Kill, Storm, histogram
+
+from tests.support.faults.kill_marks import Phase
+from tests.support.faults.kill_outcome import compare
+from tests.support.faults.kill_server import Server
+from tests.support.faults.kill_storm import Job, Kill, Storm, histogram
 
 pytestmark = [
     pytest.mark.faults,
     pytest.mark.distributed,
+    pytest.mark.process,
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for processes by Linux' pidfd"),
 ]
 
@@ -68,7 +70,7 @@ def whole(server: Server, words: tuple[str, ...], tmp_path_factory: pytest.TempP
 
 def test_killed_in_each_phase_on_one_rank(server: Server, whole: Job, tmp_path: Path) -> None:
     aims = [Phase.START_UP, Phase.SAVE, Phase.STEP, Phase.EVALUATION, Phase.SAVE]
-    storm = Storm(replace(whole, folder=tmp_path), server, 6, 11, aims, fresh_share=0, end_kills=1)
+    storm = Storm(replace(whole, directory=tmp_path), server, 6, 11, aims, fresh_share=0, end_kills=1)
     kills = storm.rage()
     print(f"\n{histogram(kills)}")
     compare(whole.run, storm.job.run)
@@ -79,7 +81,7 @@ def test_killed_in_each_phase_on_two_ranks(server: Server, words: tuple[str, ...
     whole = Job(tmp_path / "whole", words, SHORT, ranks=2)
     whole.complete(server, is_fresh=False)
     aims = [Phase.START_UP, Phase.SAVE, Phase.EVALUATION, Phase.STEP]
-    storm = Storm(replace(whole, folder=tmp_path / "killed"), server, 4, 12, aims, fresh_share=0, end_kills=0)
+    storm = Storm(replace(whole, directory=tmp_path / "killed"), server, 4, 12, aims, fresh_share=0, end_kills=0)
     kills = storm.rage()
     print(f"\n{histogram(kills)}")
     compare(whole.run, storm.job.run, ranks=2)
@@ -87,7 +89,7 @@ def test_killed_in_each_phase_on_two_ranks(server: Server, words: tuple[str, ...
 
 
 def test_the_comparison_is_red_where_the_random_state_is_left_out(server: Server, whole: Job, tmp_path: Path) -> None:
-    job = replace(whole, folder=tmp_path, words=(*whole.words, "checkpoint.save_rng=false"))
+    job = replace(whole, directory=tmp_path, words=(*whole.words, "checkpoint.save_rng=false"))
     kills = Storm(job, server, 1, 13, [Phase.EVALUATION], fresh_share=0, end_kills=0).rage()
     assert all(kill.step > 9 for kill in kills), "after the first save"
     assert kills
@@ -102,18 +104,18 @@ def test_a_hundred_kills_in_runs_of_200_steps_change_nothing(
 ) -> None:
     with_workers = ("dataset.num_workers=2", "checkpoint.async_save=true")
     kills: list[Kill] = []
-    told = []
+    calls = []
     for number, (ranks, more, num_kills) in enumerate(
         [(1, (), 36), (1, with_workers, 34), (2, (), 34), (2, with_workers, 24)]
     ):
         whole = Job(tmp_path / f"whole-{number}", (*words, *more), 200, ranks)
         whole.complete(server)
-        storm = Storm(replace(whole, folder=tmp_path / f"killed-{number}"), server, num_kills, seed=number)
+        storm = Storm(replace(whole, directory=tmp_path / f"killed-{number}"), server, num_kills, seed=number)
         kills += storm.rage()
         fields = compare(whole.run, storm.job.run, ranks)
-        told.append(f"{ranks} rank(s) {' '.join(more)}: equal but for {', '.join(sorted(fields))}\n")
-        told.append(f"{histogram(storm.kills)}\nexit codes {Counter(storm.codes)}\n")
-        print("".join(("\n", *told[-2:])), flush=True)
+        calls.append(f"{ranks} rank(s) {' '.join(more)}: equal but for {', '.join(sorted(fields))}\n")
+        calls.append(f"{histogram(storm.kills)}\nexit codes {Counter(storm.codes)}\n")
+        print("".join(("\n", *calls[-2:])), flush=True)
     print(f"\nall storms:\n{histogram(kills)}")
     counts = Counter(kill.phase for kill in kills)
     assert len(kills) >= 100

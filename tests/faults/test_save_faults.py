@@ -9,12 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from fault_saves import DIED, DRIVERS, DieAt, FailAt, debris, what_is_wrong
-from forking import Children
 
 from onstep.checkpoint.storage.store import FileStore, Operation
 from onstep.checkpoint.storage.transaction import sweep
 from onstep.errors import CheckpointError
+from tests.support.faults.fault_saves import DIED, DRIVERS, DieAt, FailAt, debris, what_is_wrong
+from tests.support.faults.forking import Children
 
 pytestmark = pytest.mark.faults
 

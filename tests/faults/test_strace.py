@@ -56,7 +56,7 @@ def whole_lines(trace: str) -> Iterator[str]:
 
 
 def changes(trace: str, root: Path) -> Iterator[Seen]:
-    """The calls that change something below the folder, or make it durable: kind, path, target, bytes."""
+    """The calls that change something below the directory, or make it durable: kind, path, target, bytes."""
     for line in whole_lines(trace):
         match = CALL.match(line)
         if match is None or str(root) not in line:
@@ -97,7 +97,6 @@ def test_a_save_makes_no_system_call_that_the_store_does_not_know_of(
     driver: str, step: int, fresh_copy: Callable[[str], Path], tmp_path: Path
 ) -> None:
     root, trace = fresh_copy(driver), tmp_path / "trace"
-    script = Path(__file__).with_name("child_save.py")
     strace = [
         "strace",
         "-f",
@@ -112,10 +111,10 @@ def test_a_save_makes_no_system_call_that_the_store_does_not_know_of(
         "-o",
         str(trace),
     ]
-    command = [*strace, sys.executable, str(script), driver, str(root), str(step), "b"]
+    command = [*strace, sys.executable, "-m", "tests.support.faults.child_save", driver, str(root), str(step), "b"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    logged = [(kind.removesuffix("_folder"), *rest) for kind, *rest in json.loads(done.stdout)]
+    logged = [(kind.removesuffix("_dir"), *rest) for kind, *rest in json.loads(done.stdout)]
     assert logged
     assert list(changes(trace.read_text(), root)) == logged

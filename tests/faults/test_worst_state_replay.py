@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from fault_saves import DRIVERS, Recorder, what_is_wrong
-from power_loss import Disk, Tree, states_after_power_loss, write_tree
 
 from onstep.checkpoint.storage.store import FileStore, Operation
 from onstep.checkpoint.storage.transaction import sweep
+from tests.support.faults.fault_saves import DRIVERS, Recorder, what_is_wrong
+from tests.support.faults.power_loss import Disk, Tree, states_after_power_loss, write_tree
 
 pytestmark = pytest.mark.faults
 
@@ -26,9 +26,9 @@ class Story:
 
     driver: str
     at_start: Path
-    """A missing folder is an empty disk."""
+    """A missing directory is an empty disk."""
     root: Path
-    """The folder that the operations' paths lie below."""
+    """The directory that the operations' paths lie below."""
     operations: list[Operation]
     below: str
     """Where the checkpoints are, seen from the root."""
@@ -60,17 +60,17 @@ class Judge:
         """What is wrong in this state; empty if nothing is."""
         known = (is_committed, tree)
         if known not in self._verdicts:
-            folder = Path(tempfile.mkdtemp(dir=self._place)) / "disk"
-            write_tree(tree, folder)
-            self._verdicts[known] = self._look(folder / self._story.below, is_committed)
-            shutil.rmtree(folder.parent)
+            directory = Path(tempfile.mkdtemp(dir=self._place)) / "disk"
+            write_tree(tree, directory)
+            self._verdicts[known] = self._look(directory / self._story.below, is_committed)
+            shutil.rmtree(directory.parent)
         return self._verdicts[known]
 
     def _look(self, root: Path, is_committed: bool) -> str:
         story = self._story
         allowed = {story.after} if is_committed else story.before | {story.after}
         if not root.is_dir():
-            return "" if None in allowed else "the folder of the checkpoints is gone"
+            return "" if None in allowed else "the directory of the checkpoints is gone"
         return what_is_wrong(root, DRIVERS[story.driver], allowed, pointer=story.after[0] if is_committed else None)
 
 
@@ -90,14 +90,14 @@ Tell = Callable[[str, str], Story]
 
 
 @pytest.fixture
-def tell(saved_twice: Callable[[str], Path], fresh_copy: FreshCopy, memory_folder: Path) -> Tell:
+def notify(saved_twice: Callable[[str], Path], fresh_copy: FreshCopy, memory_dir: Path) -> Tell:
     """Makes a story of a save."""
 
-    def told(name: str, driver: str) -> Story:
+    def calls(name: str, driver: str) -> Story:
         recorder, old = Recorder(), saved_twice(driver)
         store = FileStore(recorder)
         if name == "first save":
-            top = Path(tempfile.mkdtemp(dir=memory_folder))
+            top = Path(tempfile.mkdtemp(dir=memory_dir))
             DRIVERS[driver].save(top / "runs" / "checkpoints", 20, "b", store)
             return Story(driver, top / "missing", top, recorder.operations, "runs/checkpoints", {None}, (20, "b"))
         root = fresh_copy(driver)
@@ -112,7 +112,7 @@ def tell(saved_twice: Callable[[str], Path], fresh_copy: FreshCopy, memory_folde
         sweep(FileStore(recorder), root)
         return Story(driver, old, root, recorder.operations, ".", {(10, "a")}, (10, "b"))
 
-    return told
+    return calls
 
 
 class Died(BaseException):
@@ -138,26 +138,26 @@ DRIVERS_BY_COST = ["direct", pytest.param("manager", marks=pytest.mark.slow)]
 @pytest.mark.parametrize("driver", DRIVERS_BY_COST)
 @pytest.mark.parametrize("name", STORIES)
 def test_a_power_loss_at_any_operation_leaves_a_verified_checkpoint(
-    name: str, driver: str, tell: Tell, memory_folder: Path
+    name: str, driver: str, notify: Tell, memory_dir: Path
 ) -> None:
-    story = tell(name, driver)
-    found = list(faults_in(story, Judge(story, memory_folder), EXTREMES_ONLY))
+    story = notify(name, driver)
+    found = list(faults_in(story, Judge(story, memory_dir), EXTREMES_ONLY))
     assert not found, f"{len(found)} bad states, the first: {found[0]}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STORIES)
-def test_no_combination_of_lost_changes_takes_the_checkpoint_away(name: str, tell: Tell, memory_folder: Path) -> None:
-    story = tell(name, "direct")
-    found = list(faults_in(story, Judge(story, memory_folder), THOROUGH))
+def test_no_combination_of_lost_changes_takes_the_checkpoint_away(name: str, notify: Tell, memory_dir: Path) -> None:
+    story = notify(name, "direct")
+    found = list(faults_in(story, Judge(story, memory_dir), THOROUGH))
     assert not found, f"{len(found)} bad states, the first: {found[0]}"
 
 
 def _fsyncs(story: Story, name: str) -> list[set[int]]:
     """Places of the fsyncs, each by itself.
 
-    When a step is saved again, `latest` names it already and any later fsync of the folder does for an earlier one, so
-    that only all of them together can be missed; each is needed by itself in the other stories, by the same code.
+    When a step is saved again, `latest` names it already and any later fsync of the directory does for an earlier one,
+    so that only all of them together can be missed; each is needed by itself in the other stories, by the same code.
     """
     places = {index for index, operation in enumerate(story.operations) if operation.kind.startswith("fsync")}
     of_the_root = {index for index in places if story.operations[index].path == story.root}
@@ -169,10 +169,10 @@ def _fsyncs(story: Story, name: str) -> list[set[int]]:
 @pytest.mark.parametrize("driver", DRIVERS_BY_COST)
 @pytest.mark.parametrize("name", [*STORIES[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in STORIES[2:])])
 def test_a_save_without_any_one_of_its_fsyncs_is_not_safe(
-    name: str, driver: str, tell: Tell, memory_folder: Path
+    name: str, driver: str, notify: Tell, memory_dir: Path
 ) -> None:
-    story = tell(name, driver)
-    judge = Judge(story, memory_folder)
+    story = notify(name, driver)
+    judge = Judge(story, memory_dir)
     for missing in _fsyncs(story, name):
         is_unsafe = any(True for _ in faults_in(story, judge, EXTREMES_ONLY, missing))
         assert is_unsafe, f"not needed: {[story.operations[index] for index in missing]}"

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from onstep.config.parts import ConfigContainer, ModelConfig
+from onstep.config import ConfigContainer, ModelConfig
 from onstep.errors import ConfigError
 from onstep.metrics import MFU_DEFINITION, model_flops_utilization, num_floating_point_operations
 from onstep.metrics.model_shape import ModelShape
@@ -187,7 +187,7 @@ def test_every_nth_layer_is_a_mixture_of_experts(frequency: int, expected: tuple
 
 
 def test_a_list_of_layers_must_have_one_entry_for_each() -> None:
-    with pytest.raises(ConfigError, match=r"3 entries and the model 4 layers"):
+    with pytest.raises(ConfigError, match=r"3 entries, but the model has 4 layers"):
         num_floating_point_operations(MegatronModel(num_moe_experts=4, moe_layer_freq=[1, 0, 1]), 1)
 
 

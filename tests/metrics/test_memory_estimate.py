@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from onstep.config.parts import ConfigContainer, ModelConfig
+from onstep.config import ConfigContainer, ModelConfig
 from onstep.metrics import estimate_training_memory, format_training_memory_estimate
 from onstep.models import Transformer, build_transformer
 from onstep.optim import build_optimizer

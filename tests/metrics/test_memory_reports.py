@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from onstep.config.parts import ConfigContainer, ModelConfig, ProfilingConfig
+from onstep.config import ConfigContainer, ModelConfig, ProfilingConfig
 from onstep.metrics import (
     MEMORY_KEYS,
     estimate_training_memory,

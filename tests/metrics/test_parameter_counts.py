@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from onstep.config.parts import ModelConfig, PeftConfig
+from onstep.config import ModelConfig, PeftConfig
 from onstep.metrics import ModelShape
 from onstep.metrics.model_shape import (
     num_active_parameters,

@@ -180,7 +180,7 @@ def test_what_has_no_values_is_left_out_and_named_once(caplog: pytest.LogCapture
     model.register_parameter("packed", nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False))
     assert list(parameter_norms(model)) == ["1.weight", "1.bias"]
     assert missing_parameters(model) == {
-        "packed": "of type uint8",
+        "packed": "of dtype uint8",
         "0.weight": "on the meta device",
         "0.bias": "on the meta device",
     }
@@ -188,5 +188,5 @@ def test_what_has_no_values_is_left_out_and_named_once(caplog: pytest.LogCapture
     for _ in range(2):
         once.say(model)
     assert len(caplog.messages) == 1
-    assert "NormLogger leaves out 3 parameters" in caplog.text
+    assert "NormLogger skips 3 parameters" in caplog.text
     assert "0.weight (on the meta device)" in caplog.text

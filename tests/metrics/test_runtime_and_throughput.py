@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onstep.config.parts import TrainingConfig
+from onstep.config import TrainingConfig
 from onstep.errors import ConfigError
 from onstep.metrics import report_runtime, report_throughput
 from onstep.progress import TrainState

@@ -225,11 +225,11 @@ def test_no_random_number_of_the_training_is_drawn() -> None:
 
 
 def test_too_few_iterations_are_refused() -> None:
-    with pytest.raises(ConfigError, match="num_steps must be a whole number >= 1, got 0"):
+    with pytest.raises(ConfigError, match="num_steps must be an integer >= 1, got 0"):
         SpectralNorms(0)
 
 
 @pytest.mark.parametrize("wrong", [1.5, "10", True, None])
 def test_iterations_that_are_no_whole_number_are_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="num_steps must be a whole number >= 1, got"):
+    with pytest.raises(ConfigError, match="num_steps must be an integer >= 1, got"):
         SpectralNorms(wrong)

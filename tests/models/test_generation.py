@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
 from onstep.errors import ConfigError
 from onstep.models import build_transformer, generate
 
@@ -130,7 +130,7 @@ def test_generation_works_under_autocast(model, prompt):
 
 @pytest.mark.parametrize("tokens", [torch.ones(3, dtype=torch.long), torch.ones(1, 0, dtype=torch.long)])
 def test_prompts_without_batch_or_token_are_refused(model, tokens):
-    with pytest.raises(ConfigError, match="at least one token a sequence"):
+    with pytest.raises(ConfigError, match="at least one token per sequence"):
         generate(model, tokens, max_new_tokens=1)
 
 
@@ -140,7 +140,7 @@ def test_a_negative_count_is_refused(model, prompt):
 
 
 def test_another_model_is_refused(prompt):
-    with pytest.raises(ConfigError, match="needs an onstep Transformer, got Linear"):
+    with pytest.raises(ConfigError, match="requires an Onstep Transformer, got Linear"):
         generate(nn.Linear(2, 2), prompt, max_new_tokens=1)
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
 from onstep.errors import ConfigError
 from onstep.models import (
     LinearForLastLayer,
@@ -168,7 +168,7 @@ def test_a_value_model_has_no_losses_of_labels_and_generates_nothing():
 
     with pytest.raises(ConfigError, match=r"ends in a value head.*without labels"):
         model(TOKENS, TOKENS)
-    with pytest.raises(ConfigError, match="value head, which gives no scores of tokens"):
+    with pytest.raises(ConfigError, match="value head, which does not score tokens"):
         generate(model, TOKENS, max_new_tokens=1)
 
 
@@ -180,7 +180,7 @@ def test_conversion_names_the_head_that_has_no_counterpart(tmp_path):
     make_value_model(16, False)(model)
 
     with pytest.raises(
-        ConfigError, match=r"'output' is a value head \(LinearForLastLayer\).*LlamaForCausalLM has no name"
+        ConfigError, match=r"'output' is a value head \(LinearForLastLayer\).*LlamaForCausalLM does not have"
     ):
         save_hf(model, tmp_path / "out")
     assert "LinearForLastLayer" in hf_obstacle(model)
@@ -196,7 +196,7 @@ def test_setting_the_output_layer_by_megatrons_name_replaces_the_output():
 
 
 def test_a_head_of_another_width_is_refused_by_the_hook_with_both():
-    with pytest.raises(ConfigError, match=r"hidden_size=32 does not fit Transformer, whose hidden states are 16 wide"):
+    with pytest.raises(ConfigError, match=r"hidden_size=32 does not fit Transformer, which has hidden size 16"):
         make_value_model(32, False)(model_of(share_embeddings_and_output_weights=True))
-    with pytest.raises(ConfigError, match=r"hidden_size=16 does not fit Chunk, whose hidden states are 8 wide"):
+    with pytest.raises(ConfigError, match=r"hidden_size=16 does not fit Chunk, which has hidden size 8"):
         make_value_model(16, False)(Chunk())

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
 from onstep.errors import ConfigError
 from onstep.models import config_from_hf, head_width, hf_config_dict, num_query_groups
 
@@ -121,5 +121,5 @@ def test_what_the_model_would_compute_differently_is_refused_by_name(changes, me
 
 
 def test_sizes_that_transformers_refuses_are_refused_before_writing():
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM comes nearest.*hidden_size=34, which is no multiple"):
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM is the closest.*hidden_size=34, not a multiple"):
         hf_config_dict(ModelConfig(vocab_size=40, hidden_size=34, kv_channels=8))

@@ -5,7 +5,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
 from onstep.errors import OnstepError
 from onstep.models import build_transformer, load_hf, save_hf
 
@@ -100,25 +100,25 @@ def test_a_pickle_is_refused_with_the_way_to_convert_it(tmp_path):
         load_hf(tmp_path)
 
 
-def test_a_folder_without_config_or_weights_is_refused(tmp_path):
+def test_a_directory_without_config_or_weights_is_refused(tmp_path):
     with pytest.raises(OnstepError, match=r"config.json does not exist"):
         load_hf(tmp_path)
 
     save_hf(model_of(), tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(OnstepError, match=r"neither model.safetensors nor"):
+    with pytest.raises(OnstepError, match=r"no model.safetensors or"):
         load_hf(tmp_path)
 
 
 @pytest.mark.parametrize("shard", ["gone.safetensors", "../outside.safetensors"])
-def test_an_index_that_names_a_file_outside_the_folder_or_none_is_refused(tmp_path, shard):
-    folder = tmp_path / "model"
-    save_hf(model_of(), folder)
-    (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": shard}}))
+def test_an_index_that_names_a_file_outside_the_directory_or_none_is_refused(tmp_path, shard):
+    directory = tmp_path / "model"
+    save_hf(model_of(), directory)
+    (directory / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": shard}}))
 
-    with pytest.raises(OnstepError, match=f"names '{shard}'"):
-        load_hf(folder)
+    with pytest.raises(OnstepError, match=f"lists '{shard}'"):
+        load_hf(directory)
 
 
 @pytest.mark.parametrize("content", ["{", "[]"])
@@ -126,7 +126,7 @@ def test_a_broken_config_file_is_named(tmp_path, content):
     save_hf(model_of(), tmp_path)
     (tmp_path / "config.json").write_text(content)
 
-    with pytest.raises(OnstepError, match=r"config.json (is not valid JSON|must hold a JSON object)"):
+    with pytest.raises(OnstepError, match=r"config.json (is not valid JSON|must contain a JSON object)"):
         load_hf(tmp_path)
 
 
@@ -135,5 +135,5 @@ def test_a_cut_weights_file_is_named(tmp_path):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
 
-    with pytest.raises(OnstepError, match=r"model.safetensors is not a whole safetensors file"):
+    with pytest.raises(OnstepError, match=r"model.safetensors is not a complete safetensors file"):
         load_hf(tmp_path)

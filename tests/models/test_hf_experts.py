@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
 from onstep.errors import ConfigError
 from onstep.models import build_transformer, config_from_hf, from_hf_state_dict, load_hf, save_hf, to_hf_state_dict
 
@@ -120,7 +120,7 @@ def test_what_qwen3_moe_does_not_compute_is_refused_by_name(option, tmp_path):
         **option,
     )
     name, value = next(iter(option.items()))
-    with pytest.raises(ConfigError, match=f"Qwen3MoeForCausalLM comes nearest, but does not take {name}={value!r}"):
+    with pytest.raises(ConfigError, match=f"Qwen3MoeForCausalLM is the closest, but does not support {name}={value!r}"):
         save_hf(build_transformer(config, seed=0), tmp_path)
 
 

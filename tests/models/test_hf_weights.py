@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
 from onstep.errors import OnstepError
 from onstep.models import build_transformer, config_from_hf, from_hf_state_dict, to_hf_state_dict
 
@@ -87,7 +87,7 @@ def test_weights_that_do_not_fit_are_named():
     message = str(caught.value)
     assert "1 missing (model.norm.weight)" in message
     assert "1 unknown (model.layers.0.self_attn.q_norm.weight)" in message
-    assert "1 of another shape (lm_head.weight is (41, 32), not (40, 32))" in message
+    assert "1 with a different shape (lm_head.weight is (41, 32), not (40, 32))" in message
 
 
 def test_a_long_list_of_misfits_is_shortened():

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
 from onstep.models import Transformer, build_transformer, init_weights
 
 WIDE = ModelConfig(num_layers=8, hidden_size=128, vocab_size=300, add_qkv_bias=True, init_method_std=0.05)

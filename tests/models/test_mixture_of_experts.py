@@ -3,10 +3,10 @@ import dataclasses
 import pytest
 import torch
 
-from expert_reference import layer
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
 from onstep.models import build_transformer
 from onstep.models.layers.feed_forward import MixtureOfExperts, can_group, is_moe_layer
+from tests.support.expert_reference import layer
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32, "vocab_size": 40}
 CONFIG = ModelConfig(**SIZES, num_moe_experts=5, moe_ffn_hidden_size=8)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
 from onstep.models import Transformer, build_transformer
 from onstep.models.layers.feed_forward import GroupedProduct, LoopedProduct, MixtureOfExperts, can_group
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
 from onstep.errors import ConfigError
 from onstep.models import KeyValueCache, build_transformer, generate
 
@@ -254,12 +254,12 @@ def test_a_cache_beyond_the_length_where_dynamic_angles_change_is_refused():
     cache = KeyValueCache(2, 20)
     model(some_tokens(1, 12), cache=cache)
 
-    with pytest.raises(ConfigError, match="sequence of 13 tokens anew"):
+    with pytest.raises(ConfigError, match="all positions of a sequence of 13 tokens"):
         model(some_tokens(1, 1), cache=cache)
 
 
 def test_documents_with_a_cache_are_refused():
-    with pytest.raises(ConfigError, match="document_ids and a key/value cache"):
+    with pytest.raises(ConfigError, match="document_ids cannot be combined with a key/value cache"):
         model_of({})(some_tokens(1, 3), cache=KeyValueCache(2, 3), document_ids=torch.zeros(1, 3, dtype=torch.long))
 
 
@@ -283,7 +283,7 @@ def test_learned_positions_are_drawn_like_embeddings():
 @pytest.mark.parametrize("ids", [[5, 12], [-1, 3]])
 def test_position_ids_outside_the_table_are_refused(ids):
     model = model_of({"position_embedding_type": "learned_absolute"})
-    with pytest.raises(ConfigError, match=rf"from {ids[0]} to {ids[1]}, but learned positions are those from 0 to 11"):
+    with pytest.raises(ConfigError, match=rf"from {ids[0]} to {ids[1]}, but learned positions only exist from 0 to 11"):
         model(some_tokens(1, 2), position_ids=torch.tensor([ids]))
 
 
@@ -291,5 +291,5 @@ def test_documents_beyond_the_length_of_dynamic_angles_are_refused():
     model = model_of({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}})
     ids = torch.zeros(1, 13, dtype=torch.long)
     model(some_tokens(1, 12), document_ids=ids[:, :12])
-    with pytest.raises(ConfigError, match="document_ids of a sequence of 13 tokens do not go with rope_scaling"):
+    with pytest.raises(ConfigError, match="document_ids of a sequence of 13 tokens cannot be combined with"):
         model(some_tokens(1, 13), document_ids=ids)

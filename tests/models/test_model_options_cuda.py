@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
 from onstep.models import Transformer, build_transformer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

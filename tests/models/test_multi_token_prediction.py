@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
 from onstep.errors import ConfigError
 from onstep.metrics.model_shape import ModelShape
 from onstep.models import build_transformer, generate, make_value_model
@@ -140,7 +140,7 @@ def test_a_depth_has_experts_where_the_last_layer_has():
 def test_training_it_without_labels_is_refused_and_all_else_is_not():
     model = build_transformer(CONFIG, seed=0)
     tokens, labels = batch()
-    with pytest.raises(ConfigError, match=r"mtp_num_layers=2 to train.*pass labels, or set model.mtp_num_layers"):
+    with pytest.raises(ConfigError, match=r"mtp_num_layers=2 require labels.*pass labels, or set model.mtp_num_layers"):
         model(tokens)
     model(tokens, labels)
     with torch.no_grad():

@@ -10,7 +10,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
 from onstep.data.corpus.tokenizers import ByteTokenizer
 from onstep.errors import ConfigError
 from onstep.models import build_transformer, generate
@@ -128,7 +128,7 @@ def test_what_our_transformer_does_not_know_is_refused_with_the_nearest_name(own
         ({"top_k": -5}, "top_k must be >= 1, got -5"),
         ({"top_p": 2.0}, r"top_p must be in \(0, 1\], got 2.0"),
         ({"temperature": "hot", "do_sample": True}, "must be numbers, got .*'hot'"),
-        ({"max_new_tokens": "5"}, "max_new_tokens must be a whole number >= 1, got '5'"),
+        ({"max_new_tokens": "5"}, "max_new_tokens must be an integer >= 1, got '5'"),
     ],
 )
 def test_values_that_our_transformer_cannot_work_with_are_refused(

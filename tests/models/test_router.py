@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from expert_reference import balancing, sequence_balancing, z
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
 from onstep.models.layers.router import Router, loss_coefficients
 from onstep.models.layers.routing_record import FIGURES
+from tests.support.expert_reference import balancing, sequence_balancing, z
 
 CONFIG = ModelConfig(hidden_size=16, num_moe_experts=5, moe_router_topk=2)
 ALL = {

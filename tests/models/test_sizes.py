@@ -1,6 +1,6 @@
 import pytest
 
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
 from onstep.errors import ConfigError
 from onstep.models import build_transformer, check_model_config, ffn_hidden_size, head_width, num_query_groups
 
@@ -32,16 +32,16 @@ def test_a_config_that_fits_passes():
     ("values", "message"),
     [
         ({"vocab_size": None}, "vocab_size is None"),
-        ({"vocab_size": 0}, "vocab_size must be a whole number >= 1, got 0"),
-        ({"num_layers": 0}, "num_layers must be a whole number"),
-        ({"num_layers": True}, "num_layers must be a whole number"),
-        ({"seq_length": 2.5}, "seq_length must be a whole number"),
-        ({"ffn_hidden_size": -1}, "ffn_hidden_size must be a whole number"),
-        ({"num_query_groups": 0}, "num_query_groups must be a whole number"),
+        ({"vocab_size": 0}, "vocab_size must be an integer >= 1, got 0"),
+        ({"num_layers": 0}, "num_layers must be an integer"),
+        ({"num_layers": True}, "num_layers must be an integer"),
+        ({"seq_length": 2.5}, "seq_length must be an integer"),
+        ({"ffn_hidden_size": -1}, "ffn_hidden_size must be an integer"),
+        ({"num_query_groups": 0}, "num_query_groups must be an integer"),
         ({"hidden_size": 130}, "hidden_size=130 must be a multiple of num_attention_heads=4"),
         ({"num_query_groups": 3}, "num_attention_heads=4 must be a multiple of num_query_groups=3"),
-        ({"hidden_size": 12}, "3 wide, and rotary embeddings take an even width"),
-        ({"kv_channels": 5}, "5 wide, and rotary embeddings take an even width"),
+        ({"hidden_size": 12}, "a head is 3, and rotary embeddings require an even width"),
+        ({"kv_channels": 5}, "a head is 5, and rotary embeddings require an even width"),
         ({"rotary_base": 0.0}, "model.rotary_base=0.0 must be > 0"),
         ({"layernorm_epsilon": float("nan")}, "model.layernorm_epsilon=nan must be a finite number"),
         ({"init_method_std": -0.1}, "model.init_method_std=-0.1 must be > 0"),
@@ -69,7 +69,7 @@ def test_heads_need_not_divide_the_hidden_size_where_their_width_is_given():
         ({"moe_layer_freq": [1, 0]}, "for each of the 4 layers"),
         ({"moe_aux_loss_coeff": [0.1, 0.2]}, "has 2 entries"),
         ({"moe_router_load_balancing_type": "even"}, "must be of aux_loss"),
-        ({"moe_shared_expert_gate": True}, "the gate of a shared expert"),
+        ({"moe_shared_expert_gate": True}, "gates a shared expert"),
         ({"num_moe_experts": None, "moe_router_topk": 3}, "num_moe_experts is null"),
         ({"moe_router_pre_softmax": True, "moe_router_score_function": "sigmoid"}, "does nothing without"),
     ],

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onstep.config.parts import OptimizerConfig
+from onstep.config import OptimizerConfig
 from onstep.errors import ConfigError
 from onstep.optim import (
     ForeignOptimizer,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onstep.config.parts import OptimizerConfig
+from onstep.config import OptimizerConfig
 from onstep.errors import CheckpointError, ConfigError
 from onstep.optim import (
     DeviceFiniteGate,
@@ -101,8 +101,8 @@ def test_only_growth_forgives_an_overflow() -> None:
 
 def test_an_overflow_is_one_only_while_the_scale_can_fall() -> None:
     scaler = LossScaler(4.0, min_scale=1.5, window=3, hysteresis=1)
-    told = [scaler.is_overflow(torch.tensor(INFINITY)) for _ in range(4)]
-    assert told == [True, True, False, False]
+    calls = [scaler.is_overflow(torch.tensor(INFINITY)) for _ in range(4)]
+    assert calls == [True, True, False, False]
     assert scaler.scale == 1.5
     assert scales(scaler, "..x...") == [1.5, 1.5, 1.5, 1.5, 1.5, 3.0], "an anomaly ends a row of clean steps too"
 
@@ -371,7 +371,7 @@ def test_an_optimizer_without_a_scaler_passes_over_the_state_of_one() -> None:
 
 def test_float16_weights_are_refused() -> None:
     model = make_model().half()
-    with pytest.raises(ConfigError, match="float16 mixed precision must have float32 weights"):
+    with pytest.raises(ConfigError, match="float16 mixed precision requires float32 weights"):
         TrainingOptimizer(torch.optim.SGD(model.parameters()), scaler=LossScaler())
     optimizer = TrainingOptimizer(torch.optim.SGD(model.parameters()))
     with pytest.raises(ConfigError, match=r"model\.float\(\)"):

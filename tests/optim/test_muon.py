@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onstep.config.parts import ModelConfig, OptimizerConfig, SchedulerConfig
+from onstep.config import ModelConfig, OptimizerConfig, SchedulerConfig
 from onstep.errors import ConfigError
 from onstep.models import build_transformer
 from onstep.optim import DeviceFiniteGate, MuonWithAdamW, TrainingOptimizer, build_optimizer, build_scheduler
@@ -212,7 +212,7 @@ def test_a_group_added_later_is_adamws() -> None:
 
 
 def test_a_model_without_layer_matrices_is_refused() -> None:
-    with pytest.raises(ConfigError, match="muon takes matrices between embedding and output"):
+    with pytest.raises(ConfigError, match="muon requires trainable matrices between embedding and output"):
         built(nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4)))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from onstep.config.parts import OptimizerConfig
+from onstep.config import OptimizerConfig
 from onstep.errors import ConfigError
 from onstep.optim import TrainingOptimizer, build_optimizer, wrap_optimizer
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onstep.config.parts import OptimizerConfig
+from onstep.config import OptimizerConfig
 from onstep.optim import TrainingOptimizer, build_optimizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onstep.optim import MuonWithAdamW, TrainingOptimizer
-from onstep.optim.fused_step import OwnStep
+from onstep.optim.fused_step import FusedStep
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -76,7 +76,7 @@ class Pair:
     def __init__(self, make: Make) -> None:
         self.models = [make_model(), make_model()]
         self.torchs, self.ours = (make(two_groups(model)) for model in self.models)
-        self.own_step = OwnStep(self.ours)
+        self.own_step = FusedStep(self.ours)
 
     def step(self, seed: int, without: tuple[int, ...] = ()) -> None:
         for model in self.models:
@@ -117,7 +117,7 @@ def test_twenty_steps_of_two_groups_are_bitwise_torchs(name: str) -> None:
 @pytest.mark.parametrize("name", FUSED)
 def test_after_the_first_step_torchs_own_is_not_called(name: str, profiled_steps: list[str]) -> None:
     model = make_model()
-    step = OwnStep(FUSED[name](two_groups(model)))
+    step = FusedStep(FUSED[name](two_groups(model)))
     for seed in range(3):
         fill_grads(model, seed)
         step()
@@ -127,7 +127,7 @@ def test_after_the_first_step_torchs_own_is_not_called(name: str, profiled_steps
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_not_known_is_torchs_business(name: str, profiled_steps: list[str]) -> None:
     model = make_model()
-    step = OwnStep(OTHERS[name](two_groups(model)))
+    step = FusedStep(OTHERS[name](two_groups(model)))
     for seed in range(3):
         fill_grads(model, seed)
         step()
@@ -153,7 +153,7 @@ def test_a_setting_that_is_not_ours_leaves_the_step_to_torch(
 ) -> None:
     model = make_model()
     optimizer = FUSED[name](two_groups(model))
-    step = OwnStep(optimizer)
+    step = FusedStep(optimizer)
     fill_grads(model, 0)
     step()
     step()
@@ -180,7 +180,7 @@ class KernelTypes(TorchDispatchMode):
 @pytest.mark.parametrize("name", FUSED)
 def test_a_kernel_gets_parameters_of_one_type(name: str) -> None:
     model = make_model()
-    step = OwnStep(FUSED[name](two_groups(model)))
+    step = FusedStep(FUSED[name](two_groups(model)))
     fill_grads(model, 0)
     step()
     with KernelTypes() as seen:
@@ -191,7 +191,7 @@ def test_a_kernel_gets_parameters_of_one_type(name: str) -> None:
 @pytest.mark.parametrize("has_autograd", [True, False])
 def test_a_step_leaves_autograd_as_it_was(has_autograd: bool) -> None:
     model = make_model()
-    step = OwnStep(FUSED["adamw"](model.parameters()))
+    step = FusedStep(FUSED["adamw"](model.parameters()))
     fill_grads(model, 0)
     step()
     with torch.set_grad_enabled(has_autograd):
@@ -309,7 +309,7 @@ def test_hooks_are_called(profiled_steps: list[str]) -> None:
         model = make_model()
         calls: list[int] = []
         optimizer = FUSED["adamw"](model.parameters())
-        step = OwnStep(optimizer)
+        step = FusedStep(optimizer)
         for seed in range(2):
             fill_grads(model, seed)
             step()
@@ -325,7 +325,7 @@ def test_hooks_are_called(profiled_steps: list[str]) -> None:
 def test_a_step_that_was_replaced_is_called(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = make_model(), []
     optimizer = FUSED["adamw"](model.parameters())
-    step = OwnStep(optimizer)
+    step = FusedStep(optimizer)
     fill_grads(model, 0)
     step()
     step()
@@ -351,7 +351,7 @@ def test_a_subclass_steps_by_itself() -> None:
 
     model = make_model()
     optimizer = Halving(model.parameters(), fused=True)
-    step = OwnStep(optimizer)
+    step = FusedStep(optimizer)
     for seed in range(3):
         fill_grads(model, seed)
         step()
@@ -363,7 +363,7 @@ def test_a_subclass_without_a_step_of_its_own_steps_by_torch(profiled_steps: lis
         pass
 
     model = make_model()
-    step = OwnStep(Named(model.parameters(), fused=True))
+    step = FusedStep(Named(model.parameters(), fused=True))
     for seed in range(3):
         fill_grads(model, seed)
         step()
@@ -375,7 +375,7 @@ def test_a_subclass_of_parameter_steps_by_torch(profiled_steps: list[str]) -> No
         pass
 
     param = Tagged(torch.ones(3))
-    step = OwnStep(FUSED["adamw"]([param]))
+    step = FusedStep(FUSED["adamw"]([param]))
     for _ in range(3):
         param.grad = torch.ones(3)
         step()
@@ -422,7 +422,7 @@ def test_a_scheduler_that_comes_before_the_first_step_still_warns() -> None:
 
 def test_a_profile_still_names_the_step() -> None:
     model = make_model()
-    step = OwnStep(FUSED["adamw"](model.parameters()))
+    step = FusedStep(FUSED["adamw"](model.parameters()))
     fill_grads(model, 0)
     step()
     with profile(activities=[ProfilerActivity.CPU]) as profiled:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from onstep.config.parts import ModelConfig, OptimizerConfig, SchedulerConfig
+from onstep.config import ModelConfig, OptimizerConfig, SchedulerConfig
 from onstep.errors import CheckpointError, ConfigError
 from onstep.models import build_transformer
 from onstep.optim import TrainingOptimizer, build_optimizer, build_scheduler
@@ -184,10 +184,10 @@ def test_names_are_those_of_the_bare_model() -> None:
     [
         ([{"match": "*.atention.*", "lr_mult": 1}], r"got match='\*.atention.\*'. Did you mean 'attention"),
         ([{"match": "final_nrm.weight", "lr_mult": 1}], "Did you mean 'final_norm.weight'"),
-        ([{"match": "zzz", "lr_mult": 1}], "Names are such as embedding.weight"),
+        ([{"match": "zzz", "lr_mult": 1}], "Examples of names: embedding.weight"),
         (
             [{"match": "layers.*", "lr_mult": 1}, {"match": "*.attention.*", "lr_mult": 1}],
-            r"\[1\] matches only what earlier entries have taken, layers.\*",
+            r"\[1\] matches only parameters of earlier entries, layers.\*",
         ),
         ([{"match": "*", "lr_mul": 1}], "no key 'lr_mul'. Did you mean 'lr_mult'"),
     ],

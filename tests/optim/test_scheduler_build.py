@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from onstep.config.parts import OptimizerConfig, SchedulerConfig
+from onstep.config import OptimizerConfig, SchedulerConfig
 from onstep.errors import ConfigError
 from onstep.optim import OptimizerParamScheduler, build_scheduler
 

@@ -34,5 +34,5 @@ def test_its_state_passes_through() -> None:
 
 def test_a_scheduler_that_waits_for_a_metric_is_refused() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
-    with pytest.raises(ConfigError, match="ReduceLROnPlateau must be stepped with a metric"):
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau requires a metric"):
         TorchSchedulerAdapter(ReduceLROnPlateau(optimizer))

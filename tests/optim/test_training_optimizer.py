@@ -440,7 +440,7 @@ def test_impossible_arguments_are_refused() -> None:
     params = list(make_model().parameters())
     with pytest.raises(ConfigError, match=r"clip_grad must be > 0, got -1.0; pass None"):
         TrainingOptimizer(torch.optim.SGD(params), clip_grad=-1.0)
-    with pytest.raises(ConfigError, match="LBFGS must be stepped with a closure"):
+    with pytest.raises(ConfigError, match="LBFGS requires a closure"):
         TrainingOptimizer(torch.optim.LBFGS(params))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ from onstep.config import ConfigContainer, resolve
 from onstep.data import TrainLoader, build_datasets, build_tokenizer
 from onstep.models import Transformer, build_transformer
 from onstep.training.setup.setup import resolve_vocabulary
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from plain_loop import plain_loop
 
 STEPS, LR, MIN_LR, WARMUP, DECAY, BETAS, CLIP = 50, 3e-3, 3e-4, 5, 0.1, (0.9, 0.95), 0.5

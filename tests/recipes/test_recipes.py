@@ -249,7 +249,7 @@ def test_a_form_for_fine_tuning_trains_the_same_model_more_gently() -> None:
 def test_a_form_for_fine_tuning_needs_weights() -> None:
     config = get_recipe("tiny_gpt_finetune")()
     config.dataset.paths = ["chat.jsonl"]
-    with pytest.raises(ConfigError, match=r"checkpoint.finetune=True takes weights .*pretrained_checkpoint"):
+    with pytest.raises(ConfigError, match=r"checkpoint.finetune=True requires weights .*pretrained_checkpoint"):
         validate(config)
 
 
@@ -286,5 +286,5 @@ def test_recipes_are_found_by_function_name_too(name: str) -> None:
 
 
 def test_a_mistyped_recipe_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"no recipe 'tiny-gpt'. Did you mean 'tiny_gpt'"):
+    with pytest.raises(ConfigError, match=r"unknown recipe 'tiny-gpt'. Did you mean 'tiny_gpt'"):
         get_recipe("tiny-gpt")

@@ -10,11 +10,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_models import CountingTokenModel, TokenModel, arguments, causal_rows, quiet, qwen, qwen_classifier
 from torch import nn
 
 from onstep.trainer import loss_convention
 from onstep.trainer.loss_convention import Labels, shifts_labels
+from tests.support.small_models import (
+    CountingTokenModel,
+    TokenModel,
+    arguments,
+    causal_rows,
+    quiet,
+    qwen,
+    qwen_classifier,
+)
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 23}
 
@@ -138,7 +146,7 @@ def test_the_convention_is_said_once_in_the_log(tmp_path: Path, caplog: pytest.L
     quiet(TokenModel(), arguments(tmp_path / "b", max_steps=1), causal_rows(8)).train()
     said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("loss:")]
     assert said == [
-        "loss: Qwen2ForCausalLM gives a share of the step's loss",
-        "loss: TokenModel gives means of micro-batches, weighted by their labels where they have some, else by their "
+        "loss: Qwen2ForCausalLM returns a share of the step's loss",
+        "loss: TokenModel returns means of micro-batches, weighted by their labels if they have any, else by their "
         "samples (train.loss_weighting)",
     ]

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_models import LogitsModel, Regression, Stream, arguments, quiet, ragged_rows, regression_rows
 from torch.utils.data import DataLoader, TensorDataset
 
 from onstep import Trainer, TrainerCallback, TrainingArguments
 from onstep.errors import CheckpointError, ConfigError, DataError, RunExistsError
+from tests.support.small_models import LogitsModel, Regression, Stream, arguments, quiet, ragged_rows, regression_rows
 
 
-def hf_arguments(folder: Path, **options: Any) -> transformers.TrainingArguments:
-    return transformers.TrainingArguments(str(folder / "run"), report_to="none", use_cpu=True, **options)
+def hf_arguments(directory: Path, **options: Any) -> transformers.TrainingArguments:
+    return transformers.TrainingArguments(str(directory / "run"), report_to="none", use_cpu=True, **options)
 
 
 def test_hugging_faces_arguments_are_taken_over_field_by_field(tmp_path: Path) -> None:
@@ -99,11 +99,11 @@ def test_the_arguments_that_the_user_gave_are_never_written_to(tmp_path: Path) -
     (tmp_path / "run" / "file").touch()
     seen: list[str] = []
 
-    class Folder(TrainerCallback):
+    class Dir(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             seen.append(args.output_dir)
 
-    quiet(Regression(), args, regression_rows(), callbacks=[Folder]).train()
+    quiet(Regression(), args, regression_rows(), callbacks=[Dir]).train()
     assert seen == [str(tmp_path / "run-2")]
     assert args.to_dict() == before
 
@@ -139,7 +139,7 @@ def constant(optimizer: torch.optim.Optimizer) -> Any:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"train_dataset": None}, "needs a train_dataset"),
+        ({"train_dataset": None}, "requires a train_dataset"),
         ({"train_dataset": Stream(regression_rows())}, "no length.*set max_steps"),
         ({"model": None, "model_init": lambda: 3}, "model_init must return a torch.nn.Module, got int"),
         ({"train_dataset": []}, "empty: it has 0 samples"),
@@ -153,7 +153,7 @@ def constant(optimizer: torch.optim.Optimizer) -> Any:
         ({"model": None, "model_init": Regression, "optimizers": (adam(Regression()), None)}, "pass factories"),
         (
             {"optimizers": (torch.optim.SGD, torch.optim.lr_scheduler.ReduceLROnPlateau)},
-            "ReduceLROnPlateau must be stepped with a metric",
+            "ReduceLROnPlateau requires a metric",
         ),
     ],
 )
@@ -175,9 +175,9 @@ def test_train_refuses_before_the_first_step(tmp_path: Path, options: dict[str, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"eval_strategy": "epoch"}, "eval_strategy='epoch' needs an eval_dataset"),
-        ({"eval_on_start": True}, "eval_on_start=True needs an eval_dataset"),
-        ({"eval_on_save": True}, "eval_on_save=True needs an eval_dataset"),
+        ({"eval_strategy": "epoch"}, "eval_strategy='epoch' requires an eval_dataset"),
+        ({"eval_on_start": True}, "eval_on_start=True requires an eval_dataset"),
+        ({"eval_on_save": True}, "eval_on_save=True requires an eval_dataset"),
         (
             {"config_overrides": {"train.global_batch_size": 10}},
             r"global_batch_size=10 must be a multiple of micro_batch_size \* ranks = 4 \* 1 = 4; choose 8 or 12",
@@ -206,7 +206,7 @@ def test_a_mistyped_checkpoint_to_resume_from_is_an_error_and_never_a_fresh_star
     assert steps == []
 
 
-def test_a_folder_without_checkpoints_is_no_start_either(tmp_path: Path) -> None:
+def test_a_directory_without_checkpoints_is_no_start_either(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     args = arguments(tmp_path, resume_from_checkpoint=str(tmp_path / "empty"))
     with pytest.raises(CheckpointError, match="empty"):
@@ -229,7 +229,7 @@ def counting(steps: list[int]) -> TrainerCallback:
 
 
 def test_the_best_model_takes_saves_that_meet_evaluations(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="load_best_model_at_end=True takes checkpoints of evaluated steps"):
+    with pytest.raises(ConfigError, match="load_best_model_at_end=True requires checkpoints of evaluated steps"):
         make(tmp_path, args=arguments(tmp_path, load_best_model_at_end=True))
     theirs = hf_arguments(tmp_path, load_best_model_at_end=True, eval_strategy="no", save_strategy="no")
     with pytest.raises(ConfigError, match="got eval_strategy='no' and save_strategy='no'"):
@@ -253,8 +253,8 @@ def test_evaluation_alone_takes_arguments_that_choose_a_best_model(tmp_path: Pat
 @pytest.mark.parametrize(
     ("cls", "rows", "message"),
     [
-        (LogitsModel, ragged_rows(4), "LogitsModel returned no loss but a mapping with logits. It was given input_ids"),
-        (Regression, [{"x": torch.ones(3)}], "no loss but a mapping with logits. It was given x"),
+        (LogitsModel, ragged_rows(4), "LogitsModel returned no loss but a mapping with logits. It received input_ids"),
+        (Regression, [{"x": torch.ones(3)}], "no loss but a mapping with logits. It received x"),
         (torch.nn.Linear, TensorDataset(torch.ones(4, 3)), r"Linear returned no loss but a Tensor of shape \(4, 2\)"),
     ],
 )
@@ -269,7 +269,7 @@ def test_a_model_without_a_loss_is_named_with_what_it_gave(tmp_path: Path, cls: 
         make(tmp_path, model=model, train_dataset=dropped).train()
 
 
-def test_a_folder_that_holds_another_run_is_not_touched(tmp_path: Path) -> None:
+def test_a_directory_that_holds_another_run_is_not_touched(tmp_path: Path) -> None:
     make(tmp_path).train()
     record = (tmp_path / "run" / "run.json").read_text()
     with pytest.raises(RunExistsError, match=r"holds another run.*In TrainingArguments: another output_dir"):
@@ -294,11 +294,11 @@ def test_a_completed_run_is_taken_as_it_is(tmp_path: Path) -> None:
 
 def test_a_completed_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
     make(tmp_path, args=arguments(tmp_path, save_strategy="no")).train()
-    with pytest.raises(RunExistsError, match=r"completed run of the same arguments.*'run.fresh': True"):
+    with pytest.raises(RunExistsError, match=r"completed run with the same arguments.*'run.fresh': True"):
         make(tmp_path, args=arguments(tmp_path, save_strategy="no")).train()
 
 
-def test_a_trainer_may_train_again_into_its_own_folder(tmp_path: Path) -> None:
+def test_a_trainer_may_train_again_into_its_own_directory(tmp_path: Path) -> None:
     trainer = make(tmp_path)
     trainer.train()
     weights = {key: value.clone() for key, value in trainer.model.state_dict().items()}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_models import Regression, arguments, regression_rows
 
 from onstep import CallbackManager, DefaultMetrics, InfoCallback, ProgressCallback, Trainer, TrainerCallback
+from tests.support.small_models import Regression, arguments, regression_rows
 
 
 class Counts(TrainerCallback):
@@ -130,10 +130,10 @@ def test_evaluation_events_have_their_loader(tmp_path: Path) -> None:
 
 def test_a_scheduler_that_is_a_callback_is_registered_once(tmp_path: Path) -> None:
     class Scheduler(torch.optim.lr_scheduler.ConstantLR, TrainerCallback):
-        told = 0
+        calls = 0
 
         def on_train_metrics(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.told += 1
+            self.calls += 1
 
     optimizer = torch.optim.SGD((model := Regression()).parameters(), lr=0.1)
     scheduler = Scheduler(optimizer)
@@ -146,7 +146,7 @@ def test_a_scheduler_that_is_a_callback_is_registered_once(tmp_path: Path) -> No
     )
     trainer.train()
     trainer.train()
-    assert scheduler.told == 6
+    assert scheduler.calls == 6
 
 
 @pytest.mark.parametrize("base", [TrainerCallback, transformers.TrainerCallback])

@@ -8,10 +8,10 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from small_models import Regression, Stream, TokenModel, arguments, quiet, ragged_rows, regression_rows
 from torch import Tensor, nn
 
 from onstep import Callback
+from tests.support.small_models import Regression, Stream, TokenModel, arguments, quiet, ragged_rows, regression_rows
 
 
 class Batches(Callback):
@@ -26,9 +26,9 @@ class Batches(Callback):
         self.ids.append(context.sample_ids)
 
 
-def batches_of(folder: Path, model: nn.Module, rows: Any, *, options: Any = None, **given: Any) -> Batches:
+def batches_of(directory: Path, model: nn.Module, rows: Any, *, options: Any = None, **given: Any) -> Batches:
     batches = Batches()
-    quiet(model, arguments(folder, **(options or {})), rows, callbacks=[batches], **given).train()
+    quiet(model, arguments(directory, **(options or {})), rows, callbacks=[batches], **given).train()
     return batches
 
 
@@ -87,7 +87,7 @@ def test_a_dataset_of_the_datasets_library_is_read_as_it_comes(tmp_path: Path) -
 def test_a_dataset_without_a_usable_column_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"No column of the dataset \(text\) is a parameter of Regression.forward"):
         batches_of(tmp_path, Regression(), datasets.Dataset.from_dict({"text": ["a", "b"]}))
-    with pytest.raises(ValueError, match=r"no column that Regression.forward takes"):
+    with pytest.raises(ValueError, match=r"no column that Regression.forward accepts"):
         batches_of(tmp_path, Regression(), Stream([{"text": "a"}]), options={"max_steps": 1})
 
 
@@ -139,21 +139,21 @@ class EpochRows:
     """Tells its rows by the epoch that it was told."""
 
     def __init__(self) -> None:
-        self.told: list[int] = []
+        self.calls: list[int] = []
 
     def __len__(self) -> int:
         return 4
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"x": torch.full((3,), float(self.told[-1])), "labels": torch.ones(())}
+        return {"x": torch.full((3,), float(self.calls[-1])), "labels": torch.ones(())}
 
     def set_epoch(self, epoch: int) -> None:
-        self.told.append(epoch)
+        self.calls.append(epoch)
 
 
 def test_a_dataset_is_told_the_epoch_before_its_samples_are_read(tmp_path: Path) -> None:
     rows = EpochRows()
-    rows.told.append(7)
+    rows.calls.append(7)
     batches = batches_of(tmp_path, Regression(), rows, options={"num_train_epochs": 3})
     assert [batch["x"][0, 0].item() for batch in batches.seen] == [0.0, 1.0, 2.0]
 

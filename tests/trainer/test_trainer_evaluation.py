@@ -9,7 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_models import (
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from onstep import Trainer, TrainerCallback
+from tests.support.small_models import (
     IGNORE,
     LogitsModel,
     Regression,
@@ -23,10 +27,6 @@ from small_models import (
     ragged_rows,
     regression_rows,
 )
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
-
-from onstep import Trainer, TrainerCallback
 
 
 def test_the_loss_is_the_mean_over_all_labels_and_perplexity_follows(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_dict_of_sets_is_evaluated_under_its_names(tmp_path: Path) -> None:
     assert trainer.evaluate("second")["eval_second_loss"] == metrics["eval_second_loss"]
     alone = quiet(Regression(), arguments(tmp_path)).evaluate(sets["second"], metric_key_prefix="mine")
     assert alone["mine_loss"] == metrics["eval_second_loss"]
-    with pytest.raises(ValueError, match="'third' is no name of an evaluation set; known: first, second"):
+    with pytest.raises(ValueError, match="'third' is not the name of an evaluation set; known: first, second"):
         trainer.evaluate("third")
 
 
@@ -142,18 +142,18 @@ def test_rows_of_unequal_length_are_padded_to_one_array(tmp_path: Path) -> None:
 
 
 def test_a_set_without_labels_has_predictions_and_no_loss(tmp_path: Path) -> None:
-    told: list[Any] = []
+    calls: list[Any] = []
 
-    class Sink(TrainerCallback):
+    class Tracker(TrainerCallback):
         def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
-            told.append(metrics)
+            calls.append(metrics)
 
     rows = [{"x": row["x"]} for row in regression_rows(6)]
     model = Regression()
-    output = quiet(model, arguments(tmp_path), callbacks=[Sink]).predict(rows)
+    output = quiet(model, arguments(tmp_path), callbacks=[Tracker]).predict(rows)
     assert output.label_ids is None
     assert "test_loss" not in output.metrics
-    assert told == [output.metrics]
+    assert calls == [output.metrics]
     np.testing.assert_allclose(output.predictions, model(torch.stack([r["x"] for r in rows]))["logits"].detach())
     tokens = [{"input_ids": row["input_ids"]} for row in ragged_rows(2)]
     assert quiet(LogitsModel(), arguments(tmp_path)).predict(tokens).predictions.shape == (2, 9, 23)
@@ -272,7 +272,7 @@ def test_intervals_that_are_a_share_of_the_run_mean_nothing_to_an_evaluation(tmp
 
 
 def test_there_must_be_something_to_evaluate(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="needs an eval_dataset"):
+    with pytest.raises(ValueError, match="requires an eval_dataset"):
         quiet(Regression(), arguments(tmp_path)).evaluate()
     with pytest.raises(ValueError, match="evaluation dataset is empty"):
         quiet(Regression(), arguments(tmp_path)).evaluate([])

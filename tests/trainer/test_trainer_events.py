@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_models import Regression, Stream, arguments, quiet, regression_rows
 
 from onstep import TrainerCallback
 from onstep.events import HF_EVENTS
 from onstep.events.callback import Callback
+from tests.support.small_models import Regression, Stream, arguments, quiet, regression_rows
 
 MICRO = ["on_forward_backward_begin", "on_forward_backward_end"]
 UPDATE = ["on_pre_optimizer_step", "on_optimizer_step", "on_train_metrics", "on_step_end"]
@@ -55,7 +55,7 @@ class Steps(TrainerCallback):
         return note
 
 
-def two_epochs(folder: Path, callbacks: list[Any], **options: Any) -> Any:
+def two_epochs(directory: Path, callbacks: list[Any], **options: Any) -> Any:
     """10 samples in micro-batches of 2, two to a step: three steps an epoch, the last one of a single micro-batch."""
     values = {
         "num_train_epochs": 2,
@@ -65,7 +65,7 @@ def two_epochs(folder: Path, callbacks: list[Any], **options: Any) -> Any:
         "eval_strategy": "epoch",
         **options,
     }
-    args = arguments(folder, **values)
+    args = arguments(directory, **values)
     rows = regression_rows(10)
     return quiet(Regression(), args, rows, eval_dataset=regression_rows(6), callbacks=callbacks)
 
@@ -181,21 +181,21 @@ def test_a_stop_ends_training_and_is_forgotten_when_it_starts_again(tmp_path: Pa
 
 
 def test_the_final_metrics_are_told_once_before_the_end_and_returned(tmp_path: Path) -> None:
-    told: list[Any] = []
+    calls: list[Any] = []
 
     class Final(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
-            told.append(dict(logs))
+            calls.append(dict(logs))
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            told.append("end")
+            calls.append("end")
 
     trainer = two_epochs(tmp_path, [Final])
     output = trainer.train()
-    assert told[-1] == "end"
-    assert [("train_runtime" in record) for record in told[:-1]] == [False, False, False, True]
-    assert told[-2].items() <= {**output.metrics, "step": told[-2]["step"]}.items()
-    logged = [record["loss"] for record in told[:3]]
+    assert calls[-1] == "end"
+    assert [("train_runtime" in record) for record in calls[:-1]] == [False, False, False, True]
+    assert calls[-2].items() <= {**output.metrics, "step": calls[-2]["step"]}.items()
+    logged = [record["loss"] for record in calls[:3]]
     assert output.training_loss == output.metrics["train_loss"] == pytest.approx(sum(logged) / 3)
     assert output.global_step == 6
 
@@ -375,19 +375,19 @@ def test_a_stream_without_a_length_starts_again_until_it_has_its_steps(tmp_path:
 
 
 def test_a_trainer_logs_records_of_its_users_own(tmp_path: Path) -> None:
-    told: list[Any] = []
+    calls: list[Any] = []
 
-    class Sink(TrainerCallback):
+    class Tracker(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any, trainer: Any, **kwargs: Any) -> None:
-            told.append(logs)
+            calls.append(logs)
 
         def on_step_end(self, args: Any, state: Any, control: Any, trainer: Any, **kwargs: Any) -> None:
             if state.global_step == 2:
                 trainer.log({"temperature": 0.5})
 
-    trainer = two_epochs(tmp_path, [Sink], eval_strategy="no", logging_strategy="no")
+    trainer = two_epochs(tmp_path, [Tracker], eval_strategy="no", logging_strategy="no")
     trainer.train()
-    assert told[0] == {"epoch": pytest.approx(2 / 3), "temperature": 0.5}
-    assert trainer.state.log_history[0] == {**told[0], "step": 2}
-    with pytest.raises(ValueError, match="needs a run"):
+    assert calls[0] == {"epoch": pytest.approx(2 / 3), "temperature": 0.5}
+    assert trainer.state.log_history[0] == {**calls[0], "step": 2}
+    with pytest.raises(ValueError, match="requires a run"):
         trainer.log({"temperature": 1.0})

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import arguments, recorder
 
 from onstep import Trainer
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
 from onstep.models import build_transformer
 from onstep.models.layers.routing_record import FIGURES
+from tests.support.small_models import arguments, recorder
 
 CONFIG = ModelConfig(
     num_layers=2,

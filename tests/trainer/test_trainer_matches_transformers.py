@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_models import arguments, causal_rows, losses_of, quiet, qwen, qwen_classifier, regression_rows
+
+from tests.support.small_models import arguments, causal_rows, losses_of, quiet, qwen, qwen_classifier, regression_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 
@@ -30,9 +31,9 @@ def shared(**options: Any) -> dict[str, Any]:
     return {**values, **options}
 
 
-def theirs(model: Any, rows: Any, folder: Path, **options: Any) -> list[dict[str, float]]:
+def theirs(model: Any, rows: Any, directory: Path, **options: Any) -> list[dict[str, float]]:
     args = transformers.TrainingArguments(
-        str(folder / "theirs"), report_to="none", save_strategy="no", disable_tqdm=True, **shared(**options)
+        str(directory / "theirs"), report_to="none", save_strategy="no", disable_tqdm=True, **shared(**options)
     )
     trainer = transformers.Trainer(model, args, train_dataset=rows)
     trainer.remove_callback(transformers.PrinterCallback)
@@ -40,8 +41,8 @@ def theirs(model: Any, rows: Any, folder: Path, **options: Any) -> list[dict[str
     return [record for record in trainer.state.log_history if "loss" in record]
 
 
-def ours(model: Any, rows: Any, folder: Path, **options: Any) -> list[dict[str, float]]:
-    trainer = quiet(model, arguments(folder, **shared(**options)), rows)
+def ours(model: Any, rows: Any, directory: Path, **options: Any) -> list[dict[str, float]]:
+    trainer = quiet(model, arguments(directory, **shared(**options)), rows)
     trainer.train()
     assert trainer.state is not None
     return [record for record in trainer.state.log_history if "loss" in record]
@@ -99,7 +100,7 @@ def test_a_classifier_with_accumulation_is_trained_on_the_mean_over_its_samples(
 
 
 def test_a_plain_module_is_trained_as_by_transformers(tmp_path: Path) -> None:
-    from small_models import Regression
+    from tests.support.small_models import Regression
 
     rows, options = regression_rows(), {"gradient_accumulation_steps": 3}
     expected = theirs(Regression(), rows, tmp_path, **options)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Regression, arguments, quiet, regression_rows
 
 from onstep import CallbackManager
 from onstep.optim import OptimizerParamScheduler
+from tests.support.small_models import Regression, arguments, quiet, regression_rows
 
 
 def watched(note: Any) -> CallbackManager:
@@ -20,12 +20,12 @@ def watched(note: Any) -> CallbackManager:
     return manager
 
 
-def rates(folder: Path, model: Any, optimizers: Any, **options: Any) -> list[list[float]]:
+def rates(directory: Path, model: Any, optimizers: Any, **options: Any) -> list[list[float]]:
     """The learning rates of the groups at each of six steps, linear decay without warm-up."""
     seen: list[list[float]] = []
     trainer = quiet(
         model,
-        arguments(folder, num_train_epochs=2, weight_decay=0.5, **options),
+        arguments(directory, num_train_epochs=2, weight_decay=0.5, **options),
         regression_rows(12),
         optimizers=optimizers,
         callbacks=watched(lambda groups: seen.append([group["lr"] for group in groups])),
@@ -108,11 +108,11 @@ def test_a_scheduler_of_ours_is_stepped_by_samples(tmp_path: Path) -> None:
     assert [rate for (rate,) in seen] == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6, 0.5])
 
 
-def groups_of(folder: Path, keywords: dict[str, Any]) -> list[tuple[int, float]]:
+def groups_of(directory: Path, keywords: dict[str, Any]) -> list[tuple[int, float]]:
     seen: list[Any] = []
     quiet(
         Regression(),
-        arguments(folder, max_steps=1, weight_decay=0.5),
+        arguments(directory, max_steps=1, weight_decay=0.5),
         regression_rows(4),
         optimizer_cls_and_kwargs=(torch.optim.AdamW, keywords),
         callbacks=watched(

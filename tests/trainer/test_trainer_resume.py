@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from forked_processes import Processes
 from onstep.checkpoint import checkpoints, read_manifest
-from whole_runs import Ranks, check_same
+from tests.support.forked_processes import Processes
+from tests.support.whole_runs import Ranks, check_same
 
-JOBS = Path(__file__).with_name("resumed_jobs.py")
+JOBS = "tests.support.jobs.trainer_jobs"
 KILLED = {"signal": "SIGKILL"}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Path) -> Iterator[Ranks]:
-    processes = Processes("transformers.trainer_callback", "transformers.models.qwen2.modeling_qwen2")
-    yield Ranks(processes, tmp_path_factory.mktemp("runs"), JOBS, corpus=str(corpus), cache=str(token_cache))
-    processes.close()
+def runs(processes: Processes, tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Path) -> Ranks:
+    processes.load("transformers.trainer_callback", "transformers.models.qwen2.modeling_qwen2")
+    return Ranks(processes, tmp_path_factory.mktemp("runs"), JOBS, corpus=str(corpus), cache=str(token_cache))
 
 
 def result(runs: Ranks, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((runs.folder / name / "result-0.json").read_text())
+    found: dict[str, Any] = json.loads((runs.directory / name / "result-0.json").read_text())
     return found
 
 
@@ -65,7 +63,7 @@ def test_a_killed_run_ends_as_the_one_that_nobody_touched(runs: Ranks, kind: str
 def test_save_strategy_best_saves_at_the_evaluations_that_are_the_best_so_far(runs: Ranks) -> None:
     runs.finish("best-so-far", "train", ranks=1, **KINDS["best"])
     best, saved = None, []
-    log = json.loads((runs.folder / "best-so-far" / "runs" / "run" / "trainer_logs.json").read_text())
+    log = json.loads((runs.directory / "best-so-far" / "runs" / "run" / "trainer_logs.json").read_text())
     for record in log:
         if "eval_loss" in record and (best is None or record["eval_loss"] < best):
             best = record["eval_loss"]
@@ -81,7 +79,7 @@ def test_eval_on_save_evaluates_at_every_save(runs: Ranks) -> None:
     for info in checkpoints(runs.root("on-save")):
         if info.step % 3 == 0:
             assert "eval_loss" in read_manifest(info.path).metrics
-    log = json.loads((runs.folder / "on-save" / "runs" / "run" / "trainer_logs.json").read_text())
+    log = json.loads((runs.directory / "on-save" / "runs" / "run" / "trainer_logs.json").read_text())
     assert {record["global_step"] for record in log if "eval_loss" in record} >= {3, 6, 9, 12}
 
 
@@ -110,9 +108,9 @@ def test_the_limit_keeps_the_newest_and_the_best_is_loaded_at_the_end(runs: Rank
     newest = runs.steps("whole-limit")[-1]
     assert runs.steps("whole-limit") == sorted({best, newest})
     assert best < newest
-    folder = runs.folder / "whole-limit" / "runs" / "run"
-    of_best = load_file(folder / "checkpoints" / f"checkpoint-{best}" / "model" / "model.safetensors")
-    final = load_file(next((folder / "model").glob("*.safetensors")))
+    directory = runs.directory / "whole-limit" / "runs" / "run"
+    of_best = load_file(directory / "checkpoints" / f"checkpoint-{best}" / "model" / "model.safetensors")
+    final = load_file(next((directory / "model").glob("*.safetensors")))
     assert all((of_best[name] == value).all() for name, value in final.items())
     kill(runs, "limit", "on_step_end", 7, **settings)
     check_same(runs.finish("limit", "train", ranks=1, **settings), expected)
@@ -150,9 +148,9 @@ def test_resume_true_continues_and_false_refuses_a_run_that_is_there(runs: Ranks
 
 def test_a_second_train_of_one_trainer_is_a_run_of_its_own(runs: Ranks) -> None:
     assert runs.start("second", "train", ranks=1, again=True) == [0], runs.output("second")
-    run = runs.folder / "second" / "runs" / "run"
+    run = runs.directory / "second" / "runs" / "run"
     assert result(runs, "second")["first"] == result(runs, "second")["step"] == 14
-    for folder in ("checkpoints", "checkpoints-1"):
-        assert max(info.step for info in checkpoints(run / folder)) == 14
+    for directory in ("checkpoints", "checkpoints-1"):
+        assert max(info.step for info in checkpoints(run / directory)) == 14
     assert runs.start("second", "train", ranks=1) == [0], "another process takes the completed run as it is"
     assert result(runs, "second")["step"] == 14

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_model
-from small_models import Regression, arguments, causal_rows, quiet, qwen, regression_rows
 from torch import nn
 
 from onstep.config import ModelConfig, resolve
 from onstep.models import Transformer, make_value_model
+from tests.support.small_models import Regression, arguments, causal_rows, quiet, qwen, regression_rows
 
 
 class Tokens:
     """A processing class as far as saving goes."""
 
-    def save_pretrained(self, folder: Path) -> None:
-        (Path(folder) / "tokens.json").write_text("{}")
+    def save_pretrained(self, directory: Path) -> None:
+        (Path(directory) / "tokens.json").write_text("{}")
 
 
 def test_a_plain_module_is_written_as_safetensors(tmp_path: Path) -> None:
@@ -53,10 +53,10 @@ def test_a_transformers_model_is_read_by_from_pretrained(tmp_path: Path) -> None
     trainer = quiet(qwen(), args, causal_rows(4), processing_class=Tokens())
     trainer.train()
     trainer.save_model()
-    for folder in (tmp_path / "run", tmp_path / "run" / "model"):
-        again = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for directory in (tmp_path / "run", tmp_path / "run" / "model"):
+        again = transformers.AutoModelForCausalLM.from_pretrained(directory)
         torch.testing.assert_close(again.state_dict(), trainer.model.state_dict(), rtol=0, atol=0)
-        assert (folder / "tokens.json").exists()
+        assert (directory / "tokens.json").exists()
 
 
 def test_our_own_transformer_is_written_as_a_directory_that_transformers_reads(tmp_path: Path) -> None:

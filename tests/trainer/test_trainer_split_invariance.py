@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import (
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from onstep import CallbackManager, Trainer
+from onstep.config import ConfigContainer, resolve
+from onstep.data import TrainLoader
+from onstep.optim import build_optimizer, build_scheduler
+from onstep.training import GlobalState, train
+from tests.support.small_models import (
     IGNORE,
     CountingTokenModel,
     LogitsModel,
@@ -19,14 +27,6 @@ from small_models import (
     ragged_rows,
     regression_rows,
 )
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-
-from onstep import CallbackManager, Trainer
-from onstep.config import ConfigContainer, resolve
-from onstep.data import TrainLoader
-from onstep.optim import build_optimizer, build_scheduler
-from onstep.training import GlobalState, train
 
 SPLITS = [(24, 1), (12, 2), (8, 3), (1, 24), (5, 5)]
 """Samples of a micro-batch, and micro-batches of a step; the last one has four of its micro-batches full."""
@@ -121,11 +121,11 @@ def noting_steps(steps: Steps) -> CallbackManager:
 
 
 def steps_of(
-    cls: type[Trainer], model: nn.Module, rows: Any, folder: Path, micro: int, accumulation: int, **options: Any
+    cls: type[Trainer], model: nn.Module, rows: Any, directory: Path, micro: int, accumulation: int, **options: Any
 ) -> Steps:
     steps: Steps = []
     args = arguments(
-        folder / f"{micro}",
+        directory / f"{micro}",
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=accumulation,
         max_grad_norm=0,

@@ -11,13 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import CountingTokenModel, Regression, TokenModel, arguments, quiet, ragged_rows, regression_rows
 from torch import Tensor
 
 import onstep.trainer
 from onstep import Callback, Trainer
 from onstep.data import default_data_collator
 from onstep.trainer.dataloaders import ColumnFilter
+from tests.support.small_models import (
+    CountingTokenModel,
+    Regression,
+    TokenModel,
+    arguments,
+    quiet,
+    ragged_rows,
+    regression_rows,
+)
 
 STEPS = 8
 

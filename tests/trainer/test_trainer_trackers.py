@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_models import Regression, arguments, regression_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from onstep import Trainer
-from onstep.callbacks.metric_sinks import MetricSinks
 from onstep.errors import ConfigError
-from onstep.trackers import tracker as metric_sink
+from onstep.trackers import tracker as metric_tracker
+from onstep.trackers.trackers_callback import TrackersCallback
+from tests.support.small_models import Regression, arguments, regression_rows
 
 
 def trainer_with(tmp_path: Path, callbacks: list[Any] | None = None, **options: Any) -> Trainer:
@@ -21,8 +21,8 @@ def trainer_with(tmp_path: Path, callbacks: list[Any] | None = None, **options: 
     return Trainer(Regression(), args, train_dataset=rows, eval_dataset=rows, callbacks=callbacks)
 
 
-def metric_sinks(trainer: Trainer) -> list[MetricSinks]:
-    return [callback for callback in trainer.callback_manager.callbacks if isinstance(callback, MetricSinks)]
+def metric_trackers(trainer: Trainer) -> list[TrackersCallback]:
+    return [callback for callback in trainer.callback_manager.callbacks if isinstance(callback, TrackersCallback)]
 
 
 def tables(tmp_path: Path) -> list[Path]:
@@ -38,8 +38,8 @@ def losses(table: Path) -> list[str]:
 def test_a_tracker_that_is_asked_for_gets_every_logged_step(tmp_path: Path) -> None:
     trainer = trainer_with(tmp_path, report_to="csv")
     trainer.train()
-    (sinks,) = metric_sinks(trainer)
-    assert [sink.name for sink in sinks.sinks] == ["csv"]
+    (trackers,) = metric_trackers(trainer)
+    assert [tracker.name for tracker in trackers.trackers] == ["csv"]
     (table,) = tables(tmp_path)
     assert len(losses(table)) == 3
 
@@ -47,7 +47,7 @@ def test_a_tracker_that_is_asked_for_gets_every_logged_step(tmp_path: Path) -> N
 def test_without_report_to_nothing_is_attached(tmp_path: Path) -> None:
     trainer = trainer_with(tmp_path)
     trainer.train()
-    assert metric_sinks(trainer) == []
+    assert metric_trackers(trainer) == []
     assert tables(tmp_path) == []
 
 
@@ -56,21 +56,21 @@ def test_it_is_attached_once_and_evaluations_reach_it_too(tmp_path: Path) -> Non
     trainer.evaluate()
     trainer.train()
     trainer.evaluate()
-    assert len(metric_sinks(trainer)) == 1
+    assert len(metric_trackers(trainer)) == 1
     (table,) = tables(tmp_path)
     assert "eval_loss" in table.read_text()
 
 
-def test_a_users_own_metric_sinks_takes_its_place(tmp_path: Path) -> None:
-    mine = MetricSinks(["tensorboard"])
+def test_a_users_own_metric_trackers_takes_its_place(tmp_path: Path) -> None:
+    mine = TrackersCallback(["tensorboard"])
     trainer = trainer_with(tmp_path, [mine], report_to="csv")
     trainer.train()
-    assert metric_sinks(trainer) == [mine]
+    assert metric_trackers(trainer) == [mine]
     assert tables(tmp_path) == []
 
 
 def test_a_missing_package_ends_it_before_anything_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metric_sink, "find_spec", lambda package: None)
+    monkeypatch.setattr(metric_tracker, "find_spec", lambda package: None)
     trainer = trainer_with(tmp_path, report_to="wandb")
     with pytest.raises(ConfigError, match=r"pip install 'onstep\[wandb\]'"):
         trainer.train()

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import LENGTH, RaggedRows, TinyModel, run, small_job, small_state
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -22,9 +21,10 @@ from onstep.optim import DeviceFiniteGate, TrainingOptimizer
 from onstep.progress import TrainState
 from onstep.training import GlobalState
 from onstep.training.anomalies.gate import AnomalyGate
-from onstep.training.runs.run_dir import RunFolder
+from onstep.training.runs.run_dir import RunDir
 from onstep.training.stages.actions import RollBack
 from onstep.training.stages.agreement import write_decision
+from tests.support.small_runs import LENGTH, RaggedRows, TinyModel, run, small_job, small_state
 
 
 class Rows(RaggedRows):
@@ -55,7 +55,7 @@ def loader(rows: Rows, **options: Any) -> TrainLoader:
 
 
 class Recorder(Callback):
-    """Every record that sinks see, the weights around each step, and the samples of each step."""
+    """Every record that trackers see, the weights around each step, and the samples of each step."""
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
@@ -130,7 +130,7 @@ def test_skip_leaves_out_one_update_and_names_exactly_the_bad_micro_batch(how: s
 
 def test_a_sample_left_out_is_not_met_in_any_later_epoch() -> None:
     state, (recorder, manager) = small_state(num_epochs=6, on_nonfinite="skip"), watched()
-    state.facts.max_steps = 100
+    state.info.max_steps = 100
     adam_run(state, manager, Rows(20, loss={5: math.nan, 11: math.inf}))
     [first, *rest] = [record["sample_ids"] for record in recorder.anomalies]
     gone = {one for ids in (first, *rest) for one in ids}
@@ -242,7 +242,7 @@ def test_stop_ends_the_run_without_the_update_and_says_so_everywhere(gate: str, 
     device_gate = DeviceFiniteGate(torch.device("cpu")) if gate == "device" else None
     optimizer = TrainingOptimizer(torch_optimizer, gate=device_gate)
     state, (recorder, manager) = small_state(train_iters=30, on_nonfinite="stop"), watched()
-    state.run_folder = RunFolder(tmp_path)
+    state.run_dir = RunDir(tmp_path)
     reasons: list[str] = []
     manager.register("on_run_end", lambda context: reasons.append(context.reason))
     adam_run(state, manager, Rows(loss={5: math.nan}), model=model, optimizer=optimizer)
@@ -257,7 +257,7 @@ def test_stop_ends_the_run_without_the_update_and_says_so_everywhere(gate: str, 
     assert record["action"] == "stop"
     assert math.isnan(record["loss"])
     assert state.train_state.skip_list == []
-    [row] = [json.loads(line) for line in state.run_folder.decisions.read_text().splitlines()]
+    [row] = [json.loads(line) for line in state.run_dir.decisions.read_text().splitlines()]
     assert (row["flag"], row["author"], row["details"]["bad_step"]) == (
         "should_training_stop",
         "anomaly gate",
@@ -326,13 +326,15 @@ def test_more_skips_than_allowed_fail_and_all_of_them_are_named() -> None:
     with pytest.raises(AnomalyError) as raised:
         adam_run(state, manager, Rows(loss=dict.fromkeys(range(12), math.nan)))
     message = str(raised.value)
-    assert message.startswith("3 skips are more than anomaly.max_skips=2")
+    assert message.startswith("3 skips exceed anomaly.max_skips=2")
     assert all(f"non-finite loss at step {step}" in message for step in (1, 2, 3))
     assert len(recorder.anomalies) == 3
 
 
 def test_rollback_without_a_checkpoint_names_the_remedy() -> None:
-    with pytest.raises(AnomalyError, match=r"no verified checkpoint of step \d or before.*checkpoint\.save_interval"):
+    with pytest.raises(
+        AnomalyError, match=r"no verified checkpoint of step \d or earlier exists.*checkpoint\.save_interval"
+    ):
         adam_run(small_state(train_iters=9, on_nonfinite="rollback"), watched()[1], Rows(loss={5: math.nan}))
 
 
@@ -363,7 +365,7 @@ def test_what_a_rollback_must_not_undo_is_carried_into_the_loaded_progress() -> 
 
 def test_rollbacks_are_counted_over_loads_of_older_states_and_bounded(tmp_path: Path) -> None:
     state, watch = made_watch(max_rollbacks=2)
-    state.run_folder = RunFolder(tmp_path)
+    state.run_dir = RunDir(tmp_path)
     old_watch, old_progress = watch.state_dict(), copy.deepcopy(state.train_state)
     for count in (1, 2):
         request, left = Request("rollback", "anomaly gate", "", f"spike {count}"), state.train_state
@@ -381,7 +383,7 @@ def test_rollbacks_are_counted_over_loads_of_older_states_and_bounded(tmp_path: 
     with pytest.raises(AnomalyError) as raised:
         watch.before_rollback(8, Request("rollback", "anomaly gate", "", "spike 3"))
     assert all(f"spike {count}" in str(raised.value) for count in (1, 2, 3))
-    rows = [json.loads(line) for line in state.run_folder.decisions.read_text().splitlines()]
+    rows = [json.loads(line) for line in state.run_dir.decisions.read_text().splitlines()]
     assert [(row["flag"], row["reason"], row["details"]["to_step"]) for row in rows] == [
         ("rolled_back", "spike 1", 0),
         ("rolled_back", "spike 2", 0),
@@ -414,23 +416,26 @@ def test_a_callback_may_have_its_step_left_out(event: str, tmp_path: Path) -> No
 
     state, (recorder, manager) = small_state(train_iters=4), watched()
     state.cfg.anomaly.max_skips = 1
-    state.run_folder = RunFolder(tmp_path)
+    state.run_dir = RunDir(tmp_path)
     manager.register(event, asker)
     adam_run(state, manager, Rows(40))
     assert recorder.changed == [True, False, True, True]
     ids = sorted(one for micro in recorder.steps[1] for one in micro)
     assert state.train_state.skip_list == [[0, one] for one in ids]
     assert (state.train_state.num_skips, state.train_state.skipped_train_samples) == (0, 4)
-    [row] = [json.loads(line) for line in state.run_folder.decisions.read_text().splitlines()]
+    [row] = [json.loads(line) for line in state.run_dir.decisions.read_text().splitlines()]
     assert (row["step"], row["flag"], row["event"], row["reason"]) == (2, "skip", event, "no good")
     assert row["details"]["sample_ids"] == ids
-    assert recorder.anomalies[0]["anomaly"].startswith("asked to leave out the update by")
+    assert recorder.anomalies[0]["anomaly"].startswith("asked to skip the update by")
 
 
 def test_a_skip_that_is_asked_for_too_late_is_refused() -> None:
     manager = CallbackManager()
     manager.register("on_train_step_end", lambda context: context.control.skip())
-    with pytest.raises(ConfigError, match=r"control\.skip\(\) has no meaning during 'on_train_step_end'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"control\.skip\(\) must be called before the update of the step, got a call during 'on_train_step_end'",
+    ):
         run(small_state(train_iters=1), manager)
 
 
@@ -442,7 +447,7 @@ def test_a_rollback_that_a_callback_asks_for_undoes_the_step_it_was_asked_in() -
             context.control.rollback("diverging")
 
     manager.register("on_step_end", ask)
-    with pytest.raises(AnomalyError, match=r"step 3 is to be undone \(diverging\).*checkpoint of step 2 or before"):
+    with pytest.raises(AnomalyError, match=r"step 3 must be undone \(diverging\).*checkpoint of step 2 or earlier"):
         run(small_state(train_iters=4), manager)
 
 

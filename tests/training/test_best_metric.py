@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from small_runs import small_state
-
 from onstep.checkpoint import decode_state, encode_state
 from onstep.progress import TrainState
 from onstep.training import GlobalState
 from onstep.training.stages.evaluation import note_best_checkpoint, note_best_metric
+from tests.support.small_runs import small_state
 
 
 def evaluated(state: GlobalState, step: int, loss: float) -> None:

@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from recording_loggers import record_all
-from small_runs import loader, run, small_state
-from test_device_reads import ReadCounter, StepMarker
 from torch import Tensor
 
 from onstep import CallbackManager
@@ -21,9 +18,12 @@ from onstep.distributed import World
 from onstep.events import Control
 from onstep.training import GlobalState, training_log
 from onstep.training.bridge.bridge_log import BridgeLog
-from onstep.training.bridge.training_log import add_to_interval
+from onstep.training.bridge.interval_log import add_to_interval
 from onstep.training.compute.losses import StepLoss
-from onstep.training.reporting.loss_accumulator import IntervalMeter
+from onstep.training.reporting.loss_accumulator import LossAccumulator
+from tests.support.read_counter import ReadCounter, StepMarker
+from tests.support.recording_loggers import record_all
+from tests.support.small_runs import loader, run, small_state
 
 BACKENDS = ("tensorboard", "wandb", "mlflow", "comet")
 ALL = frozenset(BACKENDS)
@@ -70,7 +70,7 @@ class Log:
 @pytest.fixture
 def log() -> Log:
     state = small_state(train_iters=100)
-    state.cfg.logger.log_interval, state.door.prints_console_line = 4, True
+    state.cfg.logger.log_interval, state.entry_point.prints_console_line = 4, True
     return Log(state)
 
 
@@ -273,7 +273,7 @@ def test_called_by_hand_it_fills_the_configured_trackers(log: Log, tmp_path: Pat
     log.state.cfg.logger.tensorboard_dir = str(tmp_path)
     log.step(3.0)
     log.step(2.0)
-    log.state.trackers.close("completed")
+    log.state.bridge_trackers.close("completed")
     reader = EventAccumulator(str(tmp_path))
     reader.Reload()
     assert [(point.step, point.value) for point in reader.Scalars("lm loss")] == [(1, 3.0), (2, 2.0)]
@@ -355,7 +355,7 @@ class QuietTensorBoard:
 def test_a_step_that_is_not_logged_reads_nothing_for_tensorboard_and_console() -> None:
     state = small_state(train_iters=6)
     state.cfg.logger.log_interval, state.cfg.logger.log_params_norm = 3, True
-    state.door.prints_console_line = True
+    state.entry_point.prints_console_line = True
     state.tensorboard_logger = quiet = QuietTensorBoard()
     manager = CallbackManager()
     with ReadCounter() as counter:
@@ -371,7 +371,7 @@ def test_an_epoch_that_ends_within_an_interval_is_logged_with_what_there_is(
 ) -> None:
     state = small_state(train_iters=5)
     state.cfg.logger.log_interval, state.cfg.logger.log_on_each_epoch = 2, True
-    state.door.prints_console_line = True
+    state.entry_point.prints_console_line = True
     run(state, data=loader())  # an epoch has 3 steps
     steps = [int(re.findall(r"iteration +(\d+)/", line)[0]) for line in lines(capsys)]
     assert steps == [2, 3, 4, 5]
@@ -415,23 +415,23 @@ def test_the_loop_prints_the_lines_that_training_log_prints_of_its_own_sums(
         log.step(losses(step), skipped=int(step in (2, 3)), learning_rate=None)
     by_hand = [line[line.index(" lm loss") :] for line in lines(capsys)]
 
-    meter = IntervalMeter()
+    accumulator = LossAccumulator()
     state = small_state(train_iters=8)
-    state.cfg.logger.log_interval, state.door.prints_console_line = 4, True
+    state.cfg.logger.log_interval, state.entry_point.prints_console_line = 4, True
     optimizer = SimpleNamespace(param_groups=[])
-    job: Any = SimpleNamespace(run=state, model=[torch.nn.Linear(1, 1)], optimizer=optimizer, meter=meter)
+    job: Any = SimpleNamespace(run=state, model=[torch.nn.Linear(1, 1)], optimizer=optimizer, accumulator=accumulator)
     log_of_loop = BridgeLog(job)
     log_of_loop.restart_interval()
     for step in range(1, 9):
         loss, is_skipped = StepLoss(torch.tensor(losses(step)), 1, None), step in (2, 3)
         state.train_state.step = step
-        meter.add(None if step == 2 else loss, None, successful=not is_skipped)
+        accumulator.add(None if step == 2 else loss, None, successful=not is_skipped)
         done: Any = SimpleNamespace(
             loss_dict={"lm loss": loss.value()}, applied=not is_skipped, grad_norm=None, num_zeros=None
         )
         log_of_loop.after_count(done)
         log_of_loop._report(is_logged=step % 4 == 0)
         if step % 4 == 0:
-            meter.flush()
+            accumulator.flush()
     assert [line[line.index(" lm loss") :] for line in lines(capsys)] == by_hand
     assert "number of skipped iterations:   2 | number of nan iterations:   1 |" in by_hand[0]

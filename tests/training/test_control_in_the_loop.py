@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import eval_loader, loader, run, small_state
 
 from onstep import CallbackManager, TrainerCallback
 from onstep.training import GlobalState
-from onstep.training.runs.run_dir import RunFolder
+from onstep.training.runs.run_dir import RunDir
+from tests.support.small_runs import eval_loader, loader, run, small_state
 
 
 def trace(manager: CallbackManager, *events: str) -> list[tuple[str, int]]:
     """What is told at these events, with the step."""
-    told: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
     for event in events:
-        manager.register(event, lambda context: told.append((context.event, context.state.train_state.step)))
-    return told
+        manager.register(event, lambda context: calls.append((context.event, context.state.train_state.step)))
+    return calls
 
 
 def at_step(step: int, ask: str, *words: str) -> Any:
@@ -41,7 +41,7 @@ class Vetoes(TrainerCallback):
 
 @pytest.mark.parametrize(("flag", "event"), [("should_log", "on_log_step"), ("should_evaluate", "on_eval_start")])
 def test_what_is_due_can_be_vetoed_at_the_end_of_the_step(flag: str, event: str) -> None:
-    def told(*vetoes: Any) -> list[tuple[str, int]]:
+    def calls(*vetoes: Any) -> list[tuple[str, int]]:
         manager, state = CallbackManager(), small_state(train_iters=4)
         state.cfg.logger.log_interval = state.cfg.validation.eval_interval = 2
         seen = trace(manager, event)
@@ -49,18 +49,18 @@ def test_what_is_due_can_be_vetoed_at_the_end_of_the_step(flag: str, event: str)
         run(state, manager, valid=eval_loader())
         return seen
 
-    assert told() == [(event, 2), (event, 4)]
-    assert told(Vetoes(flag)) == []
+    assert calls() == [(event, 2), (event, 4)]
+    assert calls(Vetoes(flag)) == []
 
 
 def test_a_request_is_honoured_at_the_same_step_wherever_it_is_made() -> None:
     manager, state = CallbackManager(), small_state(train_iters=6)
-    told = trace(manager, "on_log_step", "on_log", "on_eval_end", "on_train_end")
+    calls = trace(manager, "on_log_step", "on_log", "on_eval_end", "on_train_end")
     manager.register("on_forward_backward_end", at_step(1, "log"))  # in the second step
     manager.register("on_log", at_step(2, "evaluate"))
     manager.register("on_eval_end", at_step(2, "stop"))
     run(state, manager, valid=eval_loader())
-    assert told == [("on_log_step", 2), ("on_log", 2), ("on_eval_end", 2), ("on_log", 2), ("on_train_end", 2)]
+    assert calls == [("on_log_step", 2), ("on_log", 2), ("on_eval_end", 2), ("on_log", 2), ("on_train_end", 2)]
 
 
 @pytest.mark.parametrize("event", ["on_train_start", "on_epoch_start"])
@@ -76,29 +76,29 @@ def test_a_stop_asked_before_the_first_step_runs_none(event: str) -> None:
 def test_an_abort_does_nothing_more_with_the_step() -> None:
     manager, state = CallbackManager(), small_state(train_iters=6)
     state.cfg.logger.log_interval = state.cfg.validation.eval_interval = 2
-    told = trace(manager, "on_log", "on_eval_start", "on_train_end")
+    calls = trace(manager, "on_log", "on_eval_start", "on_train_end")
     manager.register("on_step_end", at_step(2, "abort", "diverged"))
     run(state, manager, valid=eval_loader())
-    assert told == [("on_train_end", 2)]
+    assert calls == [("on_train_end", 2)]
     assert state.ending.was_stopped
 
 
 def test_an_abort_at_the_end_of_an_epoch_does_not_evaluate_it() -> None:
     manager, state = CallbackManager(), small_state(train_iters=6)
     state.cfg.validation.eval_each_epoch = True
-    told = trace(manager, "on_eval_start", "on_train_end")
+    calls = trace(manager, "on_eval_start", "on_train_end")
     manager.register("on_epoch_end", lambda context: context.control.abort())
     run(state, manager, valid=eval_loader())
-    assert told == [("on_train_end", 3)]
+    assert calls == [("on_train_end", 3)]
 
 
 def test_the_end_of_an_epoch_can_be_asked_for_and_the_next_one_starts_with_its_own_samples() -> None:
     manager, state, ids = CallbackManager(), small_state(train_iters=5), []
-    told = trace(manager, "on_epoch_start", "on_epoch_end")
+    calls = trace(manager, "on_epoch_start", "on_epoch_end")
     manager.register("on_train_step_start", lambda context: ids.append(context.sample_ids))
     manager.register("on_step_end", at_step(2, "end_epoch"))
     run(state, manager)
-    assert told == [("on_epoch_start", 0), ("on_epoch_end", 2), ("on_epoch_start", 2), ("on_epoch_end", 5)]
+    assert calls == [("on_epoch_start", 0), ("on_epoch_end", 2), ("on_epoch_start", 2), ("on_epoch_end", 5)]
     second = loader(epoch=1)
     assert ids[2:] == [second.read(2).sample_ids for _ in range(3)]
     assert (state.train_state.epoch, state.train_state.steps_in_epoch) == (2, 0)
@@ -184,11 +184,11 @@ def test_what_was_asked_and_by_whom_is_written_to_the_decisions(tmp_path: Path) 
             control.should_log = state.global_step == 1
 
     manager, state = CallbackManager(), small_state(train_iters=6)
-    state.run_folder = RunFolder(tmp_path)
+    state.run_dir = RunDir(tmp_path)
     manager.add(Careful())
     manager.register("on_step_end", at_step(2, "stop", "good enough"))
     run(state, manager)
-    rows = [json.loads(line) for line in state.run_folder.decisions.read_text().splitlines()]
+    rows = [json.loads(line) for line in state.run_dir.decisions.read_text().splitlines()]
     kept = [{key: row[key] for key in ("step", "flag", "author", "event", "reason", "rank")} for row in rows]
     assert kept[0] == {
         "step": 1,
@@ -204,8 +204,8 @@ def test_what_was_asked_and_by_whom_is_written_to_the_decisions(tmp_path: Path) 
     assert all(row["timestamp"] > 1e9 for row in rows)
 
 
-def test_a_save_that_has_no_folder_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_that_has_no_directory_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
     manager = CallbackManager()
     manager.register("on_step_end", lambda context: context.control.save())
     run(small_state(train_iters=3), manager)
-    assert sum("has no folder to save in" in message for message in caplog.messages) == 1
+    assert sum("has no directory to save in" in message for message in caplog.messages) == 1

@@ -7,35 +7,35 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import run, small_state
 
 from onstep import CallbackManager
 from onstep.events import Request
-from onstep.training.runs.run_dir import RunFolder
+from onstep.training.runs.run_dir import RunDir
 from onstep.training.stages.agreement import write_decision
+from tests.support.small_runs import run, small_state
 
 
 @pytest.mark.parametrize("left", [b"", b'{"step": 1}\n', b'{"step": 1, "fl'])
 def test_a_torn_last_line_costs_only_itself(tmp_path: Path, left: bytes) -> None:
     state = small_state()
-    state.run_folder = RunFolder(tmp_path)
-    state.run_folder.decisions.write_bytes(left)
+    state.run_dir = RunDir(tmp_path)
+    state.run_dir.decisions.write_bytes(left)
     state.train_state.step = 7
     write_decision(state, Request("skip", "gate", "", "NaN", 0, {"loss": float("nan")}))
     write_decision(state, Request("skip", "gate", "", "again"))
-    text = state.run_folder.decisions.read_bytes()
+    text = state.run_dir.decisions.read_bytes()
     assert text.startswith(left)
     rows = [json.loads(line) for line in text.splitlines()[-2:]]
     assert [(row["step"], row["reason"]) for row in rows] == [(7, "NaN"), (7, "again")]
     assert len(text.splitlines()) == 2 + bool(left)
 
 
-def test_only_rank_0_of_a_run_with_a_folder_writes(tmp_path: Path) -> None:
+def test_only_rank_0_of_a_run_with_a_directory_writes(tmp_path: Path) -> None:
     state = small_state()
     write_decision(state, Request("skip", "gate", ""))
-    state.run_folder, state.world.rank = RunFolder(tmp_path), 1
+    state.run_dir, state.world.rank = RunDir(tmp_path), 1
     write_decision(state, Request("skip", "gate", ""))
-    assert not state.run_folder.decisions.exists()
+    assert not state.run_dir.decisions.exists()
 
 
 def test_a_value_that_is_set_holds_from_the_next_step_until_it_is_taken_back() -> None:

@@ -3,64 +3,18 @@
 from __future__ import annotations
 
 import io
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_runs import TinyModel, run, small_state
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from onstep import Callback, CallbackManager, DefaultMetrics, InfoCallback, JsonLogger, ProgressCallback, pretrain
 from onstep.config import ConfigContainer
 from onstep.optim import TrainingOptimizer
 from onstep.optim.finite_gate import DeviceFiniteGate
-
-READS = ("_local_scalar_dense", "item", "is_nonzero", "equal")
-COPIES = ("_to_copy", "copy_")
-
-
-def device_of(value: Any) -> torch.device | None:
-    return value.device if isinstance(value, torch.Tensor) else None
-
-
-class ReadCounter(TorchDispatchMode):
-    """Counts, by the step that is going on, the operators that make the host wait: reads and copies off a device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.step: int | None = None
-        self.reads: Counter[tuple[int, str]] = Counter()
-        self.num_operators = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        crosses = name in COPIES and device_of(result) != device_of(args[1] if name == "copy_" else args[0])
-        if self.step is not None:
-            self.num_operators += 1
-            self.reads[self.step, name] += name in READS or crosses
-        return result
-
-    def by_step(self) -> dict[int, int]:
-        counts: Counter[int] = Counter()
-        for (step, _), count in self.reads.items():
-            counts[step] += count
-        return dict(counts)
-
-
-class StepMarker(Callback):
-    """Tells the counter which step is going on, from one `on_step_begin` to the next."""
-
-    def __init__(self, counter: ReadCounter) -> None:
-        self.counter = counter
-
-    def on_step_begin(self, context: Any) -> None:
-        self.counter.step = context.state.train_state.step + 1
-
-    def on_epoch_end(self, context: Any) -> None:
-        self.counter.step = None
+from tests.support.read_counter import ReadCounter, StepMarker
+from tests.support.small_runs import TinyModel, run, small_state
 
 
 class Reader(Callback):
@@ -70,10 +24,10 @@ class Reader(Callback):
         context.loss_dict["lm loss"].item()
 
 
-def reads_of(config: ConfigContainer, folder: Path, extra: list[Any]) -> dict[int, int]:
+def reads_of(config: ConfigContainer, directory: Path, extra: list[Any]) -> dict[int, int]:
     config.train.micro_batch_size, config.train.train_iters = 2, 10
     config.logger.log_interval, config.validation.eval_interval = 5, None
-    config.run.name, config.run.output_dir = "run", str(folder)
+    config.run.name, config.run.output_dir = "run", str(directory)
     stream = io.StringIO()
     progress = ProgressCallback(use_tqdm=False, output_stream=stream)
     with ReadCounter() as counter:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import eval_loader, run, small_state
 
+from onstep import errors
 from onstep.distributed import World
 from onstep.training import EnergyMonitor
-from onstep.training.profiling import profilers as profiling
-from onstep.training.reporting.gpu_telemetry import GpuGauge, open_gauge
+from onstep.training.reporting.gpu_telemetry import GpuTelemetry, open_gpu_telemetry
+from tests.support.small_runs import eval_loader, run, small_state
 
 
 class Meter:
@@ -39,31 +39,31 @@ class OneOfTwo(World):
 
 
 def test_laps_add_up_what_all_ranks_took_while_it_was_not_paused() -> None:
-    meter = Meter()
-    monitor = EnergyMonitor(OneOfTwo(), meter)
+    accumulator = Meter()
+    monitor = EnergyMonitor(OneOfTwo(), accumulator)
     assert monitor.setup()
-    meter.joules += 7  # before it is resumed
+    accumulator.joules += 7  # before it is resumed
     monitor.resume()
-    meter.joules += 10
+    accumulator.joules += 10
     monitor.pause()
-    meter.joules += 100  # an evaluation
+    accumulator.joules += 100  # an evaluation
     monitor.resume()
     monitor.resume()
-    meter.joules += 5
+    accumulator.joules += 5
     assert monitor.lap() == 45.0
-    meter.joules += 1
+    accumulator.joules += 1
     assert monitor.lap() == 3.0
     assert monitor.get_total() == 48.0
 
 
 def test_a_restart_forgets_what_came_before_it() -> None:
-    meter = Meter()
-    monitor = EnergyMonitor(World(), meter)
+    accumulator = Meter()
+    monitor = EnergyMonitor(World(), accumulator)
     monitor.setup()
     monitor.resume()
-    meter.joules += 50
+    accumulator.joules += 50
     monitor.restart()
-    meter.joules += 2
+    accumulator.joules += 2
     assert monitor.lap() == 2.0
 
 
@@ -79,10 +79,14 @@ def test_one_rank_without_a_meter_is_none_for_all() -> None:
 def test_a_run_on_the_cpu_says_once_that_it_has_none_and_goes_on(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiling, "_warned_of", set())
+    monkeypatch.setattr(errors, "_warned_of", set())
     for _ in range(2):
         state = small_state(train_iters=2)
-        state.cfg.logger.log_energy, state.cfg.logger.log_interval, state.door.prints_console_line = True, 1, True
+        state.cfg.logger.log_energy, state.cfg.logger.log_interval, state.entry_point.prints_console_line = (
+            True,
+            1,
+            True,
+        )
         run(state)
     assert caplog.text.count("this run is on the CPU") == 1
     out = capsys.readouterr().out
@@ -91,16 +95,16 @@ def test_a_run_on_the_cpu_says_once_that_it_has_none_and_goes_on(
 
 
 def test_evaluations_take_no_energy_of_the_training(capsys: pytest.CaptureFixture[str]) -> None:
-    meter = Meter()
+    accumulator = Meter()
     state = small_state(train_iters=4)
-    state.cfg.logger.log_energy, state.cfg.logger.log_interval, state.door.prints_console_line = True, 2, True
+    state.cfg.logger.log_energy, state.cfg.logger.log_interval, state.entry_point.prints_console_line = True, 2, True
     state.cfg.validation.eval_interval = 1
-    state.energy_monitor = EnergyMonitor(state.world, meter)
+    state.energy_monitor = EnergyMonitor(state.world, accumulator)
 
     def step(data_iterator: Any, model: Any) -> Any:
-        from small_runs import sum_step
+        from tests.support.small_runs import sum_step
 
-        meter.joules += 3.0 if model.training else 1e6
+        accumulator.joules += 3.0 if model.training else 1e6
         return sum_step(data_iterator, model)
 
     run(state, step=step, valid=eval_loader())
@@ -136,7 +140,7 @@ class Nvml:
 
 
 def test_readings_are_in_plain_units_and_nan_where_the_driver_does_not_tell() -> None:
-    gauge = GpuGauge(Nvml(), object())
+    gauge = GpuTelemetry(Nvml(), object())
     assert (gauge.joules(), gauge.watts(), gauge.celsius(), gauge.utilization()) == (5.0, 410.0, 61.0, 97.0)
     assert math.isnan(gauge.megahertz())
 
@@ -144,7 +148,7 @@ def test_readings_are_in_plain_units_and_nan_where_the_driver_does_not_tell() ->
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_real_gpu_has_a_meter() -> None:
     pytest.importorskip("pynvml")
-    gauge = open_gauge(torch.device("cuda", 0))
+    gauge = open_gpu_telemetry(torch.device("cuda", 0))
     assert gauge is not None
     assert gauge.joules() > 0
     assert 0 < gauge.watts() < 2000

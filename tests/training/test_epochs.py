@@ -5,36 +5,36 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from small_runs import RaggedRows, loader, run, small_state, stack
 
 from onstep import CallbackManager, pretrain
 from onstep.config import ConfigContainer
 from onstep.data import IterableLoader
 from onstep.errors import DataError
+from tests.support.small_runs import RaggedRows, loader, run, small_state, stack
 
 
 def epochs_of(data: Any, steps: int, **fields: Any) -> tuple[list[str], list[int], Any]:
     """The epoch events with their steps, the samples of each step, and the state after `steps` steps."""
     manager, state = CallbackManager(), small_state(train_iters=steps, **fields)
-    told: list[str] = []
+    calls: list[str] = []
     samples: list[int] = []
     for event in ("on_epoch_start", "on_epoch_end"):
-        manager.register(event, lambda context: told.append(f"{context.event} {context.state.train_state.step}"))
+        manager.register(event, lambda context: calls.append(f"{context.event} {context.state.train_state.step}"))
     manager.register("on_train_step_start", lambda context: samples.append(sum(map(len, context.sample_ids or []))))
     run(state, manager, data=data)
-    return told, samples, state
+    return calls, samples, state
 
 
 def test_a_tail_shorter_than_a_batch_is_dropped() -> None:
-    told, samples, state = epochs_of(loader(10), 4)
-    assert told == ["on_epoch_start 0", "on_epoch_end 2", "on_epoch_start 2", "on_epoch_end 4"]
+    calls, samples, state = epochs_of(loader(10), 4)
+    assert calls == ["on_epoch_start 0", "on_epoch_end 2", "on_epoch_start 2", "on_epoch_end 4"]
     assert samples == [4] * 4
     assert (state.train_state.epoch, state.train_state.consumed_train_samples) == (2, 16)
 
 
 def test_a_tail_is_trained_on_as_a_smaller_step_where_that_is_asked_for() -> None:
-    told, samples, state = epochs_of(loader(10, drop_last=False), 6, drop_last=False)
-    assert told == ["on_epoch_start 0", "on_epoch_end 3", "on_epoch_start 3", "on_epoch_end 6"]
+    calls, samples, state = epochs_of(loader(10, drop_last=False), 6, drop_last=False)
+    assert calls == ["on_epoch_start 0", "on_epoch_end 3", "on_epoch_start 3", "on_epoch_end 6"]
     assert samples == [4, 4, 2] * 2
     assert (state.train_state.epoch, state.train_state.consumed_train_samples) == (2, 20)
 
@@ -62,8 +62,8 @@ def micro_batches(count: int) -> Any:
 def test_a_raw_iterator_that_ends_is_one_epoch_and_ends_training_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    told, _, state = epochs_of(micro_batches(5), 10)
-    assert told == ["on_epoch_start 0", "on_epoch_end 3"]
+    calls, _, state = epochs_of(micro_batches(5), 10)
+    assert calls == ["on_epoch_start 0", "on_epoch_end 3"]
     assert (state.train_state.step, state.train_state.consumed_train_samples) == (3, 10)
     assert any("exhausted at step 3" in message for message in caplog.messages)
     assert not state.ending.was_stopped
@@ -82,8 +82,8 @@ def test_an_iterable_starts_again_for_each_epoch() -> None:
             return iter([RaggedRows()[index] for index in range(9)])
 
     data = IterableLoader(Rows(), micro_batch_size=2, global_batch_size=4)
-    told, _, state = epochs_of(data, 4)
-    assert told == ["on_epoch_start 0", "on_epoch_end 2", "on_epoch_start 2", "on_epoch_end 4"]
+    calls, _, state = epochs_of(data, 4)
+    assert calls == ["on_epoch_start 0", "on_epoch_end 2", "on_epoch_start 2", "on_epoch_end 4"]
     assert state.train_state.consumed_train_samples == 16
 
 
@@ -101,13 +101,13 @@ def test_a_run_may_be_as_long_as_a_fraction_of_epochs(
     tiny_config.dataset.seq_length = tiny_config.model.seq_length = 16
     tiny_config.scheduler.lr_warmup_iters = 0
     tiny_config.validation.eval_iters = 0
-    manager, told = CallbackManager(), []
-    manager.register("on_epoch_end", lambda context: told.append(context.trainer_state.epoch))
+    manager, calls = CallbackManager(), []
+    manager.register("on_epoch_end", lambda context: calls.append(context.trainer_state.epoch))
     state = pretrain(tiny_config, callbacks=manager)
     steps = state.trainer_state.epoch_train_steps
     assert steps is not None
     assert steps > 4
     assert state.train_state.step == -(-num_epochs * steps // 1)
-    assert len(told) == ends
-    assert told[-1] == pytest.approx(num_epochs, abs=1 / steps)
+    assert len(calls) == ends
+    assert calls[-1] == pytest.approx(num_epochs, abs=1 / steps)
     assert state.trainer_state.max_steps == state.train_state.step

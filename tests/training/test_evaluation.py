@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from recording_loggers import record_all
-from small_runs import RaggedRows, TinyModel, eval_loader, mean_step, run, small_state, stack, sum_step
 from torch import nn
 
 from onstep import CallbackManager, ProgressCallback, pretrain
@@ -19,6 +17,8 @@ from onstep.config import ConfigContainer
 from onstep.data import EvalLoader
 from onstep.training import evaluate, evaluate_and_print_results
 from onstep.training.reporting.timers import Clock
+from tests.support.recording_loggers import record_all
+from tests.support.small_runs import RaggedRows, TinyModel, eval_loader, mean_step, run, small_state, stack, sum_step
 
 
 def reference(model: nn.Module, rows: Any) -> float:
@@ -59,13 +59,13 @@ def test_a_hopeless_perplexity_is_held_at_the_exponent_20() -> None:
 
 @pytest.mark.parametrize(("eval_iters", "batches"), [(None, 3), (2, 2), (9, 3), (0, 0)])
 def test_as_many_batches_are_read_as_asked_for(eval_iters: int | None, batches: int) -> None:
-    manager, told = CallbackManager(), []
-    manager.register("on_eval_step_end", lambda context: told.append(1))
-    manager.register("on_eval_end", lambda context: told.append(context.total_loss_dict))
+    manager, captured = CallbackManager(), []
+    manager.register("on_eval_step_end", lambda context: captured.append(1))
+    manager.register("on_eval_end", lambda context: captured.append(context.total_loss_dict))
     metrics = of(TinyModel(), eval_loader(), eval_iters=eval_iters, callback_manager=manager)
-    assert told[:-1] == [1] * batches
+    assert captured[:-1] == [1] * batches
     assert ("eval_loss" in metrics) is (batches > 0)
-    assert list(told[-1]) == (["lm loss"] if batches else [])
+    assert list(captured[-1]) == (["lm loss"] if batches else [])
 
 
 @pytest.mark.parametrize(("eval_iters", "left"), [(None, 0), (2, 1)])
@@ -120,20 +120,20 @@ def test_evaluations_do_not_change_the_training() -> None:
 
 
 def test_a_test_is_told_as_a_test() -> None:
-    manager, told = CallbackManager(), []
+    manager, captured = CallbackManager(), []
     for kind in ("eval", "test"):
         for moment in ("start", "step_start", "step_end", "end"):
-            manager.register(f"on_{kind}_{moment}", lambda context: told.append(context.event))
+            manager.register(f"on_{kind}_{moment}", lambda context: captured.append(context.event))
     metrics = of(TinyModel(), eval_loader(4), callback_manager=manager, is_test=True)
     steps = ["on_test_step_start", "on_test_step_end"]
-    assert told == ["on_test_start", *steps, *steps, "on_test_end"]
+    assert captured == ["on_test_start", *steps, *steps, "on_test_end"]
     assert "test_loss" in metrics
     assert not any(key.startswith("eval") for key in metrics)
 
 
 def printed(capsys: pytest.CaptureFixture[str], prints: bool) -> str:
     state = small_state()
-    state.door.prints_console_line = prints
+    state.entry_point.prints_console_line = prints
     evaluate_and_print_results(state, "iteration 5", sum_step, eval_loader(), [TinyModel()], state.cfg.model)
     return capsys.readouterr().out
 
@@ -179,12 +179,12 @@ def test_the_line_of_a_logged_step_has_bridges_fields(
 
 def evaluated(config: ConfigContainer) -> list[tuple[str, int]]:
     """The evaluations and tests of a run, with the step after which each was made."""
-    manager, told = CallbackManager(), []
+    manager, captured = CallbackManager(), []
     for kind in ("eval", "test"):
         name = f"on_{kind}_end"
-        manager.register(name, lambda context: told.append((context.event[3:7], context.state.train_state.step)))
+        manager.register(name, lambda context: captured.append((context.event[3:7], context.state.train_state.step)))
     pretrain(config, callbacks=manager)
-    return told
+    return captured
 
 
 def test_validation_and_test_follow_the_training(tiny_config: ConfigContainer) -> None:
@@ -215,11 +215,11 @@ def test_a_run_that_only_evaluates_takes_no_length_and_no_learning_rate(tiny_con
 
 @pytest.mark.parametrize(("first", "expected"), [(None, [3, 6, 9]), (2, [6, 9]), (2.5, [9])])
 def test_each_epoch_may_be_evaluated_from_some_epoch_on(first: float | None, expected: list[int]) -> None:
-    manager, state, told = CallbackManager(), small_state(train_iters=9), []
+    manager, state, captured = CallbackManager(), small_state(train_iters=9), []
     state.cfg.validation.eval_each_epoch, state.cfg.validation.start_eval_at_epoch = True, first
-    manager.register("on_eval_end", lambda context: told.append(context.state.train_state.step))
+    manager.register("on_eval_end", lambda context: captured.append(context.state.train_state.step))
     run(state, manager, valid=eval_loader())
-    assert told == expected
+    assert captured == expected
 
 
 def test_a_logging_interval_does_not_count_the_time_of_evaluations() -> None:
@@ -252,16 +252,16 @@ def test_a_time_limit_ends_an_evaluation_with_nothing_but_the_modes_put_back(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     state, model = small_state(), TinyModel()
-    manager, told = CallbackManager(), []
+    manager, captured = CallbackManager(), []
     for event in ("on_eval_start", "on_eval_step_start", "on_eval_end"):
-        manager.register(event, lambda context: told.append(context.event))
+        manager.register(event, lambda context: captured.append(context.event))
     state.cfg.train.exit_duration_in_mins = 1
     state.exits.start(state.cfg.train.exit_duration_in_mins, state.start_time)
     state.exits.deadline = 0.0
     given = (sum_step, eval_loader(6), [model], None, state.cfg.model)
     assert evaluate(state, *given, callback_manager=manager) == (None, None, True)
     assert "Exiting during evaluation, timelimit reached" in capsys.readouterr().out
-    assert told == ["on_eval_start", "on_eval_step_start"]
+    assert captured == ["on_eval_start", "on_eval_step_start"]
     assert model.training
     loggers = record_all(state)
     assert evaluate_and_print_results(state, "x", sum_step, eval_loader(), [model], state.cfg.model) is None
@@ -277,17 +277,17 @@ def test_a_run_whose_last_evaluation_runs_out_of_time_is_paused_and_makes_it_aga
 ) -> None:
     tiny_config.run.name, tiny_config.run.output_dir = "run", str(tmp_path)
     tiny_config.train.exit_duration_in_mins = 100
-    manager, told = CallbackManager(), []
+    manager, captured = CallbackManager(), []
 
     def hurry(context: Any) -> None:
         if context.state.ending.train_ended:
             context.state.exits.deadline = 0.0
 
     manager.register("on_eval_start", hurry)
-    manager.register("on_run_end", lambda context: told.append(context.reason))
+    manager.register("on_run_end", lambda context: captured.append(context.reason))
     pretrain(tiny_config, callbacks=manager)
     status = json.loads((tmp_path / "run" / "run.json").read_text())["status"]
-    assert (told, status) == (["stopped"], "paused")
+    assert (captured, status) == (["stopped"], "paused")
     again = evaluated(tiny_config)
     assert again == [("eval", 8), ("test", 8)]
 

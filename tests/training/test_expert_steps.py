@@ -1,16 +1,5 @@
 import pytest
 import torch
-from expert_runs import (
-    labels_of,
-    mean_step,
-    moe_model,
-    reference_gradient,
-    share_step,
-    step_gradient,
-    sum_step,
-)
-from small_runs import RaggedRows, TinyModel, small_job, small_state, split
-from small_runs import sum_step as plain_step
 
 from onstep.metrics.moe_losses import REPORTED
 from onstep.models.layers.router import Router
@@ -19,6 +8,17 @@ from onstep.training import train_step
 from onstep.training.compute.step import Step
 from onstep.training.experts.experts import Experts
 from onstep.training.loop import Loop
+from tests.support.expert_runs import (
+    labels_of,
+    mean_step,
+    moe_model,
+    reference_gradient,
+    share_step,
+    step_gradient,
+    sum_step,
+)
+from tests.support.small_runs import RaggedRows, TinyModel, small_job, small_state, split
+from tests.support.small_runs import sum_step as plain_step
 
 SPLITS = {"1 x 8": [8], "4 x 2": [2, 2, 2, 2], "ragged": [3, 1, 4]}
 

@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from onstep import Callback, pretrain
-from onstep.config import ConfigContainer, validate
-from onstep.config.safety_config import FaultToleranceConfig
+from onstep.config import ConfigContainer, FaultToleranceConfig, validate
 from onstep.errors import ConfigError, MissingExtraError
 from onstep.training.fault_tolerance.sections import plan_fault
 
@@ -92,7 +91,7 @@ def test_a_broken_state_file_is_left_out_with_a_warning(
     (tmp_path / "saves" / "ft_state.json").write_text(content)
     state = pretrain(config)
     assert state.train_state.step == 3
-    assert "learned anew" in caplog.text
+    assert "from scratch" in caplog.text
     assert set(json.loads((tmp_path / "saves" / "ft_state.json").read_text())["limits"]) == {"checkpointing"}
 
 
@@ -242,7 +241,7 @@ def test_what_cannot_work_is_refused_with_a_remedy(
 
 
 @pytest.mark.parametrize("name", ["calc_ft_timeouts", "enable_ft_package"])
-def test_learned_limits_need_a_folder(config: ConfigContainer, name: str) -> None:
+def test_learned_limits_need_a_directory(config: ConfigContainer, name: str) -> None:
     config.ft.calc_ft_timeouts = False
     setattr(config.ft, name, True)
     config.run.name = None

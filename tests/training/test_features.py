@@ -12,10 +12,9 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from small_runs import run, small_job, small_state, sum_step
 
 from onstep.checkpoint import checkpoints
-from onstep.events.dispatch import NOTHING
+from onstep.events.dispatch import NO_OP
 from onstep.training import GlobalState, loop
 from onstep.training.compute.step import Step
 from onstep.training.feature import HOOKS, Feature, Features, Interruption, Work
@@ -23,7 +22,9 @@ from onstep.training.features import FEATURES, RUN, SECTIONS, SETUP, STEP, TRAIN
 from onstep.training.loop import Loop
 from onstep.training.run import Run
 from onstep.training.stages.job import Job
-from whole_runs import Ranks, forked
+from tests.support.forked_processes import Processes
+from tests.support.small_runs import run, small_job, small_state, sum_step
+from tests.support.whole_runs import Ranks
 
 NAMES = [kind.name for kind in FEATURES]
 
@@ -221,9 +222,9 @@ def test_a_feature_that_is_off_is_not_built_and_costs_nothing() -> None:
         assert state.features.find(Off) is None
         assert state.features.built == []
         hooks = [hook for hook in HOOKS if hook not in ("session", "admits", "pause")]
-        assert all(getattr(state.features, hook) is NOTHING for hook in hooks)
-        compute = state.features.wrap("compute", NOTHING)
-        assert compute is NOTHING
+        assert all(getattr(state.features, hook) is NO_OP for hook in hooks)
+        compute = state.features.wrap("compute", NO_OP)
+        assert compute is NO_OP
         Loop(job).train()
     assert state.train_state.step == 1
 
@@ -333,14 +334,12 @@ def test_hooks_are_those_that_the_composition_has() -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with forked() as processes:
-        script = Path(__file__).with_name("feature_jobs.py")
-        yield Ranks(processes, tmp_path_factory.mktemp("features"), script)
+def ranks(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return Ranks(processes, tmp_path_factory.mktemp("features"), "tests.support.jobs.feature_jobs")
 
 
 def results(ranks: Ranks, name: str) -> list[Any]:
-    return [json.loads((ranks.folder / name / f"result-{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((ranks.directory / name / f"result-{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.distributed

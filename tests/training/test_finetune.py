@@ -4,37 +4,29 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from finetune_jobs import small_finetune
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from forked_processes import Processes
 from onstep import CallbackManager, Trainer, TrainingArguments, finetune, pretrain
 from onstep.checkpoint import checkpoints
-from onstep.config import ConfigContainer
-from onstep.config.parts import TokenizerConfig
+from onstep.config import ConfigContainer, TokenizerConfig
 from onstep.errors import CheckpointError, ConfigError, MissingWeightsError, RunExistsError
 from onstep.training import GlobalState
-from small_weights import gpt2, llama, tokens
-from whole_runs import Ranks, check_same, forked
+from tests.support.forked_processes import Processes
+from tests.support.jobs.finetune_jobs import small_finetune
+from tests.support.small_weights import gpt2, llama, tokens
+from tests.support.whole_runs import Ranks, check_same
 
-JOBS = Path(__file__).parent / "finetune_jobs.py"
+JOBS = "tests.support.jobs.finetune_jobs"
 
 
 class Caught(Exception):
     """Nothing after the model was built is of interest."""
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    with forked() as started:
-        yield started
 
 
 @pytest.fixture
@@ -62,13 +54,13 @@ def logits_at_start(config: ConfigContainer) -> torch.Tensor:
 
 
 @torch.no_grad()
-def logits_of(folder: Path | str) -> torch.Tensor:
-    logits: torch.Tensor = AutoModelForCausalLM.from_pretrained(folder).eval()(tokens()).logits
+def logits_of(directory: Path | str) -> torch.Tensor:
+    logits: torch.Tensor = AutoModelForCausalLM.from_pretrained(directory).eval()(tokens()).logits
     return logits
 
 
 def losses(state: GlobalState) -> list[float]:
-    return [record["loss"] for record in state.facts.log_history if "loss" in record]
+    return [record["loss"] for record in state.info.log_history if "loss" in record]
 
 
 def one_step_of(config: ConfigContainer, name: str, weights: str) -> GlobalState:
@@ -76,7 +68,7 @@ def one_step_of(config: ConfigContainer, name: str, weights: str) -> GlobalState
     return finetune(config)
 
 
-def test_a_hugging_face_folder_gives_weights_and_sizes(config: ConfigContainer) -> None:
+def test_a_hugging_face_directory_gives_weights_and_sizes(config: ConfigContainer) -> None:
     torch.testing.assert_close(logits_at_start(config), logits_of("weights"), rtol=1e-4, atol=1e-5)
 
 
@@ -89,7 +81,7 @@ def test_the_users_configuration_stays_as_it_was(config: ConfigContainer) -> Non
     assert model.seq_length == 32
 
 
-def test_the_result_is_a_hugging_face_folder_that_has_learned(config: ConfigContainer) -> None:
+def test_the_result_is_a_hugging_face_directory_that_has_learned(config: ConfigContainer) -> None:
     config.train.train_iters = 30
     state = finetune(config)
     assert state.train_state.step == 30
@@ -99,7 +91,7 @@ def test_the_result_is_a_hugging_face_folder_that_has_learned(config: ConfigCont
 
 def test_a_size_that_is_not_the_weights_is_named(config: ConfigContainer) -> None:
     config.model.hidden_size = 48
-    with pytest.raises(ConfigError, match=r"model.hidden_size=48 is not that of the weights in weights, which is 32"):
+    with pytest.raises(ConfigError, match=r"model.hidden_size=48 does not match the weights in weights, which have 32"):
         finetune(config)
     assert not Path("runs").exists()
 
@@ -166,7 +158,7 @@ def test_a_step_of_the_source_can_be_chosen(config: ConfigContainer) -> None:
 
 def test_it_takes_weights(config: ConfigContainer) -> None:
     config.checkpoint.pretrained_checkpoint = None
-    with pytest.raises(ConfigError, match=r"finetune takes weights to start from; set checkpoint.pretrained"):
+    with pytest.raises(ConfigError, match=r"finetune requires weights to start from; set checkpoint.pretrained"):
         finetune(config)
 
 
@@ -180,7 +172,7 @@ def test_weights_that_are_not_there_are_a_file_not_found(config: ConfigContainer
     assert not Path("runs").exists()
 
 
-def test_an_own_folder_without_checkpoints_is_nothing_to_fine_tune(config: ConfigContainer) -> None:
+def test_an_own_directory_without_checkpoints_is_nothing_to_fine_tune(config: ConfigContainer) -> None:
     config.checkpoint.pretrained_checkpoint, config.checkpoint.load = None, "runs/run/checkpoints"
     with pytest.raises(MissingWeightsError, match=r"checkpoint.load=runs/run/checkpoints has no checkpoint yet"):
         finetune(config)
@@ -256,17 +248,17 @@ def test_a_trainer_is_given_its_model_as_it_is_to_be_trained(tmp_path: Path) -> 
     for key, value in (("checkpoint.pretrained_checkpoint", "weights"), ("peft.peft_scheme", "lora")):
         overrides = {key: value, "checkpoint.pretrained_checkpoint": "weights"}
         args = TrainingArguments(output_dir=str(tmp_path), max_steps=1, config_overrides=overrides)
-        with pytest.raises(ConfigError, match=r"=weights is for onstep.finetune; a Trainer trains the model"):
+        with pytest.raises(ConfigError, match=r"=weights is only for onstep.finetune; a Trainer trains the model"):
             Trainer(model=nn.Linear(2, 2), args=args, train_dataset=[{"x": torch.zeros(2)}]).train()
 
 
 def test_what_was_filled_in_is_told(config: ConfigContainer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="onstep"):
         logits_at_start(config)
-    told = [record.message for record in caplog.records if "model taken from" in record.message]
-    assert len(told) == 1
-    assert "model taken from weights: num_layers=2, hidden_size=32" in told[0]
-    assert "tokenizer: bytes, as configured; there is none with the weights in weights" in caplog.text
+    captured = [record.message for record in caplog.records if "model taken from" in record.message]
+    assert len(captured) == 1
+    assert "model taken from weights: num_layers=2, hidden_size=32" in captured[0]
+    assert "tokenizer: bytes, as configured; the weights in weights come without one" in caplog.text
 
 
 def test_the_tokenizer_that_is_taken_is_told(config: ConfigContainer, caplog: pytest.LogCaptureFixture) -> None:

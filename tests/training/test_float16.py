@@ -3,83 +3,22 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_runs import RaggedRows, TinyModel, loader, mean_step, run, small_state, split, sum_step
 
-from onstep import Callback, CallbackManager, Trainer, TrainingArguments, pretrain
+from onstep import CallbackManager, Trainer, TrainingArguments, pretrain
 from onstep.config import ConfigContainer
 from onstep.errors import NonFiniteError
 from onstep.optim import LossScaler, TrainingOptimizer
 from onstep.training import GlobalState, train_step
-
-
-def float16_state(scale: float = 2.0**10, **train_fields: Any) -> GlobalState:
-    state = small_state(**train_fields)
-    state.cfg.mixed_precision = "fp16_mixed"
-    state.cfg.optimizer.initial_loss_scale, state.cfg.optimizer.hysteresis = scale, 1
-    return state
-
-
-class Overflowing:
-    """A forward step whose gradient is infinite in the given calls; the loss is not."""
-
-    def __init__(self, *calls: int, step: Any = sum_step, loss_is_nan: bool = False) -> None:
-        self.bad_calls, self.step, self.loss_is_nan, self.calls = calls, step, loss_is_nan, 0
-
-    def __call__(self, data_iterator: Any, model: Any) -> Any:
-        loss, function = self.step(data_iterator, model)
-        self.calls += 1
-        if self.calls in self.bad_calls and self.loss_is_nan:
-            loss = loss * math.nan
-        elif self.calls in self.bad_calls:
-            loss.register_hook(lambda gradient: gradient * math.inf)
-        return loss, function
-
-
-class Recorder(Callback):
-    """What every step did, as plain numbers."""
-
-    def __init__(self) -> None:
-        self.skipped: list[bool] = []
-        self.norms: list[float | None] = []
-        self.losses: list[float] = []
-        self.scales: list[float] = []
-        self.rates: list[float] = []
-        self.changed: list[bool] = []
-        self.logs: list[dict[str, Any]] = []
-
-    def on_train_step_start(self, context: Any) -> None:
-        self.before = [p.detach().clone() for p in context.model[0].parameters()]
-
-    def on_train_step_end(self, context: Any) -> None:
-        self.skipped.append(context.skipped_iter)
-        self.norms.append(None if context.grad_norm is None else float(context.grad_norm))
-        self.losses.append(next(iter(context.loss_dict.values())).item())
-        self.rates.append(context.optimizer.param_groups[0]["lr"])
-        if isinstance(context.optimizer, TrainingOptimizer):
-            self.scales.append(context.optimizer.get_loss_scale().item())
-        pairs = zip(self.before, context.model[0].parameters(), strict=True)
-        self.changed.append(not all(torch.equal(a, b) for a, b in pairs))
-
-    def on_log(self, context: Any) -> None:
-        self.logs.append(dict(context.logs))
-
-
-def recorded(state: GlobalState, **parts: Any) -> Recorder:
-    recorder, manager = Recorder(), CallbackManager()
-    manager.add(recorder)
-    run(state, manager, **parts)
-    return recorder
+from tests.support.forked_processes import Processes
+from tests.support.jobs.float16_jobs import Overflowing, Recorder, float16_state, recorded
+from tests.support.small_runs import RaggedRows, TinyModel, mean_step, run, small_state, split, sum_step
 
 
 def test_a_run_falls_from_bridges_scale_to_one_that_fits_and_learns(
@@ -105,8 +44,8 @@ def test_a_run_falls_from_bridges_scale_to_one_that_fits_and_learns(
     assert half.losses[-1] < half.losses[0] - 0.3
     assert half.losses[0] == pytest.approx(exact.losses[0], rel=1e-3)
     pattern = r"loss scale: (\d+\.\d) \|.*skipped iterations: +(\d+) \|.*nan iterations: +(\d+)"
-    told = [half.skipped[at : at + 4] for at in range(0, 28, 4)]
-    expected_lines = [(f"{half.scales[4 * i + 3]:.1f}", str(sum(told[i])), "0") for i in range(7)]
+    captured = [half.skipped[at : at + 4] for at in range(0, 28, 4)]
+    expected_lines = [(f"{half.scales[4 * i + 3]:.1f}", str(sum(captured[i])), "0") for i in range(7)]
     assert re.findall(pattern, capsys.readouterr().out) == expected_lines
     logs = [record for record in half.logs if "loss" in record]
     assert [record["loss_scale"] for record in logs] == half.scales[3::4]
@@ -299,24 +238,24 @@ def test_a_run_that_loads_its_state_goes_on_with_the_same_bits() -> None:
         return model, TrainingOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), scaler=scaler)
 
     def steps(model: TinyModel, optimizer: TrainingOptimizer, first: int, last: int) -> list[tuple[int, float]]:
-        told = []
+        captured = []
         for step in range(first, last):
             bad = Overflowing(*([1] if step in (1, 5, 6) else []), step=mean_step)
             result = train_step(bad, split(RaggedRows(), [12]), [model], optimizer, None, float16_state())
-            told.append((result.skipped_iter, optimizer.get_loss_scale().item()))
-        return told
+            captured.append((result.skipped_iter, optimizer.get_loss_scale().item()))
+        return captured
 
     model, optimizer = built()
     expected = steps(model, optimizer, 0, 14)
     assert len({scale for _, scale in expected}) > 2
     for cut in (2, 4, 6, 8):
         first = built()
-        told = steps(*first, 0, cut)
+        captured = steps(*first, 0, cut)
         saved = copy.deepcopy((first[0].state_dict(), first[1].state_dict()))
         second = built()
         second[0].load_state_dict(saved[0])
         second[1].load_state_dict(saved[1])
-        assert told + steps(*second, cut, 14) == expected
+        assert captured + steps(*second, cut, 14) == expected
         pairs = zip(model.parameters(), second[0].parameters(), strict=True)
         assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
@@ -355,36 +294,9 @@ def test_the_trainer_trains_in_float16(spelling: dict[str, Any], tmp_path: Path)
 
 
 @pytest.mark.distributed
-def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
-    done = subprocess.run(
-        [*command, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    one, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+def test_an_overflow_on_one_rank_skips_the_step_on_all(processes: Processes, tmp_path: Path) -> None:
+    one, other = processes.results("tests.support.jobs.float16_jobs", "overflow", tmp_path)
     assert one["skipped"] == other["skipped"] == [False, True, False, False]
     assert one["scales"] == other["scales"] == [1024.0, 512.0, 512.0, 512.0]
     assert one["norms"] == other["norms"]
     assert one["weights"] == other["weights"]
-
-
-def rank_main(folder: Path) -> None:
-    """One rank of the test above: rank 1 overflows in its second step, before gradients are reduced."""
-    from onstep.distributed import data_parallel, open_world
-
-    rank, state = int(os.environ["RANK"]), float16_state(train_iters=4)
-    state.cfg.dist.device = "cpu"
-    state.world = open_world(state.cfg.dist)
-    state.num_microbatches = 1
-    [model] = data_parallel([TinyModel()], state.world, state.cfg.ddp)
-    step = Overflowing(*([2] if rank == 1 else []))
-    recorder = recorded(state, step=step, model=model, data=loader(16, rank=rank, world_size=2))
-    result = {"skipped": recorder.skipped, "scales": recorder.scales, "norms": recorder.norms}
-    result["weights"] = [p.tolist() for p in model.parameters()]
-    (folder / f"rank-{rank}.json").write_text(json.dumps(result))
-    state.world.close()
-
-
-if __name__ == "__main__":
-    rank_main(Path(sys.argv[1]))

@@ -8,7 +8,6 @@ from typing import Any, Optional
 
 import pytest
 import torch
-from small_runs import RaggedRows, TinyModel, small_state, split
 
 from onstep import CallbackManager, pretrain
 from onstep.config import ConfigContainer
@@ -20,6 +19,7 @@ from onstep.training import (
     needs_global_state_injection,
     train_step,
 )
+from tests.support.small_runs import RaggedRows, TinyModel, small_state, split
 
 
 def plain(data_iterator: Any, model: Any) -> Any:

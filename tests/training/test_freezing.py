@@ -1,10 +1,10 @@
 import pytest
 import torch
-from expert_runs import moe_model, step_gradient, sum_step
-from small_runs import RaggedRows, small_state, split
 from torch import nn
 
 from onstep.training import freeze_moe_router
+from tests.support.expert_runs import moe_model, step_gradient, sum_step
+from tests.support.small_runs import RaggedRows, small_state, split
 
 from onstep.training import _ensure_model_list, _freeze_parameter_if_present  # isort: skip
 

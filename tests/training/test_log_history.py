@@ -1,4 +1,4 @@
-"""`log_history`: in memory for callbacks, in the journal for ever, and in no checkpoint."""
+"""`log_history`: in memory for callbacks, in the metrics log for ever, and in no checkpoint."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from resuming import Interrupted
-from small_runs import run, small_state
 
 from onstep import CallbackManager, JsonLogger, pretrain
 from onstep.checkpoint import encode_state
 from onstep.config import ConfigContainer
 from onstep.training import GlobalState
 from onstep.training.checkpointing.saved_states import RunProgress
+from tests.support.resuming import Interrupted
+from tests.support.small_runs import run, small_state
 
 
 def size_of(state: GlobalState) -> int:
@@ -28,8 +28,8 @@ def test_a_checkpoint_does_not_grow_with_the_log() -> None:
         state = small_state(train_iters=steps)
         state.cfg.logger.log_interval = 1
         run(state)
-        assert len(state.facts.log_history) == steps + 1
-        state.facts.log_history[-1] = {"train_runtime": 1.0, "step": 10}
+        assert len(state.info.log_history) == steps + 1
+        state.info.log_history[-1] = {"train_runtime": 1.0, "step": 10}
         state.sums.loss_sum = 1.0
         sizes.append(size_of(state))
     assert sizes[1] - sizes[0] <= 16  # the counters have a digit more
@@ -56,10 +56,10 @@ def interrupted(config: ConfigContainer, *callbacks: Any) -> None:
 
 
 def losses(state: GlobalState) -> list[int]:
-    return [record["step"] for record in state.facts.log_history if "loss" in record]
+    return [record["step"] for record in state.info.log_history if "loss" in record]
 
 
-def test_a_continued_run_has_the_history_of_its_journal(config: ConfigContainer, tmp_path: Path) -> None:
+def test_a_continued_run_has_the_history_of_its_metrics_log(config: ConfigContainer, tmp_path: Path) -> None:
     seen: list[int] = []
     whole = pretrain(config, callbacks=[JsonLogger(note="x")])
     config.run.name = "killed"
@@ -72,12 +72,12 @@ def test_a_continued_run_has_the_history_of_its_journal(config: ConfigContainer,
     wall_clock = ("runtime", "per_second")
     plain = [
         [{key: one for key, one in record.items() if not any(word in key for word in wall_clock)} for record in history]
-        for history in (state.facts.log_history, whole.facts.log_history)
+        for history in (state.info.log_history, whole.info.log_history)
     ]
     assert plain[0] == plain[1]
 
 
-def test_without_a_journal_it_begins_with_what_there_is(config: ConfigContainer) -> None:
+def test_without_a_metrics_log_it_begins_with_what_there_is(config: ConfigContainer) -> None:
     interrupted(config)
     assert losses(pretrain(config)) == [5, 6, 7, 8]
 
@@ -86,31 +86,31 @@ def test_a_run_that_was_concluded_still_has_its_final_metrics() -> None:
     state, loaded = small_state(train_iters=2), small_state(train_iters=2)
     run(state)
     RunProgress(loaded).load_state_dict(RunProgress(state).state_dict())
-    assert loaded.facts.log_history == [state.facts.log_history[-1]]
-    assert "train_runtime" in loaded.facts.log_history[0]
+    assert loaded.info.log_history == [state.info.log_history[-1]]
+    assert "train_runtime" in loaded.info.log_history[0]
 
 
 def test_going_back_drops_what_came_after_the_checkpoint() -> None:
     state = small_state(train_iters=2)
     state.cfg.logger.log_interval = 1
     run(state)
-    del state.facts.log_history[-1]
+    del state.info.log_history[-1]
     saved = RunProgress(state).state_dict()
-    state.facts.log_history += [{"eval_loss": 1.0, "step": 2}, {"loss": 1.0, "step": 3}]
+    state.info.log_history += [{"eval_loss": 1.0, "step": 2}, {"loss": 1.0, "step": 3}]
     RunProgress(state).load_state_dict(saved)
-    assert [record["step"] for record in state.facts.log_history] == [1, 2]
+    assert [record["step"] for record in state.info.log_history] == [1, 2]
 
 
 def test_going_back_drops_later_records_also_where_the_earlier_ones_are_not_in_memory() -> None:
-    """As in a continued run without a journal, which has fewer records than its checkpoint counts."""
+    """As in a continued run without a metrics log, which has fewer records than its checkpoint counts."""
     state = small_state(train_iters=2)
     state.cfg.logger.log_interval = 1
     run(state)
-    del state.facts.log_history[-1]
+    del state.info.log_history[-1]
     saved = RunProgress(state).state_dict()
-    state.facts.log_history[:] = [{"loss": 1.0, "step": 2}, {"loss": 1.0, "step": 3}]
+    state.info.log_history[:] = [{"loss": 1.0, "step": 2}, {"loss": 1.0, "step": 3}]
     RunProgress(state).load_state_dict(saved)
-    assert [record["step"] for record in state.facts.log_history] == [2]
+    assert [record["step"] for record in state.info.log_history] == [2]
 
 
 def test_an_older_checkpoint_brings_its_log() -> None:
@@ -119,4 +119,4 @@ def test_an_older_checkpoint_brings_its_log() -> None:
     del older["num_records"], older["final_metrics"]
     older["log_history"] = [{"loss": 1.0, "step": 0}]
     RunProgress(state).load_state_dict(older)
-    assert state.facts.log_history == [{"loss": 1.0, "step": 0}]
+    assert state.info.log_history == [{"loss": 1.0, "step": 0}]

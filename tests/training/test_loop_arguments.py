@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from recording_loggers import record_all
-from small_runs import RaggedRows, TinyModel, eval_loader, loader, run, small_state, split, sum_step
 
 from onstep import CallbackManager
 from onstep.checkpoint import checkpoints
@@ -16,6 +14,8 @@ from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
 from onstep.optim import TrainingOptimizer
 from onstep.training import GlobalState, _finish_train, get_num_microbatches, pretrain, train, train_step
+from tests.support.recording_loggers import record_all
+from tests.support.small_runs import RaggedRows, TinyModel, eval_loader, loader, run, small_state, split, sum_step
 
 
 def evaluated(**hooks: Any) -> tuple[GlobalState, dict[str, Any]]:

@@ -11,20 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from finetune_jobs import small_finetune
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from onstep import CallbackManager, finetune, pretrain
 from onstep.cli.main import main
-from onstep.config import ConfigContainer, apply_overrides, validate
-from onstep.config.parts import PeftConfig, TokenizerConfig
+from onstep.config import ConfigContainer, PeftConfig, TokenizerConfig, apply_overrides, validate
 from onstep.errors import ConfigError, MissingExtraError
 from onstep.models import Transformer, load_hf
 from onstep.recipes import get_recipe
 from onstep.training.setup.lora import add_lora, merged_model, target_names
-from small_weights import gpt2, llama, tokens
+from tests.support.jobs.finetune_jobs import small_finetune
+from tests.support.small_weights import gpt2, llama, tokens
 
 RUN = Path("runs/run")
 
@@ -159,7 +158,7 @@ def test_the_adapter_is_kept_where_transformers_has_no_such_model(
     config.run.name, config.checkpoint.pretrained_checkpoint, config.peft.peft_scheme = "tuned", "runs/base", "lora"
     with caplog.at_level(logging.WARNING, logger="onstep"):
         finetune(config)
-    assert "the final weights are in the checkpoints only" in caplog.text
+    assert "the final weights are only in the checkpoints" in caplog.text
     assert (Path("runs/tuned/adapter/adapter_model.safetensors")).is_file()
     capsys.readouterr()
     assert main(["generate", "runs/tuned", "def ", "--max-new-tokens=4", "--seed=1"]) == 0
@@ -185,7 +184,7 @@ def test_gpt2_leaves_its_merged_weights_and_says_why_no_adapter(
     config.checkpoint.pretrained_checkpoint = "gpt2"
     with caplog.at_level(logging.WARNING, logger="onstep"):
         finetune(config)
-    assert "keeps several projections of this model in one matrix" in caplog.text
+    assert "stores several projections of this model in one matrix" in caplog.text
     assert not (RUN / "adapter").exists()
     merged = logits(AutoModelForCausalLM.from_pretrained(RUN / "model"))
     assert close(merged, logits(load_hf(RUN / "model")))

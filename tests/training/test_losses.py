@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import RaggedRows, TinyModel, mean_step, small_state, split, sum_step
 
 from onstep.data import StepBatches
 from onstep.errors import ConfigError
 from onstep.optim import TrainingOptimizer
 from onstep.training import LossShare, MeanLoss, train_step
+from tests.support.small_runs import RaggedRows, TinyModel, mean_step, small_state, split, sum_step
 
 SPLITS = [[12], [6, 6], [3, 3, 3, 3], [1] * 12, [5, 4, 3], [1, 11]]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}  # float32: sums of other orders, a few units of 1e-7 each
@@ -172,7 +172,7 @@ def test_a_report_that_some_micro_batches_lack_is_refused() -> None:
         calls.append(1)
         return {"rare": torch.ones(())} if len(calls) == 1 else {}
 
-    with pytest.raises(ValueError, match="'rare' is reported for some"):
+    with pytest.raises(ValueError, match="'rare' is reported for only some"):
         one_step(reporting(once), split(RaggedRows(), [6, 6]))
 
 

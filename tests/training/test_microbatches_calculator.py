@@ -60,7 +60,7 @@ def test_only_a_check_refuses_a_size_in_the_middle_of_a_ramp() -> None:
 
 def test_there_is_one_at_a_time() -> None:
     init_num_microbatches_calculator(0, None, 8, 2, 1)
-    with pytest.raises(ConfigError, match="set up already"):
+    with pytest.raises(ConfigError, match="already set up"):
         init_num_microbatches_calculator(0, None, 16, 2, 1)
     reconfigure_num_microbatches_calculator(0, None, 16, 2, 1)
     assert get_num_microbatches() == 8

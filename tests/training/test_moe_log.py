@@ -3,8 +3,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from expert_runs import moe_model, sum_step
-from small_runs import RaggedRows, loader, small_state
 
 from onstep import CallbackManager
 from onstep.data import TrainLoader
@@ -12,6 +10,8 @@ from onstep.events import Callback
 from onstep.metrics.moe_losses import reported_losses, tracked_losses
 from onstep.optim import TrainingOptimizer
 from onstep.training import train
+from tests.support.expert_runs import moe_model, sum_step
+from tests.support.small_runs import RaggedRows, loader, small_state
 
 from onstep.training import _build_moe_metric_writer, _MoeMetricFanoutWriter  # isort: skip
 
@@ -119,7 +119,7 @@ NAMES = ["load_balancing_loss", "seq_load_balancing_loss", "global_load_balancin
 def test_a_run_reports_the_losses_in_tags_line_and_logs(capsys):
     state, logs = small_state(train_iters=4), Logs()
     state.cfg.logger.log_interval = 2
-    state.door.prints_console_line = True
+    state.entry_point.prints_console_line = True
     board, wandb, comet = Scalars(), Metrics(), Metrics()
     wandb.log = wandb.log_metrics
     state.tensorboard_logger, state.wandb_logger, state.comet_logger = board, wandb, comet
@@ -176,7 +176,7 @@ def test_a_resumed_interval_reports_the_whole(tmp_path):
 def test_nothing_is_reported_of_a_dense_model(capsys):
     state, logs = small_state(train_iters=2), Logs()
     state.cfg.logger.log_interval = 1
-    state.door.prints_console_line = True
+    state.entry_point.prints_console_line = True
     model = moe_model(
         num_moe_experts=None,
         moe_router_load_balancing_type="aux_loss",

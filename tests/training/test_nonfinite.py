@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import RaggedRows, mean_step, run, small_state, split
 
 from onstep import Callback, JsonLogger, pretrain
 from onstep.config import ConfigContainer
 from onstep.errors import NonFiniteError
 from onstep.training import forward_step
+from tests.support.small_runs import RaggedRows, mean_step, run, small_state, split
 
 
 class Poisoned:
@@ -74,7 +74,7 @@ def test_a_nan_is_named_and_not_applied(tiny_config: ConfigContainer, gradient_o
     assert (watch.exceptions, watch.reason) == (1, "failed")
 
 
-def test_neither_log_nor_journal_tell_of_the_refused_step(tiny_config: ConfigContainer, tmp_path: Path) -> None:
+def test_neither_log_nor_metrics_log_tell_of_the_refused_step(tiny_config: ConfigContainer, tmp_path: Path) -> None:
     tiny_config.logger.log_interval = 1
     tiny_config.run.name, tiny_config.run.output_dir = "run", str(tmp_path)
     with pytest.raises(NonFiniteError):

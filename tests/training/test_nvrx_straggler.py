@@ -11,10 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from recording_loggers import record_all
-from small_runs import run, small_state
 
-from onstep.config.safety_config import NVRxStragglerDetectionConfig
+from onstep.config import NVRxStragglerDetectionConfig
 from onstep.distributed import World
 from onstep.errors import MissingExtraError
 from onstep.training import (
@@ -23,6 +21,8 @@ from onstep.training import (
     safe_shutdown_nvrx_straggler_manager,
 )
 from onstep.training.stragglers.nvrx import scores_block
+from tests.support.recording_loggers import record_all
+from tests.support.small_runs import run, small_state
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def test_an_error_at_the_end_is_logged_and_not_raised(
     one = manager()
     package.fails = "shutdown"
     safe_shutdown_nvrx_straggler_manager(one)
-    assert "did not end well: CUPTI is gone" in caplog.text
+    assert "resiliency-ext: CUPTI is gone" in caplog.text
     assert check_nvrx_straggler_detection(one) is False
 
 

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from resuming import Interrupted
-from small_runs import small_state
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from onstep import CallbackManager, JsonLogger, pretrain
-from onstep.callbacks import MetricSinks
+from onstep.callbacks import TrackersCallback
 from onstep.config import ConfigContainer
 from onstep.metrics_log import read_records
-from onstep.trackers import make_sink, replay
+from onstep.trackers import make_tracker, replay
 from onstep.trackers.tag_record import TagRecord, rows_of
+from tests.support.resuming import Interrupted
+from tests.support.small_runs import small_state
 
 BOTH = ["hf", "bridge"]
 
@@ -40,13 +40,13 @@ def column(table: Path, name: str) -> dict[int, float]:
     return dict(found)
 
 
-def curve(folder: Path, tag: str) -> list[tuple[int, float]]:
-    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+def curve(directory: Path, tag: str) -> list[tuple[int, float]]:
+    reader = EventAccumulator(str(directory), size_guidance={"scalars": 0})
     reader.Reload()
     return [(point.step, point.value) for point in reader.Scalars(tag)] if tag in reader.Tags()["scalars"] else []
 
 
-def test_a_table_and_a_folder_have_both_names(config: ConfigContainer, tmp_path: Path) -> None:
+def test_a_table_and_a_directory_have_both_names(config: ConfigContainer, tmp_path: Path) -> None:
     config.logger.report_to, config.logger.report_names = ["csv", "tensorboard"], BOTH
     pretrain(config, callbacks=[JsonLogger()])
     run = tmp_path / "run"
@@ -76,7 +76,7 @@ def test_a_replay_restores_every_tag(config: ConfigContainer, tmp_path: Path) ->
     pretrain(config, callbacks=[JsonLogger()])
     run, again = tmp_path / "run", tmp_path / "again"
     for name in ("csv", "tensorboard"):
-        replay(run / "trainer_logs.json", make_sink(name), output=again)
+        replay(run / "trainer_logs.json", make_tracker(name), output=again)
     kept = [{k: v for k, v in row.items() if k != "timestamp"} for row in rows(run / "metrics.csv")]
     columns = [name for name in kept[0] if name != "epoch"]
     filled = [{name: row.get(name, "") for name in columns} for row in rows(again / "metrics.csv")]
@@ -84,8 +84,8 @@ def test_a_replay_restores_every_tag(config: ConfigContainer, tmp_path: Path) ->
     for tag in ("lm loss", "grad-norm", "learning-rate", "iteration-time", "lm loss validation ppl", "lm loss test"):
         assert curve(again / "tensorboard", tag) == curve(run / "tensorboard", tag) != [], tag
     for tag in ("lm loss vs samples", "lm loss validation vs samples"):
-        folder = Path("tensorboard", "vs_samples")
-        assert curve(again / folder, tag) == curve(run / folder, tag) != [], tag
+        directory = Path("tensorboard", "vs_samples")
+        assert curve(again / directory, tag) == curve(run / directory, tag) != [], tag
 
 
 @pytest.mark.parametrize(("names", "has_hf", "has_tags"), [(("hf",), True, False), (("bridge",), False, True)])
@@ -94,7 +94,7 @@ def test_a_replay_shows_the_names_that_are_asked_for(
 ) -> None:
     config.logger.tensorboard_dir = str(tmp_path / "tb")
     pretrain(config, callbacks=[JsonLogger()])
-    replay(tmp_path / "run" / "trainer_logs.json", make_sink("csv"), output=tmp_path / "again", names=names)
+    replay(tmp_path / "run" / "trainer_logs.json", make_tracker("csv"), output=tmp_path / "again", names=names)
     table = tmp_path / "again" / "metrics.csv"
     assert bool(column(table, "loss")) is has_hf
     assert bool(column(table, "lm loss")) is has_tags
@@ -105,7 +105,9 @@ def tag_steps(run: Path) -> list[int]:
     return [row.step for record in records for row in rows_of(record.get("bridge", {})) if "lm loss" in row.tags]
 
 
-def test_the_journal_of_a_continued_run_has_the_tags_of_each_step_once(config: ConfigContainer, tmp_path: Path) -> None:
+def test_the_metrics_log_of_a_continued_run_has_the_tags_of_each_step_once(
+    config: ConfigContainer, tmp_path: Path
+) -> None:
     """The checkpoint is between two records, so it holds the tags of its interval."""
     config.logger.tensorboard_dir = str(tmp_path / "tb")
     manager = CallbackManager()
@@ -159,8 +161,8 @@ def test_a_rollback_takes_both_names_back(config: ConfigContainer, tmp_path: Pat
     pretrain(config, callbacks=manager)
     run = tmp_path / "run"
     assert asked
-    for folder, tag in ((".", "train/loss"), (".", "lm loss"), ("vs_samples", "lm loss vs samples")):
-        places = [place for place, _ in curve(run / "tensorboard" / folder, tag)]
+    for directory, tag in ((".", "train/loss"), (".", "lm loss"), ("vs_samples", "lm loss vs samples")):
+        places = [place for place, _ in curve(run / "tensorboard" / directory, tag)]
         assert len(places) == len(set(places)), tag
         assert places == sorted(places)
     assert list(column(run / "metrics.csv", "lm loss")) == list(column(run / "metrics.csv", "loss"))
@@ -175,12 +177,13 @@ def test_values_of_environment_variables_reach_no_tracker(config: ConfigContaine
     assert b"sesame" not in events.read_bytes()
 
 
-def test_tags_that_no_journal_takes_do_not_pile_up(config: ConfigContainer, tmp_path: Path) -> None:
+def test_tags_that_no_metrics_log_takes_do_not_pile_up(config: ConfigContainer, tmp_path: Path) -> None:
     config.logger.tensorboard_dir = str(tmp_path / "tb")
     waiting: list[int] = []
     manager = CallbackManager()
     manager.register(
-        "on_step_end", lambda context: waiting.append(len(context.state.trackers.record.state_dict().get("step", [])))
+        "on_step_end",
+        lambda context: waiting.append(len(context.state.bridge_trackers.record.state_dict().get("step", []))),
     )
     pretrain(config, callbacks=manager)
     assert waiting == [0, 1, 2, 0, 1, 2, 0, 1]
@@ -194,6 +197,6 @@ def test_tags_are_taken_once() -> None:
 
 
 def test_without_the_tags_a_record_has_none(config: ConfigContainer, tmp_path: Path) -> None:
-    pretrain(config, callbacks=[JsonLogger(), MetricSinks("csv")])
+    pretrain(config, callbacks=[JsonLogger(), TrackersCallback("csv")])
     assert not any("bridge" in record for record in read_records(tmp_path / "run" / "trainer_logs.json"))
-    assert small_state().facts.bridge_tags is None
+    assert small_state().info.bridge_tags is None

@@ -10,13 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from recording_loggers import record_all
-from resuming import compare, start
-from small_runs import TinyModel, run, small_state
 
 from onstep import CallbackManager, Trainer, TrainerCallback, TrainingArguments, pretrain
-from onstep.config import ConfigContainer, apply_overrides
-from onstep.config.parts import OptimizerConfig
+from onstep.config import ConfigContainer, OptimizerConfig, apply_overrides
 from onstep.errors import CheckpointError, ConfigError, RunExistsError
 from onstep.metrics import calc_params_l2_norm
 from onstep.metrics.norms.parameter_norms import parameter_norms, total_norm
@@ -25,8 +21,11 @@ from onstep.training import GlobalState
 from onstep.training.bridge.bridge_log import BridgeLog
 from onstep.training.checkpointing.saved_states import SchedulerPosition
 from onstep.training.compute.losses import StepLoss
-from onstep.training.reporting.loss_accumulator import IntervalMeter
+from onstep.training.reporting.loss_accumulator import LossAccumulator
 from onstep.training.stages.record import decoupled_learning_rate, learning_rate
+from tests.support.recording_loggers import record_all
+from tests.support.resuming import compare, start
+from tests.support.small_runs import TinyModel, run, small_state
 
 
 @pytest.fixture
@@ -69,7 +68,7 @@ def test_a_run_that_dies_ends_as_the_one_that_nobody_touched(make: Any, words: s
 
 def test_another_way_of_grouping_does_not_fit_a_checkpoint(make: Any) -> None:
     start(make("one", "optimizer.decoupled_lr=0.01"), dies_at=("on_step_end", 3))
-    with pytest.raises(CheckpointError, match=r"with optimizer\.decoupled_lr set or not as it was"):
+    with pytest.raises(CheckpointError, match=r"with optimizer\.decoupled_lr set only if it was"):
         pretrain(make("one", "optimizer.decoupled_lr=null", "checkpoint.on_config_change=apply"))
     entry = "optimizer.param_groups=[{match: '*norm*', lr_mult: 0.1}]"
     with pytest.raises(RunExistsError, match=r"optimizer\.param_groups is"):
@@ -145,7 +144,7 @@ class TestTheScheduleOfARunThatGoesOn:
         saved = scheduler(1.0)
         saved.step(50)
         state = SchedulerPosition(saved).state_dict()
-        with pytest.raises(ConfigError, match=r"max_lr must be what the checkpoint has, 1\.0, got 3\.0"):
+        with pytest.raises(ConfigError, match=r"max_lr must be 1\.0, as in the checkpoint, got 3\.0"):
             SchedulerPosition(scheduler(3.0)).load_state_dict(state)
         for options, rate in [
             ({"override_opt_param_scheduler": True}, 1.5),
@@ -225,7 +224,7 @@ def test_a_step_above_the_threshold_is_skipped_counted_and_does_not_move_the_sch
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     state, recording, model = limited(), Recording(), TinyModel()
-    state.door.prints_console_line = True
+    state.entry_point.prints_console_line = True
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     run(
         state,
@@ -244,7 +243,7 @@ def test_a_step_above_the_threshold_is_skipped_counted_and_does_not_move_the_sch
     assert "number of skipped iterations:   1 |" in capsys.readouterr().out
 
 
-def told(state: GlobalState, *calls: int) -> dict[str, Any]:
+def captured(state: GlobalState, *calls: int) -> dict[str, Any]:
     """The record of a run's five steps, of which those of some micro-batches are far too large."""
     manager, logs, model = CallbackManager(), [], TinyModel()
     manager.register("on_log_step", lambda context: logs.append(context.logs))
@@ -254,18 +253,18 @@ def told(state: GlobalState, *calls: int) -> dict[str, Any]:
 
 
 def test_skipped_steps_are_in_the_record_where_there_are_any(caplog: pytest.LogCaptureFixture) -> None:
-    assert "skipped_steps" not in told(limited())
-    assert told(limited(), 5, 6)["skipped_steps"] == 1
+    assert "skipped_steps" not in captured(limited())
+    assert captured(limited(), 5, 6)["skipped_steps"] == 1
     assert not caplog.messages
-    assert told(limited(), *range(1, 11))["skipped_steps"] == 5
-    [message] = [one for one in caplog.messages if "left out" in one]
+    assert captured(limited(), *range(1, 11))["skipped_steps"] == 5
+    [message] = [one for one in caplog.messages if "were skipped" in one]
     assert "all 5 steps up to step 5" in message
     assert "raise optimizer.grad_norm_skip_threshold=50" in message
 
 
 def test_zeros_are_in_the_record_where_they_are_counted() -> None:
     state = limited()
-    assert "num_zeros" not in told(state)
+    assert "num_zeros" not in captured(state)
     state, seen = limited(), []
     state.cfg.optimizer.log_num_zeros_in_grad = True
     manager, logs, model = CallbackManager(), [], TinyModel()
@@ -280,13 +279,13 @@ def test_zeros_are_in_the_record_where_they_are_counted() -> None:
 
 
 def test_zeros_are_saved_with_the_interval() -> None:
-    meter, loaded = IntervalMeter(), IntervalMeter()
-    meter.add(StepLoss(torch.tensor(1.0), 1, None, {}), None, successful=True, num_zeros=torch.tensor(7))
-    loaded.load_state_dict(meter.state_dict())
+    accumulator, loaded = LossAccumulator(), LossAccumulator()
+    accumulator.add(StepLoss(torch.tensor(1.0), 1, None, {}), None, successful=True, num_zeros=torch.tensor(7))
+    loaded.load_state_dict(accumulator.state_dict())
     report = loaded.flush()
     assert report is not None
     assert report.num_zeros == 7
-    old = {key: value for key, value in meter.state_dict().items() if key != "num_zeros"}
+    old = {key: value for key, value in accumulator.state_dict().items() if key != "num_zeros"}
     loaded.load_state_dict(old)
     report = loaded.flush()
     assert report is not None
@@ -329,7 +328,7 @@ def test_zeros_reach_the_console_as_a_whole_number(capsys: pytest.CaptureFixture
     state, model, counts = small_state(train_iters=2), TinyModel(), []
     state.cfg.optimizer.log_num_zeros_in_grad = True
     state.cfg.logger.log_interval = 2
-    state.door.prints_console_line = True
+    state.entry_point.prints_console_line = True
     manager = CallbackManager()
 
     def count(context: Any) -> None:
@@ -466,5 +465,5 @@ def test_muon_does_not_go_with_an_optimizer_of_the_users(tmp_path: Path) -> None
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = Trainer(model, arguments, train_dataset=[{"input": torch.ones(2)}], optimizers=(optimizer, None))
-    with pytest.raises(ConfigError, match=r"optimizer\.optimizer=muon is the configured optimizer"):
+    with pytest.raises(ConfigError, match=r"optimizer\.optimizer=muon configures an optimizer"):
         trainer.train()

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import RaggedRows, TinyModel, run, small_state, split, sum_step
 from torch import nn
 
 from onstep import CallbackManager
 from onstep.errors import NonFiniteError
 from onstep.optim import TrainingOptimizer
 from onstep.training import train_step
+from tests.support.small_runs import RaggedRows, TinyModel, run, small_state, split, sum_step
 
 CLIP = 0.05
 
@@ -142,7 +142,7 @@ def test_the_float_norm_of_a_foreign_optimizer_is_logged() -> None:
     optimizer = MegatronStyle(model)
     run(state, model=model, optimizer=optimizer)
     raw = [torch.stack([grad.norm() for grad in grads]).norm().item() for grads in optimizer.seen]
-    assert state.facts.log_history[0]["max_grad_norm"] == pytest.approx(max(raw), rel=1e-5)
+    assert state.info.log_history[0]["max_grad_norm"] == pytest.approx(max(raw), rel=1e-5)
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import TinyModel, eval_loader, run, small_state
 from torch import nn
 
 from onstep import CallbackManager
@@ -20,8 +19,9 @@ from onstep.training import (
     enable_forward_pre_hook,
     maybe_check_weight_hash_across_dp_replicas,
     should_disable_forward_pre_hook,
-    weight_hash,
 )
+from onstep.training.verification import weight_hash
+from tests.support.small_runs import TinyModel, eval_loader, run, small_state
 
 
 class GatheringChunk(nn.Module):

@@ -99,5 +99,5 @@ def test_a_hook_gives_a_list_of_modules_or_none(config: ConfigContainer, given: 
     def wrong(chunks: list[nn.Module]) -> Any:
         return given
 
-    with pytest.raises(ConfigError, match=r"the pre-wrap hook .*wrong must give None or a list of modules"):
+    with pytest.raises(ConfigError, match=r"the pre-wrap hook .*wrong must return None or a list of modules"):
         pretrain(config, pre_wrap_hooks=[wrong])

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import TinyModel, run, small_state
 
 from onstep import CallbackManager
 from onstep.callbacks import ProfilerCallback
@@ -23,12 +22,13 @@ from onstep.training.profiling.instruments import (
     handle_profiling_stop,
     should_profile_rank,
 )
+from tests.support.small_runs import TinyModel, run, small_state
 
 
-def profiled(folder: Path, steps: int = 6, **fields: Any) -> GlobalState:
+def profiled(directory: Path, steps: int = 6, **fields: Any) -> GlobalState:
     """A run of some steps whose steps 3 and 4 are profiled."""
     state = small_state(train_iters=steps)
-    state.cfg.run.output_dir = str(folder)
+    state.cfg.run.output_dir = str(directory)
     state.cfg.profiling = ProfilingConfig(
         use_pytorch_profiler=True, profile_step_start=2, profile_step_end=4, profile_ranks=[0]
     )
@@ -50,15 +50,15 @@ class Marked(TinyModel):
             return super().forward(*args, **kwargs)
 
 
-def trace(folder: Path, name: str = "torch_profile") -> dict[str, Any]:
-    with gzip.open(folder / name / "rank-0.json.gz", "rt") as file:
+def trace(directory: Path, name: str = "torch_profile") -> dict[str, Any]:
+    with gzip.open(directory / name / "rank-0.json.gz", "rt") as file:
         content: dict[str, Any] = json.load(file)
     return content
 
 
-def passes(folder: Path) -> list[int]:
+def passes(directory: Path) -> list[int]:
     """The numbers of the forward passes in a trace; a step has two."""
-    names = {event.get("name", "") for event in trace(folder)["traceEvents"]}
+    names = {event.get("name", "") for event in trace(directory)["traceEvents"]}
     return sorted(int(name.removeprefix("pass ")) for name in names if name.startswith("pass "))
 
 
@@ -128,7 +128,7 @@ def test_a_window_whose_last_step_is_skipped_ends_before_it(tmp_path: Path) -> N
     assert not torch.autograd._profiler_enabled()
 
 
-def test_traces_are_beside_the_folder_of_tensorboard(tmp_path: Path) -> None:
+def test_traces_are_beside_the_directory_of_tensorboard(tmp_path: Path) -> None:
     state = profiled(tmp_path / "elsewhere")
     state.cfg.logger.tensorboard_dir = str(tmp_path / "logs" / "tensorboard")
     run(state, model=Marked())
@@ -145,7 +145,7 @@ def test_a_second_profiler_among_the_callbacks_is_refused_before_training(tmp_pa
     manager = CallbackManager()
     manager.add(ProfilerCallback(output_dir=str(tmp_path)))
     state = profiled(tmp_path)
-    with pytest.raises(ConfigError, match="ProfilerCallback both want torch's profiler"):
+    with pytest.raises(ConfigError, match="ProfilerCallback both need torch's profiler"):
         run(state, manager)
     assert state.train_state.step == 0
 
@@ -153,7 +153,7 @@ def test_a_second_profiler_among_the_callbacks_is_refused_before_training(tmp_pa
 def test_a_profiler_of_the_users_own_is_left_in_peace(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with torch.profiler.profile() as own:
         run(profiled(tmp_path), model=Marked())
-    assert "another profiler records" in caplog.text
+    assert "another profiler is already recording" in caplog.text
     assert "pass 8" in {event.name for event in own.events()}
     assert not (tmp_path / "torch_profile" / "rank-0.json.gz").exists()
 
@@ -164,11 +164,11 @@ def test_one_that_begins_while_ours_warms_up_is_left_in_peace(tmp_path: Path, ca
     manager.register("on_step_end", lambda context: own.start() if context.state.train_state.step == 2 else None)
     run(profiled(tmp_path), manager, model=Marked())
     own.stop()
-    assert "another profiler records" in caplog.text
+    assert "another profiler is already recording" in caplog.text
     assert "pass 8" in {event.name for event in own.events()}
 
 
-def test_a_folder_that_cannot_be_made_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_that_cannot_be_made_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "torch_profile").write_text("a file is in the way")
     state = profiled(tmp_path)
     run(state)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import small_state
 
 from onstep import pretrain
 from onstep.config import ConfigContainer
@@ -20,6 +19,7 @@ from onstep.training.stages.progress_log import (
     log_async_checkpoint_saved,
     log_job_start,
 )
+from tests.support.small_runs import small_state
 
 START = datetime(2026, 3, 1, 12, 0, 0)
 
@@ -33,9 +33,9 @@ class Ranks(World):
         self.barriers += 1
 
 
-def config(folder: Path | None) -> ConfigContainer:
+def config(directory: Path | None) -> ConfigContainer:
     wanted = ConfigContainer()
-    wanted.checkpoint.save = None if folder is None else str(folder)
+    wanted.checkpoint.save = None if directory is None else str(directory)
     return wanted
 
 
@@ -50,9 +50,9 @@ def saved(minute: int, ranks: int, step: int, flops: str, kind: str = "Saved che
     return line(minute, ranks, kind, f"Iteration: {step}", *rates, *tail)
 
 
-def write(folder: Path, *lines: str) -> ConfigContainer:
-    (folder / "progress.txt").write_text("".join(lines))
-    return config(folder)
+def write(directory: Path, *lines: str) -> ConfigContainer:
+    (directory / "progress.txt").write_text("".join(lines))
+    return config(directory)
 
 
 def start_of(wanted: ConfigContainer, ranks: int) -> tuple[int, float]:
@@ -61,8 +61,8 @@ def start_of(wanted: ConfigContainer, ranks: int) -> tuple[int, float]:
     return int((moment - START).total_seconds() / 60), flops
 
 
-def read(folder: Path) -> list[list[str]]:
-    return [one.split("\t") for one in (folder / "progress.txt").read_text().splitlines()]
+def read(directory: Path) -> list[list[str]]:
+    return [one.split("\t") for one in (directory / "progress.txt").read_text().splitlines()]
 
 
 def test_a_line_names_time_job_ranks_and_what_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_the_first_job_of_this_many_ranks_counts(tmp_path: Path) -> None:
         saved(7, 8, 40, "4.00e+10"),
     )
     assert start_of(wanted, 8) == (4, 2e10)
-    with pytest.raises(CheckpointError, match=r"'Starting job' line of 4 ranks"):
+    with pytest.raises(CheckpointError, match=r"'Starting job' line with 4 ranks"):
         start_of(wanted, 4)
 
 
@@ -164,9 +164,9 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         get_start_time_from_progress_log(write(tmp_path, saved(1, 1, 10, "1.00e+10")))
 
 
-def run_state(folder: Path | None, **fields: Any) -> Any:
+def run_state(directory: Path | None, **fields: Any) -> Any:
     state = small_state()
-    state.cfg.checkpoint.save = None if folder is None else str(folder)
+    state.cfg.checkpoint.save = None if directory is None else str(directory)
     state.checkpoints, state.sums.flops_at_start = None, 0.0
     for name, value in fields.items():
         setattr(state.sums if hasattr(state.sums, name) else state, name, value)
@@ -238,7 +238,7 @@ def test_an_asynchronous_save_has_two_lines(tmp_path: Path) -> None:
     ]
 
 
-def test_without_a_folder_nothing_is_written() -> None:
+def test_without_a_directory_nothing_is_written() -> None:
     state = run_state(None)
     log_job_start(state)
     log_async_checkpoint_saved(state, 1)

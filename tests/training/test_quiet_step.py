@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import RaggedRows, TinyModel, run, small_state, stack
 
 import onstep
 from onstep.data import TrainLoader
+from tests.support.small_runs import RaggedRows, TinyModel, run, small_state, stack
 
 LIMIT = 70
 """Calls a step."""

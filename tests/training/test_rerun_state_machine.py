@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
 import random
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +15,7 @@ import torch
 from torch import nn
 
 from onstep.checkpoint import RngState, decode_state, encode_state
-from onstep.config.parts import RerunStateMachineConfig
+from onstep.config import RerunStateMachineConfig
 from onstep.data import StepBatches
 from onstep.distributed import World
 from onstep.errors import ConfigError
@@ -37,6 +32,7 @@ from onstep.training.rerun.validation import (
     relative_difference,
 )
 from onstep.training.stages.forward_backward import BufferGuard
+from tests.support.forked_processes import Processes
 
 Compute = Callable[[int, float], float]
 """(run of the step, what the data gives) -> result"""
@@ -210,7 +206,7 @@ def test_a_question_that_cannot_be_answered_is_dropped(options: Any, caplog: pyt
     before = machine()
     step(before, data(), always_wrong)
     after = restarted(before, "node-2/gpu-0", **options)
-    assert "not computed again" in caplog.text
+    assert "not recomputed" in caplog.text
     assert after.state_dict()["rejections"] == []
     if not after.is_enabled:
         assert step(after, data())[1] == (False, False, 0)
@@ -341,7 +337,7 @@ def test_the_mode_changes_between_steps_only() -> None:
         assert not one.is_enabled
     assert one.is_enabled
     one.should_run_forward_backward()
-    with pytest.raises(RuntimeError, match="between two"):
+    with pytest.raises(RuntimeError, match="between steps"):
         one.set_mode("disabled")
 
 
@@ -505,24 +501,10 @@ def test_relative_differences() -> None:
 
 
 @pytest.mark.distributed
-def test_one_rank_in_question_makes_all_rerun_and_leave_alike(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    place = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    script = Path(__file__).with_name("rerun_script.py")
-    ranks = [
-        subprocess.Popen([sys.executable, str(script), str(tmp_path)], env={**place, "RANK": str(rank)})
-        for rank in range(2)
-    ]
-    try:
-        assert [rank.wait(120) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    told = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
-    assert told[0] == told[1]
-    assert told[0] == {
+def test_one_rank_in_question_makes_all_rerun_and_leave_alike(processes: Processes, tmp_path: Path) -> None:
+    calls = processes.results("tests.support.jobs.rerun_jobs", "decide", tmp_path)
+    assert calls[0] == calls[1]
+    assert calls[0] == {
         "transient": [2, [False, True, 17], "transient_error", 1],
         "in_place": [2, [True, True, 16], None, None],
         "same_device": [1, [False, True, 16], None, None],

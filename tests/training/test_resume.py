@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from resuming import Interrupted, compare, outcome, start
 
 from onstep import CallbackManager, JsonLogger, pretrain
 from onstep.checkpoint import checkpoints
 from onstep.config import ConfigContainer, apply_overrides
 from onstep.errors import CheckpointError, RunExistsError
 from onstep.metrics_log import read_records, without_wall_clock
+from tests.support.resuming import Interrupted, compare, outcome, start
 
 Make = Callable[..., ConfigContainer]
 
@@ -146,7 +146,7 @@ def test_a_finished_run_can_be_extended(make: Make) -> None:
     expected = outcome(whole, start(whole))
     found = outcome(longer, start(longer))
     assert found["weights"] == expected["weights"]
-    assert found["certificate"] == expected["certificate"]
+    assert found["certificates"] == expected["certificates"]
 
 
 def test_the_stored_values_are_kept_where_that_is_asked_for(make: Make) -> None:
@@ -187,10 +187,10 @@ def test_another_runs_checkpoint_may_be_continued(make: Make, tmp_path: Path) ->
     start(make("whole"))
     before = (tmp_path / "runs" / "first" / "trainer_logs.json").read_bytes()
     start(second)
-    folders = [tmp_path / "runs" / name for name in ("whole", "second")]
-    assert len({(folder / "model" / "model.safetensors").read_bytes() for folder in folders}) == 1
-    whole_journal, forked = (read_records(folder / "trainer_logs.json") for folder in folders)
-    assert [without_wall_clock(one) for one in forked] == [without_wall_clock(one) for one in whole_journal]
+    directories = [tmp_path / "runs" / name for name in ("whole", "second")]
+    assert len({(directory / "model" / "model.safetensors").read_bytes() for directory in directories}) == 1
+    whole_metrics_log, forked = (read_records(directory / "trainer_logs.json") for directory in directories)
+    assert [without_wall_clock(one) for one in forked] == [without_wall_clock(one) for one in whole_metrics_log]
     assert (tmp_path / "runs" / "first" / "trainer_logs.json").read_bytes() == before, "the other run is left alone"
 
 
@@ -215,9 +215,9 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(make: Make, caplog:
     path.write_bytes(data)
     with caplog.at_level(logging.WARNING):
         found = outcome(config, start(config))
-    assert "checkpoint-6 is refused" in caplog.text
+    assert "checkpoint-6 is rejected" in caplog.text
     assert found["weights"] == expected["weights"]
-    assert found["certificate"] == expected["certificate"]
+    assert found["certificates"] == expected["certificates"]
 
 
 def test_a_second_process_is_kept_out_of_a_running_run(make: Make) -> None:
@@ -240,7 +240,7 @@ def test_a_start_that_fails_does_not_open_the_run_to_another_configuration(make:
     manager = CallbackManager()
     manager.register("on_step_end", lambda context: _die_at(context, 5))
     with pytest.raises(Interrupted):
-        pretrain(config, callbacks=manager)  # without a journal
+        pretrain(config, callbacks=manager)  # without a metrics log
     start(make("guarded"), dies_at=("on_data_init_start", 1))
     with pytest.raises(RunExistsError, match=r"optimizer\.lr is .* there and 0\.5 here"):
         pretrain(make("guarded", "optimizer.lr=0.5"))
@@ -255,7 +255,9 @@ def _die_at(context: Any, step: int) -> None:
 def test_the_configuration_of_another_runs_checkpoint_is_compared(make: Make, tmp_path: Path) -> None:
     start(make("first"), dies_at=("on_step_end", 9))
     load = f"checkpoint.load={tmp_path / 'runs' / 'first'}"
-    with pytest.raises(CheckpointError, match=r"is of another configuration: optimizer\.lr is .* and 0\.5 here"):
+    with pytest.raises(
+        CheckpointError, match=r"was saved with a different configuration: optimizer\.lr is .* and 0\.5 here"
+    ):
         pretrain(make("second", load, "optimizer.lr=0.5"))
     with pytest.raises(CheckpointError, match=r"optimizer\.optimizer is 'adam' there and 'sgd' here.*does not fit"):
         pretrain(make("third", load, "optimizer.optimizer=sgd", "checkpoint.on_config_change=apply"))

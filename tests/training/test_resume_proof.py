@@ -15,19 +15,19 @@ def step(number: int, **changed: Any) -> dict[str, Any]:
     return {"step": number, **dict.fromkeys(ITEMS, "a"), "loss": (2.5).hex(), "chain": "c", **changed}
 
 
-def made(folder: Path, *ranks: list[dict[str, Any]], weights: bytes = b"w", journal: Any = ()) -> Path:
+def made(directory: Path, *ranks: list[dict[str, Any]], weights: bytes = b"w", metrics_log: Any = ()) -> Path:
     for name in ("certificate", "model"):
-        (folder / name).mkdir(parents=True)
+        (directory / name).mkdir(parents=True)
     for rank, records in enumerate(ranks):
-        (folder / "certificate" / f"rank_{rank}.json").write_text(json.dumps(records))
-    (folder / "model" / "model.safetensors").write_bytes(weights)
-    (folder / "trainer_logs.json").write_text(json.dumps(list(journal)))
-    return folder
+        (directory / "certificate" / f"rank_{rank}.json").write_text(json.dumps(records))
+    (directory / "model" / "model.safetensors").write_bytes(weights)
+    (directory / "trainer_logs.json").write_text(json.dumps(list(metrics_log)))
+    return directory
 
 
 def test_equal_runs_have_none_whatever_the_clock_says(tmp_path: Path) -> None:
     runs = [
-        made(tmp_path / name, [step(1)], [step(1)], journal=[{"timestamp": time, "loss": float("nan")}])
+        made(tmp_path / name, [step(1)], [step(1)], metrics_log=[{"timestamp": time, "loss": float("nan")}])
         for name, time in (("left", 1.0), ("right", 2.0))
     ]
     assert first_difference(*runs) is None
@@ -58,16 +58,18 @@ def test_a_missing_step_and_a_missing_rank_are_differences(tmp_path: Path) -> No
     assert str(alone) == "step 1, rank 1: the number of steps differs, nothing and step 1"
 
 
-def test_final_weights_and_journal_count_too(tmp_path: Path) -> None:
+def test_final_weights_and_metrics_log_count_too(tmp_path: Path) -> None:
     records = [{"global_step": 4, "loss": 1.0, "timestamp": 1.0}]
-    left = made(tmp_path / "left", [step(1)], journal=records)
-    weights = first_difference(left, made(tmp_path / "weights", [step(1)], weights=b"v", journal=records))
+    left = made(tmp_path / "left", [step(1)], metrics_log=records)
+    weights = first_difference(left, made(tmp_path / "weights", [step(1)], weights=b"v", metrics_log=records))
     assert weights is not None
     assert "model.safetensors" in weights.item
-    journal = first_difference(left, made(tmp_path / "journal", [step(1)], journal=[{**records[0], "loss": 2.0}]))
-    assert str(journal) == "step 4: loss in the journal differs, 1.0 and 2.0"
+    metrics_log = first_difference(
+        left, made(tmp_path / "journal", [step(1)], metrics_log=[{**records[0], "loss": 2.0}])
+    )
+    assert str(metrics_log) == "step 4: loss in the metrics log differs, 1.0 and 2.0"
     shorter = first_difference(left, made(tmp_path / "shorter", [step(1)]))
-    assert str(shorter) == "step 4: global_step in the journal differs, 4 and nothing"
+    assert str(shorter) == "step 4: global_step in the metrics log differs, 4 and nothing"
 
 
 def test_a_run_without_certificate_is_refused(tmp_path: Path) -> None:

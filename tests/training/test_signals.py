@@ -6,9 +6,6 @@ import json
 import logging
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,8 +17,10 @@ import pytest
 
 from onstep.errors import ConfigError
 from onstep.training.runs.signals import DistributedSignalHandler, Preempted, signal_numbers
+from tests.support.forked_processes import Child, Processes, output_of
 
-SCRIPT = Path(__file__).with_name("signal_script.py")
+JOBS = "tests.support.jobs.signal_jobs"
+Start = Callable[..., Child]
 
 
 @contextmanager
@@ -33,37 +32,30 @@ def users_handler(number: int, handler: Any) -> Iterator[None]:
         signal.signal(number, before)
 
 
-@contextmanager
-def process(job: str, folder: Path, *words: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """A process of `signal_script.py`, in a process group of its own."""
-    running = subprocess.Popen(
-        [sys.executable, str(SCRIPT), job, str(folder), *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield running
-    finally:
-        if running.poll() is None:
-            os.killpg(running.pid, signal.SIGKILL)
-        running.wait()
-        assert running.stderr is not None
-        running.stderr.close()
+@pytest.fixture
+def process(processes: Processes, tmp_path: Path) -> Iterator[Start]:
+    """Starts jobs in a directory, each process in a group of its own."""
+    started: list[Child] = []
+
+    def start(job: str, **settings: Any) -> Child:
+        started.extend(processes.start(JOBS, job, tmp_path, settings))
+        return started[-1]
+
+    yield start
+    for child in started:
+        child.end()
 
 
-def wait_for(path: Path, running: subprocess.Popen[str]) -> Any:
+def wait_for(path: Path, running: Child) -> Any:
     """What a process tells, once it does."""
     wait_until(path.exists, running)
     return json.loads(path.read_text())
 
 
-def wait_until(is_true: Callable[[], bool], running: subprocess.Popen[str]) -> None:
+def wait_until(is_true: Callable[[], bool], running: Child) -> None:
     deadline = time.monotonic() + 60
     while not is_true():
-        if running.poll() is not None and not is_true():
-            raise AssertionError(f"ended with {running.returncode}: {running.communicate()[1]}")
+        assert running.is_alive or is_true(), f"it has ended: {running.wait()}"
         assert time.monotonic() < deadline, "the process did not get there in a minute"
         time.sleep(0.01)
 
@@ -130,13 +122,13 @@ def test_the_same_request_passed_on_at_once_is_not_a_second_signal() -> None:
         assert got == [signal.SIGTERM, signal.SIGTERM]
 
 
-def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
-    with process("twice", tmp_path) as running:
-        wait_for(tmp_path / "ready", running)
-        running.send_signal(signal.SIGTERM)
-        assert wait_for(tmp_path / "first", running) == "SIGTERM"
-        running.send_signal(signal.SIGINT)
-        assert running.wait(60) == -signal.SIGINT
+def test_a_second_signal_leaves_at_once(process: Start, tmp_path: Path) -> None:
+    running = process("twice")
+    wait_for(tmp_path / "ready", running)
+    running.send_signal(signal.SIGTERM)
+    assert wait_for(tmp_path / "first", running) == "SIGTERM"
+    running.send_signal(signal.SIGINT)
+    assert running.wait(60) == -signal.SIGINT
 
 
 def test_preempted_ends_the_process_with_75() -> None:
@@ -209,27 +201,27 @@ def test_signals_are_named_or_numbered() -> None:
     assert signal_numbers(["SIGTERM", 15, signal.SIGINT]) == [signal.SIGTERM, signal.SIGINT]
 
 
-def test_a_forked_process_does_not_set_the_flag(tmp_path: Path) -> None:
-    with process("fork", tmp_path) as running:
-        assert wait_for(tmp_path / "result", running) == {"child_ended_by": signal.SIGTERM, "received": False}
-        assert wait_for(tmp_path / "child", running) is False
+def test_a_forked_process_does_not_set_the_flag(process: Start, tmp_path: Path) -> None:
+    running = process("fork")
+    assert wait_for(tmp_path / "result", running) == {"child_ended_by": signal.SIGTERM, "received": False}
+    assert wait_for(tmp_path / "child", running) is False
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_workers_survive_a_signal_to_the_process_group(tmp_path: Path, number: signal.Signals) -> None:
-    with process("workers", tmp_path, "60", "ours") as running:
-        wait_for(tmp_path / "seen", running)  # the other worker has begun too
-        worker = wait_for(tmp_path / "waiting", running)
-        assert worker != running.pid
-        os.killpg(running.pid, number)
-        (tmp_path / "go").touch()
-        result = wait_for(tmp_path / "result", running)
-        assert running.wait(60) == 75
+def test_workers_survive_a_signal_to_the_process_group(process: Start, tmp_path: Path, number: signal.Signals) -> None:
+    running = process("workers", timeout=60.0, loader="ours")
+    wait_for(tmp_path / "seen", running)  # the other worker has begun too
+    worker = wait_for(tmp_path / "waiting", running)
+    assert worker != running.pid
+    os.killpg(running.pid, number)
+    (tmp_path / "go").touch()
+    result = wait_for(tmp_path / "result", running)
+    assert running.wait(60) == 75
     assert result["seen"] == list(range(8))
     assert (result["received"], result["given_up"]) == (True, None)
 
 
-def end_with_its_workers(running: subprocess.Popen[str], loader: str, workers: list[int]) -> None:
+def end_with_its_workers(running: Child, loader: str, workers: list[int]) -> None:
     """A plain loader's workers die of the signal that the group gets; ours, of nothing less than SIGKILL."""
     if loader == "plain":
         os.killpg(running.pid, signal.SIGTERM)
@@ -240,12 +232,14 @@ def end_with_its_workers(running: subprocess.Popen[str], loader: str, workers: l
 
 
 @pytest.mark.parametrize("loader", ["ours", "plain"])
-def test_workers_that_end_with_the_signal_end_the_wait_and_nothing_else(tmp_path: Path, loader: str) -> None:
-    with process("workers", tmp_path, "None", loader) as running:
-        wait_for(tmp_path / "seen", running)
-        end_with_its_workers(running, loader, [wait_for(tmp_path / "waiting", running)])
-        result = wait_for(tmp_path / "result", running)
-        assert running.wait(60) == 75
+def test_workers_that_end_with_the_signal_end_the_wait_and_nothing_else(
+    process: Start, tmp_path: Path, loader: str
+) -> None:
+    running = process("workers", timeout=None, loader=loader)
+    wait_for(tmp_path / "seen", running)
+    end_with_its_workers(running, loader, [wait_for(tmp_path / "waiting", running)])
+    result = wait_for(tmp_path / "result", running)
+    assert running.wait(60) == 75
     assert result["received"]
     assert "the data workers ended with SIGTERM" in result["given_up"]
     assert result["position"] == {"epoch": 0, "samples_in_epoch": len(result["seen"])}
@@ -253,32 +247,27 @@ def test_workers_that_end_with_the_signal_end_the_wait_and_nothing_else(tmp_path
 
 
 @pytest.mark.parametrize("loader", ["ours", "plain"])
-def test_workers_that_end_with_the_signal_do_not_interrupt_a_step(tmp_path: Path, loader: str) -> None:
-    with process("step", tmp_path, loader) as running:
-        end_with_its_workers(running, loader, wait_for(tmp_path / "ready", running))
-        assert wait_for(tmp_path / "result", running) is True
-        assert running.wait(60) == 0
+def test_workers_that_end_with_the_signal_do_not_interrupt_a_step(process: Start, tmp_path: Path, loader: str) -> None:
+    running = process("step", loader=loader)
+    end_with_its_workers(running, loader, wait_for(tmp_path / "ready", running))
+    assert wait_for(tmp_path / "result", running) is True
+    assert running.wait(60) == 0
 
 
-def test_a_stuck_worker_is_given_up(tmp_path: Path) -> None:
-    with process("workers", tmp_path, "0.1", "ours") as running:
-        wait_for(tmp_path / "waiting", running)
-        wait_until(lambda: (tmp_path / "seen").exists(), running)
-        os.kill(running.pid, signal.SIGTERM)
-        result = wait_for(tmp_path / "result", running)
-        assert running.wait(60) == 75
+def test_a_stuck_worker_is_given_up(process: Start, tmp_path: Path) -> None:
+    running = process("workers", timeout=0.1, loader="ours")
+    wait_for(tmp_path / "waiting", running)
+    wait_until(lambda: (tmp_path / "seen").exists(), running)
+    os.kill(running.pid, signal.SIGTERM)
+    result = wait_for(tmp_path / "result", running)
+    assert running.wait(60) == 75
     assert "train.data_timeout=0.1" in result["given_up"]
     assert result["seen"] == [0, 1]
     assert result["position"] == {"epoch": 0, "samples_in_epoch": 2}
 
 
 @pytest.mark.distributed
-def test_every_rank_learns_which_ranks_were_signalled(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    with process("ranks", tmp_path, RANK="0", **place) as first, process("ranks", tmp_path, RANK="1", **place) as other:
-        told = [wait_for(tmp_path / "rank-0", first), wait_for(tmp_path / "rank-1", other)]
-        assert [first.wait(60), other.wait(60)] == [0, 0]
-    assert told == [[[False, False], [False, True], [False, True]]] * 2
+def test_every_rank_learns_which_ranks_were_signalled(processes: Processes, tmp_path: Path) -> None:
+    assert processes.run(JOBS, "ranks", tmp_path, {}, ranks=2) == [0, 0], output_of(tmp_path)
+    calls = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(2)]
+    assert calls == [[[False, False], [False, True], [False, True]]] * 2

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from resuming import compare
-from small_runs import RaggedRows, TinyModel, eval_loader, run, small_state
 
 from onstep import CallbackManager, pretrain
 from onstep.checkpoint import checkpoints
 from onstep.config import ConfigContainer, apply_overrides
 from onstep.data import TrainLoader
 from onstep.events import VALID_EVENTS
+from tests.support.resuming import compare
+from tests.support.small_runs import RaggedRows, TinyModel, eval_loader, run, small_state
 
 Make = Callable[..., ConfigContainer]
 
@@ -59,15 +59,15 @@ def test_the_weights_are_those_of_training_on_the_other_samples_only() -> None:
 
 def test_nobody_is_told_of_a_skipped_step_and_nothing_is_due_at_it() -> None:
     manager = CallbackManager()
-    told: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
     for event in sorted(VALID_EVENTS):
-        manager.register(event, lambda context, event=event: told.append((event, context.state.train_state.step)))
+        manager.register(event, lambda context, event=event: calls.append((event, context.state.train_state.step)))
     state = small_state(train_iters=4, iterations_to_skip=[2])
     state.cfg.logger.log_interval = state.cfg.validation.eval_interval = 2
     run(state, manager, data=data(), valid=eval_loader())
-    assert [step for event, step in told if event == "on_step_begin"] == [0, 2, 3]
-    assert [step for event, step in told if event == "on_step_end"] == [1, 3, 4]
-    assert {step for event, step in told if event in ("on_log_step", "on_eval_start")} == {4}
+    assert [step for event, step in calls if event == "on_step_begin"] == [0, 2, 3]
+    assert [step for event, step in calls if event == "on_step_end"] == [1, 3, 4]
+    assert {step for event, step in calls if event in ("on_log_step", "on_eval_start")} == {4}
 
 
 def test_an_epoch_ends_at_its_place_also_where_its_last_or_first_step_is_skipped() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from onstep.config.parts import AnomalyConfig
-from onstep.training.anomalies.anomaly import SpikeDetector
+from onstep.config import AnomalyConfig
+from onstep.training.anomalies.spikes import SpikeDetector
 
 
 def detector(**options: Any) -> SpikeDetector:
@@ -67,7 +67,7 @@ def test_a_spike_says_what_it_was_measured_against() -> None:
     assert spike is not None
     assert (spike.metric, spike.value, spike.median) == ("loss", 9.0, 2.0)
     assert spike.limit == pytest.approx(2.0 + 10 * 1.4826 * 0.1)
-    assert str(spike) == "loss 9 above 3.4826 (median of the last steps 2)"
+    assert str(spike) == "loss 9 above 3.4826 (median of recent steps 2)"
 
 
 def test_constant_values_do_not_make_noise_a_spike() -> None:

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import TinyModel, run, small_state
 
 from onstep import CallbackManager
 from onstep.distributed import World
 from onstep.errors import CheckpointError, CollectiveAfterErrorError
-from onstep.events import MOMENTS
-from onstep.heartbeat import PULSE
+from onstep.events import EVENTS
+from onstep.heartbeat import HEARTBEAT
 from onstep.training import EnergyMonitor, RerunStateMachine, StragglerDetector
 from onstep.training.feature import Feature
 from onstep.training.features import TRAINING
 from onstep.training.stages.job import Job
+from tests.support.small_runs import TinyModel, run, small_state
 
 
 class Client:
@@ -38,9 +38,9 @@ class Client:
 def test_the_last_loss_is_there_at_every_event_of_a_run() -> None:
     seen: dict[str, Any] = {}
     manager = CallbackManager()
-    for moment in MOMENTS:
+    for event in EVENTS:
         manager.register(
-            moment.name, lambda c, name=moment.name: seen.setdefault(name, []).append(c.state.last_step_loss)
+            event.name, lambda c, name=event.name: seen.setdefault(name, []).append(c.state.last_step_loss)
         )
     state = small_state(train_iters=2)
     run(state, manager)
@@ -75,13 +75,13 @@ def test_the_end_of_training_is_not_told_where_it_never_began(tmp_path: Path) ->
     class Forgetful:
         def step(self, increment: int) -> None: ...
 
-    state, told, manager = small_state(train_iters=1), [], CallbackManager()
+    state, captured, manager = small_state(train_iters=1), [], CallbackManager()
     state.cfg.checkpoint.save = str(tmp_path)
     for event in ("on_train_start", "on_exception", "on_train_end", "on_run_end"):
-        manager.register(event, lambda context: told.append(context.event))
+        manager.register(event, lambda context: captured.append(context.event))
     with pytest.raises((CheckpointError, AttributeError)):
         run(state, manager, scheduler=Forgetful())
-    assert told == ["on_exception", "on_run_end"]
+    assert captured == ["on_exception", "on_run_end"]
 
 
 def test_the_watchdogs_limit_begins_when_every_feature_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,11 +95,11 @@ def test_the_watchdogs_limit_begins_when_every_feature_has_begun(monkeypatch: py
             return True
 
         def begin(self) -> None:
-            phases.append(PULSE.phase)
+            phases.append(HEARTBEAT.phase)
 
     monkeypatch.setattr(sys.modules["onstep.training.train"], "TRAINING", (*TRAINING, SlowToBegin))
     manager = CallbackManager()
-    manager.register("on_step_begin", lambda: phases.append(PULSE.phase))
+    manager.register("on_step_begin", lambda: phases.append(HEARTBEAT.phase))
     run(small_state(train_iters=1), manager)
     assert phases == ["setup", "training"]
 
@@ -116,11 +116,10 @@ def test_collectives_are_refused_only_while_an_error_is_on_its_way() -> None:
 
 
 def test_the_experts_of_hand_made_steps_go_on_from_step_to_step() -> None:
-    from expert_runs import moe_model, sum_step
-    from small_runs import RaggedRows, split
-
     from onstep.optim import TrainingOptimizer
     from onstep.training import train_step
+    from tests.support.expert_runs import moe_model, sum_step
+    from tests.support.small_runs import RaggedRows, split
 
     model, state = moe_model(), small_state(batch=8, micro=4)
     optimizer = TrainingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -134,10 +133,9 @@ def test_the_experts_of_hand_made_steps_go_on_from_step_to_step() -> None:
 
 
 def test_hand_made_steps_are_measured_for_the_report_of_stragglers(capsys: pytest.CaptureFixture[str]) -> None:
-    from small_runs import RaggedRows, split, sum_step
-
     from onstep.optim import TrainingOptimizer
     from onstep.training import train_step
+    from tests.support.small_runs import RaggedRows, split, sum_step
 
     model, state = TinyModel(), small_state()
     state.cfg.straggler.log_straggler = True

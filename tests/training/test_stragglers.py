@@ -6,22 +6,21 @@ import json
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from small_runs import run, small_state
 
-from forked_processes import Processes, output_of
 from onstep import CallbackManager
-from onstep.config.safety_config import StragglerDetectionConfig
+from onstep.config import StragglerDetectionConfig
 from onstep.distributed import World
 from onstep.training import StragglerDetector
 from onstep.training.stragglers.comparison import RankTimes, find_stragglers, ranking_lines, straggler_line
+from tests.support.forked_processes import Processes, output_of
+from tests.support.small_runs import run, small_state
 
-JOBS = Path(__file__).with_name("watch_jobs.py")
+JOBS = "tests.support.jobs.watch_jobs"
 MS = 1e-3
 
 
@@ -71,7 +70,7 @@ def test_a_rank_that_waits_for_others_is_not_the_slow_one() -> None:
 def test_the_warning_says_rank_cause_and_how_slow() -> None:
     [slow] = find_stragglers([rank(1, 10), rank(1, 10), rank(31, 10)], 0.7)
     assert str(slow) == (
-        "rank 2 is slow in data: 31.0 ms a step there, the median rank 1.0 ms; it has 51% of that rank's speed"
+        "rank 2 is slow in data: 31.0 ms per step, the median rank 1.0 ms; it runs at 51% of that rank's speed"
     )
 
 
@@ -125,9 +124,9 @@ def now() -> Now:
 
 
 def detector(now: Now, world: World, **options: Any) -> tuple[StragglerDetector, list[Any]]:
-    told: list[Any] = []
+    captured: list[Any] = []
     config = StragglerDetectionConfig(log_straggler=True, **options)
-    return StragglerDetector(config, world, now, told.append), told
+    return StragglerDetector(config, world, now, captured.append), captured
 
 
 def take_steps(timer: Any, now: Now, count: int = 4) -> None:
@@ -142,7 +141,7 @@ def take_steps(timer: Any, now: Now, count: int = 4) -> None:
 
 
 def test_a_report_is_about_the_steps_since_the_last_one(now: Now, capsys: pytest.CaptureFixture[str]) -> None:
-    timer, told = detector(now, Peers(1.0, 3.0))
+    timer, captured = detector(now, Peers(1.0, 3.0))
     for total in (4, 8):
         take_steps(timer, now, total)
         timer.leave_out(1.0)
@@ -154,15 +153,15 @@ def test_a_report_is_about_the_steps_since_the_last_one(now: Now, capsys: pytest
         assert "compute (ms) min 48.00 (rank 0) max 88.00 (rank 2)" in line
         assert "communication (ms) min 0.00 (rank 2) max 48.00 (rank 0)" in line
         assert "TFLOP/s min 0.03 (rank 2) max 0.06 (rank 0)" in line
-    assert [[one.rank for one in found] for found in told] == [[2], [2]]
+    assert [[one.rank for one in found] for found in captured] == [[2], [2]]
     assert [one.rank for one in timer.stragglers] == [2]
 
 
 def test_equal_ranks_are_not_named(now: Now) -> None:
-    timer, told = detector(now, Peers(1.0, 1.1))
+    timer, captured = detector(now, Peers(1.0, 1.1))
     take_steps(timer, now)
     assert timer.report(0.0, 4) is False
-    assert told == []
+    assert captured == []
     assert timer.stragglers == ()
 
 
@@ -208,7 +207,7 @@ def free_port() -> int:
 def test_a_request_switches_it_on_from_the_next_report_on(now: Now, capsys: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     options = {"open_port": True, "straggler_ctrlr_port": port, "disable_straggler_on_startup": True}
-    timer, told = detector(now, Peers(3.0), **options)
+    timer, captured = detector(now, Peers(3.0), **options)
     try:
         assert "off" in ask(port)
         assert "on" in ask(port, "POST")
@@ -219,7 +218,7 @@ def test_a_request_switches_it_on_from_the_next_report_on(now: Now, capsys: pyte
         assert capsys.readouterr().out == ""
         take_steps(timer, now)
         assert timer.report(1.0, 4) is True
-        assert len(told) == 1
+        assert len(captured) == 1
         with pytest.raises(urllib.error.HTTPError, match="403"):
             ask(port, "POST", Origin="http://a.page")
         ask(port, "POST")
@@ -245,7 +244,7 @@ def test_a_port_that_is_taken_costs_a_warning(now: Now, caplog: pytest.LogCaptur
         one.listen()
         timer, _ = detector(now, Peers(1.0), open_port=True, straggler_ctrlr_port=one.getsockname()[1])
     assert timer.enabled
-    assert "cannot be switched" in caplog.text
+    assert "to toggle the straggler detection" in caplog.text
     timer.close()
 
 
@@ -297,17 +296,14 @@ def test_a_slow_rank_ends_the_run_where_that_is_configured(
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., tuple[list[Any], str]]]:
-    processes = Processes()
-
+def start(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[list[Any], str]]:
     def of(**settings: Any) -> tuple[list[Any], str]:
-        folder = tmp_path_factory.mktemp("ranks")
+        directory = tmp_path_factory.mktemp("ranks")
         settings["straggler"] = {"log_straggler": True, **settings.get("straggler", {})}
-        assert processes.run(JOBS, "straggler", folder, settings, ranks=2) == [0, 0], output_of(folder)
-        return [json.loads((folder / f"result-{one}.json").read_text()) for one in range(2)], output_of(folder)
+        assert processes.run(JOBS, "straggler", directory, settings, ranks=2) == [0, 0], output_of(directory)
+        return [json.loads((directory / f"result-{one}.json").read_text()) for one in range(2)], output_of(directory)
 
-    yield of
-    processes.close()
+    return of
 
 
 @pytest.mark.distributed

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from recording_loggers import record_all
-from small_runs import small_state
 
-from forked_processes import Processes, output_of
 from onstep.distributed import World
 from onstep.training import Clock, Timers
 from onstep.training.reporting.timers import TIMER_LEVELS, TimerError, times_block
+from tests.support.forked_processes import Processes, output_of
+from tests.support.recording_loggers import record_all
+from tests.support.small_runs import small_state
 
-JOBS = Path(__file__).with_name("watch_jobs.py")
+JOBS = "tests.support.jobs.watch_jobs"
 
 
 class Hands:
@@ -81,7 +80,7 @@ def test_the_first_user_says_the_level_of_a_timer(clock: Hands) -> None:
     assert timers("mine", 1).is_on
     assert not timers("other").is_on
     assert timers("mine") is timers("mine", 1)
-    with pytest.raises(TimerError, match=r"'mine' is of level 1 since its first use, got 2"):
+    with pytest.raises(TimerError, match=r"'mine' has had level 1 since its first use, got 2"):
         timers("mine", 2)
     with pytest.raises(TimerError, match=r"'third' must be 0, 1 or 2, got 3"):
         timers("third", 3)
@@ -106,10 +105,10 @@ def test_the_levels_are_bridges() -> None:
 
 def test_a_timer_started_twice_or_stopped_unstarted_is_an_error(clock: Hands) -> None:
     timer = timers_of(clock)("forward-compute")
-    with pytest.raises(TimerError, match="'forward-compute' does not run"):
+    with pytest.raises(TimerError, match="'forward-compute' is not running"):
         timer.stop()
     timer.start()
-    with pytest.raises(TimerError, match="'forward-compute' runs already"):
+    with pytest.raises(TimerError, match="'forward-compute' is already running"):
         timer.start()
 
 
@@ -260,13 +259,6 @@ def test_a_run_has_timers_on_its_own_clock() -> None:
     timer.stop()
     assert timer.elapsed() == 2.0
     assert not state.timers("forward-compute").is_on
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    server = Processes()
-    yield server
-    server.close()
 
 
 @pytest.mark.distributed

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from recording_loggers import RecordingLogger, record_all
-from small_runs import TinyModel, eval_loader, run, small_state, sum_step
-from test_device_reads import ReadCounter
 
 from onstep import CallbackManager, pretrain
 from onstep.config import ConfigContainer
 from onstep.distributed import World
 from onstep.errors import ConfigError
-from onstep.trackers import RunIdentity, SinkQueue, make_sink
+from onstep.trackers import RunIdentity, TrackerQueue, make_tracker
 from onstep.trackers.tracker_logger import TrackerLogger
 from onstep.training import Clock, GlobalState, evaluate_and_print_results
 from onstep.training.reporting.bridge_tags import write_tags
-from onstep.training.reporting.bridge_trackers import Trackers
+from onstep.training.reporting.bridge_trackers import BridgeTrackers
+from tests.support.read_counter import ReadCounter
+from tests.support.recording_loggers import RecordingLogger, record_all
+from tests.support.small_runs import TinyModel, eval_loader, run, small_state, sum_step
 
 FIELDS = {
     "tensorboard": "tensorboard_dir",
@@ -33,7 +33,7 @@ FIELDS = {
 
 
 @dataclass
-class MemorySink:
+class MemoryTracker:
     """A tracker that keeps what it is told."""
 
     name: str
@@ -63,15 +63,15 @@ class MemorySink:
 
 
 @pytest.fixture
-def sinks(monkeypatch: pytest.MonkeyPatch) -> list[MemorySink]:
-    """All sinks that are made, in the place of real trackers."""
-    made: list[MemorySink] = []
+def trackers(monkeypatch: pytest.MonkeyPatch) -> list[MemoryTracker]:
+    """All trackers that are made, in the place of real trackers."""
+    made: list[MemoryTracker] = []
 
-    def make_sink(name: str, **options: Any) -> MemorySink:
-        made.append(MemorySink(name, options))
+    def make_tracker(name: str, **options: Any) -> MemoryTracker:
+        made.append(MemoryTracker(name, options))
         return made[-1]
 
-    monkeypatch.setattr("onstep.training.reporting.bridge_trackers.make_sink", make_sink)
+    monkeypatch.setattr("onstep.training.reporting.bridge_trackers.make_tracker", make_tracker)
     return made
 
 
@@ -83,7 +83,9 @@ def configured(**train_fields: Any) -> GlobalState:
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_logger_is_there_where_it_is_configured_and_only_on_the_last_rank(name: str, sinks: list[MemorySink]) -> None:
+def test_a_logger_is_there_where_it_is_configured_and_only_on_the_last_rank(
+    name: str, trackers: list[MemoryTracker]
+) -> None:
     state = small_state()
     assert getattr(state, f"{name}_logger") is None
     for rank, has_one in ((0, False), (1, True)):
@@ -93,11 +95,11 @@ def test_a_logger_is_there_where_it_is_configured_and_only_on_the_last_rank(name
         logger = getattr(state, f"{name}_logger")
         assert isinstance(logger, TrackerLogger) is has_one
         assert getattr(state, f"{name}_logger") is logger
-        assert state.trackers.configured == (name,)
+        assert state.bridge_trackers.configured == (name,)
 
 
-def test_options_reach_the_trackers(sinks: list[MemorySink]) -> None:
-    """The sinks that were asked for are made here too, and have what was said."""
+def test_options_reach_the_trackers(trackers: list[MemoryTracker]) -> None:
+    """The trackers that were asked for are made here too, and have what was said."""
     state = configured(train_iters=1)
     options = state.cfg.logger
     options.wandb_entity, options.wandb_save_dir, options.wandb_exp_name = "us", "there", "w"
@@ -106,7 +108,7 @@ def test_options_reach_the_trackers(sinks: list[MemorySink]) -> None:
     options.comet_workspace, options.comet_tags = "space", ["t"]
     state.cfg.run.name, state.cfg.env_vars = "night", {"SECRET": "key"}
     run(state)
-    names = [(sink.name, sink.opened[0][0].name) for sink in sinks]
+    names = [(tracker.name, tracker.opened[0][0].name) for tracker in trackers]
     assert names == [
         ("tensorboard", "night"),
         ("tensorboard", "night"),
@@ -114,20 +116,20 @@ def test_options_reach_the_trackers(sinks: list[MemorySink]) -> None:
         ("mlflow", "m"),
         ("comet", "night"),
     ]
-    real: list[Any] = [make_sink(sink.name, **sink.options) for sink in sinks]
-    assert [sink.location for sink in real[:2]] == [Path("here"), Path("here/vs_samples")]
+    real: list[Any] = [make_tracker(tracker.name, **tracker.options) for tracker in trackers]
+    assert [tracker.location for tracker in real[:2]] == [Path("here"), Path("here/vs_samples")]
     wandb, mlflow, comet = real[2:]
     assert (wandb.project, wandb.entity, wandb.save_dir, wandb.run_name) == ("here", "us", "there", "w")
     assert (mlflow.experiment, mlflow.tracking_uri, mlflow.tags) == ("here", "file:x", {"a": "b"})
     assert (mlflow.run_name, mlflow.description) == ("m", "why")
     assert (comet.project, comet.workspace, comet.tags, comet.run_name) == ("here", "space", ["t"], None)
-    assert all(sink.opened[0][0].run_id.endswith("-bridge") for sink in sinks)
-    assert sinks[0].opened[0][0].config["env_vars"] == ["SECRET"]
-    assert sinks[0].opened[0][0].config["run"]["name"] == "night"
+    assert all(tracker.opened[0][0].run_id.endswith("-bridge") for tracker in trackers)
+    assert trackers[0].opened[0][0].config["env_vars"] == ["SECRET"]
+    assert trackers[0].opened[0][0].config["run"]["name"] == "night"
 
 
 @pytest.mark.parametrize("field_name", ["wandb_exp_name", "mlflow_run_name", "comet_experiment_name"])
-def test_an_empty_name_is_refused(field_name: str, sinks: list[MemorySink]) -> None:
+def test_an_empty_name_is_refused(field_name: str, trackers: list[MemoryTracker]) -> None:
     state = configured(train_iters=1)
     setattr(state.cfg.logger, field_name, "")
     with pytest.raises(ConfigError, match=f"{field_name} must not be empty"):
@@ -145,53 +147,55 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_built(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_point_without_a_step_goes_to_the_last_one(sinks: list[MemorySink]) -> None:
+def test_a_point_without_a_step_goes_to_the_last_one(trackers: list[MemoryTracker]) -> None:
     state = configured()
-    state.trackers.open(0, 0)
+    state.bridge_trackers.open(0, 0)
     state.wandb_logger.log({"mine": 1.0})
     state.wandb_logger.log({"lm loss": 2.0}, 7)
     state.wandb_logger.log({"mine": 3.0})
-    state.trackers.close("completed")
-    assert sinks[2].points == [("mine", 1.0, 0), ("lm loss", 2.0, 7), ("mine", 3.0, 7)]
+    state.bridge_trackers.close("completed")
+    assert trackers[2].points == [("mine", 1.0, 0), ("lm loss", 2.0, 7), ("mine", 3.0, 7)]
 
 
-def test_trackers_get_every_step_and_are_closed_as_the_run_ends(sinks: list[MemorySink]) -> None:
+def test_trackers_get_every_step_and_are_closed_as_the_run_ends(trackers: list[MemoryTracker]) -> None:
     state = configured(train_iters=3)
     run(state)
-    for sink in sinks:
-        assert sink.statuses == ["completed"]
-        axis = [4, 8, 12] if "vs_samples" in str(sink.options) else [1, 2, 3]
-        tag = "lm loss vs samples" if "vs_samples" in str(sink.options) else "lm loss"
-        assert [step for name, _, step in sink.points if name == tag] == axis
-    assert not any(tag.endswith("vs samples") for sink in sinks[:1] + sinks[2:] for tag, _, _ in sink.points)
+    for tracker in trackers:
+        assert tracker.statuses == ["completed"]
+        axis = [4, 8, 12] if "vs_samples" in str(tracker.options) else [1, 2, 3]
+        tag = "lm loss vs samples" if "vs_samples" in str(tracker.options) else "lm loss"
+        assert [step for name, _, step in tracker.points if name == tag] == axis
+    assert not any(
+        tag.endswith("vs samples") for tracker in trackers[:1] + trackers[2:] for tag, _, _ in tracker.points
+    )
 
 
-def test_a_run_that_fails_closes_them_as_failed(sinks: list[MemorySink]) -> None:
+def test_a_run_that_fails_closes_them_as_failed(trackers: list[MemoryTracker]) -> None:
     state, manager = configured(train_iters=3), CallbackManager()
     manager.register("on_step_end", lambda context: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(state, manager)
-    assert [sink.statuses for sink in sinks] == [["failed"]] * 5
+    assert [tracker.statuses for tracker in trackers] == [["failed"]] * 5
 
 
-def test_two_trainings_in_a_row_open_them_twice(sinks: list[MemorySink]) -> None:
+def test_two_trainings_in_a_row_open_them_twice(trackers: list[MemoryTracker]) -> None:
     state = configured(train_iters=2)
     run(state)
     state.cfg.train.train_iters = 4
     run(state)
-    for sink in sinks:
-        assert sink.statuses == ["completed", "completed"]
-    assert [step for tag, _, step in sinks[0].points if tag == "lm loss"] == [1, 2, 3, 4]
-    assert [opened.start_step for opened, _ in sinks[0].opened] == [0, 2]
-    assert [opened.start_step for opened, _ in sinks[1].opened] == [0, 8]
-    assert sinks[2].opened[1][1] == {"id": "id of wandb"}
-    assert len({opened.run_id for sink in sinks for opened, _ in sink.opened}) == 1
+    for tracker in trackers:
+        assert tracker.statuses == ["completed", "completed"]
+    assert [step for tag, _, step in trackers[0].points if tag == "lm loss"] == [1, 2, 3, 4]
+    assert [opened.start_step for opened, _ in trackers[0].opened] == [0, 2]
+    assert [opened.start_step for opened, _ in trackers[1].opened] == [0, 8]
+    assert trackers[2].opened[1][1] == {"id": "id of wandb"}
+    assert len({opened.run_id for tracker in trackers for opened, _ in tracker.opened}) == 1
 
 
-def test_device_tensors_are_handed_to_the_queue_unread(sinks: list[MemorySink]) -> None:
-    trackers = Trackers(configured().cfg, World())
-    trackers.open(0, 0)
-    logger = trackers.get("tensorboard")
+def test_device_tensors_are_handed_to_the_queue_unread(trackers: list[MemoryTracker]) -> None:
+    bridge_trackers = BridgeTrackers(configured().cfg, World())
+    bridge_trackers.open(0, 0)
+    logger = bridge_trackers.get("tensorboard")
     assert isinstance(logger, TrackerLogger)
     values = {"lm loss": torch.tensor(2.5)}
     with ReadCounter() as counter:
@@ -199,65 +203,67 @@ def test_device_tensors_are_handed_to_the_queue_unread(sinks: list[MemorySink]) 
         logger.add_tags(values, {"lm loss vs samples": torch.tensor(2.5)}, 1, 4)
         logger.add_scalar("mine", torch.tensor(1.0), 1)
         logger.add_scalar("mine vs samples", torch.tensor(1.0), 4)
-    trackers.close("completed")
+    bridge_trackers.close("completed")
     assert sum(counter.by_step().values()) == 0
-    assert sinks[0].points == [("lm loss", 2.5, 1), ("mine", 1.0, 1)]
-    assert sinks[1].points == [("lm loss vs samples", 2.5, 4), ("mine vs samples", 1.0, 4)]
+    assert trackers[0].points == [("lm loss", 2.5, 1), ("mine", 1.0, 1)]
+    assert trackers[1].points == [("lm loss vs samples", 2.5, 4), ("mine vs samples", 1.0, 4)]
 
 
-def test_no_tracker_of_ours_makes_the_training_wait_for_a_value(sinks: list[MemorySink]) -> None:
-    trackers = Trackers(configured().cfg, World())
-    trackers.open(0, 0)
+def test_no_tracker_of_ours_makes_the_training_wait_for_a_value(trackers: list[MemoryTracker]) -> None:
+    bridge_trackers = BridgeTrackers(configured().cfg, World())
+    bridge_trackers.open(0, 0)
     tags = {"lm loss": torch.tensor(2.5)}
     with ReadCounter() as counter:
         counter.step = 1
-        write_tags(trackers.loggers, tags, 1, 4, over_samples=["lm loss"])
-    trackers.close("completed")
+        write_tags(bridge_trackers.loggers, tags, 1, 4, over_samples=["lm loss"])
+    bridge_trackers.close("completed")
     assert sum(counter.by_step().values()) == 0
-    assert [sink.points for sink in sinks] == [
+    assert [tracker.points for tracker in trackers] == [
         [("lm loss", 2.5, 1)],
         [("lm loss vs samples", 2.5, 4)],
         *[[("lm loss", 2.5, 1)]] * 3,
     ]
 
 
-def test_a_checkpoint_holds_ids_and_the_last_points(sinks: list[MemorySink]) -> None:
+def test_a_checkpoint_holds_ids_and_the_last_points(trackers: list[MemoryTracker]) -> None:
     cfg = configured().cfg
-    trackers = Trackers(cfg, World())
-    trackers.open(0, 0)
+    bridge_trackers = BridgeTrackers(cfg, World())
+    bridge_trackers.open(0, 0)
     for name in ("tensorboard", "wandb"):
-        trackers.get(name).log_metrics({"lm loss": torch.tensor(3.0)}, 1)
-        trackers.get(name).log_metrics({"lm loss": torch.tensor(2.0)}, 2)
-        trackers.get(name).log_metrics({"lm loss validation": 1.5}, 2)
-    trackers.evaluated["validation"] = 2
-    trackers.close("preempted")
-    continued = Trackers(cfg, World())
-    continued.load_state_dict(trackers.state_dict())
+        bridge_trackers.get(name).log_metrics({"lm loss": torch.tensor(3.0)}, 1)
+        bridge_trackers.get(name).log_metrics({"lm loss": torch.tensor(2.0)}, 2)
+        bridge_trackers.get(name).log_metrics({"lm loss validation": 1.5}, 2)
+    bridge_trackers.evaluated["validation"] = 2
+    bridge_trackers.close("preempted")
+    continued = BridgeTrackers(cfg, World())
+    continued.load_state_dict(bridge_trackers.state_dict())
     continued.open(2, 8)
     continued.close("completed")
-    opened, state = sinks[5].opened[0]
+    opened, state = trackers[5].opened[0]
     assert (opened.start_step, opened.first_open_step) == (2, 2)
     assert [(dict(one.metrics), one.step) for one in opened.last_points] == [
         ({"lm loss": 2.0}, 2),
         ({"lm loss validation": 1.5}, 2),
     ]
     assert state == {"id": "id of tensorboard"}
-    assert opened.run_id == sinks[0].opened[0][0].run_id
+    assert opened.run_id == trackers[0].opened[0][0].run_id
     assert continued.evaluated == {"validation": 2}
 
 
-def test_a_run_without_a_folder_is_continued_from_its_checkpoint(sinks: list[MemorySink], tmp_path: Path) -> None:
+def test_a_run_without_a_directory_is_continued_from_its_checkpoint(
+    trackers: list[MemoryTracker], tmp_path: Path
+) -> None:
     for exit_interval in (2, None):
         state = configured(train_iters=4, exit_interval=exit_interval)
         state.cfg.checkpoint.save = str(tmp_path)
         run(state)
-    (before, _), (after, state_of_sink) = sinks[2].opened[0], sinks[7].opened[0]
+    (before, _), (after, state_of_tracker) = trackers[2].opened[0], trackers[7].opened[0]
     assert after.run_id == before.run_id
-    assert state_of_sink == {"id": "id of wandb"}
+    assert state_of_tracker == {"id": "id of wandb"}
     assert [dict(one.metrics)["lm loss"] for one in after.last_points] == [
-        value for tag, value, _ in sinks[2].points if tag == "lm loss"
+        value for tag, value, _ in trackers[2].points if tag == "lm loss"
     ]
-    assert [step for tag, _, step in sinks[7].points if tag == "lm loss"] == [
+    assert [step for tag, _, step in trackers[7].points if tag == "lm loss"] == [
         1,
         2,
         3,
@@ -265,17 +271,17 @@ def test_a_run_without_a_folder_is_continued_from_its_checkpoint(sinks: list[Mem
     ]  # what a kill might have taken
 
 
-def test_a_run_that_starts_from_the_checkpoint_of_another_has_an_id_of_its_own(sinks: list[MemorySink]) -> None:
+def test_a_run_that_starts_from_the_checkpoint_of_another_has_an_id_of_its_own(trackers: list[MemoryTracker]) -> None:
     cfg = configured().cfg
-    first = Trackers(cfg, World())
+    first = BridgeTrackers(cfg, World())
     first.open(0, 0)
     cfg.checkpoint.load, cfg.checkpoint.save = "there", "here"
-    fork = Trackers(cfg, World())
+    fork = BridgeTrackers(cfg, World())
     fork.load_state_dict(first.state_dict())
     fork.open(0, 0)
     first.close("completed")
     fork.close("completed")
-    assert sinks[5].opened[0][0].run_id != sinks[0].opened[0][0].run_id
+    assert trackers[5].opened[0][0].run_id != trackers[0].opened[0][0].run_id
 
 
 def stepped_clock(state: GlobalState, seconds: float, start: float = 0.0) -> Clock:
@@ -294,7 +300,7 @@ def test_a_resumed_run_knows_what_remains_and_ends_the_interval_that_it_was_in(
     def start(interval: int, seconds: float, began: float, **fields: Any) -> RecordingLogger:
         state = small_state(train_iters=20, **fields)
         state.cfg.checkpoint.save = str(tmp_path)
-        state.cfg.logger.log_interval, state.door.prints_console_line = interval, True
+        state.cfg.logger.log_interval, state.entry_point.prints_console_line = interval, True
         state.cfg.logger.log_runtime_to_tensorboard, state.cfg.logger.runtime_time_unit = True, "seconds"
         loggers = record_all(state)
         state.clock = stepped_clock(state, seconds, began)
@@ -303,7 +309,7 @@ def test_a_resumed_run_knows_what_remains_and_ends_the_interval_that_it_was_in(
 
     whole = tmp_path / "whole"
     straight = small_state(train_iters=20)
-    straight.cfg.logger.log_interval, straight.door.prints_console_line = 8, True
+    straight.cfg.logger.log_interval, straight.entry_point.prints_console_line = 8, True
     straight.clock = stepped_clock(straight, 2.0)
     straight.cfg.checkpoint.save = str(whole)
     run(straight)
@@ -332,9 +338,9 @@ def evaluated(state: GlobalState, is_test: bool = False, **options: Any) -> None
     )
 
 
-@pytest.mark.parametrize(("kind", "folder"), [("validation", "val"), ("test", "test")])
+@pytest.mark.parametrize(("kind", "directory"), [("validation", "val"), ("test", "test")])
 @pytest.mark.parametrize("ppl", [False, True])
-def test_evaluations_have_tags_of_their_own(kind: str, folder: str, ppl: bool) -> None:
+def test_evaluations_have_tags_of_their_own(kind: str, directory: str, ppl: bool) -> None:
     state = small_state()
     state.train_state.step, state.train_state.consumed_train_samples = 5, 20
     state.cfg.logger.log_validation_ppl_to_tensorboard = ppl
@@ -348,7 +354,7 @@ def test_evaluations_have_tags_of_their_own(kind: str, folder: str, ppl: bool) -
         assert [point for point in loggers[name].points if "vs samples" not in point[0]] == expected
     over_samples = [(tag, step) for tag, _, step in loggers["tensorboard"].points if "vs samples" in tag]
     assert over_samples == [(f"{tag} vs samples", 20) for tag in tags]
-    of_mlflow = [f"{folder}/lm loss", f"{folder}/lm loss ppl"] if ppl else [f"{folder}/lm loss"]
+    of_mlflow = [f"{directory}/lm loss", f"{directory}/lm loss ppl"] if ppl else [f"{directory}/lm loss"]
     assert loggers["mlflow"].tags == of_mlflow
 
 
@@ -384,24 +390,24 @@ def test_other_data_is_handed_to_its_function_with_step_and_writer() -> None:
 
 
 def test_what_trackers_do_not_take_is_counted_and_the_run_goes_on(
-    sinks: list[MemorySink], caplog: pytest.LogCaptureFixture
+    trackers: list[MemoryTracker], caplog: pytest.LogCaptureFixture
 ) -> None:
     state = configured(train_iters=4)
     state.cfg.logger.log_interval, state.cfg.logger.tensorboard_queue_size = 2, 0
     run(state)
-    assert [record.get("sink/dropped") for record in state.facts.log_history[:2]] == [10, 20]
-    assert all(sink.points == [] and sink.statuses == ["completed"] for sink in sinks)
+    assert [record.get("sink/dropped") for record in state.info.log_history[:2]] == [10, 20]
+    assert all(tracker.points == [] and tracker.statuses == ["completed"] for tracker in trackers)
     assert len([record for record in caplog.records if "is slower than the run" in record.message]) == 5
 
 
-def test_an_evaluation_by_itself_opens_and_closes_the_trackers(sinks: list[MemorySink]) -> None:
+def test_an_evaluation_by_itself_opens_and_closes_the_trackers(trackers: list[MemoryTracker]) -> None:
     state = configured()
     evaluated(state)
-    assert [sink.statuses for sink in sinks] == [["completed"]] * 5
-    assert all(opened.adds_only for sink in sinks for opened, _ in sink.opened)
+    assert [tracker.statuses for tracker in trackers] == [["completed"]] * 5
+    assert all(opened.adds_only for tracker in trackers for opened, _ in tracker.opened)
 
 
-def test_a_rollback_takes_points_back(sinks: list[MemorySink], tmp_path: Path) -> None:
+def test_a_rollback_takes_points_back(trackers: list[MemoryTracker], tmp_path: Path) -> None:
     state = configured(train_iters=6)
     state.cfg.checkpoint.save, state.cfg.checkpoint.save_interval = str(tmp_path), 2
     state.cfg.anomaly.max_rollbacks = 1
@@ -414,36 +420,36 @@ def test_a_rollback_takes_points_back(sinks: list[MemorySink], tmp_path: Path) -
 
     manager.register("on_step_end", ask)
     run(state, manager)
-    assert [opened.start_step for opened, _ in sinks[0].opened] == [0, 4]
-    assert [opened.start_step for opened, _ in sinks[1].opened] == [0, 20], "samples are not taken back"
-    steps = [step for tag, _, step in sinks[0].points if tag == "lm loss"]
+    assert [opened.start_step for opened, _ in trackers[0].opened] == [0, 4]
+    assert [opened.start_step for opened, _ in trackers[1].opened] == [0, 20], "samples are not taken back"
+    steps = [step for tag, _, step in trackers[0].points if tag == "lm loss"]
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_logger_forgets_what_its_tracker_has_and_nothing_else(
-    sinks: list[MemorySink], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    trackers: list[MemoryTracker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(SinkQueue, "num_waiting", 3)
+    monkeypatch.setattr(TrackerQueue, "num_waiting", 3)
     seconds = iter(range(0, 10_000, 100))
-    logger = TrackerLogger(SinkQueue(MemorySink("wandb")), clock=lambda: float(next(seconds)))
+    logger = TrackerLogger(TrackerQueue(MemoryTracker("wandb")), clock=lambda: float(next(seconds)))
     logger.open(RunIdentity("run", "abc", tmp_path), {})
     for step in range(1, 11):
         logger.log_metrics({"loss": 1.0}, step)
-    monkeypatch.setattr(SinkQueue, "num_waiting", 100)
+    monkeypatch.setattr(TrackerQueue, "num_waiting", 100)
     assert [point["step"] for point in logger.state_dict()["last"]] == [8, 9, 10]
     logger.close()
 
 
-def test_a_warning_does_not_promise_what_the_journal_cannot_give(
-    sinks: list[MemorySink], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_warning_does_not_promise_what_the_metrics_log_cannot_give(
+    trackers: list[MemoryTracker], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MemorySink, "log", lambda *point: [][0])
-    trackers = configured().trackers
-    trackers.open(step=0, samples=0)
-    for logger in trackers.loggers.values():
+    monkeypatch.setattr(MemoryTracker, "log", lambda *point: [][0])
+    bridge_trackers = configured().bridge_trackers
+    bridge_trackers.open(step=0, samples=0)
+    for logger in bridge_trackers.loggers.values():
         logger.log_metrics({"lm loss": 1.0}, 1)
-    trackers.loggers["tensorboard"].add_scalar("lm loss vs samples", 1.0, 8)
-    trackers.close("completed")
+    bridge_trackers.loggers["tensorboard"].add_scalar("lm loss vs samples", 1.0, 8)
+    bridge_trackers.close("completed")
     warnings = [record.getMessage() for record in caplog.records if record.name.startswith("onstep.trackers")]
-    assert len(warnings) == len(sinks) == 5
-    assert all("onstep logs replay" in warning and "journal is complete" not in warning for warning in warnings)
+    assert len(warnings) == len(trackers) == 5
+    assert all("onstep logs replay" in warning and "metrics log is complete" not in warning for warning in warnings)

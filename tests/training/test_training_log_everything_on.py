@@ -13,17 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from recording_loggers import record_all
-from small_runs import LENGTH, small_state
-from test_training_log_golden import START, OneWeight, Rows, golden_lines, utc
 from torch import Tensor, nn
 
 from onstep import CallbackManager
 from onstep.data import TrainLoader
 from onstep.optim import TrainingOptimizer
 from onstep.training import Clock, EnergyMonitor, GlobalState, train
-
-__all__ = ["utc"]
+from tests.support.golden_runs import START, OneWeight, Rows, golden_lines
+from tests.support.recording_loggers import record_all
+from tests.support.small_runs import LENGTH, small_state
 
 LOG = "training_log_with_everything_on.txt"
 TAGS = "training_tags_with_everything_on.txt"
@@ -88,7 +86,7 @@ def everything_on(now: Now) -> GlobalState:
     options.timing_log_level, options.log_energy = 2, True
     state.cfg.optimizer.log_num_zeros_in_grad = state.cfg.model.log_max_attention_logit = True
     state.cfg.dataset.seq_length, state.cfg.model.vocab_size = LENGTH, 128
-    state.door.prints_console_line = True
+    state.entry_point.prints_console_line = True
     state.train_state.skipped_train_samples = 4
     state.clock = Clock(wall=lambda: START + now.seconds, elapsed=lambda: now.seconds)
     state.energy_monitor = EnergyMonitor(state.world, lambda: 150.0 * now.seconds)

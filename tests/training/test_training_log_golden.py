@@ -6,74 +6,16 @@ the loss of step k is 20 - (k - 1) / 2. The clock ticks 2 seconds a step.
 
 from __future__ import annotations
 
-import calendar
-import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from recording_loggers import record_all
-from small_runs import LENGTH, small_state
-from torch import Tensor, nn
 
 from onstep import CallbackManager
-from onstep.config.parts import ModelConfig
 from onstep.data import TrainLoader
 from onstep.optim import TrainingOptimizer
 from onstep.training import Clock, GlobalState, train
-
-GOLDEN = Path(__file__).parents[1] / "golden"
-START = calendar.timegm((2026, 1, 1, 0, 0, 0))
-SECONDS_A_STEP = 2.0
-
-
-class Rows(torch.utils.data.Dataset[Any]):
-    """Eight labels a row, so that no division is rounded."""
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"x": torch.ones(8), "labels": torch.ones(8, dtype=torch.int64)}
-
-
-class OneWeight(nn.Module):
-    """Carries a configuration, so that its FLOPs are known: 2.2076 TFLOP a step of 4 rows."""
-
-    config = ModelConfig(
-        num_layers=12,
-        hidden_size=8192,
-        ffn_hidden_size=19840,
-        num_attention_heads=64,
-        num_query_groups=8,
-        kv_channels=128,
-        vocab_size=128,
-        seq_length=LENGTH,
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([20.0]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.weight * x).sum()
-
-
-def forward_step(data_iterator: Any, model: nn.Module) -> Any:
-    batch = next(data_iterator)
-    return model(batch["x"]), lambda loss: (loss, batch["labels"].numel(), {})
-
-
-@pytest.fixture
-def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The console shows local time."""
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    yield
-    monkeypatch.undo()
-    time.tzset()
+from tests.support.golden_runs import SECONDS_A_STEP, START, OneWeight, Rows, forward_step, golden_lines
+from tests.support.recording_loggers import record_all
+from tests.support.small_runs import LENGTH, small_state
 
 
 def golden_state() -> GlobalState:
@@ -85,7 +27,7 @@ def golden_state() -> GlobalState:
     options.log_timers_to_tensorboard = options.log_l2_norm_grad_to_tensorboard = True
     options.log_memory_to_tensorboard, options.runtime_time_unit = True, "seconds"
     state.cfg.dataset.seq_length, state.cfg.model.vocab_size = LENGTH, 128
-    state.door.prints_console_line = True
+    state.entry_point.prints_console_line = True
     state.clock = Clock(
         wall=lambda: START + SECONDS_A_STEP * state.train_state.step,
         elapsed=lambda: SECONDS_A_STEP * state.train_state.step,
@@ -98,11 +40,6 @@ def run_golden(state: GlobalState, callbacks: CallbackManager | None = None) -> 
     optimizer = TrainingOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), clip_grad=None)
     data = TrainLoader(Rows(), micro_batch_size=2, global_batch_size=4)
     train(forward_step, [model], optimizer, None, data, None, state, callback_manager=callbacks)
-
-
-def golden_lines(name: str) -> list[str]:
-    lines = (GOLDEN / name).read_text().splitlines()
-    return [line for line in lines if not line.startswith("#")]
 
 
 @pytest.mark.usefixtures("utc")

@@ -68,10 +68,10 @@ def test_the_example_predicts_far_better_than_a_constant(
 def test_a_resumed_run_with_a_value_head_goes_on_bit_for_bit(
     example: ModuleType, corpus: Path, token_cache: Path, tmp_path: Path
 ) -> None:
-    def config(folder: str, *more: str) -> ConfigContainer:
+    def config(directory: str, *more: str) -> ConfigContainer:
         overrides = [
-            f"checkpoint.save={tmp_path / folder}",
-            f"checkpoint.load={tmp_path / folder}",
+            f"checkpoint.save={tmp_path / directory}",
+            f"checkpoint.load={tmp_path / directory}",
             "checkpoint.save_interval=2",
             *more,
         ]
@@ -94,7 +94,7 @@ def test_a_named_run_says_why_its_value_model_is_not_written_for_transformers(
     with caplog.at_level(logging.WARNING, logger="onstep"):
         run(config, example)
 
-    assert "the final weights are in the checkpoints only" in caplog.text
+    assert "the final weights are only in the checkpoints" in caplog.text
     assert "value head (LinearForLastLayer)" in caplog.text
     assert not (tmp_path / "values" / "model").exists()
     assert any((tmp_path / "values").rglob("*.safetensors"))

@@ -1,6 +1,6 @@
-"""What can be read from the journal of a run. No torch in here.
+"""Reads, summarizes, plots and compares the metrics logs of runs. This package does not import torch.
 
-Names are loaded when they are first used: a summary needs no drawing library.
+Names are loaded on first use, so a summary does not import a plotting library.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables for a terminal, and texts that fit into one."""
+"""Formats tables for a terminal, and makes texts safe and short enough for it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Sequence
 
 
 def terminal_width() -> int | None:
-    """Columns to stay within; None where the output goes to a file or a pipe, which takes lines of any length."""
+    """Width of the terminal in columns; None if the output goes to a file or pipe, where lines can be of any length."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS"):
         return shutil.get_terminal_size().columns
     return None
 
 
 def table(rows: Sequence[Sequence[str]], align: str, *, indent: str = "  ", shrink: int | None = None) -> list[str]:
-    """Lines of a table with a heading, within the width of the terminal.
+    """Format the lines of a table with a heading, within the width of the terminal.
 
     Args:
-        rows: the heading first.
+        rows: the rows, heading first.
         align: `<` or `>` for each column.
-        indent: what each line begins with.
-        shrink: the column whose texts lose their middle where a line would be too long.
+        indent: prefix of each line.
+        shrink: the column whose texts are shortened if lines would be too long.
     """
     cells = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(align))]
@@ -41,7 +41,7 @@ def table(rows: Sequence[Sequence[str]], align: str, *, indent: str = "  ", shri
 
 
 def shortened(text: str, width: int) -> str:
-    """A text without its middle, if it is longer than `width`; the end of a name tells more than its middle."""
+    """Cut the middle out of a text longer than `width`; the end of a name is more informative."""
     if len(text) <= width:
         return text
     tail = (width - 3) * 2 // 3
@@ -49,5 +49,5 @@ def shortened(text: str, width: int) -> str:
 
 
 def printable(text: str) -> str:
-    """A text from a file, without what would move the cursor or change colours."""
+    """Replace control characters of a text, which could move the cursor or change colors."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -1,4 +1,4 @@
-"""The built-in callbacks. Each uses nothing but what it is told, so a copy of its file works as well."""
+"""Built-in callbacks. They use only what any callback is given, so you can copy one and adapt it."""
 
 from onstep.callbacks.console import InfoCallback, ProgressCallback
 from onstep.callbacks.divergence_detector import (
@@ -10,7 +10,6 @@ from onstep.callbacks.early_stopping import EarlyStopping
 from onstep.callbacks.grad_norm_logger import GradNormLogger
 from onstep.callbacks.json_logger import JsonLogger
 from onstep.callbacks.learning_rate_monitor import LearningRateMonitor
-from onstep.callbacks.metric_sinks import MetricSinks
 from onstep.callbacks.parameter_norm_logger import ParameterNormLogger, WeightNormLogger
 from onstep.callbacks.peak_memory import PeakMemory, TraceMalloc
 from onstep.callbacks.profiler_callback import ProfilerCallback
@@ -20,6 +19,7 @@ from onstep.callbacks.tb_logger import TBLogger, TBScalar, default_tb_scalars
 from onstep.callbacks.textgen_callback import TextgenCallback
 from onstep.callbacks.throughput_monitor import DefaultMetrics, ThroughputMonitor
 from onstep.metrics.console_table import ColumnSpec, MetricSpec, default_final_metrics, default_step_columns
+from onstep.trackers.trackers_callback import TrackersCallback
 
 __all__ = [
     "ColumnSpec",
@@ -33,7 +33,7 @@ __all__ = [
     "InfoCallback",
     "JsonLogger",
     "LearningRateMonitor",
-    "MetricSinks",
+    "TrackersCallback",
     "MetricSpec",
     "ParameterNormLogger",
     "PeakMemory",

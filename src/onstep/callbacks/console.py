@@ -1,4 +1,4 @@
-"""What a run says on the console: at its start, at each logged step and evaluation, and at its end."""
+"""Prints a run's progress on the console: facts at the start, a row per logged step, evaluations, and a summary."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _UNAVAILABLE = "Unavailable"
 class InfoCallback(TrainerCallback):
     """Prints batch sizes, sample counts and parameter counts when training begins.
 
-    Every entry is a line ``[INFO|info_logger] key: value`` on the standard output; a value longer than 80 characters
-    stands on lines of its own. What a trainer does not know is "Unavailable".
+    Every entry is a line ``[INFO|info_logger] key: value`` on standard output; values longer than 80 characters get
+    separate lines. Values that the trainer does not know are "Unavailable".
 
     Args:
         verbose: Also print arguments, state, tokenizer, optimizer, scheduler, data loaders and model, at level DEBUG.
@@ -51,7 +51,7 @@ class InfoCallback(TrainerCallback):
         self._lines = LineWriter("info_logger", "[%(levelname)s|%(name)s] %(message)s", level=level)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Print what is known."""
+        """Print the known values."""
         if not state.is_world_process_zero:
             return
         self._print(logging.INFO, {**_batches(args, state), **_sizes(kwargs.get("model"))})
@@ -68,7 +68,7 @@ class InfoCallback(TrainerCallback):
 def _batches(args: Any, state: Any) -> dict[str, Any]:
     """Sample counts (over all ranks) and batch sizes (in samples).
 
-    A trainer that does not tell its counts has those of whole batches.
+    Counts that the trainer does not provide are estimated from full batches.
     """
     per_device = getattr(args, "per_device_train_batch_size", None)
     accumulation = getattr(args, "gradient_accumulation_steps", None)
@@ -90,13 +90,13 @@ def _batches(args: Any, state: Any) -> dict[str, Any]:
 
 
 def _product(*factors: int | None) -> int | None:
-    """The product, or None where a factor is unknown or stands for "no limit" (-1)."""
+    """The product, or None if a factor is unknown or means "no limit" (-1)."""
     known = [factor for factor in factors if factor is not None and factor >= 0]
     return math.prod(known) if len(known) == len(factors) else None
 
 
 def _sizes(model: Any) -> dict[str, str]:
-    """Parameter counts of a model or of a list of model chunks (this rank's part of it); a shared one counts once."""
+    """Parameter counts of a model or list of model chunks (this rank's part); shared parameters count once."""
     names = ("total", "trainable", "embedding", "non_embedding")
     if model is None:
         return {**{f"{name}_parameters": _UNAVAILABLE for name in names}, "tied_embeddings": _UNAVAILABLE}
@@ -104,7 +104,7 @@ def _sizes(model: Any) -> dict[str, str]:
     for chunk in model if isinstance(model, (list, tuple)) else [model]:
         for module in chunk.modules():
             for parameter in module.parameters(recurse=False):
-                # embeddings of any library have this attribute, not all of them derive from torch's
+                # embeddings of all libraries have this attribute, but not all derive from torch's class
                 owners.setdefault(parameter, []).append(hasattr(module, "num_embeddings"))
     total = sum(parameter.numel() for parameter in owners)
     trainable = sum(parameter.numel() for parameter in owners if parameter.requires_grad)
@@ -126,7 +126,7 @@ def _objects(args: Any, state: Any, kwargs: Mapping[str, Any]) -> dict[str, str]
 
 
 def _fields(thing: Any) -> Any:
-    """A dictionary of what `thing` holds; `to_dict` is asked first, because it leaves secrets out."""
+    """The attributes of `thing` as a dictionary; `to_dict` is preferred because it omits secrets."""
     to_dict = getattr(thing, "to_dict", None)
     if callable(to_dict):
         return to_dict()
@@ -139,22 +139,22 @@ _TIMESTAMP_WIDTH = 22
 class ProgressCallback(TrainerCallback):
     """Prints a row of metrics for each logged step, a line for each evaluation, and a summary at the end.
 
-    On a terminal and in a notebook the rows stand above a tqdm bar, elsewhere they are plain lines through the logger
-    "progress_logger". What is shown here has no influence on what is recorded.
+    On a terminal and in a notebook, rows appear above a tqdm bar; elsewhere they are plain lines from the logger
+    "progress_logger". The options here do not affect what is recorded.
 
     Args:
-        use_tqdm: True or False; None takes bars unless the standard output is a file or pipe, or `args.disable_tqdm`
-            says no.
+        use_tqdm: Whether to show bars; None shows them unless standard output is a file or pipe, or
+            `args.disable_tqdm` is set.
         output_stream: "stdout", "stderr" or a text stream for plain rows; None is stdout. Not used with bars.
-        step_columns: Changes to `default_step_columns()`: metric to a dictionary of `key`, `label`, `width`, `fmt`,
-            `reduce`, to a `ColumnSpec`, or to None, which erases the column. New ones come last.
+        step_columns: Changes to `default_step_columns()`: maps a metric to a dictionary of `key`, `label`, `width`,
+            `fmt`, `reduce`, to a `ColumnSpec`, or to None, which removes the column. New columns are appended.
         final_metrics: The same for `default_final_metrics()`, with `key`, `label`, `fmt`, `suffix`.
-        header_interval: Rows between two header rows; 0 prints one only where the set of columns changes, which always
-            does.
+        header_interval: Rows between two header rows. A header is always printed when the set of columns changes; with
+            0, only then.
 
     Raises:
-        ConfigError: for an output stream, format, reduction or field that does not exist.
-        TypeError: when a column is neither dictionary, spec nor None.
+        ConfigError: for an unknown output stream, format, reduction or field.
+        TypeError: when a column is not a dictionary, spec or None.
     """
 
     ranks = "main"
@@ -168,7 +168,7 @@ class ProgressCallback(TrainerCallback):
         final_metrics: Mapping[str, Any] | None = None,
         header_interval: int = 20,
     ) -> None:
-        require(header_interval >= 0, "header_interval", ">= 0", header_interval, "; 0 prints no header at intervals.")
+        require(header_interval >= 0, "header_interval", ">= 0", header_interval, "; pass 0 for no periodic header.")
         self.use_tqdm = use_tqdm
         self.step_columns = merge_specs(default_step_columns(), step_columns, ColumnSpec)
         self.final_metrics = merge_specs(default_final_metrics(), final_metrics, MetricSpec)
@@ -179,12 +179,12 @@ class ProgressCallback(TrainerCallback):
         self._shown: list[ColumnSpec] = []
 
     def skips_event(self, name: str) -> bool:
-        """Without bars there is nothing to advance."""
+        """Skip the events that only advance bars if there are no bars."""
         never_has_bars = not self.use_tqdm and (self.use_tqdm is False or _environment() == "file")
         return never_has_bars and name in ("on_step_end", "on_prediction_step")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Open the bar at the step that training continues from."""
+        """Open the bar at the step that training resumes from."""
         self._row_count = 0
         self._shown = []
         self._close_bars()
@@ -207,7 +207,7 @@ class ProgressCallback(TrainerCallback):
             self._bars.advance_evaluation(eval_dataloader, getattr(state, "max_eval_steps", -1))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any) -> None:
-        """Print the row of a logged step, or the summary where `logs` are the final metrics."""
+        """Print the row of a logged step, or the summary if `logs` are the final metrics."""
         if not state.is_world_process_zero:
             return
         if "train_runtime" in logs:
@@ -232,15 +232,15 @@ class ProgressCallback(TrainerCallback):
         self._write_evaluation(args, state, "test", metrics)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Close the bar; a final validation opens one of its own."""
+        """Close the bar; a final validation opens its own."""
         self._close_bars()
 
     def on_exception(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Close the bars, so that the error stands on lines of its own."""
+        """Close the bars so that they do not mix with the error message."""
         self._close_bars()
 
     def on_run_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Close what a broken evaluation left open."""
+        """Close the bar that a failed evaluation left open."""
         self._close_bars()
 
     def _write_evaluation(self, args: Any, state: Any, split: str, metrics: Mapping[str, Any]) -> None:
@@ -271,7 +271,7 @@ class ProgressCallback(TrainerCallback):
 
 
 class _Bars:
-    """The bar of the training, and below it the one of the evaluation that is going on."""
+    """The training bar and, below it, the bar of the running evaluation."""
 
     def __init__(self, training: Any = None) -> None:
         self._training = training
@@ -309,7 +309,7 @@ class _Bars:
 
 
 def _evaluation_steps(loader: Any, max_eval_steps: int | None) -> int | None:
-    """Batches that an evaluation will take: the loader's length, if it has one, under the cap, if there is one."""
+    """Number of batches of an evaluation: the loader's length, if any, limited by the cap, if any."""
     cap = _known(max_eval_steps)
     try:
         length = len(loader)
@@ -323,7 +323,7 @@ def _known(total: int | None) -> int | None:
 
 
 def _environment() -> str:
-    """Where the standard output goes: "notebook", "tty" or "file"."""
+    """Where standard output goes: "notebook", "tty" or "file"."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is not None and "IPKernelApp" in shell.config:
@@ -332,5 +332,5 @@ def _environment() -> str:
 
 
 def _bar_stream() -> TextIO:
-    """The terminal among the two standard streams, the error stream first."""
+    """The standard stream that is a terminal, preferring stderr."""
     return sys.stdout if sys.stdout.isatty() and not sys.stderr.isatty() else sys.stderr

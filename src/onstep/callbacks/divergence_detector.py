@@ -1,4 +1,4 @@
-"""Notices that training diverges, and stops it, aborts it or goes back to a checkpoint."""
+"""Detects diverging training and stops it, aborts it or rolls back to a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any, Literal
 
-from onstep.config.part import is_number, is_whole, nearest
+from onstep.config.suggestions import nearest
+from onstep.config.values import is_integer_from, is_number
 from onstep.errors import ConfigError, require
 from onstep.events import Control, Request, TrainerCallback
 
@@ -17,42 +18,42 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, repr=False)
 class DivergenceDetector(TrainerCallback):
-    """Compares the smoothed loss with the best it has ever been, and acts where it stays too far above.
+    """Compares the smoothed loss with its best value so far, and acts when it stays too far above.
 
-    Each observation `x` moves the smoothed value to ``smoothing * x + (1 - smoothing) * smoothed``; the best smoothed
-    value is remembered. An observation counts where ``smoothed - best >= threshold``, or, with a `relative_threshold`,
-    where ``smoothed >= best * relative_threshold`` (for a positive best only). After `patience` of them in a row the
-    detector acts, and acts again at every further one. NaN and infinity are acted on at once. Observations are the
-    values that `on_log` and `on_evaluate` bring under the metric's name; a record of a step that the anomaly gate has
-    left out is none, since that update was not applied.
+    Each observation `x` updates the smoothed value to ``smoothing * x + (1 - smoothing) * smoothed``; the best smoothed
+    value is kept. An observation counts if ``smoothed - best >= threshold`` or, with a `relative_threshold`, if
+    ``smoothed >= best * relative_threshold`` (for a positive best only). After `patience` such observations in a row
+    the detector acts, and acts again at every further one. It acts on NaN and infinity immediately. Observations are
+    the metric's values in `on_log` and `on_evaluate`; records of steps skipped by the anomaly gate are ignored, since
+    their update was not applied.
 
-    With `action="rollback"` the run goes back to the newest checkpoint that is not newer than the last observation that
-    was well, neither smoothed nor by itself too far from the best; where the curve was never well again after such a
-    return, to an older one. The weights, the optimizer and this detector are then as they were, but the cooldown goes
-    on, and `anomaly.max_rollbacks` ends a run that diverges again and again. It is done at the end of the step after
-    the observation, or of the epoch.
+    With `action="rollback"`, the run rolls back to the newest checkpoint that is not newer than the last healthy
+    observation, one whose value and smoothed value are both close enough to the best. If the curve did not become
+    healthy after an earlier rollback, it rolls back to an older checkpoint. Weights, optimizer and this detector are
+    restored, but the cooldown continues, and `anomaly.max_rollbacks` ends a run that keeps diverging. The rollback
+    happens at the end of the step after the observation, or of the epoch.
 
-    Where three logged steps (for a name that begins with "eval", three evaluations) have passed, or the training is
-    over, without the metric, it warns once, with the nearest name that there was.
+    If the metric is missing for three logged steps (or three evaluations, for a name that begins with "eval"), or until
+    training ends, the detector warns once and suggests the nearest name.
 
-    A run that begins at step 0 begins with a new curve; after the end of training nothing is acted on.
+    A run that starts at step 0 starts with a new curve. After the end of training, the detector does not act.
 
     Args:
         smoothing: Weight of the newest value, in (0, 1]; the window is about ``1 / smoothing`` observations.
-        threshold: Distance from the best, > 0; None for no such test.
-        relative_threshold: Multiple of the best, > 1; None for no such test. With `mode="max"` it is mirrored: an
-            observation counts where ``smoothed <= best / relative_threshold``.
-        patience: Observations in a row that must count, >= 1.
-        warmup: First observations that never count, >= 0.
-        action: "stop" (a final checkpoint is saved), "abort" (none is), or "rollback".
-        use_eval_loss: Watch `eval_loss` in place of `loss`.
-        metric_key: Watch this metric, whatever `use_eval_loss` says.
-        mode: "min" for a metric that falls while training goes well, "max" for one that rises.
-        cooldown: Observations after an action that never count, >= 0. With more than 0, patience begins anew after it.
+        threshold: Distance from the best, > 0; None disables this test.
+        relative_threshold: Multiple of the best, > 1; None disables this test. With `mode="max"` it is mirrored: an
+            observation counts if ``smoothed <= best / relative_threshold``.
+        patience: Number of counting observations in a row that triggers the action, >= 1.
+        warmup: Number of initial observations that never count, >= 0.
+        action: "stop" (saves a final checkpoint), "abort" (does not), or "rollback".
+        use_eval_loss: Watch `eval_loss` instead of `loss`.
+        metric_key: Watch this metric, regardless of `use_eval_loss`.
+        mode: "min" for a metric that should decrease, "max" for one that should increase.
+        cooldown: Number of observations after an action that never count, >= 0; if > 0, an action also resets patience.
 
     Raises:
-        ConfigError: for a value that breaks a rule; with `action="rollback"` also at the start of a training whose
-            control cannot go back, such as that of Hugging Face's Trainer.
+        ConfigError: for an invalid value; with `action="rollback"`, also at the start of training if the control does
+            not support rollbacks, such as that of Hugging Face's Trainer.
     """
 
     smoothing: float = 0.3
@@ -70,16 +71,16 @@ class DivergenceDetector(TrainerCallback):
     def __post_init__(self) -> None:
         smoothing, absolute, relative, key = self.smoothing, self.threshold, self.relative_threshold, self.metric_key
         is_fraction = is_number(smoothing) and 0 < smoothing <= 1
-        require(is_fraction, "smoothing", "in (0, 1]", smoothing, "; 1 looks at each value by itself.")
+        require(is_fraction, "smoothing", "in (0, 1]", smoothing, "; pass 1 for no smoothing.")
         if absolute is None and relative is None:
             raise ConfigError("threshold and relative_threshold are both None, so nothing would be detected; set one.")
         is_right = absolute is None or (is_number(absolute) and absolute > 0)
         require(is_right, "threshold", "a number > 0", absolute, "; pass None to use relative_threshold alone.")
         is_right = relative is None or (is_number(relative) and relative > 1)
-        require(is_right, "relative_threshold", "a number > 1", relative, "; 1.5 is half as much again.")
+        require(is_right, "relative_threshold", "a number > 1", relative, "; 1.5 allows 50% above the best.")
         for name, least in (("patience", 1), ("warmup", 0), ("cooldown", 0)):
             count = getattr(self, name)
-            require(is_whole(count, least), name, f"a whole number >= {least}", count)
+            require(is_integer_from(count, least), name, f"an integer >= {least}", count)
         require(self.action in ("stop", "abort", "rollback"), "action", "stop | abort | rollback", self.action)
         require(self.mode in ("min", "max"), "mode", "min | max", self.mode)
         is_right = key is None or (isinstance(key, str) and key != "")
@@ -90,57 +91,57 @@ class DivergenceDetector(TrainerCallback):
 
     @property
     def metric(self) -> str:
-        """The name of the metric that is watched."""
+        """Name of the watched metric."""
         return self.metric_key or ("eval_loss" if self.use_eval_loss else "loss")
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse a control that cannot do what is asked of it."""
+        """Reject a control that does not support the action."""
         self._check_control(control)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin a new curve, unless the run continues one."""
+        """Start a new curve, unless the run resumes one."""
         self._check_control(control)
         if state is not None and state.global_step == 0 and not self._run.is_loaded:
             self._curve = _Curve()
         if self.action == "rollback" and getattr(args, "save_strategy", None) == "no":
-            logger.warning("DivergenceDetector: action='rollback' needs checkpoints, and this run saves none by itself")
+            logger.warning("DivergenceDetector: action='rollback' requires checkpoints, but this run does not save any")
         self._rollback, self._run = _Rollback(), _Run(is_training=True)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         """Observe the metric of a logged step."""
         value = self._value(logs, state, is_evaluation=False)
         if value is not None:
-            self._run.told = None if state is None else (state.global_step, value)
+            self._run.last_logged = None if state is None else (state.global_step, value)
             self._observe(value, state, control)
 
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Observe the metric of an evaluation, which Hugging Face's Trainer has already told at `on_log`."""
+        """Observe the metric of an evaluation, unless it was observed at `on_log`, as with Hugging Face's Trainer."""
         value = self._value(metrics, state, is_evaluation=True)
-        if value is not None and (state is None or self._run.told != (state.global_step, value)):
+        if value is not None and (state is None or self._run.last_logged != (state.global_step, value)):
             self._observe(value, state, control)
 
     def on_checkpoint_load(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Remember where a rollback went; one to a checkpoint without this detector's state begins a new curve."""
+        """Record the target of a rollback; a checkpoint without this detector's state starts a new curve."""
         if self._rollback.is_asked:
             if not self._rollback.is_restored:
                 self._curve = _Curve(cooldown_left=self._curve.cooldown_left)
             self._rollback = _Rollback(went_to=None if state is None else state.global_step)
-        self._run.told = None
+        self._run.last_logged = None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """From here on there is nothing to stop."""
+        """Do not act after the end of training."""
         if self._run.is_missing and _is_main(state):
             self._run.warn_of_absence(self.metric)
         self._run = _Run(is_over=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """The curve so far and what is left of the cooldown."""
+        """The curve so far and the rest of the cooldown."""
         return asdict(self._curve)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue a saved curve; a cooldown that began since then goes on."""
+        """Continue a saved curve; a cooldown that has started since then continues."""
         documented = ("smoothed_loss", "best_smoothed_loss", "observation_count", "consecutive_above")
         further = {"cooldown_left": state_dict.get("cooldown_left", 0), "healthy_step": state_dict.get("healthy_step")}
         loaded = _Curve(*(state_dict[key] for key in documented), **further)
@@ -148,10 +149,10 @@ class DivergenceDetector(TrainerCallback):
             loaded.cooldown_left = max(loaded.cooldown_left, self._curve.cooldown_left)
         if self._rollback.is_asked:
             loaded.consecutive_above, self._rollback.is_restored = 0, True
-        self._curve, self._run.told, self._run.is_loaded = loaded, None, not self._run.is_training
+        self._curve, self._run.last_logged, self._run.is_loaded = loaded, None, not self._run.is_training
 
     def _value(self, record: Mapping[str, Any] | None, state: Any, is_evaluation: bool) -> float | None:
-        """The metric in a record; one without it is noted, as long as none had it."""
+        """The metric of a record; records without it are noted until the first that has it."""
         if self._run.is_over or not record or "anomaly" in record:
             return None
         value = record.get(self.metric)
@@ -173,7 +174,7 @@ class DivergenceDetector(TrainerCallback):
         curve.smoothed_loss, curve.best_smoothed_loss = smoothed, best
         curve.observation_count += 1
         is_above = self._is_above(smoothed, best)
-        if not is_above and not self._is_above(value, best):  # the smoothed value alone notices it too late
+        if not is_above and not self._is_above(value, best):  # the smoothed value alone reacts too late
             curve.healthy_step = None if state is None else state.global_step
         if curve.cooldown_left > 0:
             curve.cooldown_left -= 1
@@ -185,7 +186,7 @@ class DivergenceDetector(TrainerCallback):
                 self._act(f"{reason}{curve.consecutive_above} observations in a row", state, control)
 
     def _is_above(self, value: float, best: float) -> bool:
-        """Whether a value is too far from the best, on the wrong side of it."""
+        """Whether a value is worse than the best by more than a threshold."""
         worse, better = (value, best) if self.mode == "min" else (best, value)
         if self.threshold is not None and worse - better >= self.threshold:
             return True
@@ -214,57 +215,57 @@ class DivergenceDetector(TrainerCallback):
         healthy_step, went_to = self._curve.healthy_step, self._rollback.went_to
         bad_step = None if healthy_step is None else healthy_step + 1
         if went_to is not None and (healthy_step is None or healthy_step <= went_to):
-            bad_step = went_to  # a checkpoint from which the curve was never well again is as bad as what came after it
+            bad_step = went_to  # that checkpoint led to divergence again, so go back further
         if bad_step is None or not isinstance(control, Control):
             control.rollback(reason)
         else:
             details = {"bad_step": bad_step}
-            control.ask(Request("rollback", control.author, control.event, reason, control.rank, details))
+            control.add_request(Request("rollback", control.author, control.event, reason, control.rank, details))
         self._rollback.is_asked, self._rollback.is_restored = True, False
 
     def _check_control(self, control: Any) -> None:
         if self.action == "rollback" and not callable(getattr(control, "rollback", None)):
             raise ConfigError(
-                f"action='rollback' needs a control that can go back to a checkpoint, and {type(control).__name__} has "
-                f"no rollback(); train with Onstep's Trainer or pretrain(), or use action='stop' or 'abort'."
+                f"action='rollback' requires a control with rollback(), which {type(control).__name__} does not have; "
+                f"train with Onstep's Trainer or pretrain(), or use action='stop' or 'abort'."
             )
 
 
 DualTimeScaleDivergenceDetector = DivergenceDetector
-"""An older name of the same class."""
+"""An older name of `DivergenceDetector`."""
 
 DualWindowDivergenceDetector = DivergenceDetector
-"""An older name of the same class."""
+"""An older name of `DivergenceDetector`."""
 
 
 @dataclass
 class _Run:
-    """Where the training stands that the detector is told of."""
+    """The detector's state of the current training."""
 
     is_training: bool = False
     is_over: bool = False
     is_loaded: bool = False
-    """Whether the training that is about to begin continues a saved curve."""
+    """Whether the next training continues a saved curve."""
     has_observed: bool = False
-    told: tuple[int, float] | None = None
+    last_logged: tuple[int, float] | None = None
     """Step and value of the last `on_log`."""
     num_without: int = 0
-    """Records without the metric, as long as none had it: a mistyped name would watch nothing, silently."""
+    """Records without the metric while none has had it, since a mistyped name would silently watch nothing."""
     names: list[str] = field(default_factory=list)
-    """What there was instead, with numbers as values."""
+    """Names of the numeric metrics found instead."""
     has_warned: bool = False
 
     @property
     def is_missing(self) -> bool:
-        """Whether training goes on and the metric was not there yet."""
+        """Whether training is running and the metric has not appeared yet."""
         return self.is_training and not self.has_observed
 
     def note_absence(self, metric: str, record: Mapping[str, Any], is_evaluation: bool) -> None:
-        """Take in a record without the metric; those of the kind that would have it count."""
+        """Note a record without the metric; only records of the kind that should have it count."""
         numbers = [name for name, value in record.items() if isinstance(value, int | float)]
         self.names += [name for name in numbers if name not in self.names]
         has_evaluation = is_evaluation or any(name.startswith("eval_") for name in numbers)
-        if is_evaluation or not has_evaluation:  # an evaluation that is logged as well is told twice
+        if is_evaluation or not has_evaluation:  # an evaluation that is also logged arrives twice
             self.num_without += metric.startswith("eval") == has_evaluation
         if self.num_without >= 3:
             self.warn_of_absence(metric)
@@ -273,8 +274,8 @@ class _Run:
         if self.names and not self.has_warned:
             self.has_warned = True
             logger.warning(
-                "DivergenceDetector watches %r, and nothing that was logged or evaluated so far has it: nothing is "
-                "detected.%s There was: %s",
+                "DivergenceDetector watches %r, but nothing logged or evaluated so far has that metric, so nothing is "
+                "detected.%s Available: %s",
                 metric,
                 nearest(metric, self.names),
                 ", ".join(self.names),
@@ -283,26 +284,26 @@ class _Run:
 
 @dataclass
 class _Curve:
-    """What is known of the metric, under the names that a checkpoint has."""
+    """The curve of the metric, with the field names used in checkpoints."""
 
     smoothed_loss: float | None = None
     best_smoothed_loss: float | None = None
     observation_count: int = 0
     """Finite observations."""
     consecutive_above: int = 0
-    """Observations in a row that counted."""
+    """Counting observations in a row."""
     cooldown_left: int = 0
     healthy_step: int | None = None
-    """Step of the last observation that was not too far from the best, neither smoothed nor by itself."""
+    """Step of the last observation whose value and smoothed value were both close enough to the best."""
 
 
 @dataclass
 class _Rollback:
-    """The rollback that is asked for, and the one before it."""
+    """The requested rollback, and the one before it."""
 
     is_asked: bool = False
     is_restored: bool = False
-    """Whether the checkpoint had a state for the detector."""
+    """Whether the checkpoint contained the detector's state."""
     went_to: int | None = None
     """Step of the checkpoint that the last rollback loaded."""
 

@@ -1,4 +1,4 @@
-"""Ends training when an evaluation metric has stopped improving."""
+"""Stops training when an evaluation metric no longer improves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from onstep.config.part import is_number, is_whole, nearest
+from onstep.config.suggestions import nearest
+from onstep.config.values import is_integer_from, is_number
 from onstep.errors import ConfigError, require
 from onstep.events import TrainerCallback
 
@@ -17,23 +18,24 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, repr=False)
 class EarlyStopping(TrainerCallback):
-    """Asks for the end of training after `patience` evaluations in a row that did not improve on the best one.
+    """Stops training after `patience` evaluations in a row without improvement on the best value.
 
-    Counted are the evaluations while training runs; the ask is a stop, so the run ends after this step with its final
-    log and checkpoint. To end with the best weights, set `load_best_model_at_end`.
+    Only evaluations during training count. It requests a regular stop, so the run ends after the current step with its
+    final log and checkpoint. To end with the best weights, set `load_best_model_at_end`.
 
-    A run that begins at step 0 begins anew; one that continues keeps its best value and its patience.
+    A run that starts at step 0 starts from scratch; a resumed run keeps its best value and its patience.
 
     Args:
-        metric: Name of the metric in the evaluation; the prefix "eval_" may be left out.
-        patience: Evaluations in a row without improvement that end training, >= 1.
-        min_delta: How far a value must be beyond the best to be an improvement, >= 0.
-        mode: "min" for a metric that should fall, "max" for one that should rise.
-        stop_at: Ends training as soon as the metric is at least this good; None for never.
-        check_finite: Whether a metric that is NaN or infinite ends training at once; else it is no improvement.
+        metric: Name of the metric in the evaluation; the prefix "eval_" is optional.
+        patience: Evaluations in a row without improvement that stop training, >= 1.
+        min_delta: Minimum change that counts as an improvement, >= 0.
+        mode: "min" for a metric that should decrease, "max" for one that should increase.
+        stop_at: Stops training as soon as the metric is at least this good; None for never.
+        check_finite: Whether a NaN or infinite metric stops training immediately; otherwise it counts as no
+            improvement.
 
     Raises:
-        ConfigError: for a value that breaks a rule, and at an evaluation that has no such metric.
+        ConfigError: for an invalid value, and at an evaluation without the metric.
     """
 
     metric: str = "eval_loss"
@@ -46,10 +48,10 @@ class EarlyStopping(TrainerCallback):
     def __post_init__(self) -> None:
         delta, stop_at, metric = self.min_delta, self.stop_at, self.metric
         require(self.mode in ("min", "max"), "mode", "min | max", self.mode)
-        is_count = is_whole(self.patience, 1)
-        require(is_count, "patience", "a whole number >= 1", self.patience, "; 1 ends at the first one.")
+        is_count = is_integer_from(self.patience, 1)
+        require(is_count, "patience", "an integer >= 1", self.patience, "; 1 stops at the first failure.")
         is_distance = is_number(delta) and delta >= 0
-        require(is_distance, "min_delta", "a number >= 0", delta, "; mode says which way is better.")
+        require(is_distance, "min_delta", "a number >= 0", delta, "; the direction is set by mode.")
         is_limit = stop_at is None or (is_number(stop_at) and not math.isnan(stop_at))
         require(is_limit, "stop_at", "a number", stop_at, "; pass None for never.")
         is_name = isinstance(metric, str) and metric != ""
@@ -60,27 +62,27 @@ class EarlyStopping(TrainerCallback):
 
     @property
     def best(self) -> float | None:
-        """The best value so far; None before the first."""
+        """The best value so far; None before the first evaluation."""
         return self._record.best
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best value."""
+        """Step of the best value."""
         return self._record.best_step
 
     @property
     def wait_count(self) -> int:
-        """Evaluations since the best one."""
+        """Number of evaluations since the best one."""
         return self._record.wait_count
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin anew, unless the run continues."""
+        """Start from scratch, unless the run is resumed."""
         if state.global_step == 0 and not self._is_loaded:
             self._record = _Record()
         self._is_training, self._is_loaded = True, False
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **kwargs: Any) -> None:
-        """Compare the metric with the best one."""
+        """Compare the metric with its best value."""
         if not self._is_training:
             return
         name, value = self._find(metrics)
@@ -95,7 +97,7 @@ class EarlyStopping(TrainerCallback):
             control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """From here on there is nothing to stop."""
+        """Ignore evaluations after the end of training."""
         self._is_training = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,7 +105,7 @@ class EarlyStopping(TrainerCallback):
         return asdict(self._record)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue with saved values."""
+        """Restore saved values."""
         self._record = _Record(state_dict["best"], state_dict["best_step"], state_dict["wait_count"])
         self._is_loaded = not self._is_training
 
@@ -114,12 +116,12 @@ class EarlyStopping(TrainerCallback):
                 return name, float(metrics[name])
         known = [name for name, value in metrics.items() if isinstance(value, int | float)]
         raise ConfigError(
-            f"EarlyStopping watches {self.metric!r}, and the evaluation has no such metric."
+            f"EarlyStopping watches {self.metric!r}, but the evaluation has no such metric."
             f"{nearest(self.metric, known)} It has: {', '.join(known) or 'none'}."
         )
 
     def _judge(self, name: str, value: float, step: int) -> str | None:
-        """Take in a value; why training is to end, or None."""
+        """Record a value; returns the reason to stop training, or None."""
         record, is_finite = self._record, math.isfinite(value)
         if not is_finite and self.check_finite:
             return f"{name} is {value}"
@@ -140,7 +142,7 @@ class EarlyStopping(TrainerCallback):
 
 @dataclass
 class _Record:
-    """The evaluations so far. Not attributes of the callback: checkpoints know it by the plain ones."""
+    """The evaluations so far. Kept apart because the callback's own plain attributes identify it in checkpoints."""
 
     best: float | None = None
     best_step: int | None = None

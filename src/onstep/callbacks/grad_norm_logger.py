@@ -1,4 +1,4 @@
-"""Records the gradient norm of each parameter, at every evaluation, in `gradient_norms.json`."""
+"""Records the gradient norm of each parameter in `gradient_norms.json`, at every evaluation."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ logger: logging.Logger = logging.getLogger(__name__)
 class GradNormLogger(TrainerCallback):
     """Appends ``{"grad_norms": {<parameter>: <L2 norm>}}`` to ``<args.logging_dir>/gradient_norms.json``.
 
-    There is one record for each evaluated step: of the gradients of that step's update, as the optimizer got them, so
-    after clipping and averaged over ranks. `global_step` and `epoch` are those of the evaluation. Parameters without a
-    gradient are left out, a tied parameter stands under its first name.
+    There is one record per evaluated step, with the gradients of that step's update as seen by the optimizer: clipped
+    and averaged over ranks. `global_step` and `epoch` are those of the evaluation. Parameters without a gradient are
+    omitted; a tied parameter is listed under its first name.
 
-    Only evaluated steps cost anything. Where the evaluation is foreseen (every `eval_steps`, the last step of an epoch
-    or of the run) the norms are computed right before the update, without waiting for the device; where a callback asks
-    for it after the update, when the evaluation begins, from the gradients that are still there, which no optimizer of
-    torch changes. They are read in one copy off the device. Of sharded parameters (FSDP2, tensor parallelism) the norms
-    are those of the whole tensors.
+    Only evaluated steps have a cost. If the evaluation is foreseeable (every `eval_steps`, the last step of an epoch or
+    of the run), the norms are computed right before the update, without waiting for the device. If a callback requests
+    it after the update, they are computed when the evaluation begins, from the gradients that are still present, which
+    torch's optimizers do not modify. They are copied off the device in one transfer. For sharded parameters (FSDP2,
+    tensor parallelism), the norms are those of the full tensors.
 
-    The callback's state holds the norms measured last, so that a run that is stopped in an evaluation records them when
-    it continues. The file is continued, cut and kept as `JsonLogger` does it.
+    The callback's state contains the latest norms, so a run that is stopped during an evaluation records them when it
+    is resumed. The file is continued, truncated and preserved as by `JsonLogger`.
 
-    With an optimizer that updates inside the backward pass (`args.fuse_optim_with_backward`) there are no gradients to
-    see; the callback says so and records nothing.
+    With an optimizer that updates inside the backward pass (`args.fuse_optim_with_backward`), gradients cannot be
+    observed; the callback warns and records nothing.
     """
 
     def __init__(self) -> None:
@@ -43,33 +43,33 @@ class GradNormLogger(TrainerCallback):
         self._captured = _Captured()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Open the file, cut to the step that training continues from."""
-        folder = _folder(args)
+        """Open the file, truncated to the step that training resumes from."""
+        directory = _directory(args)
         if getattr(args, "fuse_optim_with_backward", False):
             logger.warning(
-                "%s records nothing: with fuse_optim_with_backward the gradients are gone before they can be measured",
+                "%s records nothing: with fuse_optim_with_backward, gradients are freed before they can be measured",
                 self.name,
             )
-        elif state.is_world_process_zero and folder is not None:
-            self._writer.open(folder, state.global_step)
+        elif state.is_world_process_zero and directory is not None:
+            self._writer.open(directory, state.global_step)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the gradients of a step that will be evaluated, without waiting for the device."""
-        if _folder(args) is not None:
+        if _directory(args) is not None:
             self._captured.live_step = state.global_step + 1
             if _is_foreseen(state):
                 self._capture(kwargs["model"])
 
     def on_eval_start(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Measure the gradients of a step whose evaluation was not foreseen."""
+        """Measure the gradients of a step whose evaluation was not foreseeable."""
         captured = self._captured
-        if _folder(args) is not None and state.global_step == captured.live_step != captured.step:
+        if _directory(args) is not None and state.global_step == captured.live_step != captured.step:
             self._capture(kwargs["model"])
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record the norms of the step that is evaluated. Collective where parameters are sharded."""
-        folder, model, captured = _folder(args), kwargs["model"], self._captured
-        if folder is None or captured.step != state.global_step:
+        """Record the norms of the evaluated step. Collective if parameters are sharded."""
+        directory, model, captured = _directory(args), kwargs["model"], self._captured
+        if directory is None or captured.step != state.global_step:
             return
         needs_all = is_sharded(named_parameters(model).values())
         if not (state.is_world_process_zero or needs_all):
@@ -81,23 +81,23 @@ class GradNormLogger(TrainerCallback):
             return
         norms = full_norms(captured.norms, model)
         if norms and state.is_world_process_zero:
-            self._writer.reopen(folder)
+            self._writer.reopen(directory)
             if self._writer.last_step != state.global_step:
                 self._writer.write_record(state.global_step, state.epoch, {"grad_norms": norms})
 
     def on_run_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Close the file; a later evaluation opens it again."""
+        """Close the file; a later evaluation reopens it."""
         self._writer.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the file stands, and this rank's norms of the last step, still on the device."""
+        """The position in the file, and this rank's norms of the last step, still on the device."""
         captured = self._captured
         names, values = list(captured.norms.names), captured.norms.values.clone()
         last = {"step": captured.step, "num_ranks": captured.num_ranks, "names": names, "values": values}
         return {"writer": self._writer.state_dict(), "last": last}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue a checkpoint's file when training begins; while training, go back to the checkpoint at once."""
+        """Restore a checkpoint's file position: when training begins, or immediately in a rollback."""
         self._writer.load_state_dict(state_dict["writer"])
         last = state_dict["last"]
         norms = LocalNorms(tuple(last["names"]), last["values"])
@@ -116,15 +116,15 @@ class _Captured:
     step: int = -1
     num_ranks: int = 0
     live_step: int = -1
-    """The step whose gradients are still there."""
+    """The step whose gradients are still present."""
 
 
-def _folder(args: Any) -> Path | None:
+def _directory(args: Any) -> Path | None:
     return None if getattr(args, "fuse_optim_with_backward", False) else logging_dir_of(args)
 
 
 def _is_foreseen(state: Any) -> bool:
-    """Whether the step that is going on is likely to be evaluated."""
+    """Whether the current step is likely to be evaluated."""
     step, interval = state.global_step + 1, state.eval_steps
     per_epoch = getattr(state, "epoch_train_steps", None)  # the state of transformers does not have it
     is_due = bool(interval) and step % interval == 0

@@ -1,4 +1,4 @@
-"""Adds the learning rate of every parameter group to what is logged."""
+"""Adds the learning rate of every parameter group to the logs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from onstep.events import TrainerCallback
 
 
 class LearningRateMonitor(TrainerCallback):
-    """Puts each parameter group's learning rate into the logs, under ``learning_rate/<group>``.
+    """Adds each parameter group's learning rate to the logs as ``learning_rate/<group>``.
 
-    A group's name is its entry "name", else its number; of two groups with one name the second is ``<name>-2``. A
-    single group without a name has no key of its own: its rate is `learning_rate`, which is logged anyway. Momentum and
-    weight decay follow the same rule, except that a single group's are logged as `momentum` and `weight_decay`. The
-    values are read from the optimizer when a step is logged: those that the next step uses.
+    A group is named by its entry "name", or else by its index; the second of two groups with the same name is
+    ``<name>-2``. A single unnamed group gets no extra key: its rate is `learning_rate`, which is always logged.
+    Momentum and weight decay follow the same rule, except that a single group's are logged as `momentum` and
+    `weight_decay`. The values are read from the optimizer when a step is logged, so they are those of the next step.
 
     Args:
-        log_momentum: Also log ``momentum/<group>``: the group's momentum, or the first of its betas.
+        log_momentum: Also log ``momentum/<group>``: the group's momentum, or its first beta.
         log_weight_decay: Also log ``weight_decay/<group>``.
     """
 
@@ -30,7 +30,7 @@ class LearningRateMonitor(TrainerCallback):
     def on_log_step(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any], optimizer: Any = None, **kwargs: Any
     ) -> None:
-        """Add the values to the step that is being logged."""
+        """Add the values to `logs`."""
         if optimizer is None or not state.is_world_process_zero:
             return
         groups = [group for group in optimizer.param_groups if group.get("params")]

@@ -1,4 +1,4 @@
-"""Where memory goes: the peak of every GPU, and what the process holds on to."""
+"""Reports memory use: `PeakMemory` for GPU peaks, `TraceMalloc` for growth of the Python process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from onstep.config.part import is_whole
+from onstep.config.values import is_integer_from
 from onstep.errors import MissingExtraError, require
 from onstep.events import TrainerCallback
 from onstep.metrics.console_table import format_gib
@@ -24,18 +24,18 @@ _MIB = 2**20
 
 
 class CudaMemory:
-    """What `PeakMemory` asks of torch's CUDA allocator, of this process's device."""
+    """Interface of `PeakMemory` to torch's CUDA allocator on this process's device."""
 
     def is_available(self) -> bool:
         """Whether there is a CUDA device."""
         return torch.cuda.is_available()
 
     def peak_bytes(self) -> int:
-        """Most bytes allocated since the statistics were reset."""
+        """Peak bytes allocated since the statistics were reset."""
         return int(torch.cuda.max_memory_allocated())
 
     def details(self) -> str:
-        """The allocator's own table of statistics."""
+        """The allocator's table of statistics."""
         return str(torch.cuda.memory_summary())
 
     def start_history(self) -> None:
@@ -43,11 +43,11 @@ class CudaMemory:
         record_memory_history(2 * MAX_EVENTS)
 
     def stop_history(self) -> None:
-        """Record no more, and let go of what was recorded."""
+        """Stop recording and discard what was recorded."""
         record_memory_history(None)
 
     def dump_history(self, path: str) -> None:
-        """Write what was recorded, for https://pytorch.org/memory_viz."""
+        """Write the recorded history, for https://pytorch.org/memory_viz."""
         write_memory_snapshot(Path(path))
 
 
@@ -55,25 +55,25 @@ class CudaMemory:
 class PeakMemory(TrainerCallback):
     """Reports the peak of allocated CUDA memory of every rank, during training and at its end.
 
-    While training it reads `peak_mem_allocated` of the logs, a list of one number a rank, since the loop resets torch's
-    statistics at each logged step. At the end every rank logs its own maximum. Without CUDA, or in a run on the CPU, it
-    does nothing.
+    During training it reads `peak_mem_allocated` from the logs, a list with one number per rank, since the loop resets
+    torch's statistics at each logged step. At the end, every rank logs its own maximum. Without CUDA, or in a run on
+    the CPU, it does nothing.
 
     Args:
         summary_writer: a TensorBoard `SummaryWriter`; gets the scalars `peak_memory_rank<i>` (bytes) at logged steps.
-        show_details: report the allocator's statistics as well: the text `peak_memory_details` in TensorBoard; in the
-            log at logged steps with `do_log`, else at the end.
+        show_details: also report the allocator's statistics: as the text `peak_memory_details` in TensorBoard, and in
+            the log, at logged steps with `do_log`, otherwise at the end.
         do_log: log a line with the peak of every rank at logged steps.
         enable_memory_snapshot: record every allocation with its stack, and write the history of each rank to
-            ``<file_prefix>_rank<R>.pickle`` when training ends, also by an exception such as running out of memory.
-            Recording takes up to about 1 GB of host memory.
-        file_prefix: path of the snapshots without their ending, relative to the working folder.
+            ``<file_prefix>_rank<R>.pickle`` when training ends, including by an exception such as an out-of-memory
+            error. Recording uses up to about 1 GB of host memory.
+        file_prefix: path of the snapshots without the suffix, relative to the working directory.
 
     Attributes:
         rank: this process's rank.
         world_size: number of ranks.
-        enabled: whether CUDA is available and the run uses it; known when training begins.
-        max_allocated: most bytes that this rank has had allocated in the training that began last.
+        enabled: whether CUDA is available and used by the run; set when training begins.
+        max_allocated: peak bytes allocated on this rank since training last began.
     """
 
     summary_writer: Any = None
@@ -88,11 +88,11 @@ class PeakMemory(TrainerCallback):
         self.enabled = False
         self.max_allocated = 0
         self.memory = CudaMemory()
-        """Where the numbers come from; replace it to report on another allocator."""
+        """Source of the numbers; replace it to report on another allocator."""
         self._records_history = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start anew, and record allocations where a snapshot is wanted."""
+        """Reset the maximum, and start recording allocations if a snapshot is requested."""
         self._stop_history()
         self.rank = getattr(state, "rank", self.rank)
         self.world_size = getattr(state, "num_processes", self.world_size)
@@ -104,7 +104,7 @@ class PeakMemory(TrainerCallback):
             self._records_history = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
-        """Take up the peaks of all ranks, and report them on rank 0."""
+        """Record this rank's peak, and report the peaks of all ranks on rank 0."""
         peaks = logs.get("peak_mem_allocated")
         if not self.enabled or not peaks:
             return
@@ -126,7 +126,7 @@ class PeakMemory(TrainerCallback):
                 logger.info("%s", self.memory.details())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Report this rank's maximum, and write its snapshot."""
+        """Report this rank's maximum and write its snapshot."""
         if not self.enabled:
             return
         self.max_allocated = max(self.max_allocated, self.memory.peak_bytes())
@@ -136,11 +136,11 @@ class PeakMemory(TrainerCallback):
         self._write_snapshot()
 
     def on_run_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record no more."""
+        """Stop recording."""
         self._stop_history()
 
     def _write_snapshot(self) -> None:
-        """A disk without room costs the snapshot, not the trained model."""
+        """Write the snapshot; a full disk only causes a warning."""
         if not self._records_history:
             return
         path = Path(f"{self.file_prefix}_rank{self.rank}.pickle")
@@ -149,7 +149,7 @@ class PeakMemory(TrainerCallback):
             self.memory.dump_history(str(path))
             logger.info("the memory history of rank %d is in %s", self.rank, path)
         except OSError as error:
-            logger.warning("the memory history of rank %d could not be written to %s: %s", self.rank, path, error)
+            logger.warning("cannot write the memory history of rank %d to %s: %s", self.rank, path, error)
         self._stop_history()
 
     def _stop_history(self) -> None:
@@ -160,22 +160,22 @@ class PeakMemory(TrainerCallback):
 
 @dataclass(eq=False, repr=False)
 class TraceMalloc(TrainerCallback):
-    """Logs, at every log, how the memory of rank 0 has grown and which lines of Python took it.
+    """Logs, at every logged step, how much the memory of rank 0 grew and which Python lines allocated it.
 
-    Python's own `tracemalloc` sees what Python objects hold, not the storage of tensors; the process's and the GPU's
-    numbers show that. Tracing makes Python several times slower: for looking into a leak, not for daily runs.
+    Python's `tracemalloc` sees the memory of Python objects, not the storage of tensors, which shows in the numbers of
+    the process and the GPU. Tracing slows Python down several times: use it to find a leak, not in regular runs.
 
-    A log at which PyTorch's profiler records has no report; the next one has what has grown since the last report.
+    There is no report while PyTorch's profiler records; the next report covers the time since the last one.
 
     Args:
-        top_k: lines of code to name, those that grew the most.
-        monitor_system_memory: report the process's resident and virtual memory (needs psutil) and the GPU's.
-        comprehensive_mode: besides the growth since the previous log, report the growth since training began, and how
-            many objects and tensors there are.
+        top_k: number of code lines to list, by growth.
+        monitor_system_memory: report the process's resident and virtual memory (requires psutil) and the GPU's memory.
+        comprehensive_mode: besides the growth since the previous report, report the growth since training began and the
+            numbers of objects and tensors.
 
     Raises:
-        ConfigError: for a `top_k` that is no whole number >= 1.
-        MissingExtraError: where training begins and psutil is missing, with `monitor_system_memory`.
+        ConfigError: if `top_k` is not an integer >= 1.
+        MissingExtraError: when training begins, if psutil is missing with `monitor_system_memory`.
     """
 
     ranks = "main"
@@ -184,7 +184,7 @@ class TraceMalloc(TrainerCallback):
     comprehensive_mode: bool = True
 
     def __post_init__(self) -> None:
-        require(is_whole(self.top_k, 1), "top_k", "a whole number >= 1", self.top_k, "; the default is 10.")
+        require(is_integer_from(self.top_k, 1), "top_k", "an integer >= 1", self.top_k, "; the default is 10.")
         self._process: Any = None
         self._system_before: dict[str, int] = {}
         self._owns_trace = False
@@ -192,14 +192,14 @@ class TraceMalloc(TrainerCallback):
         self._latest: tracemalloc.Snapshot | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start tracing, unless somebody does already."""
+        """Start tracing, unless tracing is already active."""
         self._stop()
         if self.monitor_system_memory:
             try:
                 import psutil
             except ImportError as error:
                 raise MissingExtraError(
-                    "TraceMalloc(monitor_system_memory=True) needs psutil; install it: pip install "
+                    "TraceMalloc(monitor_system_memory=True) requires psutil; install it: pip install "
                     "'onstep[diagnostics]', or pass monitor_system_memory=False."
                 ) from error
             self._process = psutil.Process()
@@ -210,12 +210,12 @@ class TraceMalloc(TrainerCallback):
         self._first = self._latest = _snapshot()
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Report what has grown since the previous log."""
+        """Report the growth since the previous report."""
         if self._first is None or self._latest is None or not tracemalloc.is_tracing():
             return
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-            # with stacks a profiler would record each of the million calls of a report
-            logger.info("no memory report at step %d, where a profiler records", state.global_step)
+            # a profiler with stacks would record each of the million calls of a report
+            logger.info("no memory report at step %d: a profiler is recording", state.global_step)
             return
         now = _snapshot()
         lines = [f"memory at step {state.global_step}", *self._system_lines()]
@@ -225,14 +225,14 @@ class TraceMalloc(TrainerCallback):
         if self.comprehensive_mode:
             lines += self._growth("the start of training", now, self._first)
             objects = gc.get_objects()
-            # by type: isinstance would ask lazy modules and proxies, which may answer with an import
+            # by type: isinstance would query lazy modules and proxies, which might trigger an import
             num_tensors = sum(issubclass(type(one), torch.Tensor) for one in objects)
             lines.append(f"  {len(objects)} objects, {num_tensors} of them tensors")
         self._latest = now
         logger.info("%s", "\n".join(lines))
 
     def on_run_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop tracing what this callback started."""
+        """Stop tracing if this callback started it."""
         self._stop()
 
     def _stop(self) -> None:
@@ -262,7 +262,7 @@ class TraceMalloc(TrainerCallback):
         ]
 
     def _system_memory(self) -> dict[str, int]:
-        """Bytes by name."""
+        """Memory sizes in bytes, by name."""
         memory = self._process.memory_info()
         sizes = {"resident (RSS)": memory.rss, "virtual (VMS)": memory.vms}
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -274,6 +274,6 @@ class TraceMalloc(TrainerCallback):
 
 
 def _snapshot() -> tracemalloc.Snapshot:
-    """What Python holds now, without what the tracing itself does."""
+    """A snapshot of Python's allocations, without those of the tracing itself."""
     ignored = [tracemalloc.Filter(False, tracemalloc.__file__), tracemalloc.Filter(False, __file__)]
     return tracemalloc.take_snapshot().filter_traces(ignored)

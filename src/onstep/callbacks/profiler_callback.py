@@ -1,4 +1,4 @@
-"""Profiles a few training steps and writes a trace of them."""
+"""Profiles a few training steps with PyTorch's profiler and writes a trace of them."""
 
 from __future__ import annotations
 
@@ -21,39 +21,40 @@ from onstep.metrics.torch_profiler import SoleProfiler, is_recording, write_trac
 logger: logging.Logger = logging.getLogger(__name__)
 
 _active: weakref.WeakSet[ProfilerCallback] = weakref.WeakSet()
-"""Callbacks of this process whose training goes on, at most one: a second profiler ends the process by a fault."""
+"""Callbacks of this process that are in training, at most one: a second profiler would crash the process."""
 
 
 class ProfilerCallback(TrainerCallback):
-    """Profiles `num_steps` training steps of every rank, and exports a Chrome trace and summary tables.
+    """Profiles `num_steps` training steps on every rank, and exports a Chrome trace and summary tables.
 
     Each rank writes ``<output_dir>/real_training_rank<R>.json``, for Perfetto or chrome://tracing; rank 0 prints the
-    operations by their time on the CPU and, with a GPU, on the GPU. Every step stands in the trace as ``step <n>``,
-    with the number that the logs have. Steps count from this process's first one, so a resumed run is profiled too.
-    Where fewer steps than the window are left, the window moves forward and shrinks; a run that ends unexpectedly
-    inside it, also by an exception, writes what there is. A trace that could not be written whole costs a warning.
+    operations sorted by CPU time and, with a GPU, by GPU time. Every step appears in the trace as ``step <n>``,
+    numbered as in the logs. The window is counted from this process's first step, so resumed runs are profiled too. If
+    fewer steps than the window remain, the window starts earlier and shrinks; a run that ends inside the window, even
+    by an exception, writes what was recorded. An incomplete trace only causes a warning.
 
-    PyTorch has one profiler for a process. So a second ProfilerCallback of a run is refused, and one inside a profiler
-    of your own; where yours records at the beginning of the window, nothing is profiled and a warning says so.
+    PyTorch supports one profiler per process. A second ProfilerCallback in a run is therefore rejected, and so is one
+    inside a profiler of your own; if yours is recording when the window begins, nothing is profiled and a warning is
+    logged.
 
     Args:
-        start_step: steps of this process to let pass first.
-        num_steps: steps to record.
-        output_dir: folder of the traces, made where it is missing.
-        with_stack: record the Python stack of each operation (costs time and space, above all for the export, in which
-            this rank stands still).
+        start_step: number of steps of this process before the window.
+        num_steps: number of steps to record.
+        output_dir: directory of the traces, created if missing.
+        with_stack: record the Python stack of each operation (costs time and space, mostly in the export, which blocks
+            this rank).
         with_flops: estimate the FLOPs of matrix products and convolutions.
         record_shapes: record the shapes of inputs.
         profile_memory: record allocations.
-        warmup_steps: steps right before the window in which the profiler runs already and records nothing.
+        warmup_steps: steps right before the window during which the profiler runs but discards its results.
 
     Raises:
-        ConfigError: for a window that is none; when training begins, for an `output_dir` that cannot be made, and where
-            there is another profiler.
+        ConfigError: for an invalid window; when training begins, if `output_dir` cannot be created or another profiler
+            is active.
     """
 
     is_profiler = True
-    """`profiling.use_pytorch_profiler` is refused beside it."""
+    """Makes a run reject `profiling.use_pytorch_profiler` in combination with this callback."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class ProfilerCallback(TrainerCallback):
         ):
             if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
                 raise ConfigError(
-                    f"{name} must be a whole number >= {least}, got {value!r}; the defaults of start_step, num_steps "
+                    f"{name} must be an integer >= {least}, got {value!r}; the defaults of start_step, num_steps "
                     "and warmup_steps are 3, 5 and 1."
                 )
         self.start_step = start_step
@@ -86,35 +87,35 @@ class ProfilerCallback(TrainerCallback):
         self.profile_memory = profile_memory
         self.warmup_steps = warmup_steps
         self.trace_path: Path | None = None
-        """This rank's latest trace."""
+        """Path of this rank's latest trace."""
         self._profiler: SoleProfiler | None = None
         self._step_mark: AbstractContextManager[object] | None = None
         self._window = range(0)
-        """Steps to record, counted from this process's first."""
+        """Steps to record, counted from this process's first step."""
         self._is_due = False
         self._is_over = False
-        """Whether there is nothing more to record in this training."""
+        """Whether recording is finished for this training."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Settle which steps are recorded."""
+        """Determine which steps to record."""
         self._close()
         self.trace_path, self._is_due, self._is_over, self._window = None, False, False, range(0)
         if is_recording():
             raise ConfigError(
-                "ProfilerCallback cannot profile inside another profiler, and one is recording; end that one before "
-                "training, or leave the callback out."
+                "ProfilerCallback cannot run inside another profiler, which is recording; stop that one before "
+                "training, or drop the callback."
             )
         other = next(iter(_active), None)
         if other is not None:
             raise ConfigError(
-                f"a process has one profiler, there is a ProfilerCallback already (output_dir={other.output_dir!r}); "
-                "leave one of them out, or profile in two runs."
+                f"a process can have one ProfilerCallback, and one is already active (output_dir="
+                f"{other.output_dir!r}); drop one of them, or profile in two runs."
             )
         try:
             Path(self.output_dir).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"output_dir={self.output_dir!r} cannot be made: {error}; name a folder that can hold the traces."
+                f"cannot create output_dir={self.output_dir!r}: {error}; choose a writable directory for the traces."
             ) from error
         limit, done = state.max_steps, state.global_step
         self._window = _window(self.start_step, self.num_steps, limit - done if limit > 0 else None)
@@ -125,7 +126,7 @@ class ProfilerCallback(TrainerCallback):
         """Start the profiler before the first step, and mark the step."""
         if self._is_due:
             self._is_due = False
-            # a state without a rank is of a run that torchrun's environment describes
+            # without a rank in the state, torchrun's environment provides it
             self._profiler = self._made(int(getattr(state, "rank", os.environ.get("RANK") or 0)))
             self._profiler.start()
         if self._profiler is not None and not self._profiler.gave_way:
@@ -134,7 +135,7 @@ class ProfilerCallback(TrainerCallback):
             self._step_mark = mark
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Go on to the next step; after the last one of the window, end the profiler."""
+        """Advance the profiler to the next step; stop it after the last step of the window."""
         if self._profiler is None:
             return
         self._end_step()
@@ -147,17 +148,17 @@ class ProfilerCallback(TrainerCallback):
         self._close()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write what was recorded, where the training ended before the window did."""
+        """Write what was recorded if training ends inside the window."""
         self._close()
         if not self._is_over and self._window:
             logger.warning(
-                "the training ended before step %d of this process: nothing was profiled; lower start_step=%d",
+                "training ended before step %d of this process, so nothing was profiled; lower start_step=%d",
                 self._window.start + 1,
                 self.start_step,
             )
 
     def on_run_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave no profiler open."""
+        """Stop a profiler that is still active."""
         self._close()
 
     def _made(self, rank: int) -> SoleProfiler:
@@ -174,7 +175,7 @@ class ProfilerCallback(TrainerCallback):
         return SoleProfiler(made, "ProfilerCallback")
 
     def _action(self, step: int) -> ProfilerAction:
-        """What the profiler does at a step, counted from this process's first."""
+        """The profiler's action at a step, counted from this process's first step."""
         if step in self._window:
             return ProfilerAction.RECORD_AND_SAVE if step == self._window[-1] else ProfilerAction.RECORD
         if self._window.start - self.warmup_steps <= step < self._window.start:
@@ -186,12 +187,12 @@ class ProfilerCallback(TrainerCallback):
         path = Path(self.output_dir) / f"real_training_rank{rank}.json"
         if self.with_stack:
             logger.warning(
-                "writing the trace of %d steps with Python's stack; training waits, and this may take long (faster: "
-                "with_stack=False, or fewer num_steps)",
+                "writing the trace of %d steps with Python stacks; this blocks training and can take long (to speed it "
+                "up, use with_stack=False or fewer num_steps)",
                 len(self._window),
             )
             if tracemalloc.is_tracing():
-                logger.warning("tracemalloc is tracing, which makes it some ten times as long; leave TraceMalloc out")
+                logger.warning("tracemalloc is tracing, which makes it about 10x slower; drop TraceMalloc")
         if not write_trace(profiler, path):
             return
         self.trace_path = path
@@ -199,10 +200,10 @@ class ProfilerCallback(TrainerCallback):
             return
         try:
             averages = profiler.key_averages()
-        except UnicodeDecodeError as error:  # the profiler loses names of Python frames, rarely, in forked processes
-            logger.warning("the profiler's tables cannot be made (%s); the trace is in %s", error, path)
+        except UnicodeDecodeError as error:  # in forked processes, the profiler rarely corrupts names of frames
+            logger.warning("cannot create the profiler's tables (%s); the trace is in %s", error, path)
             return
-        print(averages.table(sort_by="cpu_time_total", row_limit=30))  # noqa: T201 - the tables are what was asked for
+        print(averages.table(sort_by="cpu_time_total", row_limit=30))  # noqa: T201 - printing the tables is the purpose
         if any(event.device_time_total > 0 for event in averages):
             print(averages.table(sort_by="device_time_total", row_limit=30))  # noqa: T201 - as above
         logger.info("profiled %d steps: %s", len(self._window), path)
@@ -213,7 +214,7 @@ class ProfilerCallback(TrainerCallback):
             mark.__exit__(None, None, None)
 
     def _close(self) -> None:
-        """Stop the profiler; one that was recording exports what it has."""
+        """Stop the profiler; if it is recording, it exports what it has."""
         self._end_step()
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
@@ -223,7 +224,7 @@ class ProfilerCallback(TrainerCallback):
 
 
 def _window(start: int, length: int, steps_left: int | None) -> range:
-    """The steps to record: those asked for, else as many before the end as there are."""
+    """The steps to record: the requested ones, or as many as fit before the end."""
     if steps_left is not None and start + length > steps_left:
         start = max(0, min(start, steps_left - length))
         length = min(length, max(0, steps_left))

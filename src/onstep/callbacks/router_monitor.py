@@ -1,4 +1,4 @@
-"""Watches how routers of mixtures of experts spread their tokens, layer by layer."""
+"""Monitors the load balance of mixture-of-experts routers, layer by layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from onstep.config.part import is_whole
+from onstep.config.values import is_integer_from
 from onstep.errors import require
 from onstep.events import Callback, CallbackContext
 from onstep.metrics.moe_losses import RouterLoad, router_load
@@ -22,56 +22,56 @@ _OF_LAYER = ("load_min", "load_max", "load_cv", "dead_experts", "entropy", "drop
 _SUMMARY = ("load_min", "load_max", "load_cv", "load_cv_max", "dead_experts", "entropy", "dropped", "collapsed_layers")
 
 _OTHERS = ("tokens", "dropped", "entropy")
-"""What a router may count beside its loads."""
+"""Optional counts of a router besides its loads."""
 
 
 @runtime_checkable
 class CountsRouting(Protocol):
-    """What a module must have to be watched.
+    """The interface of modules that can be monitored.
 
-    A module that counts its entropies only when asked to has an attribute `measures_entropy`, which is set.
+    A module that measures entropies only on request has an attribute `measures_entropy`, which is set to True.
     """
 
     def routing_totals(self) -> Mapping[str, Tensor] | None:
-        """What this rank has routed in training so far, on the device; None before the first time.
+        """Totals of this rank's routing in training so far, on the device; None before the first forward pass.
 
-        `load` (experts,), how often each expert was chosen; and where they are known `tokens`, `dropped` (choices
-        without room) and `entropy` (sum over tokens of the entropy of the scores, in nats), without dimensions. The
-        numbers only grow. A repetition by activation checkpointing must not be counted again: see
-        `onstep.models.is_recomputing`.
+        `load` (experts,) is the number of times each expert was chosen. If known, `tokens`, `dropped` (choices beyond
+        the capacity) and `entropy` (sum over tokens of the entropy of the scores, in nats) are 0-d. The numbers only
+        increase. Recomputation by activation checkpointing must not be counted: see `onstep.models.is_recomputing`.
         """
         ...
 
 
 @dataclass(eq=False, repr=False)
 class RouterMonitor(Callback):
-    """Adds the load of the experts, layer by layer, to `logs`, and names routers that collapse.
+    """Adds the load of the experts, layer by layer, to `logs`, and warns of collapsed routers.
 
-    It finds every module that has `routing_totals` (`CountsRouting`), as the routers of Onstep's models do. What they
-    count is over all micro-batches and ranks since the last logged step; it stays on the device until then, and is read
-    at once.
+    It finds every module that has `routing_totals` (`CountsRouting`), such as the routers of Onstep's models. Their
+    counts cover all micro-batches and ranks since the last logged step. They stay on the device until the next logged
+    step and are then read in one transfer.
 
-    Of each layer, under `moe/layer_<index>/` (or the module's name, for a module without `layer_index`):
+    For each layer, under `moe/layer_<index>/` (or the module's name, for a module without `layer_index`):
 
-    - `load_min`, `load_max`: choices of the least and the most chosen expert, as multiples of an even share;
-    - `load_cv`: standard deviation of the experts' choices over their mean;
-    - `dead_experts`: experts that nobody chose;
-    - `entropy`: mean entropy of the tokens' scores, as a share of the largest possible;
-    - `dropped`: share of the choices that were dropped.
+    - `load_min`, `load_max`: load of the least and the most used expert, as multiples of a balanced load;
+    - `load_cv`: standard deviation of the experts' loads divided by their mean;
+    - `dead_experts`: number of experts that were never chosen;
+    - `entropy`: mean entropy of the tokens' scores, as a fraction of the maximum;
+    - `dropped`: fraction of choices that were dropped.
 
-    Over all layers, under `moe/`: the least `load_min`, the largest `load_max`, `load_cv` as a mean and `load_cv_max`,
-    the sum of `dead_experts`, the least `entropy`, the mean `dropped`, and `collapsed_layers`.
+    Over all layers, under `moe/`: the minimum of `load_min`, the maximum of `load_max`, the mean of `load_cv`,
+    `load_cv_max`, the sum of `dead_experts`, the minimum of `entropy`, the mean of `dropped`, and `collapsed_layers`.
 
-    A router has collapsed where the number of experts in use, the exponential of its load's entropy, has gone nearly
-    all of the way from all of them to as few as a token goes to. A warning names it, once until it recovers.
+    The effective number of experts is the exponential of the load's entropy. It ranges from all experts (balanced) to
+    the number of experts per token (collapsed); a router counts as collapsed when it has fallen nearly all the way. A
+    warning names the router, once until it recovers.
 
     Args:
-        max_keys: the most keys that are ever added. Where the layers have more, the worst ones are shown instead, as
-            `moe/worst_1/...` and so on, with their `layer`; the largest `load_cv` is the worst.
-        collapse_threshold: how much of that way is a collapse, above 0 and up to 1.
+        max_keys: maximum number of keys to add. If the layers have more, the worst layers (by `load_cv`) are shown
+            instead, as `moe/worst_1/...` and so on, with their `layer`.
+        collapse_threshold: fraction of that range that counts as a collapse, above 0 and at most 1.
 
     Raises:
-        ConfigError: no room for the keys over all layers, or a threshold out of its range.
+        ConfigError: if `max_keys` is too small for the keys over all layers, or the threshold is out of range.
     """
 
     max_keys: int = 64
@@ -79,8 +79,8 @@ class RouterMonitor(Callback):
 
     def __post_init__(self) -> None:
         least = len(_SUMMARY)
-        rule = f"a whole number >= {least}, the keys over all layers"
-        require(is_whole(self.max_keys, least), "max_keys", rule, self.max_keys, "")
+        rule = f"an integer >= {least}, the number of keys over all layers"
+        require(is_integer_from(self.max_keys, least), "max_keys", rule, self.max_keys, "")
         is_share = 0 < self.collapse_threshold <= 1
         require(is_share, "collapse_threshold", "above 0 and at most 1", self.collapse_threshold, "")
         self.collapsed: list[str] = []
@@ -101,7 +101,7 @@ class RouterMonitor(Callback):
             if hasattr(module, "measures_entropy"):
                 module.measures_entropy = True
         if not self._routers and context.rank == 0:
-            logger.warning("RouterMonitor found no module with routing_totals(); it reports nothing")
+            logger.warning("RouterMonitor found no module with routing_totals() and reports nothing")
         self._start_interval()
 
     def on_log_step(self, context: CallbackContext) -> None:
@@ -119,7 +119,7 @@ class RouterMonitor(Callback):
         logs.update(self._by_layer(loads))
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank has counted since the last logged step, and which layers have been warned of."""
+        """This rank's counts since the last logged step, and the layers that have been warned about."""
         counts = {label: counted.cpu() for label, counted in self._counted().items()}
         return {"counts": counts, "collapsed": list(self.collapsed)}
 
@@ -133,7 +133,7 @@ class RouterMonitor(Callback):
         self._before = {label: counts.clone() for label, counts in self._totals().items()}
 
     def _totals(self) -> dict[str, Tensor]:
-        """Of each router one vector: its loads, then whether it counts each of the others, and how much."""
+        """One vector per router: its loads, followed by the optional counts it has."""
         found = {}
         for label, router in self._routers.items():
             totals = router.routing_totals()
@@ -144,7 +144,7 @@ class RouterMonitor(Callback):
         return found
 
     def _counted(self) -> dict[str, Tensor]:
-        """What this rank has counted since the last logged step."""
+        """This rank's counts since the last logged step."""
         counted = {}
         for label, totals in self._totals().items():
             before, carried = self._before.get(label), self._carried.get(label)
@@ -191,7 +191,7 @@ class RouterMonitor(Callback):
             if label not in self.collapsed:
                 load = loads[label]
                 logger.warning(
-                    "the router of %s has collapsed: its most chosen expert takes %.2f times an even share, and %d "
+                    "the router of %s has collapsed: its most used expert has %.2f times a balanced load, and %d "
                     "experts are dead; raise moe_aux_loss_coeff, or lower the learning rate of the router",
                     label,
                     load.load_max,

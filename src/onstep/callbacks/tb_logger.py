@@ -1,4 +1,4 @@
-"""Writes metrics and a description of the run for TensorBoard."""
+"""Writes metrics and a description of the run to TensorBoard."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any
 
-from onstep.config.part import nearest
+from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 from onstep.events import TrainerCallback
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 Transform = Callable[[Any, Mapping[str, Any]], float | None]
-"""Turns a metric, with all others beside it, into what is shown; None shows nothing."""
+"""Maps a metric, given all metrics, to the value to plot; None plots nothing."""
 
 
 @dataclass(frozen=True)
 class TBScalar:
-    """A chart of TensorBoard and where its values come from."""
+    """A TensorBoard chart and the source of its values."""
 
     tag: str
     """Name of the chart."""
     source: str = ""
-    """The metric in the logs or in an evaluation; "" is the tag with "_" for each "-"."""
+    """Name of the metric in the logs or in an evaluation; "" uses the tag with "-" replaced by "_"."""
     transform: Transform | None = None
-    """`transform(value, metrics)`; None shows the value as it is, and the largest one of a list."""
+    """`transform(value, metrics)`; None plots the value unchanged, or the maximum of a list."""
 
     def value(self, metrics: Mapping[str, Any]) -> float | None:
-        """What the chart gets from these metrics; None for nothing."""
+        """The value to plot for these metrics; None for none."""
         value = metrics.get(self.source or self.tag.replace("-", "_"))
         if value is None:
             return None
@@ -43,7 +43,7 @@ class TBScalar:
 
 
 def perplexity(loss: float, metrics: Mapping[str, Any]) -> float:
-    """e to the power of a mean loss in nats; infinity where that is too large for a float."""
+    """The exponential of a mean loss in nats; infinity if it overflows."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -51,7 +51,7 @@ def perplexity(loss: float, metrics: Mapping[str, Any]) -> float:
 
 
 def default_tb_scalars() -> dict[str, TBScalar]:
-    """The charts that `TBLogger` fills unless told otherwise, by tag."""
+    """The default charts of `TBLogger`, by tag."""
     scalars = (
         TBScalar("train-loss", "loss"),
         TBScalar("learning-rate"),
@@ -65,25 +65,26 @@ def default_tb_scalars() -> dict[str, TBScalar]:
 class TBLogger(TrainerCallback):
     """Writes scalars at every `on_log` and `on_evaluate`, and texts about the run at its start and end.
 
-    A chart gets one point a step: a second evaluation at a step adds only what the first did not have. The texts are
-    "experiment" (where there is `experiment_info`) and "training_info" when training begins, and "train_results" (the
-    last entry of the log history) when it ends. A continued run writes of the first two only what has changed, at its
-    first new step, so that it is hidden with that step when the run is continued once more. A step that the anomaly
-    gate left out becomes a text "anomaly" and no point, since its loss is not that of any update.
+    A chart gets one point per step: a second evaluation at a step adds only metrics that the first did not have. The
+    texts are "experiment" (if there is `experiment_info`) and "training_info" when training begins, and "train_results"
+    (the last entry of the log history) when it ends. A resumed run writes the first two only if they have changed, at
+    its first new step, so they are hidden with that step if the run is resumed again. A step skipped by the anomaly
+    gate becomes a text "anomaly" instead of a point, since its loss does not belong to an update.
 
-    The writer is flushed at every telling and never closed: it belongs to who made it. With a `ResumableSummaryWriter`,
-    which is a callback too, a continued run shows each step once.
+    The writer is flushed at every event and never closed: its creator owns it. With a `ResumableSummaryWriter`, which
+    must be registered as a callback too, a resumed run shows each step once.
 
     Args:
-        summary_writer: A `torch.utils.tensorboard.SummaryWriter` or what has its `add_scalar`, `add_text` and `flush`.
-        scalars: Changes to `default_tb_scalars()`, by tag: a dictionary with `source` and `transform` (both may be
-            left out), a whole `TBScalar`, or None to leave a default out. A `transform` that raises costs a warning
-            and the point.
-        experiment_info: What to write down about the experiment: a dictionary, or a text in markdown.
+        summary_writer: A `torch.utils.tensorboard.SummaryWriter`, or an object with its `add_scalar`, `add_text` and
+            `flush`.
+        scalars: Changes to `default_tb_scalars()`, by tag: a dictionary with `source` and `transform` (both optional),
+            a `TBScalar`, or None to remove a default. If a `transform` raises, a warning is logged and the point is
+            omitted.
+        experiment_info: Description of the experiment: a dictionary, or a Markdown text.
 
     Raises:
-        ConfigError: for a field that a scalar does not have.
-        TypeError: for something else as a scalar, or a writer that cannot write.
+        ConfigError: for an unknown field of a scalar.
+        TypeError: for an invalid scalar, or a writer without `add_scalar`.
     """
 
     ranks = "main"
@@ -96,8 +97,8 @@ class TBLogger(TrainerCallback):
     ) -> None:
         if not callable(getattr(summary_writer, "add_scalar", None)):
             raise TypeError(
-                f"summary_writer must be a SummaryWriter or ResumableSummaryWriter, got {summary_writer!r}; for a "
-                f"folder pass ResumableSummaryWriter(folder)."
+                f"summary_writer must be a SummaryWriter or ResumableSummaryWriter, got {summary_writer!r}; to write "
+                f"to a directory, pass ResumableSummaryWriter(directory)."
             )
         self.summary_writer = summary_writer
         self.scalars = _merged(default_tb_scalars(), scalars or {})
@@ -105,13 +106,13 @@ class TBLogger(TrainerCallback):
         self._written: dict[str, int] = {}
         """Step of the newest point or text of each tag."""
         self._described: dict[str, str] = {}
-        """Digest of each text about the run, as far as a continued run has to know."""
+        """Digest of each text about the run, for resumed runs."""
         self._failed: set[str] = set()
-        """Tags whose `transform` has raised, which is said once each."""
+        """Tags whose `transform` has raised; each is reported once."""
 
     @staticmethod
     def mapping_as_markdown(mapping: Mapping[str, Any]) -> str:
-        """The mapping as markdown: a fenced block with a line ``key: value`` for each entry."""
+        """Format a mapping as Markdown: a fenced block with one line ``key: value`` per entry."""
         text = "\n".join(f"{key}: {value}" for key, value in mapping.items())
         longest = max((len(run) for run in re.findall("`+", text)), default=0)
         fence = "`" * max(3, longest + 1)
@@ -124,7 +125,7 @@ class TBLogger(TrainerCallback):
         self._written.clear()
         if state.global_step == 0:
             self._described.clear()
-        texts = {"training_info": self.mapping_as_markdown(_facts(args, state, kwargs))}
+        texts = {"training_info": self.mapping_as_markdown(_info(args, state, kwargs))}
         if self.experiment_info:
             info = self.experiment_info
             texts["experiment"] = info if isinstance(info, str) else self.mapping_as_markdown(info)
@@ -136,7 +137,7 @@ class TBLogger(TrainerCallback):
         self.summary_writer.flush()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any) -> None:
-        """Write what is logged."""
+        """Write a logged step."""
         if not state.is_world_process_zero:
             return
         if "anomaly" in logs:
@@ -152,25 +153,25 @@ class TBLogger(TrainerCallback):
             self.summary_writer.flush()
 
     def on_predict(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **kwargs: Any) -> None:
-        """Write a test, where there are scalars for it."""
+        """Write a test, for metrics that have a scalar."""
         self.on_evaluate(args, state, control, metrics)
 
     def on_checkpoint_load(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After a rollback the steps that were undone are written anew."""
+        """Allow the steps undone by a rollback to be written again."""
         self._written.clear()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write down the results, if anything was logged."""
+        """Write the results, if anything was logged."""
         if state.is_world_process_zero and state.log_history:
             self._text("train_results", self.mapping_as_markdown(state.log_history[-1]), state.global_step)
             self.summary_writer.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Digests of the texts about the run, so that a continued run does not repeat them."""
+        """Digests of the texts about the run, so that a resumed run does not repeat them."""
         return {"described": dict(self._described)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue a run that has been described."""
+        """Restore the digests of the texts that have been written."""
         self._described = dict(state_dict["described"])
 
     def _points(self, metrics: Mapping[str, Any], step: int) -> None:
@@ -180,13 +181,13 @@ class TBLogger(TrainerCallback):
                 self.summary_writer.add_scalar(tag, value, global_step=step)
 
     def _value(self, scalar: TBScalar, metrics: Mapping[str, Any]) -> float | None:
-        """What the chart gets; nothing where its own code fails, since a picture must not end a run."""
+        """The value to plot; None if its transform fails, since a chart must not end a run."""
         try:
             return scalar.value(metrics)
         except Exception as error:  # noqa: BLE001 - a user's transform may raise anything
             if scalar.tag not in self._failed:
                 self._failed.add(scalar.tag)
-                logger.warning("TBLogger leaves out scalar %r: its transform raised %r", scalar.tag, error)
+                logger.warning("TBLogger skips scalar %r: its transform raised %r", scalar.tag, error)
             return None
 
     def _text(self, tag: str, text: str, step: int) -> None:
@@ -194,14 +195,14 @@ class TBLogger(TrainerCallback):
             self.summary_writer.add_text(tag, text, global_step=step)
 
     def _is_new(self, tag: str, step: int) -> bool:
-        """Whether the tag has nothing at this step yet; from now on it has."""
+        """Whether the tag has no point at this step yet; marks it as written."""
         is_new = self._written.get(tag) != step
         self._written[tag] = step
         return is_new
 
 
 def _merged(defaults: dict[str, TBScalar], changes: Mapping[str, Any]) -> dict[str, TBScalar]:
-    """The defaults with the changes laid over them, new ones last."""
+    """The defaults updated with the changes; new scalars come last."""
     merged = dict(defaults)
     known = [field.name for field in fields(TBScalar)]
     for tag, change in changes.items():
@@ -215,12 +216,12 @@ def _merged(defaults: dict[str, TBScalar], changes: Mapping[str, Any]) -> dict[s
                     raise ConfigError(f"scalar {tag!r} has no field {name!r}.{nearest(name, known)} It has: {known}.")
             merged[tag] = replace(merged.get(tag, TBScalar(tag)), **change)
         else:
-            raise TypeError(f"scalar {tag!r} must be a dictionary, a TBScalar or None (leave out), got {change!r}.")
+            raise TypeError(f"scalar {tag!r} must be a dictionary, a TBScalar or None (to remove it), got {change!r}.")
     return {scalar.tag: scalar for scalar in merged.values()}
 
 
 def _number(value: Any) -> float | None:
-    """A plain number, infinite where it is too large for a float; of a list the largest; None for what is none."""
+    """Convert to a float, infinite on overflow; for a list, the maximum; None for anything that is not a number."""
     if isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "ndim", 1) > 0:
         numbers = [number for number in map(_number, value) if number is not None]
         return max(numbers, default=None)
@@ -230,32 +231,32 @@ def _number(value: Any) -> float | None:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
-    except (TypeError, ValueError):  # a complex number, a text of numpy
+    except (TypeError, ValueError):  # a complex number, a numpy string
         return None
 
 
-def _facts(args: Any, state: Any, told: Mapping[str, Any]) -> dict[str, Any]:
-    """What is about to be trained, on how much, and the arguments that are set; they leave out secrets themselves."""
+def _info(args: Any, state: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts about the model, data and arguments of the run; `to_dict` of the arguments omits secrets."""
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     ranks: int = getattr(state, "num_processes", 1)
     batch: list[int] = [getattr(args, name) for name in names if getattr(args, name, None) is not None]
-    optimizer = told.get("optimizer")
-    facts = {
+    optimizer = fields.get("optimizer")
+    info = {
         "max_steps": state.max_steps,
         "num_train_epochs": state.num_train_epochs,
         "total_train_batch_size": math.prod([*batch, ranks]) if len(batch) == len(names) else None,
         "num_processes": ranks,
-        **_sizes(told.get("model")),
+        **_sizes(fields.get("model")),
         "optimizer": None if optimizer is None else type(getattr(optimizer, "optimizer", optimizer)).__name__,
     }
     to_dict = getattr(args, "to_dict", None)
     arguments: Mapping[str, Any] = to_dict() if callable(to_dict) else {}
-    facts |= {f"args.{key}": value for key, value in arguments.items()}
-    return {key: value for key, value in facts.items() if value is not None}
+    info |= {f"args.{key}": value for key, value in arguments.items()}
+    return {key: value for key, value in info.items() if value is not None}
 
 
 def _sizes(model: Any) -> dict[str, Any]:
-    """Parameter counts of a model or of a list of model chunks (this rank's part); a shared one counts once."""
+    """Parameter counts of a model or list of model chunks (this rank's part); shared parameters count once."""
     if model is None:
         return {}
     chunks = model if isinstance(model, (list, tuple)) else [model]

@@ -1,4 +1,4 @@
-"""Text that the model makes of a few prompts, now and then, to look at."""
+"""Generates text samples from a few prompts during training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from onstep.checkpoint import RngState
-from onstep.config.part import is_whole
+from onstep.config.values import is_integer_from
 from onstep.errors import ConfigError, require
 from onstep.events import TrainerCallback
 from onstep.models.generation.prompts import (
@@ -24,43 +24,44 @@ from onstep.models.generation.prompts import (
     encode_prompt,
     eos_of,
 )
-from onstep.models.modes import kept_modes
+from onstep.models.modes import preserve_modes
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 TAG = "eval-text"
 DEFAULT_GENERATION: dict[str, Any] = {"do_sample": True, "top_k": 20, "temperature": 0.7, "repetition_penalty": 1.15}
-"""How tokens are chosen where `generation_config` is None."""
+"""Sampling options if `generation_config` is None."""
 
 
 class TextgenCallback(TrainerCallback):
-    """Continues some prompts after an evaluation, and writes the texts to TensorBoard under `eval-text`.
+    """Continues prompts after an evaluation, and writes the texts to TensorBoard under `eval-text`.
 
-    Works with our own transformer (`pretrain`, with the tokenizer of the run) and with models that have the `generate`
-    of `transformers` (`Trainer`, with its `processing_class`), both with a key/value cache. Rank 0 generates, while the
-    other ranks wait where they next meet; a trainer with a `pipeline_generate` method is called on all ranks instead.
+    Works with Onstep's transformer (`pretrain`, with the tokenizer of the run) and with models that have the `generate`
+    method of `transformers` (`Trainer`, with its `processing_class`), both with a key/value cache. Rank 0 generates
+    while the other ranks wait at their next collective; a trainer's `pipeline_generate` method, if any, is called on
+    all ranks instead.
 
-    Nothing of the training changes: the random generators, the mode of every module and compiled forwards are as
-    before, also after an error. The texts follow from `seed` and the step. Generation that fails costs a warning, the
-    first time with its traceback, since a sample is not worth a run; with `on_generation_error = "raise"` it ends the
-    run. Under `pipeline_generate` an error always ends it: the ranks would wait for each other.
+    Training is not affected: random generators, the mode of every module and compiled forwards are restored, even after
+    an error. The texts depend only on the weights, `seed` and the step. A failed generation only causes a warning, the
+    first time with its traceback; with `on_generation_error = "raise"` it ends the run. With `pipeline_generate`, an
+    error always ends the run, since the ranks would otherwise deadlock.
 
     Args:
         summary_writer: a TensorBoard `SummaryWriter`; None logs the texts instead.
-        prompts: a list of prompts, or the path of a YAML file with one.
-        generation_config: arguments of `transformers.GenerationConfig`, in place of sampling among the 20 likeliest
+        prompts: a list of prompts, or the path of a YAML file that contains one.
+        generation_config: arguments of `transformers.GenerationConfig`; the default samples from the 20 most likely
             tokens at temperature 0.7 with repetition penalty 1.15.
-        generation_steps: steps between generations; None takes `eval_steps`. They follow evaluations, so no more often
-            than those.
-        max_new_tokens: most tokens to add to a prompt.
+        generation_steps: steps between generations; None uses `eval_steps`. Texts are generated after evaluations only,
+            so never more often than those.
+        max_new_tokens: maximum number of tokens to add to a prompt.
 
     Raises:
-        ConfigError: (a ValueError) for arguments of another kind, and for a file without a list of prompts; when
-            training begins, for options that the model does not have, and for values that our transformer refuses.
+        ConfigError: (a ValueError) for arguments of the wrong type, and for a file without a list of prompts; when
+            training begins, for options that the model does not support and for invalid values.
     """
 
     seed = 0
-    """The texts of a step follow from this and from the step."""
+    """The texts of a step depend on this seed and the step."""
     on_generation_error: Literal["warn", "raise"] = "warn"
 
     def __init__(
@@ -74,18 +75,18 @@ class TextgenCallback(TrainerCallback):
         if generation_config is not None and not isinstance(generation_config, Mapping):
             raise ConfigError(f"generation_config must be a dictionary, got {type(generation_config).__name__}.")
         for name, value in (("generation_steps", generation_steps), ("max_new_tokens", max_new_tokens)):
-            require(value is None or is_whole(value, 1), name, "a whole number >= 1", value)
+            require(value is None or is_integer_from(value, 1), name, "an integer >= 1", value)
         self.summary_writer = summary_writer
         self.prompts = read_prompts(prompts)
         self.generation_config = dict(DEFAULT_GENERATION if generation_config is None else generation_config)
         self.generation_steps = generation_steps
         self.max_new_tokens = max_new_tokens
         self.next_gen_step = 0
-        """First step whose evaluation is followed by texts."""
+        """First step whose evaluation is followed by a generation."""
         self._has_warned = self._has_traced = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Check that the model takes the options; a training from the beginning generates from its beginning."""
+        """Check that the model supports the options, and reset the schedule if training starts from step 0."""
         if state.global_step == 0:
             self.next_gen_step = 0
         self._has_warned = self._has_traced = False
@@ -93,7 +94,7 @@ class TextgenCallback(TrainerCallback):
             check_options(model, self.generation_config)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Generate where it is time to."""
+        """Generate if it is due."""
         step = state.global_step
         if step < self.next_gen_step:
             return
@@ -104,39 +105,39 @@ class TextgenCallback(TrainerCallback):
         if not self._is_able(model, tokenizer, trainer):
             return
         if getattr(trainer, "pipeline_generate", None):
-            self._tell(state, self._with_pipeline(model, tokenizer, trainer))
+            self._warn_of_error(state, self._with_pipeline(model, tokenizer, trainer))
         elif state.is_world_process_zero:
             self._generate(state, model, tokenizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The step at which it generates next."""
+        """The step of the next generation."""
         return {"next_gen_step": self.next_gen_step}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the step of the next generation."""
         self.next_gen_step = state_dict["next_gen_step"]
 
     def _is_able(self, model: Any, tokenizer: Any, trainer: Any) -> bool:
         if tokenizer is None:
-            lacking = "there is no tokenizer; give the Trainer a processing_class"
+            lacking = "there is no tokenizer; pass a processing_class to the Trainer"
         elif not (can_generate(model) or getattr(trainer, "pipeline_generate", None)):
-            lacking = f"{type(model).__name__} is no Onstep transformer and has no generate method"
+            lacking = f"{type(model).__name__} is not an Onstep transformer and has no generate method"
         else:
             return True
         if not self._has_warned:
-            logger.warning("no text is generated: %s", lacking)
+            logger.warning("no text will be generated: %s", lacking)
         self._has_warned = True
         return False
 
     def _generate(self, state: Any, model: Any, tokenizer: Any) -> None:
         seed = (self.seed * 1_000_003 + state.global_step * 1_009) % 2**32
         try:
-            with undisturbed(model):
+            with preserve_state(model):
                 texts = continue_prompts(
                     model, tokenizer, self.prompts, self.generation_config, self.max_new_tokens, seed
                 )
-            self._tell(state, texts)
-        except Exception as error:  # a model's and a writer's foreign code; a sample is not worth a run
+            self._warn_of_error(state, texts)
+        except Exception as error:  # models and writers can raise anything; a failed sample must not end the run
             if self.on_generation_error == "raise":
                 raise
             what, trace = f"{type(error).__name__}: {error}", None if self._has_traced else error
@@ -144,12 +145,12 @@ class TextgenCallback(TrainerCallback):
             self._has_traced = True
 
     def _with_pipeline(self, model: Any, tokenizer: Any, trainer: Any) -> list[tuple[str, str]]:
-        """Collective: every rank hands over the same prompts in the same order, one by one, so none has padding."""
+        """Collective: every rank passes the same prompts in the same order, one at a time to avoid padding."""
         eos = eos_of(tokenizer)
         pad = getattr(tokenizer, "pad_token_id", None)
         options = {"max_new_tokens": self.max_new_tokens, **self.generation_config}
         texts = []
-        with undisturbed(model):
+        with preserve_state(model):
             for prompt in self.prompts:
                 ids = torch.tensor([encode_prompt(tokenizer, prompt)])
                 out = trainer.pipeline_generate(
@@ -158,7 +159,7 @@ class TextgenCallback(TrainerCallback):
                 texts.append((prompt, decode_new(tokenizer, out[0, ids.shape[1] :].tolist())))
         return texts
 
-    def _tell(self, state: Any, texts: Sequence[tuple[str, str]]) -> None:
+    def _warn_of_error(self, state: Any, texts: Sequence[tuple[str, str]]) -> None:
         if not state.is_world_process_zero:
             return
         text = "\n\n---\n\n".join(f"{prompt} [START] {continuation}" for prompt, continuation in texts)
@@ -170,10 +171,10 @@ class TextgenCallback(TrainerCallback):
 
 
 def read_prompts(prompts: Any) -> list[str]:
-    """The prompts themselves, or those of a YAML file.
+    """Return the prompts, or read them from a YAML file.
 
     Raises:
-        ConfigError: where there is no list of texts.
+        ConfigError: if the result is not a list of texts.
     """
     source = "prompts"
     if isinstance(prompts, (str, os.PathLike)):
@@ -182,25 +183,25 @@ def read_prompts(prompts: Any) -> list[str]:
             prompts = yaml.safe_load(Path(prompts).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(
-                f"{source} cannot be read: {error}; give a YAML list of prompts, or a Python list."
+                f"cannot read {source}: {error}; pass a YAML file with a list of prompts, or a Python list."
             ) from error
     is_list = isinstance(prompts, list) and bool(prompts) and all(isinstance(one, str) for one in prompts)
-    require(is_list, source, "a list of texts, at least one", prompts)
+    require(is_list, source, "a non-empty list of strings", prompts)
     return list(prompts)
 
 
 @contextmanager
-def undisturbed(model: Any) -> Iterator[None]:
-    """Evaluation mode and no compiled forward inside; afterwards these and the random generators are as before."""
+def preserve_state(model: Any) -> Iterator[None]:
+    """Switch to evaluation mode without compiled forwards, and restore these and the random generators on exit."""
     modules = list(model.modules()) if hasattr(model, "modules") else []
-    # `module.compile()` keeps its compiled call here; every new length of text would compile again
+    # `module.compile()` stores its compiled call here; every new text length would recompile
     compiled = [(one, one._compiled_call_impl) for one in modules if getattr(one, "_compiled_call_impl", None)]
     parameter = next(model.parameters(), None) if modules else None
     generators = RngState("cpu" if parameter is None else parameter.device)
     drawn = generators.state_dict()
     try:
-        with kept_modes([model] if modules else []):
-            for module in modules:  # not by `eval()`, in which a module may change more than its mode
+        with preserve_modes([model] if modules else []):
+            for module in modules:  # not `eval()`, which a module may override to change more than its mode
                 module.training = False
             for module, _ in compiled:
                 module._compiled_call_impl = None

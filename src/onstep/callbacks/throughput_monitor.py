@@ -1,4 +1,4 @@
-"""How fast a run is, and where its time goes."""
+"""Measures throughput, goodput and MFU of a run, and where its wall time goes."""
 
 from __future__ import annotations
 
@@ -9,33 +9,32 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onstep.config.part import is_number
+from onstep.config.values import is_number
 from onstep.errors import require
-from onstep.events import Callback, CallbackClock, CallbackContext, TrainerCallback
+from onstep.events import Callback, CallbackContext, CallbackTimer, TrainerCallback
 from onstep.metrics.device_peaks import peak_of
-from onstep.metrics.throughput import CountedSeconds, TimeLedger
+from onstep.metrics.throughput import CountedSeconds, TimeBreakdown
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 ACCOUNTS = ("other", "data", "forward_backward", "optimizer", "device_wait", "save", "eval")
-"""What time is charged to, besides `callbacks`."""
+"""The categories of wall time, besides `callbacks`."""
 _STEP = ("forward_backward", "optimizer")
 _UNTIMED = ("save", "eval")
 
 
 class DefaultMetrics(TrainerCallback):
-    """Adds derived performance metrics to `logs`, before anybody reads them at `on_log`.
+    """Adds derived performance metrics to `logs`, before they are reported at `on_log`.
 
-    - `tok_per_sec`: tokens of all ranks per second of wall clock since the last logged step (evaluation, saving and
-      logging included), an integer; from the second logged step on.
-    - `mfu`: model FLOPs utilization, a fraction: FLOPs since the last logged step per second spent inside steps, over
-      `peak_hardware_flops`.
-    - `peak_mem`: `peak_mem_allocated` under the name that the console shows, a list of bytes, one entry a rank.
+    - `tok_per_sec`: tokens of all ranks per second of wall time since the last logged step (including evaluation,
+      saving and logging), an integer; from the second logged step on.
+    - `mfu`: model FLOPs utilization, a fraction: FLOPs since the last logged step per second spent inside steps,
+      divided by `peak_hardware_flops`.
+    - `peak_mem`: `peak_mem_allocated` under the name that the console shows, a list of bytes with one entry per rank.
 
     Args:
         peak_hardware_flops: Peak FLOP/s of all GPUs of the job together (dense bfloat16, float32 accumulation: 312e12
-            for one A100, 989e12 for one H100 SXM); None leaves `mfu` out. Set it before the callback is
-            registered.
+            for one A100, 989e12 for one H100 SXM); None omits `mfu`. Set it before the callback is registered.
     """
 
     ranks = "main"
@@ -43,23 +42,23 @@ class DefaultMetrics(TrainerCallback):
     def __init__(self, peak_hardware_flops: float | None = None) -> None:
         self.peak_hardware_flops = peak_hardware_flops
         self.clock = time.monotonic
-        """Seconds; replace it to measure with another clock."""
+        """Returns seconds; replace it to measure with another clock."""
         self._last_log_time: float | None = None
         self._step_start: float | None = None
         self._step_seconds = self._last_total_flos = 0.0
 
     def skips_event(self, name: str) -> bool:
-        """Steps are timed only where `mfu` is wanted."""
+        """Skip the events that time steps unless `mfu` is requested."""
         return not self.peak_hardware_flops and name in ("on_step_begin", "on_step_end")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start anew, from the FLOPs of a resumed run."""
+        """Reset the interval, starting from the FLOPs of a resumed run."""
         self._last_log_time = self._step_start = None
         self._step_seconds = 0.0
         self._last_total_flos = state.total_flos or 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Remember when the step began."""
+        """Record the start time of the step."""
         self._step_start = self.clock()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -69,7 +68,7 @@ class DefaultMetrics(TrainerCallback):
             self._step_start = None
 
     def on_log_step(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
-        """Add the metrics, and start the next interval."""
+        """Add the metrics and start the next interval."""
         if not state.is_world_process_zero:
             return
         now = self.clock()
@@ -87,7 +86,7 @@ class DefaultMetrics(TrainerCallback):
 
 
 class _Done(NamedTuple):
-    """How far the run was at some moment, or how much it did in some time, over all ranks."""
+    """Progress of the run over all ranks: totals at a point in time, or the amount in an interval."""
 
     samples: float
     tokens: float
@@ -104,28 +103,28 @@ class ThroughputMonitor(Callback):
     """Adds throughput, goodput and a breakdown of the wall time to `logs`, and to the final metrics.
 
     - `seconds_data`, `seconds_forward_backward`, `seconds_optimizer`, `seconds_device_wait`, `seconds_save`,
-      `seconds_eval`, `seconds_callbacks`, `seconds_other`: where rank 0 spent the time since the last logged step. They
-      sum to it.
-    - `goodput`: share of that time in steps that counted: forward, backward, update and waiting for the device, of
-      steps whose update was applied and not undone by a rollback.
-    - `samples_per_second`, `tokens_per_second_per_device`: over that time without evaluations and saves. Tokens are
+      `seconds_eval`, `seconds_callbacks`, `seconds_other`: how rank 0 spent the wall time since the last logged step;
+      they add up to it.
+    - `goodput`: fraction of that time spent in productive steps: forward, backward, update and waiting for the device,
+      for steps whose update was applied and not undone by a rollback.
+    - `samples_per_second`, `tokens_per_second_per_device`: over that time, excluding evaluations and saves. Tokens are
       labels trained on, without padding.
-    - `mfu`: model FLOPs utilization over the same time, where the device's peak is known; its definition is logged.
+    - `mfu`: model FLOPs utilization over the same time, if the device's peak is known; its definition is logged.
 
-    The final metrics have the same keys, over the whole training of this process: what a resumed run did before does
-    not count, and neither does what a rollback undid. When the run ends, the breakdown is logged with the time of each
+    The final metrics have the same keys, over the whole training of this process: work done before a resume does not
+    count, nor does work undone by a rollback. When the run ends, the breakdown is logged with the time of each
     callback.
 
-    A GPU works while the host goes on: its seconds show where the host waits for it, mostly as `device_wait` or
-    `forward_backward`. The sum and the goodput are right all the same.
+    GPUs run asynchronously: their time shows up where the host waits for them, mostly as `device_wait` or
+    `forward_backward`. The sum and the goodput are still correct.
 
     Args:
-        peak_flops_per_device: FLOP/s of one device; None takes it from `onstep.metrics.device_peaks`, and leaves `mfu`
-            out for a device that is not there.
-        breakdown: whether to add the `seconds_...` to `logs`.
+        peak_flops_per_device: FLOP/s of one device; None looks it up in `onstep.metrics.device_peaks`, and omits `mfu`
+            for an unknown device.
+        breakdown: whether to add the `seconds_...` keys to `logs`.
 
     Raises:
-        ConfigError: for a peak that is not positive.
+        ConfigError: if the peak is not positive.
     """
 
     ranks = "main"
@@ -133,48 +132,48 @@ class ThroughputMonitor(Callback):
     def __init__(self, peak_flops_per_device: float | None = None, breakdown: bool = True) -> None:
         peak = peak_flops_per_device
         is_rate = peak is None or (is_number(peak) and 0 < peak < math.inf)
-        require(is_rate, "peak_flops_per_device", "a number > 0", peak, "; pass None for the known ones.")
+        require(is_rate, "peak_flops_per_device", "a number > 0", peak, "; pass None to look it up.")
         self.peak_flops_per_device = peak_flops_per_device
         self.breakdown = breakdown
         self.clock = time.perf_counter
-        """Seconds; replace it to measure with another clock."""
+        """Returns seconds; replace it to measure with another clock."""
         self.totals: dict[str, float] = {}
-        """Seconds of each account, of the training that ended last."""
-        self._ledger: TimeLedger | None = None
-        self._callback_clock: CallbackClock | None = None
+        """Seconds per category, for the training that ended last."""
+        self._breakdown: TimeBreakdown | None = None
+        self._callback_timer: CallbackTimer | None = None
         self._account_before: str | None = None
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Start the clock."""
-        clock = context.callback_clock
+        clock = context.callback_timer
         assert clock is not None
         self._end_measurement()
         clock.start(self.clock)
-        self._callback_clock = clock
-        self._ledger = TimeLedger(ACCOUNTS, clock.reading)
+        self._callback_timer = clock
+        self._breakdown = TimeBreakdown(ACCOUNTS, clock.reading)
         self._counted = CountedSeconds(context.state.train_state.step)
-        self._interval_start = self._ledger.balance()
+        self._interval_start = self._breakdown.balance()
         self._done_at_log = _Done.by(context)
         self._done = _Done(0, 0.0, 0.0)
         self._own_tokens: Any = 0
-        """Labels of the first interval: the interval of a resumed run begins before this process did."""
+        """Labels of the first interval, counted here because a resumed run's interval begins before this process."""
         self._is_first_interval, self._saving_step = True, -1
         self._account_before = None
         self._seconds_of_steps, self._is_applied = 0.0, True
         self._peak = self._find_peak(context)
 
     def on_step_begin(self, context: CallbackContext) -> None:
-        """Data is being read."""
+        """Charge the time that follows to reading data."""
         self._enter("data")
 
     def on_forward_backward_start(self, context: CallbackContext) -> None:
-        """Until now the micro-batch was brought to the device."""
-        if self._ledger is not None:
-            self._ledger.recharge("data")
+        """Charge the time so far to moving the micro-batch to the device."""
+        if self._breakdown is not None:
+            self._breakdown.recharge("data")
             self._enter("forward_backward")
 
     def on_forward_backward_end(self, context: CallbackContext) -> None:
-        """The update follows, unless there is another micro-batch."""
+        """Charge the time that follows to the update, unless another micro-batch follows."""
         self._enter("optimizer")
 
     def on_train_step_end(self, context: CallbackContext) -> None:
@@ -182,19 +181,19 @@ class ThroughputMonitor(Callback):
         self._is_applied = not context.skipped_iter
 
     def on_step_end(self, context: CallbackContext) -> None:
-        """The step is over."""
-        if self._ledger is None:
+        """Count the step and its seconds."""
+        if self._breakdown is None:
             return
         self._enter()
-        before, self._seconds_of_steps = self._seconds_of_steps, self._ledger.of(*_STEP)
+        before, self._seconds_of_steps = self._seconds_of_steps, self._breakdown.of(*_STEP)
         self._counted.add_step(self._seconds_of_steps - before, self._is_applied)
         if self._is_first_interval:
-            state: Any = context.state  # more of it than a callback is promised
+            state: Any = context.state  # reads more than `RunView` declares
             self._own_tokens = self._own_tokens + (state.last_step_loss.tokens or 0)
 
     def on_log_step(self, context: CallbackContext) -> None:
-        """Add the metrics of the steps since the last logged one."""
-        ledger, logs = self._ledger, context.logs
+        """Add the metrics of the interval since the last logged step."""
+        ledger, logs = self._breakdown, context.logs
         if ledger is None or logs is None:
             return
         before = ledger.of("device_wait")
@@ -203,81 +202,85 @@ class ThroughputMonitor(Callback):
         self._enter()
         now = ledger.balance()
         seconds = {account: now[account] - self._interval_start[account] for account in now}
-        done = self._take_up(context)
+        done = self._record_step(context)
         logs |= self._metrics(context, seconds, done, self._counted.in_interval)
         self._counted.next_interval()
         self._interval_start = now
 
     def on_eval_start(self, context: CallbackContext) -> None:
-        """An evaluation begins."""
-        if self._ledger is not None:
-            self._account_before = self._ledger.account
+        """Charge the time that follows to evaluation."""
+        if self._breakdown is not None:
+            self._account_before = self._breakdown.account
             self._enter("eval")
 
     def on_eval_end(self, context: CallbackContext) -> None:
-        """It is over."""
+        """Charge the time that follows as before the evaluation."""
         self._enter(self._account_before)
 
     def on_test_start(self, context: CallbackContext) -> None:
-        """A test begins."""
+        """Charge the time that follows to evaluation."""
         self.on_eval_start(context)
 
     def on_test_end(self, context: CallbackContext) -> None:
-        """It is over."""
+        """Charge the time that follows as before the test."""
         self.on_eval_end(context)
 
     def on_checkpoint_save_start(self, context: CallbackContext) -> None:
-        """A checkpoint is being taken."""
-        if self._ledger is not None and context.checkpoint_step is not None:
+        """Charge the time that follows to saving."""
+        if self._breakdown is not None and context.checkpoint_step is not None:
             self._counted.mark(context.checkpoint_step)
             self._saving_step = context.checkpoint_step
             self._enter("save")
 
     def on_checkpoint_save(self, context: CallbackContext) -> None:
-        """It is durable; an asynchronous one becomes so later, when something else is going on."""
-        if self._ledger is not None and self._ledger.account == "save" and context.checkpoint_step == self._saving_step:
+        """Stop charging to saving; an asynchronous save is already charged elsewhere by now."""
+        if (
+            self._breakdown is not None
+            and self._breakdown.account == "save"
+            and context.checkpoint_step == self._saving_step
+        ):
             self._enter()
 
     def on_checkpoint_load(self, context: CallbackContext) -> None:
-        """Within a training: a rollback."""
-        if self._ledger is not None and context.checkpoint_step is not None:
+        """Uncount the steps that a rollback undid."""
+        if self._breakdown is not None and context.checkpoint_step is not None:
             self._counted.go_back(context.checkpoint_step)
             self._enter()
 
     def on_epoch_end(self, context: CallbackContext) -> None:
-        """There was no further step."""
+        """Stop charging to reading data."""
         self._enter()
 
     def on_final_metrics(self, context: CallbackContext) -> None:
         """Add the metrics of the whole training of this process."""
-        if self._ledger is None or context.logs is None:
+        if self._breakdown is None or context.logs is None:
             return
-        self._take_up(context)
-        context.logs.update(self._metrics(context, self._ledger.balance(), self._done, self._counted.total))
+        self._record_step(context)
+        context.logs.update(self._metrics(context, self._breakdown.balance(), self._done, self._counted.total))
         context.logs.pop("samples_per_second", None)  # the final metrics have train_samples_per_second
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """What follows is no training."""
+        """Charge the time that follows to `other`."""
         self._enter()
 
     def on_run_end(self, context: CallbackContext) -> None:
-        """Log where the time of the whole run went, and stop the clock."""
-        if self._ledger is not None:
-            self.totals = self._ledger.balance()
+        """Log where the time of the run went, and stop the clock."""
+        if self._breakdown is not None:
+            self.totals = self._breakdown.balance()
             logger.info("%s", self._report())
         self._end_measurement()
 
     def _enter(self, account: str | None = None) -> None:
-        if self._ledger is not None:
-            self._ledger.enter(account)
+        if self._breakdown is not None:
+            self._breakdown.enter(account)
 
     def _end_measurement(self) -> None:
-        if self._callback_clock is not None:
-            self._callback_clock.stop()
-        self._ledger = self._callback_clock = None
+        if self._callback_timer is not None:
+            self._callback_timer.stop()
+        self._breakdown = self._callback_timer = None
 
-    def _take_up(self, context: CallbackContext) -> _Done:
-        """What was done since the last logged step, by this process."""
+    def _record_step(self, context: CallbackContext) -> _Done:
+        """Progress of this process since the last logged step."""
         now = _Done.by(context)
         samples, tokens, flops = (max(0, there - here) for there, here in zip(now, self._done_at_log, strict=True))
         if self._is_first_interval and tokens:
@@ -307,18 +310,18 @@ class ThroughputMonitor(Callback):
         return metrics
 
     def _find_peak(self, context: CallbackContext) -> float | None:
-        """FLOP/s of one device, and say once what `mfu` means, or why there is none."""
+        """FLOP/s of one device; logs once how `mfu` is defined, or why there is none."""
         peak, source = self.peak_flops_per_device, "peak_flops_per_device"
         if peak is None:
             device = context.state.world.device
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
             known = peak_of(name)
             if known is None:
-                logger.info("no mfu: the peak of %r is not known; give ThroughputMonitor(peak_flops_per_device)", name)
+                logger.info("no mfu: the peak of %r is unknown; pass peak_flops_per_device to ThroughputMonitor", name)
                 return None
             peak, source = known.flops_per_second, f"dense bfloat16, {known.source}"
         logger.info(
-            "mfu: FLOPs of the tokens between two logged steps (labels, without padding; %.4g FLOPs a token) / the "
+            "mfu: FLOPs of the tokens between two logged steps (labels, without padding; %.4g FLOPs per token) / the "
             "seconds between them without evaluations and saves / %d device(s) / %.4g FLOP/s (%s)",
             context.state.flops_per_token,
             context.state.world.size,
@@ -329,11 +332,11 @@ class ThroughputMonitor(Callback):
 
     def _report(self) -> str:
         wall = sum(self.totals.values())
-        lines = [f"where the time went: {wall:.1f} s, of which {self._counted.total:.1f} s in steps that counted"]
+        lines = [f"where the time went: {wall:.1f} s, of which {self._counted.total:.1f} s in productive steps"]
         for account, seconds in sorted(self.totals.items(), key=lambda item: -item[1]):
             share = seconds / wall if wall > 0 else 0.0
             lines.append(f"  {account:<17} {seconds:10.2f} s {share:6.1%}")
-        assert self._callback_clock is not None
-        each = sorted(self._callback_clock.seconds.items(), key=lambda item: -item[1])
+        assert self._callback_timer is not None
+        each = sorted(self._callback_timer.seconds.items(), key=lambda item: -item[1])
         lines += [f"    {author:<24} {seconds:10.3f} s" for author, seconds in each]
         return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Checkpoints: what they hold, how they are written so that no crash can harm them, and how they are read."""
+"""Writes, verifies, discovers, retains and loads checkpoints; a crash at any point leaves existing ones intact."""
 
 from onstep.checkpoint.catalog.discovery import CheckpointInfo, checkpoints, newest_verified, resolve
 from onstep.checkpoint.catalog.retention import Retention, best, to_delete

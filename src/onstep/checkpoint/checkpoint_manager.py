@@ -1,4 +1,4 @@
-"""Saving and loading checkpoints, on all ranks alike, while training waits or goes on."""
+"""Saves and loads checkpoints collectively on all ranks, either blocking or while training continues."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from onstep.checkpoint.saving import (
     check_free_space,
     check_replicas,
     check_visible,
-    take_states,
+    collect_states,
     write_states,
 )
 from onstep.checkpoint.storage.memory_copies import Snapshot, WarmBuffers
@@ -41,10 +41,10 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """The checkpoints in one folder, written and read by all ranks of a run together.
+    """The checkpoints in one directory, written and read collectively by all ranks of a run.
 
-    A save is all or nothing: what fails on one rank fails on all, and leaves the checkpoints before it as they were.
-    Methods marked collective must be reached by every rank, in the same order and with the same components.
+    A save is all or nothing: a failure on one rank fails on all and leaves earlier checkpoints untouched. Every rank
+    must call the methods marked collective, in the same order and with the same components.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class CheckpointManager:
     ) -> None:
         """
         Args:
-            root: the folder of the checkpoints, on a file system that all ranks share; made when needed.
+            root: directory of the checkpoints, on a file system shared by all ranks; created on demand.
             world: the ranks.
-            run_id: kept in the manifest.
-            retention: which checkpoints are kept; None keeps all.
-            async_save: write in a thread; training waits only while the tensors are copied.
-            on_durable: told on all ranks, in `save` or `finalize`, once a checkpoint is durable.
-            on_save_error: a save that fails raises (stop) or warns (continue).
-            store: what touches the files.
-            groups: process groups by name, for PER_GROUP; None as a group is all ranks.
-            validate_free_space: refuse a save that the file system has no room for before writing anything.
+            run_id: recorded in the manifest.
+            retention: which checkpoints to keep; None keeps all.
+            async_save: write in a background thread; training waits only while the tensors are copied.
+            on_durable: called on all ranks, in `save` or `finalize`, once a checkpoint is durable.
+            on_save_error: whether a failed save raises ("stop") or logs a warning ("continue").
+            store: performs the file operations.
+            groups: process groups by name, for PER_GROUP; a group of None means all ranks.
+            validate_free_space: check for free space before writing anything, and refuse a save that does not fit.
         """
         self.root = root
         self.world = world
@@ -92,24 +92,24 @@ class CheckpointManager:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save has begun and is not finalised; the same on all ranks."""
+        """Whether a save has begun and is not yet finalized; the same on all ranks."""
         return self._pending is not None
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank has written its files of the pending save, or failed to; True without one."""
+        """Whether this rank has finished (or failed) writing its files of the pending save; True if none is pending."""
         return self._pending is None or self._pending.writing.done()
 
     def save(self, request: SaveRequest) -> None:
         """Write a checkpoint. Collective.
 
-        Blocking: it is durable on return. Asynchronous: its tensors are copied on return, and may change; it becomes
-        durable in `finalize`, and older checkpoints are then deleted in the background. A save that is still under way
-        is finalised first.
+        Blocking: the checkpoint is durable on return. Asynchronous: on return the tensors have been copied and may
+        change; the checkpoint becomes durable in `finalize`, and older checkpoints are then deleted in the background.
+        A save still in progress is finalized first.
 
         Raises:
-            CheckpointError: on all ranks, if any failed and `on_save_error` is "stop".
-            ConfigError: on all ranks, for two components of one key and a group that this run does not have.
+            CheckpointError: on all ranks, if any rank failed and `on_save_error` is "stop".
+            ConfigError: on all ranks, for two components with the same key, or for a group that this run does not have.
         """
         self.finalize()
         with self._failures():
@@ -118,9 +118,9 @@ class CheckpointManager:
             self.finalize()
 
     def finalize(self) -> None:
-        """Wait until all ranks have written their files of the pending save, and make it a checkpoint. Collective.
+        """Wait until all ranks have written their files of the pending save, then commit it. Collective.
 
-        Does nothing without a pending save. To keep training, call it when `is_written` holds on all ranks.
+        Does nothing if no save is pending. To avoid blocking, call it once `is_written` is true on all ranks.
 
         Raises:
             CheckpointError: on all ranks, if the save failed on any and `on_save_error` is "stop".
@@ -132,11 +132,12 @@ class CheckpointManager:
             self._on_durable(saved)
 
     def close(self) -> None:
-        """Let go of thread and memory, after waiting for the writer. No collective: it may follow an error of one rank.
+        """Wait for the writer, then release its thread and memory. Not collective: may be called after one rank failed.
 
-        A save that is not finalised becomes a checkpoint if there is one rank only; a failure is warned of. Then
-        `on_durable` is not told: the run may be ending with an error, and what it calls expects a run that goes on.
-        With several ranks the save is abandoned, with a warning: nobody can ask the others whether they wrote it.
+        With a single rank, a save that is not finalized is committed, and a failure is logged as a warning.
+        `on_durable` is not called then: the run may be ending with an error, and the callee expects a run that
+        continues. With several ranks the save is abandoned with a warning, since the other ranks cannot be asked
+        whether they wrote their files.
         """
         if self._writer is not None:
             self._writer.shutdown(wait=True)
@@ -148,23 +149,23 @@ class CheckpointManager:
                 logger.warning("The checkpoint of step %s is abandoned: %s", pending.request.step, error)
         elif pending is not None:
             _, error = attempt(pending.writing.result)
-            why = f": {error}" if error else ", since after an error the other ranks cannot be asked if they wrote it"
+            why = f": {error}" if error else ": after an error, the other ranks cannot be asked whether they wrote it"
             logger.warning("The checkpoint of step %s is abandoned%s", pending.request.step, why)
             _abandon(pending.transaction)
         self._pending = None
         self._buffers.release()
 
     def newest(self, max_step: int | None = None) -> CheckpointInfo | None:
-        """The newest checkpoint whose every file is as it was written; warns why newer ones are not it. Collective.
+        """The newest checkpoint that passes verification; logs why newer ones are rejected. Collective.
 
-        Without `max_step`, the checkpoints of this run before it are deleted that no rule keeps: a run that was killed
-        right after a save has not come to that.
+        Without `max_step`, earlier checkpoints of this run that no retention rule keeps are deleted: a run killed
+        right after a save did not get to that.
 
         Args:
-            max_step: look at checkpoints up to this step only.
+            max_step: only consider checkpoints up to this step.
 
         Raises:
-            CheckpointError: on all ranks, if the folder cannot be read.
+            CheckpointError: on all ranks, if the directory cannot be read.
         """
 
         def look() -> CheckpointInfo | None:
@@ -179,47 +180,47 @@ class CheckpointManager:
         """The verified checkpoint with the best value of the retention's metric; None if none has one. Collective.
 
         Raises:
-            CheckpointError: on all ranks, if the folder cannot be read.
+            CheckpointError: on all ranks, if the directory cannot be read.
         """
         find = partial(best_verified, self.root, self._retention, logger.warning)
         return self._on_tidy_main(find, f"Looking for the best checkpoint in {self.root}")
 
     def set_aside_newer(self, step: int) -> None:
-        """Move the checkpoints after `step` into the folder `aside`: the run leaves their branch. Collective.
+        """Move the checkpoints after `step` into the directory `aside`: the run abandons their branch. Collective.
 
         Raises:
             CheckpointError: on all ranks, if they cannot be moved.
         """
         move = partial(set_aside, self._store, self.root, step)
-        self._on_tidy_main(move, f"Setting the checkpoints after step {step} aside")
+        self._on_tidy_main(move, f"Moving the checkpoints after step {step} aside")
 
     def load(
         self, info: CheckpointInfo, components: Sequence[StateComponent], *, skip: Collection[str] = ()
     ) -> LoadReport:
-        """Load the components, in order, from a checkpoint of `newest` or `resolve`. Collective.
+        """Load the components, in order, from a checkpoint returned by `newest` or `resolve`. Collective.
 
-        Files are verified there, once; this reads them as they are.
+        Those verify the files; this method does not verify them again.
 
         Args:
             info: the checkpoint.
-            components: what is loaded; a stateful is given the state of this rank.
-            skip: keys of the checkpoint that are left out and do not count as unexpected.
+            components: what to load; each stateful receives the state of this rank.
+            skip: keys of the checkpoint that are not loaded and do not count as unexpected.
 
         Raises:
-            CheckpointError: on all ranks, for a required component that is missing and for any that fails to load.
-            ConfigError: on all ranks, for two components of one key and a group that this run does not have.
+            CheckpointError: on all ranks, if a required component is missing or any component fails to load.
+            ConfigError: on all ranks, for two components with the same key, or for a group that this run does not have.
         """
         return load_components(self.world, self._placement, info, components, skip)
 
     @cached_property
     def _placement(self) -> Placement:
-        """Collective at the first use, which is the first save or load."""
+        """Collective on first use, i.e. in the first save or load."""
         return find_placement(self.world, self._groups)
 
     def _begin(self, request: SaveRequest) -> PendingSave:
         world, doing = self.world, f"Saving the checkpoint of step {request.step}"
         placement = self._placement
-        taken = together(world, lambda: take_states(request.components, placement), doing)
+        taken = together(world, lambda: collect_states(request.components, placement), doing)
         for component in request.components:
             check_replicas(world, component, taken.states.get(component.key), doing)
         everywhere = world.gather((taken.size_bytes, taken.left_out))
@@ -227,11 +228,11 @@ class CheckpointManager:
             _report_left_out([left_out for _, left_out in everywhere])
         total_bytes = sum(size for size, _ in everywhere)
         transaction = together(world, lambda: self._prepare(request.step, total_bytes), doing)
-        folder = world.share(transaction.folder if transaction else None)
-        return PendingSave(request.frozen(), self._start_writing(folder, taken.encoded), transaction)
+        directory = world.share(transaction.directory if transaction else None)
+        return PendingSave(request.frozen(), self._start_writing(directory, taken.encoded), transaction)
 
     def _prepare(self, step: int, total_bytes: int) -> SaveTransaction | None:
-        """The transaction, on rank 0, if there is room for it."""
+        """Start the transaction on rank 0, after checking for free space."""
         if not self.world.is_main:
             return None
         self._sweep_once()
@@ -245,17 +246,17 @@ class CheckpointManager:
             raise
         return transaction
 
-    def _start_writing(self, folder: Path, states: list[EncodedState]) -> Future[list[WrittenFile]]:
-        """A failure here is one of the writing: other ranks write already, and hear of it when they finalise."""
+    def _start_writing(self, directory: Path, states: list[EncodedState]) -> Future[list[WrittenFile]]:
+        """Errors are stored in the future: other ranks are already writing and learn of a failure in `finalize`."""
         if not self.async_save:
-            return _done(lambda: write_states(self._store, folder, states))
+            return _done(lambda: write_states(self._store, directory, states))
         snapshot = _done(lambda: self._buffers.copy([one for state in states for one in state.tensors.values()]))
         if self._writer is None:
             self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onstep-save")
-        return self._writer.submit(lambda: write_states(self._store, folder, _copied(states, snapshot.result())))
+        return self._writer.submit(lambda: write_states(self._store, directory, _copied(states, snapshot.result())))
 
     def _complete(self) -> SavedCheckpoint | None:
-        """Commit the pending save once all ranks have written, or abandon it."""
+        """Commit the pending save once all ranks have written their files, or abandon it."""
         pending = self._pending
         if pending is None:
             return None
@@ -271,19 +272,19 @@ class CheckpointManager:
         return SavedCheckpoint(pending.request.step, path, dict(pending.request.metrics))
 
     def _commit(self, pending: PendingSave, everyone: list[list[WrittenFile]]) -> Path:
-        """Make the written files a checkpoint and delete those that are not to be kept, on rank 0."""
+        """Commit the written files as a checkpoint and delete surplus checkpoints; on rank 0."""
         assert pending.transaction is not None
-        check_visible(pending.transaction.folder, everyone)
+        check_visible(pending.transaction.directory, everyone)
         manifest = build_manifest(pending.request, self._run_id, self.world.size, everyone)
         path = pending.transaction.commit(manifest, replace=True)
         if self._writer is None:
             self._delete_surplus(pending.request.step)
-        else:  # deleting some gigabytes takes as long as a few steps
+        else:  # deleting gigabytes can last as long as a few training steps
             self._deleting = self._writer.submit(self._delete_surplus, pending.request.step)
         return path
 
     def _delete_surplus(self, saved_step: int) -> None:
-        """Delete what is not to be kept; what cannot be deleted makes no save fail."""
+        """Delete checkpoints that no rule keeps; a failed deletion does not fail the save."""
         try:
             there = checkpoints(self.root)
             for info in to_delete(there, self._retention, newest=saved_step, run_id=self._run_id):
@@ -292,12 +293,12 @@ class CheckpointManager:
             logger.warning("An old checkpoint could not be deleted: %s", error)
 
     def _on_main(self, work: Callable[[], T], doing: str) -> T:
-        """What the work gives on rank 0, on all ranks. Collective."""
+        """Run `work` on rank 0 and return its result on all ranks. Collective."""
         shared: T = self.world.share(together(self.world, lambda: work() if self.world.is_main else None, doing))
         return shared
 
     def _on_tidy_main(self, work: Callable[[], T], doing: str) -> T:
-        """`_on_main` after deletions have ended and what dead saves have left is removed. Collective."""
+        """`_on_main` after pending deletions and the removal of leftovers from dead saves. Collective."""
 
         def tidy_and_work() -> T:
             self._deleting.result()
@@ -307,27 +308,27 @@ class CheckpointManager:
         return self._on_main(tidy_and_work, doing)
 
     def _sweep_once(self) -> None:
-        """Remove what dead saves have left, at the latest before this manager's own first save."""
+        """Remove leftovers of dead saves, at the latest before this manager's first save."""
         if not self._is_swept:
             sweep(self._store, self.root)
             self._is_swept = True
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """A failed save ends the run or is warned of, as `on_save_error` says; all ranks meet the same failure."""
+        """Raise or log a failed save, as `on_save_error` says; all ranks see the same failure."""
         try:
             yield
         except CheckpointError as error:
             if self._on_save_error == "stop":
                 raise
             if self.world.is_main:
-                logger.warning("%s The run goes on (on_save_error=continue); older checkpoints are intact.", error)
+                logger.warning("%s The run continues (on_save_error=continue); older checkpoints are intact.", error)
 
 
 def _report_left_out(everywhere: list[dict[str, str]]) -> None:
     for key, why in {key: why for left_out in reversed(everywhere) for key, why in left_out.items()}.items():
         ranks = [rank for rank, left_out in enumerate(everywhere) if key in left_out]
-        logger.warning("The checkpoint goes without %r of ranks %s, which is optional: %s", key, ranks, why)
+        logger.warning("The checkpoint omits the optional component %r of ranks %s: %s", key, ranks, why)
 
 
 def _abandon(transaction: SaveTransaction | None) -> None:
@@ -336,9 +337,9 @@ def _abandon(transaction: SaveTransaction | None) -> None:
 
 
 def _copied(states: list[EncodedState], snapshot: Snapshot) -> list[EncodedState]:
-    """The same states in the memory of the snapshot, once the copies are complete."""
+    """The same states backed by the snapshot's memory, once the copies are complete."""
     copies = iter(snapshot.wait())
-    # `copies` is one iterator for all states: it stands second, so that a state's end does not swallow the next's first
+    # `copies` is shared by all states; as zip's second argument, it is not advanced past the end of a state
     return [replace(state, tensors=dict(zip(state.tensors, copies, strict=False))) for state in states]
 
 

@@ -1,4 +1,4 @@
-"""What two checkpoints have in common, and what not: components, tensors and plain values."""
+"""Compares two checkpoints: their components, tensors and plain values."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 CHUNK_ITEMS = 2**22
-"""Elements compared at a time, in float64."""
+"""Number of elements compared at a time, in float64."""
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """One tensor of two checkpoints, A and B; where it is in one only, what concerns the other is None."""
+    """A tensor of two checkpoints, A and B; for a tensor in only one of them, the other's fields are None."""
 
     state: str
-    """The component, with the rank or group where there are several: `model`, `rng/rank_0`."""
+    """The component, with the rank or group if there are several: `model`, `rng/rank_0`."""
     name: str
     dtypes: tuple[torch.dtype | None, torch.dtype | None]
     shapes: tuple[tuple[int, ...] | None, tuple[int, ...] | None]
     is_equal: bool
-    """The same dtype, shape and bits."""
+    """Same dtype, shape and bits."""
     norms: tuple[float | None, float | None]
-    """Euclidean, over all elements."""
+    """Euclidean norms over all elements."""
     largest: float | None = None
     """The largest |a - b|; NaN where one is NaN and the other is not. None for tensors of different shapes."""
     relative: float | None = None
-    """The norm of a - b over the larger norm of the two: 0 is equal, 1 as far away as from zero."""
+    """The norm of a - b divided by the larger of the two norms: 0 means equal, 1 as far apart as from zero."""
 
 
 def compare_tensors(state: str, name: str, a: Tensor | None, b: Tensor | None) -> TensorDifference:
-    """Compare two CPU tensors; None is one that is not there."""
+    """Compare two CPU tensors; None stands for a missing one."""
     shapes: tuple[Any, Any] = _of_both(a, b, lambda one: tuple(one.shape))
     dtypes = _of_both(a, b, lambda one: one.dtype)
     norms = _of_both(a, b, _norm)
@@ -60,7 +60,7 @@ def compare_tensors(state: str, name: str, a: Tensor | None, b: Tensor | None) -
 
 
 def _of_both(a: S | None, b: S | None, look: Callable[[S], T]) -> tuple[T | None, T | None]:
-    """What both have of something; None where one is not there."""
+    """`look` applied to both; None for a missing one."""
     return (None if a is None else look(a), None if b is None else look(b))
 
 
@@ -70,12 +70,12 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _distance(a: Tensor, b: Tensor) -> tuple[float, float]:
-    """The largest |a - b| and the norm of a - b; 0 where there are no elements."""
+    """The largest |a - b| and the norm of a - b; both 0 for empty tensors."""
     largest = torch.zeros((), dtype=torch.float64)
     squares = torch.zeros((), dtype=torch.float64)
     for one, other in zip(_parts(a), _parts(b), strict=True):
         x, y = _wide(one), _wide(other)
-        is_same = (x == y) | (x.isnan() & y.isnan())  # infinities too, whose difference would be NaN
+        is_same = (x == y) | (x.isnan() & y.isnan())  # covers infinities, whose difference would be NaN
         gaps = torch.where(is_same, 0.0, (x - y).abs())
         largest = torch.maximum(largest, gaps.max())
         squares += gaps.square().sum()
@@ -92,31 +92,31 @@ def _wide(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """A value that is another one in B than in A."""
+    """A value that differs between A and B."""
 
     state: str
-    """The component, with the rank or group where there are several."""
+    """The component, with the rank or group if there are several."""
     path: str
-    """Where in the state; '' is the state as a whole."""
+    """Path within the state; '' is the state as a whole."""
     old: str
-    """As it is shown."""
+    """As displayed."""
     new: str
     is_incidental: bool = False
-    """Tells of the clock or of the run's own folder, so that two equal runs differ in it too."""
+    """It depends on the clock or on the run directory, so two equivalent runs differ in it too."""
 
 
 @dataclass(frozen=True)
 class ComponentComparison:
-    """One component of two checkpoints; None is one that lacks it."""
+    """A component of two checkpoints; None for the one that lacks it."""
 
     key: str
     patterns: tuple[str | None, str | None]
     ranks: tuple[int | None, int | None]
-    """How many saved it."""
+    """How many ranks saved it."""
     sizes: tuple[int | None, int | None]
     """Bytes."""
     is_equal: bool = True
-    """But for what is incidental."""
+    """Apart from incidental differences."""
 
 
 @dataclass
@@ -127,27 +127,27 @@ class Comparison:
     b: CheckpointInfo
     components: list[ComponentComparison] = field(default_factory=list)
     tensors: list[TensorDifference] = field(default_factory=list)
-    """Those that differ, and with `everything` the equal ones; in the order of the states."""
+    """Tensors that differ, and with `everything` also equal ones; in the order of the states."""
     values: list[ValueDifference] = field(default_factory=list)
     num_tensors: int = 0
-    """Tensors of any shape but (), which count as values; those of both together, tied ones once."""
+    """Tensors in the union of both, counting tied ones once; 0-d tensors count as values instead."""
 
     @property
     def is_equal(self) -> bool:
-        """Whether all components hold the same, but for what is incidental."""
+        """Whether all components are equal, apart from incidental differences."""
         return all(component.is_equal for component in self.components)
 
 
 def compare(a: CheckpointInfo, b: CheckpointInfo, *, everything: bool = False) -> Comparison:
-    """Compare two verified checkpoints; no more than one tensor of each is in memory at a time.
+    """Compare two verified checkpoints, holding at most one tensor of each in memory at a time.
 
     Args:
-        a: the one that counts as before.
-        b: the one that counts as after.
-        everything: tell of equal tensors too; they are then read for their norms.
+        a: the checkpoint that counts as old.
+        b: the checkpoint that counts as new.
+        everything: report equal tensors too; they are then read to compute their norms.
 
     Raises:
-        CheckpointError: for a file that is not what the writer writes.
+        CheckpointError: for a file that Onstep did not write or that is damaged.
     """
     result = Comparison(a, b)
     in_a = {state.label: state for state in stored_states(a.manifest)}
@@ -162,12 +162,12 @@ def compare(a: CheckpointInfo, b: CheckpointInfo, *, everything: bool = False) -
 
 
 class _Walk:
-    """One comparison, state by state; differences are added to its result."""
+    """A comparison in progress, state by state; collects the differences in its result."""
 
     def __init__(self, result: Comparison, everything: bool) -> None:
         self._result = result
         self._everything = everything
-        self._folders = (_own_folders(result.a), _own_folders(result.b))
+        self._directories = (_own_dirs(result.a), _own_dirs(result.b))
         self._outlines = (_NOTHING, _NOTHING)
         self._seen: set[tuple[int, int]] = set()
         self._label = ""
@@ -179,7 +179,7 @@ class _Walk:
         outline_b = _NOTHING if stored_b is None else read_outline(b, stored_b)
         if stored_a is None or stored_b is None:
             self._result.num_tensors += outline_a.num_tensors + outline_b.num_tensors
-            old, new = ("is not there" if one is None else "is there" for one in (stored_a, stored_b))
+            old, new = ("missing" if one is None else "present" for one in (stored_a, stored_b))
             self._note("", old, new)
         elif self._everything or _digests(a, stored_a) != _digests(b, stored_b):
             self._outlines, self._seen = (outline_a, outline_b), set()
@@ -207,7 +207,7 @@ class _Walk:
             self._note(".".join(path), old, new, path[-1] if path else "", (a, b))
 
     def _compare_tensors(self, a: Any, b: Any, path: tuple[str, ...]) -> None:
-        """Compare tensors that lie in the files, tied ones once; what is no tensor on the other side is none there."""
+        """Compare tensors still in their files, tied ones once; a non-tensor counterpart counts as missing."""
         if (id(a), id(b)) in self._seen:
             return
         self._seen.add((id(a), id(b)))
@@ -221,12 +221,12 @@ class _Walk:
 
     def _note(self, path: str, old: str, new: str, key: str = "", values: tuple[Any, Any] = (None, None)) -> None:
         is_clock = any(fnmatchcase(key, field) for field in WALL_CLOCK_FIELDS)
-        incidental = is_clock or _same_in_own_folders(values, self._folders)
+        incidental = is_clock or _same_in_own_dirs(values, self._directories)
         self._result.values.append(ValueDifference(self._label, path, old, new, incidental))
 
 
 _ABSENT = object()
-"""Stands where a dictionary lacks a key."""
+"""Placeholder for a key that a dictionary lacks."""
 _NOTHING = Outline(None, {}, Path())
 
 
@@ -247,12 +247,12 @@ def _digests(info: CheckpointInfo, stored: StoredState) -> dict[str, str]:
 
 
 def _is_large(value: Any) -> bool:
-    """Whether it is a tensor that was left in its file."""
+    """Whether the value is a tensor that was left in its file."""
     return isinstance(value, Tensor) and value.is_meta
 
 
 def _is_nested(value: Any) -> bool:
-    """Whether the items of a sequence are compared one by one; numbers and texts are compared as a whole."""
+    """Whether to compare a sequence item by item; sequences of numbers and strings are compared as a whole."""
     return isinstance(value, (list, tuple, deque)) and any(
         isinstance(item, (Mapping, list, tuple, deque, Tensor, np.ndarray)) for item in value
     )
@@ -273,7 +273,7 @@ def _same(a: Any, b: Any) -> bool:
 
 def _shown(value: Any) -> str:
     if value is _ABSENT:
-        return "is not there"
+        return "missing"
     if isinstance(value, Tensor):
         return str(value.item())
     if isinstance(value, np.ndarray):
@@ -287,20 +287,22 @@ def _kind(value: Any) -> str:
     return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
 
 
-def _own_folders(info: CheckpointInfo) -> list[str]:
-    """How the paths of the run that wrote the checkpoint may begin."""
+def _own_dirs(info: CheckpointInfo) -> list[str]:
+    """Possible prefixes of paths inside the run directory of the checkpoint."""
     run = info.manifest.config.get("run")
     named = [Path(str(run.get("output_dir")), str(run.get("name")))] if isinstance(run, dict) else []
     there = [info.path.parents[1]] if len(info.path.parents) > 1 else []
-    folders = {str(folder) for folder in (*named, *there, *(one.absolute() for one in (*named, *there)))}
-    return sorted((folder for folder in folders if len(folder) > 1), key=len, reverse=True)
+    directories = {str(directory) for directory in (*named, *there, *(one.absolute() for one in (*named, *there)))}
+    return sorted((directory for directory in directories if len(directory) > 1), key=len, reverse=True)
 
 
-def _same_in_own_folders(values: tuple[Any, Any], folders: tuple[list[str], list[str]]) -> bool:
-    """Whether two paths lead to the same place, each in the folder of its own run."""
+def _same_in_own_dirs(values: tuple[Any, Any], directories: tuple[list[str], list[str]]) -> bool:
+    """Whether two paths are the same relative to their own run directories."""
     texts = [str(value) if isinstance(value, (str, Path)) else None for value in values]
     rests = [
-        next((text.removeprefix(folder) for folder in own if text.startswith(f"{folder}/")), None) if text else None
-        for text, own in zip(texts, folders, strict=True)
+        next((text.removeprefix(directory) for directory in own if text.startswith(f"{directory}/")), None)
+        if text
+        else None
+        for text, own in zip(texts, directories, strict=True)
     ]
     return rests[0] is not None and rests[0] == rests[1]

@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: named states, on which ranks each differs, and who writes and reads which file."""
+"""Defines the components of a checkpoint: named states, how ranks share them, and which rank writes and reads what."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ class Stateful(Protocol):
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state that `state_dict` gave."""
+        """Restore a state returned by `state_dict`."""
         ...
 
 
 class SharingPattern(StrEnum):
-    """On which ranks a component's state differs; the values are Forgather's."""
+    """How a component's state is shared among ranks; the values are Forgather's."""
 
     GLOBAL = "global"
     """One state for the whole run: rank 0 saves it, all ranks load it."""
     PER_RANK = "per_rank"
     """Each rank saves and loads its own."""
     REPLICATED = "replicated"
-    """The same on all ranks: rank 0 saves it, all load it; equality can be validated."""
+    """Identical on all ranks: rank 0 saves it, all ranks load it; equality can be validated."""
     PER_GROUP = "per_group"
-    """One state for each instance of a process group: its first rank saves it, its ranks load it."""
+    """One state per instance of a process group: its first rank saves it, all its ranks load it."""
     PER_NODE = "per_node"
-    """One state for each machine: its first rank saves it, its ranks load it."""
+    """One state per machine: its first rank saves it, all its ranks load it."""
 
 
 VALIDATION_LEVELS = ("none", "quick", "tensor", "full")
@@ -47,20 +47,20 @@ VALIDATION_LEVELS = ("none", "quick", "tensor", "full")
 
 @dataclass
 class StateComponent:
-    """One named part of a checkpoint.
+    """One named state in a checkpoint.
 
     Raises:
-        ConfigError: for a combination that has no meaning.
+        ConfigError: for an invalid combination of fields.
     """
 
     key: str
-    """Name of its files: letters, digits, '_' and '-'."""
+    """Base name of its files: letters, digits, '_' and '-'."""
     stateful: Stateful
     sharing_pattern: SharingPattern
     process_group_name: str | None = None
-    """Which group, for PER_GROUP."""
+    """The process group, for PER_GROUP."""
     required: bool = True
-    """A checkpoint without it cannot be loaded."""
+    """Whether loading fails for a checkpoint without it."""
     validate_replication: bool = False
     """Compare the state across ranks at each save, for REPLICATED."""
     validation_level: str = "tensor"
@@ -70,12 +70,12 @@ class StateComponent:
     def __post_init__(self) -> None:
         self.sharing_pattern = SharingPattern(self.sharing_pattern)
         if not self.key or not all(letter.isalnum() or letter in "_-" for letter in self.key):
-            raise ConfigError(f"key={self.key!r} of a StateComponent must be of letters, digits, '_' and '-'.")
+            raise ConfigError(f"key={self.key!r} of a StateComponent must consist of letters, digits, '_' and '-'.")
         if self.sharing_pattern is SharingPattern.PER_GROUP and self.process_group_name is None:
-            raise ConfigError(f"{self.key}: PER_GROUP takes the name of its group; set process_group_name.")
+            raise ConfigError(f"{self.key}: PER_GROUP requires the name of a process group; set process_group_name.")
         if self.validate_replication and self.sharing_pattern is not SharingPattern.REPLICATED:
             raise ConfigError(
-                f"{self.key}: validate_replication takes REPLICATED, got {self.sharing_pattern.name}; only replicas "
+                f"{self.key}: validate_replication requires REPLICATED, got {self.sharing_pattern.name}; only replicas "
                 f"can be compared."
             )
         if self.validation_level not in VALIDATION_LEVELS:
@@ -86,27 +86,27 @@ class StateComponent:
 
 @dataclass(frozen=True)
 class ComponentFiles:
-    """Paths in a checkpoint."""
+    """Paths of a component's files, relative to the checkpoint."""
 
     tensors: str
-    """Not there if the state has no tensor."""
+    """Absent if the state has no tensors."""
     document: str
     """The rest of the state, as typed JSON."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """The place of a rank among the instances of a group, or among the machines."""
+    """The position of a rank among the instances of a group, or among the machines."""
 
     index: int
-    """Which instance, counted in the order of their first ranks."""
+    """The instance's index, in the order of their first ranks."""
     leader: int
     """The first rank of the instance."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a rank stands in the world; made once, by `find_placement`."""
+    """A rank's position in the world, its machine and its groups; computed once by `find_placement`."""
 
     rank: int = 0
     node: Seat = Seat(0, 0)
@@ -116,8 +116,8 @@ class Placement:
         """This rank's files of the component.
 
         Args:
-            component: what is written or read.
-            pattern: the one it was saved with, where that is another than the component's.
+            component: the component to write or read.
+            pattern: the pattern it was saved with, if that differs from the component's.
 
         Raises:
             ConfigError: for a group that this run does not have.
@@ -137,7 +137,7 @@ class Placement:
         return writer == self.rank
 
     def _instance(self, component: StateComponent, pattern: SharingPattern) -> tuple[str | None, int]:
-        """Which of several states is this rank's, None where there is one for all; and the rank that writes it."""
+        """The name of this rank's state among several (None if all ranks share one), and the rank that writes it."""
         if pattern is SharingPattern.PER_RANK:
             return f"rank_{self.rank}", self.rank
         if pattern is SharingPattern.PER_NODE:
@@ -152,16 +152,16 @@ class Placement:
         if name is None or name not in self.groups:
             known = ", ".join(sorted(self.groups)) or "none"
             raise ConfigError(
-                f"{component.key}: process_group_name={name!r} must be a group of this run ({known}); pass it to the "
-                f"CheckpointManager in `groups`."
+                f"{component.key}: process_group_name={name!r} must be a group of this run ({known}); pass it to "
+                f"CheckpointManager as an item of `groups`."
             )
         return self.groups[name]
 
 
 def find_placement(world: World, groups: Mapping[str, Any]) -> Placement:
-    """Where this rank stands. Collective, on all ranks of the world, whichever groups they are in."""
+    """This rank's placement. Collective over all ranks of the world, whichever groups they belong to."""
     members = {name: tuple(_ranks(world, group)) for name, group in groups.items()}
-    # the machine: torchrun's number of it, since two may bear the same host name
+    # identify the machine by torchrun's node rank, since two machines may share a host name
     everywhere = world.gather((os.environ.get("GROUP_RANK") or socket.gethostname(), members))
     nodes = [node for node, _ in everywhere]
     seats = {name: _seat([theirs.get(name) for _, theirs in everywhere], world.rank) for name in members}
@@ -169,7 +169,7 @@ def find_placement(world: World, groups: Mapping[str, Any]) -> Placement:
 
 
 def _seat(instances: list[Any], rank: int) -> Seat:
-    """Where `rank` stands if rank r belongs to `instances[r]`, None being none."""
+    """The seat of `rank`, where rank r belongs to `instances[r]` (None: to no instance)."""
     in_order = list(dict.fromkeys(instance for instance in instances if instance is not None))
     return Seat(in_order.index(instances[rank]), instances.index(instances[rank]))
 

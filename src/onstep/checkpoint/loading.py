@@ -1,4 +1,4 @@
-"""Reading a checkpoint that was verified: its components into a run, or its states for those who look without one."""
+"""Reads a verified checkpoint: loads its components into a run, or its raw states for inspection and conversion."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from onstep.errors import CheckpointError
 
 @dataclass
 class LoadReport:
-    """What a load left as it was, on this rank."""
+    """What was not loaded on this rank."""
 
     missing: list[str] = field(default_factory=list)
     """Optional components that the checkpoint does not have."""
     unexpected: list[str] = field(default_factory=list)
-    """Components of the checkpoint that nobody asked for."""
+    """Components of the checkpoint that were not requested."""
     other_ranks: bool = False
-    """The checkpoint is of another layout, and some component has no file for this rank: it was not loaded."""
+    """Saved with a different layout: some component has no file for this rank and was not loaded."""
 
 
 def load_components(
@@ -42,7 +42,7 @@ def load_components(
     components: Sequence[StateComponent],
     skip: Collection[str] = (),
 ) -> LoadReport:
-    """`CheckpointManager.load`: from the files that are this rank's by the pattern it was saved with. Collective."""
+    """Implement `CheckpointManager.load`: each rank reads its files by the pattern they were saved with. Collective."""
     wanted = [component for component in components if component.key not in skip]
     together(world, partial(check_keys, wanted), f"Loading {info.path}")
     stored = info.manifest.components
@@ -58,12 +58,12 @@ def load_components(
 
 
 def _read(placement: Placement, info: CheckpointInfo, component: StateComponent, report: LoadReport) -> Any:
-    """The state for this rank; None, noted in the report, if there is none."""
+    """The state for this rank; None if there is none, which is noted in the report."""
     entry = info.manifest.components.get(component.key)
     if entry is None:
         if component.required:
             raise CheckpointError(
-                f"it is required and the checkpoint has only {', '.join(info.manifest.components) or 'nothing'}; "
+                f"it is required, but the checkpoint has only {', '.join(info.manifest.components) or 'nothing'}; "
                 f"resume from another checkpoint."
             )
         report.missing.append(component.key)
@@ -72,24 +72,24 @@ def _read(placement: Placement, info: CheckpointInfo, component: StateComponent,
     files = placement.files(component, pattern)
     if files.document in entry.files:
         return read_state(info.path, files, entry.files)
-    # Another number of ranks leaves some without a file of their own; a group has no such excuse.
+    # With a different number of ranks, a PER_RANK file may legitimately be missing; that of a group must exist.
     if component.required and pattern is not SharingPattern.PER_RANK:
         raise CheckpointError(
-            f"it is required and {files.document} is not in the checkpoint; resume with the groups and machines that "
-            f"it was saved with."
+            f"it is required, but {files.document} is not in the checkpoint; resume with the groups and machines it "
+            f"was saved with."
         )
     report.other_ranks = True
     return None
 
 
-def read_state(folder: Path, files: ComponentFiles, listed: Collection[str]) -> Any:
-    """Read a state back; only files that the manifest lists are opened.
+def read_state(directory: Path, files: ComponentFiles, listed: Collection[str]) -> Any:
+    """Read a state; opens only files that the manifest lists.
 
     Raises:
-        CheckpointError: for a file that is not what the writer writes.
+        CheckpointError: for a file that is damaged or was not written by Onstep.
     """
-    tensors = read_tensors(folder / files.tensors) if files.tensors in listed else {}
-    path = folder / files.document
+    tensors = read_tensors(directory / files.tensors) if files.tensors in listed else {}
+    path = directory / files.document
     return decode_state(tensors, _read_document(path), str(path))
 
 
@@ -102,37 +102,37 @@ def _read_document(path: Path) -> Any:
 
 @dataclass(frozen=True)
 class StoredState:
-    """One state of a component: the only one, or that of one rank, group or machine."""
+    """A single state of a component: the only one, or that of a rank, group or machine."""
 
     label: str
-    """`model`, or `rng/rank_0`."""
+    """For example `model` or `rng/rank_0`."""
     files: ComponentFiles
     listed: frozenset[str]
-    """Which of the two files there are."""
+    """Those of the two files that exist."""
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A state whose larger tensors are left in their file: they stand in it as tensors of the meta device."""
+    """A state whose larger tensors are left in their file and represented by meta tensors."""
 
     state: Any
     places: dict[int, tuple[str, TensorInfo]]
-    """Where each of those lies, by `id`: its name in the file, and what the header says."""
+    """Location of each meta tensor, by `id`: its name in the file and its header entry."""
     path: Path
     """The tensor file."""
 
     @property
     def num_tensors(self) -> int:
-        """Tensors that were left in the file."""
+        """Number of tensors left in the file."""
         return len(self.places)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The elements of a tensor of the outline, as CPU memory of their own."""
+        """Read a tensor of the outline into newly allocated CPU memory."""
         return read_tensor(self.path, *self.places[id(tensor)])
 
 
 def stored_states(manifest: Manifest) -> list[StoredState]:
-    """Every state that the manifest lists, in its order."""
+    """All states that the manifest lists, in its order."""
     return [state for key, entry in manifest.components.items() for state in _states_of(key, entry.files)]
 
 
@@ -140,7 +140,7 @@ def read_outline(info: CheckpointInfo, stored: StoredState) -> Outline:
     """Read a state without its larger tensors.
 
     Raises:
-        CheckpointError: for a file that is not what the writer writes.
+        CheckpointError: for a file that is damaged or was not written by Onstep.
     """
     path = info.path / stored.files.tensors
     header = read_header(path) if stored.files.tensors in stored.listed else {}
@@ -155,26 +155,24 @@ def read_outline(info: CheckpointInfo, stored: StoredState) -> Outline:
 
 
 def read_weights(info: CheckpointInfo) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The model's tensors by name, tied ones once; and for each name left out, the one that holds its tensor.
+    """The model's tensors by name, tied ones once; and for each omitted name, the name that holds its tensor.
 
     Raises:
-        CheckpointError: when the checkpoint has no weights in one piece.
+        CheckpointError: if the checkpoint does not hold the weights as a single state.
     """
     entry = info.manifest.components.get("model")
     if entry is None:
         there = ", ".join(map(repr, info.manifest.components)) or "nothing"
-        raise CheckpointError(
-            f"{info.path} has no component 'model', only {there}; give a checkpoint that was saved with it."
-        )
+        raise CheckpointError(f"{info.path} has no component 'model', only {there}; give a checkpoint that has one.")
     states = _states_of("model", entry.files)
     if len(states) != 1 or entry.sharing_pattern not in (SharingPattern.GLOBAL, SharingPattern.REPLICATED):
         raise CheckpointError(
-            f"{info.path} holds the model in {len(states)} parts ({entry.sharing_pattern}), which are no single set of "
+            f"{info.path} holds the model as {len(states)} states ({entry.sharing_pattern}), not as a single set of "
             f"weights; load it in a run of {info.manifest.world_size} ranks and save the model there."
         )
     state = read_state(info.path, states[0].files, states[0].listed)
     if not isinstance(state, dict):
-        raise CheckpointError(f"{info.path}: the state of 'model' is no dictionary of tensors.")
+        raise CheckpointError(f"{info.path}: the state of 'model' is not a dictionary of tensors.")
     return _without_twins({str(name): value for name, value in state.items() if isinstance(value, Tensor)})
 
 
@@ -191,7 +189,7 @@ def _states_of(key: str, files: list[str]) -> list[StoredState]:
 
 
 def _array_names(node: Any) -> Iterator[str]:
-    """The tensors that hold NumPy arrays; a key that looks like one costs only that its tensor is read at once."""
+    """Names of tensors that hold NumPy arrays; a false match merely reads its tensor eagerly."""
     if isinstance(node, list):
         for each in node:
             yield from _array_names(each)

@@ -1,4 +1,4 @@
-"""What a save is asked to write, the states that it takes, whether replicas agree, their files and the manifest."""
+"""Collects the states of a checkpoint, checks that replicas agree, writes the files and builds the manifest."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ from onstep.distributed.world import together
 from onstep.errors import CheckpointError, ConfigError
 
 LIBRARIES = ("onstep", "torch", "numpy", "safetensors")
-"""Whose versions a manifest keeps, beside Python's."""
+"""Libraries whose versions a manifest records, besides Python's."""
 
 Fingerprints = list[tuple[str, str]]
 FIRST_VALUES = 10
-"""Values of each tensor that the level `quick` compares replicas by."""
+"""Number of values per tensor that validation level `quick` compares."""
 SPACE_MARGIN = 1.05
-"""Free space that a save asks for, in multiples of its tensors' bytes."""
+"""Free space that a save requires, as a multiple of its tensors' bytes."""
 
 
 @dataclass
 class SaveRequest:
-    """One checkpoint to be written."""
+    """A checkpoint to be written."""
 
     step: int
     components: list[StateComponent]
     config: dict[str, Any]
-    """The run's configuration, plain JSON."""
+    """The run's configuration, as plain JSON."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """What retention judges the checkpoint by."""
+    """Metrics by which retention ranks the checkpoint."""
     layout: dict[str, Any] = field(default_factory=dict)
-    """How the work is divided among ranks, plain JSON."""
+    """How the work is divided among ranks, as plain JSON."""
     persistent: bool = True
-    """False: deleted as soon as a newer one is there."""
+    """False: deleted as soon as a newer checkpoint exists."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Anything else for the manifest, plain JSON."""
+    """Anything else for the manifest, as plain JSON."""
 
     def frozen(self) -> SaveRequest:
-        """The same request, out of reach of what is done to this one while it is saved."""
+        """A copy that later changes to this request do not affect."""
         config, metrics, layout, extra = copy.deepcopy((self.config, self.metrics, self.layout, self.extra))
         own = list(self.components)
         return replace(self, components=own, config=config, metrics=metrics, layout=layout, extra=extra)
@@ -67,7 +67,7 @@ class SaveRequest:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that no crash can take away any more."""
+    """A durable checkpoint: it survives any crash from now on."""
 
     step: int
     path: Path
@@ -76,10 +76,10 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class EncodedState:
-    """The state of a component as this rank will write it."""
+    """The state of a component in the form in which this rank writes it."""
 
     key: str
-    """Its component."""
+    """The component's key."""
     files: ComponentFiles
     tensors: dict[str, Tensor]
     document: Any
@@ -87,42 +87,42 @@ class EncodedState:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A file that lies in the folder of a save, fsynced."""
+    """A file that was written and fsynced in the directory of a save."""
 
     key: str
-    """Its component."""
+    """The component's key."""
     path: str
     """Relative to the checkpoint."""
     digest: FileDigest
 
 
-def write_states(store: FileStore, folder: Path, states: Sequence[EncodedState]) -> list[WrittenFile]:
-    """Write the files of this rank; each is on disk on return, its folder not yet.
+def write_states(store: FileStore, directory: Path, states: Sequence[EncodedState]) -> list[WrittenFile]:
+    """Write this rank's files; on return their contents are durable, but not yet their directory entries.
 
     Raises:
-        OSError: for what the file system refuses.
+        OSError: if the file system refuses an operation.
     """
     written = []
     for state in states:
         key, files = state.key, state.files
-        store.make_folder(folder / key)
+        store.make_dir(directory / key)
         if state.tensors:
-            with store.open(folder / files.tensors) as file:
+            with store.open(directory / files.tensors) as file:
                 write_tensors(file, state.tensors)
             written.append(WrittenFile(key, files.tensors, file.digest))
         content = document_to_bytes(state.document, key)
-        written.append(WrittenFile(key, files.document, store.write_file(folder / files.document, content)))
+        written.append(WrittenFile(key, files.document, store.write_file(directory / files.document, content)))
     return written
 
 
 @dataclass
 class PendingSave:
-    """A save whose files are being written, or wait to be committed."""
+    """A save whose files are being written or are waiting to be committed."""
 
     request: SaveRequest
     writing: Future[list[WrittenFile]]
     transaction: SaveTransaction | None
-    """On rank 0."""
+    """Only on rank 0."""
 
 
 def check_keys(components: Sequence[StateComponent]) -> None:
@@ -133,23 +133,23 @@ def check_keys(components: Sequence[StateComponent]) -> None:
     """
     for key, count in Counter(component.key for component in components).items():
         if count > 1:
-            raise ConfigError(f"{count} components have the key {key!r}; give each a key of its own.")
+            raise ConfigError(f"{count} components have the key {key!r}; give each a unique key.")
 
 
 @cache
 def versions() -> Mapping[str, str]:
-    """The libraries that write."""
+    """Versions of Python and of the libraries that write a checkpoint."""
     found = {"python": platform.python_version()}
     for name in LIBRARIES:
         try:
             found[name] = version(name)
-        except PackageNotFoundError:  # run from its sources
+        except PackageNotFoundError:  # running from a source tree
             found[name] = "not installed"
     return found
 
 
 def build_manifest(request: SaveRequest, run_id: str, world_size: int, everyone: list[list[WrittenFile]]) -> Manifest:
-    """The manifest of the files that all ranks have written; `everyone` is in rank order."""
+    """Build the manifest of the files that all ranks wrote; `everyone` is in rank order."""
     entries = {component.key: _entry(component, everyone) for component in request.components}
     return Manifest(
         step=request.step,
@@ -168,7 +168,7 @@ def build_manifest(request: SaveRequest, run_id: str, world_size: int, everyone:
 
 
 def _entry(component: StateComponent, everyone: list[list[WrittenFile]]) -> ComponentEntry | None:
-    """None for an optional component that no rank could write."""
+    """The component's entry; None for an optional component that no rank could write."""
     own = [(rank, written) for rank, one in enumerate(everyone) for written in one if written.key == component.key]
     if not own:
         return None
@@ -182,67 +182,67 @@ def _entry(component: StateComponent, everyone: list[list[WrittenFile]]) -> Comp
     )
 
 
-def check_visible(folder: Path, everyone: list[list[WrittenFile]]) -> None:
-    """Refuse a save whose files do not all lie where rank 0 commits them.
+def check_visible(directory: Path, everyone: list[list[WrittenFile]]) -> None:
+    """Refuse a save unless rank 0, which commits it, sees the files of all ranks.
 
     Raises:
         CheckpointError: naming the rank and the file.
     """
     for rank, one in enumerate(everyone):
         for written in one:
-            path = folder / written.path
+            path = directory / written.path
             size = path.stat().st_size if path.is_file() else None
             if size != written.digest.size:
                 found = "does not see it" if size is None else f"sees {size} bytes"
                 raise CheckpointError(
-                    f"rank {rank} wrote {path} ({written.digest.size} bytes) and rank 0 {found}; all ranks must "
-                    f"save to one shared file system."
+                    f"rank {rank} wrote {path} ({written.digest.size} bytes), but rank 0 {found}; all ranks must "
+                    f"save to the same shared file system."
                 )
 
 
 def check_free_space(root: Path, tensor_bytes: int) -> None:
-    """Refuse a save that there is no room for.
+    """Refuse a save that the file system has no room for.
 
     Raises:
-        CheckpointError: naming what is needed and what is free.
+        CheckpointError: stating the needed and the free bytes.
     """
-    existing = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
+    existing = next(directory for directory in (root, *root.absolute().parents) if directory.exists())
     needed, free = int(tensor_bytes * SPACE_MARGIN), shutil.disk_usage(existing).free
     if needed > free:
         raise CheckpointError(
-            f"{root} has {free} bytes free and the checkpoint needs {needed}; make room, or keep fewer checkpoints "
+            f"{root} has {free} bytes free, but the checkpoint needs {needed}; free up space or keep fewer checkpoints "
             f"(checkpoint.most_recent_k)."
         )
 
 
 @dataclass
-class TakenStates:
-    """The states of one moment, on one rank; their tensors are still those that training changes."""
+class CollectedStates:
+    """The states of one step on one rank; the tensors are not copied, so training still modifies them."""
 
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By key, also of what other ranks write."""
+    """By key, including states that other ranks write."""
     encoded: list[EncodedState] = field(default_factory=list)
-    """What this rank writes."""
+    """States that this rank writes."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Optional components that failed here, and why."""
+    """Optional components that failed on this rank, and why."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensors that this rank writes."""
+        """Total bytes of the tensors that this rank writes."""
         return sum(tensor.nbytes for state in self.encoded for tensor in state.tensors.values())
 
 
-def take_states(components: Sequence[StateComponent], placement: Placement) -> TakenStates:
-    """Ask each component for its state, on every rank, since some gather it from all; encode what this rank writes.
+def collect_states(components: Sequence[StateComponent], placement: Placement) -> CollectedStates:
+    """Call `state_dict` of each component on every rank (it may be collective) and encode the states this rank writes.
 
     Raises:
-        ConfigError: for two components of one key and a group that this run does not have.
-        Exception: what a required component fails with, UnsupportedStateError included.
+        ConfigError: for two components with the same key, or for a group that this run does not have.
+        Exception: whatever a required component raises, including UnsupportedStateError.
     """
     check_keys(components)
-    taken = TakenStates()
+    taken = CollectedStates()
     for component in components:
-        files = placement.files(component)  # an unknown group is no failure of the component
+        files = placement.files(component)  # outside the try: an unknown group is not the component's failure
         try:
             state = component.stateful.state_dict()
             if placement.writes(component):
@@ -250,23 +250,23 @@ def take_states(components: Sequence[StateComponent], placement: Placement) -> T
                 in_file_order = {name: tensors[name] for name in ordered_names(tensors)}
                 taken.encoded.append(EncodedState(component.key, files, in_file_order, document))
             taken.states[component.key] = state
-        except Exception as error:  # what fails is the component's own code
+        except Exception as error:  # the component's code may raise anything
             if component.required:
-                error.add_note(f"while the state of component {component.key!r} was taken")
+                error.add_note(f"while collecting the state of component {component.key!r}")
                 raise
             taken.left_out[component.key] = f"{type(error).__name__}: {error}"
     return taken
 
 
 def check_replicas(world: World, component: StateComponent, state: dict[str, Any] | None, doing: str) -> None:
-    """Compare the component's state across all ranks, as thoroughly as its `validation_level` says. Collective.
+    """Compare the component's state across all ranks, at its `validation_level`. Collective.
 
-    Levels: `quick` compares the structure and the first values of each tensor, `tensor` all tensors, `full` every
-    other value too. On which device a tensor lies makes no difference. None stands for the state of an optional
-    component that could not be had; then nothing is compared.
+    Levels: `quick` compares the structure and the first values of each tensor, `tensor` all tensors, `full` also all
+    other values. The device of a tensor makes no difference. A state of None stands for an optional component whose
+    state could not be collected; nothing is compared then.
 
     Raises:
-        CheckpointError: on all ranks, naming the component, the ranks that differ and the first path where they do.
+        CheckpointError: on all ranks, naming the component, the ranks that differ and the first path that differs.
     """
     if not component.validate_replication or component.validation_level == "none" or world.size == 1:
         return
@@ -279,7 +279,7 @@ def check_replicas(world: World, component: StateComponent, state: dict[str, Any
 
 
 def fingerprints(state: Any, level: str) -> Fingerprints:
-    """Each path of a state with a short text of what is there; equal states give equal ones."""
+    """Each path of a state with a short digest of its value; equal states have equal fingerprints."""
     return list(_fingerprints(state, "", level))
 
 
@@ -314,14 +314,14 @@ def _of_value(value: Any, level: str) -> str:
 
 
 def _difference(key: str, everywhere: list[Fingerprints]) -> str:
-    """What differs, judged by rank 0's state."""
+    """Describe the first difference from rank 0's state."""
     first = everywhere[0]
     different = [rank for rank, prints in enumerate(everywhere) if prints != first]
     pairs = zip_longest(first, everywhere[different[0]], fillvalue=("", "nothing"))
     here, there = next((here, there) for here, there in pairs if here != there)
     ranks = "ranks " if len(different) > 1 else "rank "
     return (
-        f"component {key!r} is REPLICATED, but not the same on rank 0 and on {ranks}{', '.join(map(str, different))}; "
+        f"component {key!r} is REPLICATED, but differs between rank 0 and {ranks}{', '.join(map(str, different))}; "
         f"first at {key}{here[0] or there[0]}: {here[1]} on rank 0, {there[1]} on rank {different[0]}. Find out "
-        f"why the ranks diverge, or give the component another sharing pattern."
+        f"why the ranks diverge, or use a different sharing pattern for the component."
     )

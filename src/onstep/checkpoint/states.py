@@ -1,4 +1,4 @@
-"""The states that every run saves: the weights of a model, whatever wraps or splits it, and the random generators."""
+"""Stateful adapters that every run saves: the weights of a model, wrapped or chunked, and the random generators."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from onstep.config.part import listed
+from onstep.config.suggestions import listed
 from onstep.errors import CheckpointError
 
 NAMES_SHOWN = 5
-"""Names of each kind that an error lists; the rest is counted."""
+"""How many names of each kind an error lists; the remaining ones are counted."""
 _REMEDY = (
-    "Build the model that the checkpoint was saved from: for a model of the configuration, set model.vocab_size, "
+    "Build the model that the checkpoint was saved from: if the configuration builds the model, set model.vocab_size, "
     "model.hidden_size, model.num_layers and the other sizes (or the tokenizer) to those in `config` of the "
-    "checkpoint's manifest.json. Or load a checkpoint that fits (checkpoint.load=PATH), or start a new run "
+    "checkpoint's manifest.json. Or load a matching checkpoint (checkpoint.load=PATH), or start a new run "
     "(run.fresh=true)."
 )
 
 
 class ModelState:
-    """Parameters and persistent buffers of the chunks of a model, by the names of the bare modules.
+    """Parameters and persistent buffers of a model's chunks, under the names of the unwrapped modules.
 
-    One chunk keeps its names; of several, chunk i gets the prefix `chunk_<i>.`. Wrappers (data parallelism,
-    `torch.compile`) leave no trace in the names, so that a checkpoint loads with and without them.
+    A single chunk keeps its names; with several, those of chunk i get the prefix `chunk_<i>.`. Wrappers (data
+    parallelism, `torch.compile`) do not show up in the names, so a checkpoint loads with or without them.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._modules = [bare_module(chunk) for chunk in chunks]
 
     def state_dict(self) -> dict[str, Any]:
-        """The tensors themselves, not copies: tied ones share their storage."""
+        """The tensors themselves, not copies; tied tensors share their storage."""
         state: dict[str, Any] = {}
         for prefix, module in self._prefixed():
             state |= module.state_dict(prefix=prefix)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy the values into the model's own tensors; nothing is copied unless everything fits.
+        """Copy the values into the model's existing tensors; nothing is copied unless everything matches.
 
         Raises:
-            CheckpointError: listing what is missing, unexpected, or of another shape or dtype.
+            CheckpointError: listing what is missing, unexpected, or differs in shape or dtype.
         """
         problems = mismatches(self.state_dict(), state_dict)
         if problems:
-            raise CheckpointError("The weights do not fit this model: " + "; ".join(problems) + ". " + _REMEDY)
+            raise CheckpointError("The weights do not match this model: " + "; ".join(problems) + ". " + _REMEDY)
         for prefix, module in self._prefixed():
             own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
             module.load_state_dict(own)
@@ -62,8 +62,8 @@ class ModelState:
 
 
 def bare_module(module: nn.Module) -> nn.Module:
-    """The module inside data-parallel and compile wrappers."""
-    while True:  # torch.compile's wrapper is known by its attribute, without importing it
+    """The module inside any data-parallel and compile wrappers."""
+    while True:  # torch.compile's wrapper is recognized by its attribute, which avoids importing it
         inner = module.module if isinstance(module, DistributedDataParallel) else module._modules.get("_orig_mod")
         if inner is None:
             return module
@@ -71,7 +71,7 @@ def bare_module(module: nn.Module) -> nn.Module:
 
 
 def mismatches(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Why `given` cannot be loaded into `own`: one phrase for each kind of difference, empty if it can."""
+    """Why `given` cannot be loaded into `own`: one phrase per kind of difference; empty if it can be loaded."""
     differences = [_difference(name, own[name], given[name]) for name in own if name in given]
     found = {
         "missing": [name for name in own if name not in given],
@@ -82,7 +82,7 @@ def mismatches(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
 
 
 def _difference(name: str, own: Any, given: Any) -> str:
-    if not isinstance(own, Tensor):  # a module's extra state: the module itself judges it
+    if not isinstance(own, Tensor):  # a module's extra state: left to the module to check
         return ""
     if not isinstance(given, Tensor):
         return f"{name} (a tensor here, {type(given).__name__} in the checkpoint)"
@@ -96,21 +96,21 @@ def _difference(name: str, own: Any, given: Any) -> str:
 _log = logging.getLogger(__name__)
 
 _MALFORMED = (KeyError, TypeError, ValueError, OverflowError, AttributeError, RuntimeError)
-"""What the generators raise for a state that is none."""
+"""What the generators raise for an invalid state."""
 
 
 class RngState:
-    """Stateful over Python's `random`, NumPy's global generator, torch's CPU generator and that of this rank's device.
+    """Stateful over Python's `random`, NumPy's global generator, torch's CPU generator and this rank's device's.
 
-    Each rank has its own, so its component is PER_RANK.
+    Each rank has its own generators, so the component is PER_RANK.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        """Take the device whose generator belongs to the state; for the CPU there is none besides torch's own."""
+        """`device` is the one whose generator is saved; for the CPU, torch's CPU generator is all there is."""
         self._device = torch.device(device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where each generator stands, to the bit: also the second of a pair of Gaussian draws that waits in it."""
+        """The exact state of each generator, including a cached second Gaussian draw."""
         return {
             "python": random.getstate(),
             "numpy": np.random.get_state(legacy=False),
@@ -119,12 +119,12 @@ class RngState:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put every generator where it stood; either all of them or, on an error, none.
+        """Restore every generator; on an error, none is changed.
 
-        A state from another type of device leaves this device's generator as it is, with a warning.
+        A state saved on a different device type leaves this device's generator unchanged, with a warning.
 
         Raises:
-            CheckpointError: for a state that no generator can be put into.
+            CheckpointError: for a state that a generator does not accept.
         """
         try:
             python, numpy, cpu, device = (state_dict[key] for key in ("python", "numpy", "torch", "device"))
@@ -140,14 +140,14 @@ class RngState:
             torch.get_device_module(self._device).set_rng_state(device["state"].cpu(), *own)
         elif not is_same_device:
             _log.warning(
-                "The random state is of device type %s, this rank runs on %s: the device's generator goes on as it "
-                "is, so what is drawn on it differs from a run that was not interrupted.",
+                "The random state was saved on device type %s, but this rank runs on %s: the device's generator is "
+                "not restored, so its draws differ from those of an uninterrupted run.",
                 device["type"],
                 self._device.type,
             )
 
     def _try_out(self, python: Any, numpy: Any, cpu: Tensor, device: Tensor | None) -> None:
-        """Put the states into generators of our own, which check them; the global ones are not touched."""
+        """Load the states into scratch generators, which validate them; the global ones are not touched."""
         random.Random().setstate(python)
         bit_generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # missing in NumPy's stubs
         np.random.RandomState(type(bit_generator)()).set_state(numpy)

@@ -1,1 +1,1 @@
-"""The command line over the functional door."""
+"""The `onstep` command line; its commands train through `pretrain` and `finetune`."""

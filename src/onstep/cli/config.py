@@ -1,4 +1,4 @@
-"""`onstep config show|defaults`, and the configuration that the words of a command line mean."""
+"""`onstep config show|defaults|explain`, and the configuration that the words of a command line describe."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Annotated, Any
 import typer
 
 from onstep.cli.application import application
-from onstep.config import ConfigContainer, apply_overrides, dump_yaml, load_yaml, merge, resolve
-from onstep.config.part import nearest
+from onstep.config import ConfigContainer, apply_overrides, dump_yaml, explain, load_yaml, merge, resolve
+from onstep.config.explanation import common_defaults
+from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 from onstep.recipes import get_recipe
 
 
 def configuration(words: list[str], recipe: str | None) -> tuple[ConfigContainer, list[str]]:
-    """The recipe, with a YAML file and `key=value` words laid over it; and the callbacks that `callbacks=` names.
+    """The recipe, overridden by a YAML file and `key=value` words; and the callbacks that `callbacks=` names.
 
     The recipe is `--recipe`, else the file's `run.recipe`, else `tiny_gpt`.
 
@@ -29,7 +30,7 @@ def configuration(words: list[str], recipe: str | None) -> tuple[ConfigContainer
     words = [f"run.{word}" if word.startswith("fresh=") else word for word in words]
     pairs = [word for word in words if "=" in word and not word.startswith("callbacks=")]
     if len(files) > 1:
-        raise ConfigError(f"One configuration file at the most, got {', '.join(files)}; write values as key=value.")
+        raise ConfigError(f"At most one configuration file, got {', '.join(files)}; write values as key=value.")
     values = _read(files[0]) if files else {}
     if "callbacks" in values or "imports" in values:
         raise ConfigError("A configuration file never imports code; name callbacks on the command line.")
@@ -46,11 +47,11 @@ def import_file(path: str) -> None:
     """Run a Python file as the module of its name, so that `callbacks='[name:Class]'` finds what it defines.
 
     Raises:
-        ConfigError: when there is no such file.
+        ConfigError: if the file does not exist.
     """
     file = Path(path)
     if not file.is_file():
-        raise ConfigError(f"--import {path}: there is no such file; give the path of a Python file.")
+        raise ConfigError(f"--import {path}: the file does not exist; give the path of a Python file.")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
@@ -60,10 +61,10 @@ def import_file(path: str) -> None:
 
 
 def load_callback(name: str) -> Any:
-    """The callback that `module:attribute` names; a class is made without arguments.
+    """The callback that `module:attribute` names; a class is called without arguments.
 
     Raises:
-        ConfigError: when the module or the attribute is not there.
+        ConfigError: if the module or the attribute does not exist.
     """
     module_name, colon, attribute = name.partition(":")
     if not colon or not attribute:
@@ -75,7 +76,7 @@ def load_callback(name: str) -> Any:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(
-            f"callbacks={name}: {error}; bring a file with --import {module_name}.py, or install the package."
+            f"callbacks={name}: {error}; import a file with --import {module_name}.py, or install the package."
         ) from error
     if not hasattr(module, attribute):
         hint = nearest(attribute, [each for each in dir(module) if not each.startswith("_")])
@@ -109,7 +110,7 @@ app = application(no_args_is_help=True)
 def show(
     words: Annotated[list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [KEY=VALUE ...]")] = None,
     recipe: Annotated[str | None, typer.Option(help="Named configuration to start from.")] = None,
-    as_written: Annotated[bool, typer.Option(help="Do not fill in what is derived from other values.")] = False,
+    as_written: Annotated[bool, typer.Option(help="Do not fill in derived values.")] = False,
 ) -> None:
     """Print the configuration that `onstep train` with the same words would run, as YAML that it reads back."""
     config, _ = configuration(words or [], recipe)
@@ -117,6 +118,14 @@ def show(
 
 
 @app.command()
-def defaults() -> None:
-    """Print every key with its default, as YAML."""
-    print(dump_yaml(ConfigContainer()), end="")
+def defaults(
+    every: Annotated[bool, typer.Option("--all", help="Every key, without help.")] = False,
+) -> None:
+    """Print the common keys with their defaults and help, as YAML that can be read back."""
+    print(dump_yaml(ConfigContainer()) if every else common_defaults(), end="")
+
+
+@app.command("explain")
+def explain_keys(keys: Annotated[list[str], typer.Argument(metavar="KEY ...")]) -> None:
+    """Print a key's help, type, default, rules, consequence of a change and name in `TrainingArguments`."""
+    print("\n\n".join(explain(key) for key in keys))

@@ -1,4 +1,4 @@
-"""`onstep generate`."""
+"""`onstep generate`: continues a prompt with a trained model."""
 
 from __future__ import annotations
 
@@ -16,29 +16,33 @@ if TYPE_CHECKING:
 
 
 def generate(
-    run: Annotated[str, typer.Argument(help="Folder of a run, such as runs/tiny_gpt.")],
+    run: Annotated[str, typer.Argument(help="Run directory, such as runs/tiny_gpt.")],
     prompt: Annotated[str, typer.Argument(help="Text to continue.")] = "",
     max_new_tokens: Annotated[
-        int, typer.Option(help="Tokens to add; fewer where positions are learned and end before.")
+        int, typer.Option(help="Tokens to add; fewer if the learned positions end earlier.")
     ] = 200,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens with this total.")] = 0.95,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 always picks the most likely token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the smallest set of tokens with this total probability.")
+    ] = 0.95,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampler; the same seed gives the same text.")] = None,
 ) -> None:
-    """Continue a text with the final weights of a run, else with those of its newest checkpoint."""
+    """Continue a text with the final weights of a run, or with its newest checkpoint if it has none."""
     import torch
 
     from onstep.config import from_dict
     from onstep.data import build_tokenizer, tokenizer_in_run
     from onstep.models import generate as continue_tokens
 
-    folder = Path(run)
-    if not (folder / "run.json").is_file():
-        raise OnstepError(f"{run} is no run: {folder / 'run.json'} is missing; name a folder such as runs/tiny_gpt.")
-    stored = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    tokenizer = build_tokenizer(tokenizer_in_run(from_dict(stored["config"]).tokenizer, folder))
-    model = _model(folder)
+    directory = Path(run)
+    if not (directory / "run.json").is_file():
+        raise OnstepError(
+            f"{run} is not a run: {directory / 'run.json'} is missing; name a directory such as runs/tiny_gpt."
+        )
+    stored = json.loads((directory / "run.json").read_text(encoding="utf-8"))
+    tokenizer = build_tokenizer(tokenizer_in_run(from_dict(stored["config"]).tokenizer, directory))
+    model = _model(directory)
     start = tokenizer.encode_text(prompt) or [tokenizer.eos_id if tokenizer.eos_id is not None else 0]
     tokens = continue_tokens(
         model,
@@ -54,26 +58,27 @@ def generate(
     print(tokenizer.decode(ids))
 
 
-def _model(folder: Path) -> Transformer:
-    """The final weights of a run, else those of its newest checkpoint."""
+def _model(directory: Path) -> Transformer:
+    """The model with the final weights of a run, or else with those of its newest checkpoint."""
     from onstep.models import load_hf
     from onstep.training.setup.pretrained import model_of_checkpoint
 
-    if (folder / "model" / "config.json").is_file():
-        return load_hf(folder / "model")
-    if not any((folder / "checkpoints").glob("checkpoint-*")):
+    if (directory / "model" / "config.json").is_file():
+        return load_hf(directory / "model")
+    if not any((directory / "checkpoints").glob("checkpoint-*")):
         raise OnstepError(
-            f"{folder} has no weights: neither {folder / 'model'} nor a checkpoint; let it train to its end or to its "
-            f"first checkpoint, or name another run."
+            f"{directory} has no weights: there is neither {directory / 'model'} nor a checkpoint; train until the end "
+            "or "
+            f"the first checkpoint, or name another run."
         )
-    return model_of_checkpoint(folder)
+    return model_of_checkpoint(directory)
 
 
 def _fitting(max_new_tokens: int, num_tokens: int, model: Transformer) -> int:
-    """As many new tokens as a table of learned positions has room for; said where that is fewer.
+    """Limit the number of new tokens to the length of learned position embeddings, with a note on stderr.
 
     Raises:
-        ConfigError: where the prompt leaves no room.
+        ConfigError: when the prompt leaves no room.
     """
     if model.position_embedding is None:
         return max_new_tokens
@@ -81,12 +86,12 @@ def _fitting(max_new_tokens: int, num_tokens: int, model: Transformer) -> int:
     room = length - num_tokens
     if room < 1:
         raise ConfigError(
-            f"the prompt has {num_tokens:,} tokens, and the model's learned positions end at {length:,}, the next "
-            f"token included; shorten it to {length - 1:,}."
+            f"the prompt has {num_tokens:,} tokens, but the model has {length:,} learned positions including the "
+            f"next token; shorten the prompt to {length - 1:,}."
         )
     if max_new_tokens > room:
         print(
-            f"--max-new-tokens {max_new_tokens} is cut to {room}: the model's learned positions end at {length:,}",
+            f"--max-new-tokens {max_new_tokens} is reduced to {room}: the model has {length:,} learned positions",
             file=sys.stderr,
         )
     return min(max_new_tokens, room)

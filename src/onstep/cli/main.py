@@ -1,4 +1,4 @@
-"""`onstep COMMAND ...`: finds the command and runs it; what a command needs is imported when it runs."""
+"""Entry point of `onstep COMMAND ...`; each command's modules are imported only when it runs."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("train:train", "Train a model: onstep train [config.yaml] [key=value ...]"),
     "finetune": (
         "train:finetune",
-        "Train trained weights further: onstep finetune [RECIPE] [key=value ...]",
+        "Fine-tune pretrained weights: onstep finetune [RECIPE] [key=value ...]",
     ),
     "generate": (
         "generate:generate",
-        'Continue a text with a trained run: onstep generate runs/NAME "def "',
+        'Generate text with a trained model: onstep generate runs/NAME "def "',
     ),
-    "config": ("config:app", "Show a configuration: onstep config show|defaults"),
-    "recipes": ("recipes:app", "Named configurations: onstep recipes list|show NAME"),
-    "memory": ("recipes:memory", "Tell what memory a training takes: onstep memory RECIPE [key=value ...]"),
+    "config": ("config:app", "Show a configuration or explain a key: onstep config show|defaults|explain KEY"),
+    "recipes": ("recipes:app", "List and show recipes (named configurations): onstep recipes list|show NAME"),
+    "memory": ("recipes:memory", "Estimate GPU memory before training: onstep memory RECIPE [key=value ...]"),
     "why": (
         "why:why",
-        "Explain why a run stopped, saved or went back: onstep why RUN [--step N]; --features",
+        "Explain why a run stopped, saved or rolled back: onstep why RUN [--step N]",
     ),
     "checkpoint": (
-        "checkpoint:app",
-        "Look into checkpoints: onstep checkpoint list|verify|diff|export PATH",
+        "checkpoint.group:app",
+        "Inspect and export checkpoints: onstep checkpoint list|verify|diff|export PATH",
     ),
     "logs": (
-        "logs:app",
-        "Read logs of runs: onstep logs list|summary|tail|plot|compare|report|replay [RUN]",
+        "logs.group:app",
+        "Read, plot and compare logs of runs: onstep logs list|summary|tail|plot|compare|report|replay [RUN]",
     ),
-    "plot": ("plot:app", "Plot what diagnostics recorded: onstep plot heatmap [FILE]"),
+    "plot": ("plot:app", "Plot per-parameter norms: onstep plot heatmap [FILE]"),
     "verify-resume": (
         "verify_resume:verify_resume",
-        "Prove that kills change nothing: onstep verify-resume CONFIG.yaml",
+        "Check that a killed and resumed run is bitwise identical: onstep verify-resume CONFIG.yaml",
     ),
 }
-"""Command name: the function, or the application of a group, and one line of help."""
+"""Command name -> (function, or application of a group; one line of help)."""
 _TRAINING = ("train", "finetune", "verify-resume")
-"""Commands that run the user's own code; their OSErrors keep the traceback that says where."""
+"""Commands that run user code; their OSErrors keep the traceback, which shows where they were raised."""
 _DRAWING = ("logs", "plot")
 
 
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         return OK
     name, rest = arguments[0], arguments[1:]
     if name not in COMMANDS:
-        from onstep.config.part import nearest
+        from onstep.config.suggestions import nearest
 
         print(f"error: there is no command {name!r}.{nearest(name, list(COMMANDS))}\n\n{overview()}", file=sys.stderr)
         return ERROR
@@ -71,13 +71,19 @@ def overview() -> str:
     lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
         [
-            "Onstep trains PyTorch models, and lets you hook into every moment of it.",
+            "Onstep trains PyTorch models, language models first, with one loop that callbacks can observe and steer.",
             "",
             "Usage: onstep COMMAND [ARGUMENTS]",
             "",
+            "Commands:",
             *lines,
             "",
-            "`onstep COMMAND --help` tells more. Several ranks: torchrun --nproc-per-node 2 -m onstep train ...",
+            "Examples:",
+            "  onstep train                                     # a tiny GPT, in a few minutes on a CPU",
+            "  onstep train config.yaml optimizer.lr=3e-4       # your own configuration",
+            "  torchrun --nproc-per-node 2 -m onstep train ...  # on two GPUs",
+            "",
+            "`onstep COMMAND --help` describes a command and its options.",
         ]
     )
 
@@ -93,7 +99,7 @@ def _run(name: str, arguments: list[str]) -> int:
         text = in_options(str(error)) if name in _DRAWING else str(error)
         print(f"error: {text}{notes}", file=sys.stderr)
         return ERROR
-    except BrokenPipeError:  # the reader of the pipe has seen enough
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ERROR
     except OSError as error:
@@ -112,17 +118,17 @@ _OPTIONS = {
     "y_max": "--y-max", "vmin": "--vmin", "vmax": "--vmax", "v_min": "--vmin", "v_max": "--vmax",
     "step_stride": "--step-stride", "figsize": "--figsize", "log_scale": "--log-scale", "filter_pattern": "--filter",
 }  # fmt: skip
-"""Parameters of the functions that draw, and the options that set them."""
+"""Parameters of the plotting functions and the options that set them."""
 _FIRST_WORDS = {"metric": "--metric", "metrics": "--metrics", "filter": "--filter", "format": "--format"}
-"""Words that are parameters only where an error begins with them."""
+"""Words that name a parameter only at the start of an error message."""
 _NAME = re.compile(rf"(?<![\w'\"./-])({'|'.join(_OPTIONS)})(?![\w'\"./-])")
 _BEGIN = re.compile(rf"\A({'|'.join(_FIRST_WORDS)}) must\b")
 
 
 def in_options(message: str) -> str:
-    """The text of an error with options in place of parameters: ``y_min must be below y_max`` names --y-min, --y-max.
+    """Replace parameter names in an error message by options: ``y_min must be below y_max`` names --y-min, --y-max.
 
-    Names in quotes and in paths stay as they are.
+    Names in quotes and in paths are left unchanged.
     """
     message = _BEGIN.sub(lambda match: f"{_FIRST_WORDS[match[1]]} must", message)
     return _NAME.sub(lambda match: _OPTIONS[match[1]], message)

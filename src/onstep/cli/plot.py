@@ -1,4 +1,4 @@
-"""`onstep logs plot|report` and `onstep plot heatmap`: figures of runs, and a page of figures."""
+"""`onstep logs plot|report` and `onstep plot heatmap`: draws figures of runs and writes HTML reports."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from onstep.errors import ConfigError
 if TYPE_CHECKING:
     from onstep.analysis.logs.training_log import TrainingLog
 
-Picture = Annotated[Path | None, typer.Option("--output", "-o", help="The picture; default in tmp/.")]
+Picture = Annotated[Path | None, typer.Option("--output", "-o", help="Image file to write; default: in tmp/.")]
 PictureFormat = Annotated[str | None, typer.Option("--format", metavar="FORMAT", help="png, svg or pdf.")]
-EditPicture = Annotated[bool, typer.Option("--edit", "-e", help="Open the picture in $VISUAL, $EDITOR or a viewer.")]
-ShowPicture = Annotated[bool, typer.Option(help="Open the picture in the system's viewer.")]
-FigureTitle = Annotated[str | None, typer.Option(help="Above the figure.")]
+EditPicture = Annotated[bool, typer.Option("--edit", "-e", help="Open the image in $VISUAL, $EDITOR or a viewer.")]
+ShowPicture = Annotated[bool, typer.Option(help="Open the image in the system's viewer.")]
+FigureTitle = Annotated[str | None, typer.Option(help="Title of the figure.")]
 
 _WIDTH, _ROW_HEIGHT = 12.0, 4.0
 
@@ -27,41 +27,44 @@ def plot(
         list[str] | None,
         typer.Argument(
             metavar="[PATH ...]",
-            help="Logs, run folders, or names below runs/; of a folder of runs the newest; default the newest run.",
+            help=(
+                "Logs, run directories, or names below runs/; a directory of runs means its newest; default: the "
+                "newest run."
+            ),
         ),
     ] = None,
     metrics: Annotated[
         str | None,
-        typer.Option(metavar="A,B", help="Keys of the records; default loss,eval_loss,learning_rate, where there."),
+        typer.Option(metavar="A,B", help="Keys of the records; default: loss,eval_loss,learning_rate, if logged."),
     ] = None,
-    x_axis: Annotated[str, typer.Option(metavar="AXIS", help="step, epoch, time, tokens or flops.")] = "step",
+    x_axis: Annotated[str, typer.Option(metavar="AXIS", help="x axis: step, epoch, time, tokens or flops.")] = "step",
     smooth: Annotated[
-        int | None, typer.Option(metavar="N", help="Points of the moving mean; 1: none; default by the length.")
+        int | None, typer.Option(metavar="N", help="Window of the moving mean in points; 1: off; default: by length.")
     ] = None,
     log_scale: Annotated[bool, typer.Option("--log-scale", help="Logarithmic y axes.")] = False,
     output: Picture = None,
     form: PictureFormat = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="The runs after it are drawn with those before it.")
+        bool, typer.Option("--compare", help="Draw the runs after it together with those before it.")
     ] = False,
     labels: Labels = None,
     title: FigureTitle = None,
     loss_curves: Annotated[
-        bool, typer.Option("--loss-curves", help="The losses; of one run with its learning rate.")
+        bool, typer.Option("--loss-curves", help="Plot the losses; for a single run, with its learning rate.")
     ] = False,
-    grad_norm: Annotated[bool, typer.Option("--grad-norm", help="The gradient norm.")] = False,
-    ignore_outliers: Annotated[bool, typer.Option(help="Choose y limits without a few points far outside.")] = True,
-    perplexity: Annotated[bool, typer.Option("--perplexity", help="exp(loss) in place of losses.")] = False,
-    x_min: Annotated[float | None, typer.Option(help="Left end; minutes for time.")] = None,
-    x_max: Annotated[float | None, typer.Option(help="Right end.")] = None,
-    y_min: Annotated[float | None, typer.Option(help="Lower end.")] = None,
-    y_max: Annotated[float | None, typer.Option(help="Upper end.")] = None,
+    grad_norm: Annotated[bool, typer.Option("--grad-norm", help="Plot the gradient norm.")] = False,
+    ignore_outliers: Annotated[bool, typer.Option(help="Ignore a few outliers when choosing the y limits.")] = True,
+    perplexity: Annotated[bool, typer.Option("--perplexity", help="Plot exp(loss) instead of the loss.")] = False,
+    x_min: Annotated[float | None, typer.Option(help="Lower limit of the x axis; minutes for time.")] = None,
+    x_max: Annotated[float | None, typer.Option(help="Upper limit of the x axis.")] = None,
+    y_min: Annotated[float | None, typer.Option(help="Lower limit of the y axis.")] = None,
+    y_max: Annotated[float | None, typer.Option(help="Upper limit of the y axis.")] = None,
     edit: EditPicture = False,
     show: ShowPicture = False,
 ) -> None:
-    """Draw curves of one run or several, and print where the picture is.
+    """Plot metrics of one or more runs, and print the path of the image.
 
-    Several runs share the axes: onstep logs plot base low-lr --loss-curves --x-axis tokens
+    Several runs share axes: onstep logs plot base low-lr --loss-curves --x-axis tokens
     """
     from onstep.analysis.logs.training_log import natural_order
     from onstep.cli.logs.reading import as_file_name, file_prefix, hand_over, output_path, read_logs
@@ -69,7 +72,7 @@ def plot(
     names = _metric_names(metrics, loss_curves=loss_curves, grad_norm=grad_norm)
     logs = natural_order(read_logs(paths or [], labels or []))
     if compare and len(logs) < 2:
-        raise ConfigError("--compare needs two runs or more; give their folders or names.")
+        raise ConfigError("--compare requires at least two runs; pass their directories or names.")
     kind = "grad_norm" if grad_norm else "loss_curves" if loss_curves else "training_plot"
     if names is not None:
         kind = f"plot_{as_file_name('_'.join(names))}"
@@ -81,19 +84,19 @@ def plot(
     if not grad_norm:
         options["perplexity"] = perplexity
     elif perplexity:
-        raise ConfigError("--perplexity is about losses; leave it away with --grad-norm.")
+        raise ConfigError("--perplexity applies to loss plots only; drop it when using --grad-norm.")
     _draw(logs, names, options, loss_curves=loss_curves, grad_norm=grad_norm)
     hand_over(target, edit=edit, show=show)
 
 
 def _metric_names(metrics: str | None, *, loss_curves: bool, grad_norm: bool) -> list[str] | None:
-    """The keys that were asked for.
+    """The requested keys; None without `--metrics`.
 
     Raises:
-        ConfigError: when more than one kind of figure was asked for.
+        ConfigError: when more than one kind of figure is requested.
     """
     if (metrics is not None) + loss_curves + grad_norm > 1:
-        raise ConfigError("--metrics, --loss-curves and --grad-norm are different figures; choose one of them.")
+        raise ConfigError("--metrics, --loss-curves and --grad-norm are mutually exclusive; choose one of them.")
     if metrics is None:
         return None
     names = [name.strip() for name in metrics.split(",") if name.strip()]
@@ -122,18 +125,21 @@ def report(
         list[str] | None,
         typer.Argument(
             metavar="[PATH ...]",
-            help="Logs, run folders, names below runs/, or a folder of runs for all of them; default the newest run.",
+            help=(
+                "Logs, run directories, names below runs/, or a directory of runs (all of them); default: the newest "
+                "run."
+            ),
         ),
     ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="The HTML file; default in tmp/.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="HTML file to write; default: in tmp/.")] = None,
     labels: Labels = None,
-    title: Annotated[str | None, typer.Option(help="The heading of the page.")] = None,
+    title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
     edit: Annotated[bool, typer.Option("--edit", "-e", help="Open the page in $VISUAL, $EDITOR or a browser.")] = False,
     show: Annotated[bool, typer.Option(help="Open the page in the browser.")] = False,
 ) -> None:
-    """Write a page with a chart for each metric, a summary and the differences of the configurations.
+    """Write an HTML report: a chart for each metric, a summary, and the differences in configuration.
 
-    One HTML file that works without a network. Needs plotly: pip install 'onstep[reports]'
+    The report is one self-contained file that works offline. Requires plotly: pip install 'onstep[reports]'
     """
     from onstep.analysis.logs.training_log import natural_order
     from onstep.analysis.reports.report import write_report
@@ -147,19 +153,19 @@ def report(
 
 app = application(
     no_args_is_help=True,
-    help="Draw what is logged for each parameter. Curves of a run's log: onstep logs plot",
+    help="Plot what is logged for each parameter. For curves of a run's metrics, use: onstep logs plot",
 )
 
 FILE_NAMES = {
     "parameter_norms.json": ("ParameterNormLogger", ("norm", "spectral_norm")),
     "gradient_norms.json": ("GradNormLogger", ("grad_norm",)),
 }
-"""The files that are drawn, with the callback that writes each and the metrics that it may have."""
+"""The files that can be plotted: the callback that writes each, and the metrics that it may contain."""
 
 
 @app.callback()
 def _group() -> None:
-    """Keep `heatmap` a word of its own while it is the only command."""
+    """Keep `heatmap` a subcommand although it is the only command."""
 
 
 @app.command()
@@ -168,27 +174,29 @@ def heatmap(
         str | None,
         typer.Argument(
             metavar="[LOG_PATH]",
-            help="parameter_norms.json, gradient_norms.json, a run's folder or name; default the newest such file.",
+            help="parameter_norms.json, gradient_norms.json, a run's directory or name; default: the newest such file.",
         ),
     ] = None,
-    metric: Annotated[str | None, typer.Option(help="norm, spectral_norm or grad_norm; default what there is.")] = None,
-    pattern: Annotated[
-        str | None, typer.Option("--filter", "-f", metavar="REGEX", help="Only parameters whose names have it.")
+    metric: Annotated[
+        str | None, typer.Option(help="norm, spectral_norm or grad_norm; default: the one in the file.")
     ] = None,
-    step_stride: Annotated[int, typer.Option(metavar="N", help="Show every so many records.")] = 1,
+    pattern: Annotated[
+        str | None, typer.Option("--filter", "-f", metavar="REGEX", help="Only parameters whose name matches.")
+    ] = None,
+    step_stride: Annotated[int, typer.Option(metavar="N", help="Show every N-th record.")] = 1,
     output: Picture = None,
     form: PictureFormat = None,
     edit: EditPicture = False,
     title: FigureTitle = None,
-    log_scale: Annotated[bool, typer.Option("--log-scale", help="Logarithmic colours.")] = False,
-    vmin: Annotated[float | None, typer.Option(help="Value of the lowest colour.")] = None,
-    vmax: Annotated[float | None, typer.Option(help="Value of the highest colour.")] = None,
+    log_scale: Annotated[bool, typer.Option("--log-scale", help="Logarithmic color scale.")] = False,
+    vmin: Annotated[float | None, typer.Option(help="Value of the lowest color.")] = None,
+    vmax: Annotated[float | None, typer.Option(help="Value of the highest color.")] = None,
     figsize: Annotated[
-        tuple[float, float] | None, typer.Option(metavar="W H", help="Inches; default as large as it needs.")
+        tuple[float, float] | None, typer.Option(metavar="W H", help="Size in inches; default: as large as needed.")
     ] = None,
     show: ShowPicture = False,
 ) -> None:
-    """Draw a norm of every parameter over the steps, and print where the picture is."""
+    """Plot a norm of every parameter over the steps, and print the path of the image."""
     from onstep.analysis.plots.heatmap import plot_parameter_heatmap
     from onstep.cli.logs.reading import as_file_name, hand_over, output_path
 
@@ -202,14 +210,14 @@ def heatmap(
 
 
 def find_file(words: str | None, metric: str | None = None) -> Path:
-    """The file that the words name; of a run, or without words of the project, the one last written to.
+    """The file that `words` names; for a run, or the whole project, the one last written to.
 
     Args:
-        words: A file, a run's folder or its name; None: any run of the project.
-        metric: What the file is to have, where the words name no file; None: anything.
+        words: A file, a run's directory or its name; None: any run of the project.
+        metric: The metric that the file must contain, unless `words` names a file; None: any.
 
     Raises:
-        ConfigError: when there is none.
+        ConfigError: when no file is found.
     """
     from onstep.analysis.logs.files import find_diagnostic_logs
 

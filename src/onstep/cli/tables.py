@@ -1,4 +1,4 @@
-"""Sizes, dates and numbers for a terminal."""
+"""Formats sizes, dates and numbers for a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onstep.metrics.console_table import format_si
 
 
 def size_shown(num_bytes: int | None) -> str:
-    """Bytes with three digits, 1 kB being 1000."""
+    """Bytes with three significant digits; 1 kB is 1000 bytes."""
     if num_bytes is None:
         return "-"
     text = format_si(num_bytes)
@@ -17,7 +17,7 @@ def size_shown(num_bytes: int | None) -> str:
 
 
 def date_shown(iso: str) -> str:
-    """A time in the zone of this machine, to the minute; as it is where it is no ISO 8601."""
+    """A time in the local time zone, to the minute; text that is not ISO 8601 is returned unchanged."""
     try:
         return f"{datetime.fromisoformat(iso).astimezone():%Y-%m-%d %H:%M}"
     except (ValueError, OverflowError):
@@ -30,10 +30,11 @@ def number_shown(value: float | None) -> str:
 
 
 def metric_shown(value: float) -> str:
-    """Four significant digits, so that a column of them can be compared."""
+    """Four significant digits, keeping trailing zeros so that a column lines up."""
     return f"{value:#.4g}".rstrip(".")
 
 
 def counted(number: int, noun: str) -> str:
     """`1 file`, `2 files`."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"

@@ -1,4 +1,4 @@
-"""`onstep train` and `onstep finetune`."""
+"""`onstep train` and `onstep finetune`: starts or resumes a run from the command line."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from onstep.recipes.finetuning import LORA_LR
 
 if TYPE_CHECKING:
     from onstep.training import GlobalState
-    from onstep.training.runs.run_dir import RunFolder
+    from onstep.training.runs.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
 OnConfigChange = Annotated[
-    str | None, typer.Option(help="Where values changed since the run started: error, keep (stored) or apply (new).")
+    str | None, typer.Option(help="If values changed since the run started: error, keep (stored) or apply (new).")
 ]
 
 
 def train(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [KEY=VALUE ...]", help="A file and single values.")
+        list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [KEY=VALUE ...]", help="A file and overrides.")
     ] = None,
     recipe: Recipe = None,
     imports: Imports = None,
     on_config_change: OnConfigChange = None,
 ) -> None:
-    """Train a model. Without arguments: a tiny GPT on the source of Python's own standard library.
+    """Train a model. Without arguments: a tiny GPT on the source code of Python's standard library.
 
-    The run is kept in runs/NAME; the same command continues one that was interrupted, from its newest checkpoint.
-    Your own callbacks: --import my.py callbacks='[my:MyCallback]'
+    The run is stored in runs/NAME; the same command resumes an interrupted run from its newest checkpoint.
+    Add your own callbacks with: --import my.py callbacks='[my:MyCallback]'
     """
     config, names = configuration(words or [], recipe)
     from onstep.training import pretrain
@@ -53,17 +53,17 @@ def train(
 def finetune(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RECIPE | CONFIG.yaml] [KEY=VALUE ...]", help="A recipe or a file, and single values."),
+        typer.Argument(metavar="[RECIPE | CONFIG.yaml] [KEY=VALUE ...]", help="A recipe or a file, and overrides."),
     ] = None,
-    lora: Annotated[bool, typer.Option("--lora", help="Train a few added weights (peft.peft_scheme=lora).")] = False,
+    lora: Annotated[bool, typer.Option("--lora", help="Train low-rank adapters only (peft.peft_scheme=lora).")] = False,
     imports: Imports = None,
     on_config_change: OnConfigChange = None,
 ) -> None:
-    """Train trained weights further: onstep finetune checkpoint.pretrained_checkpoint=DIR 'dataset.paths=[chat.jsonl]'
+    """Fine-tune a pretrained model: onstep finetune checkpoint.pretrained_checkpoint=DIR 'dataset.paths=[chat.jsonl]'
 
-    DIR is a Hugging Face folder, a run or a checkpoint. Without a recipe the model is whatever the weights are of. The
-    run is kept in runs/NAME; the same command continues one that was interrupted. With --lora it leaves adapter/ beside
-    the merged model/.
+    DIR is a Hugging Face model directory, a run or a checkpoint. Without a recipe, the model is read from the weights.
+    The run is stored in runs/NAME; the same command resumes an interrupted run. With --lora, it writes adapter/ in
+    addition to the merged model/.
     """
     recipe, rest = _finetuned_recipe(words or [], lora)
     config, names = configuration(rest, recipe)
@@ -75,32 +75,32 @@ def finetune(
 
 
 def _set_lora(config: ConfigContainer, words: list[str]) -> None:
-    """LoRA in a configuration of whichever recipe or file."""
+    """Enable LoRA in the configuration of any recipe or file."""
     for word in words:
         key, _, value = word.partition("=")
         if key == "peft.peft_scheme" and value != "lora":
-            raise ConfigError(f"--lora is peft.peft_scheme=lora, and {word} is given too; leave one of them out.")
+            raise ConfigError(f"--lora means peft.peft_scheme=lora, which conflicts with {word}; drop one of them.")
     if config.peft.peft_scheme is None:
         print(
-            f"--lora: optimizer.lr={config.optimizer.lr} stays as the file has it; LoRA's matrices start at zero and "
-            f"take more, such as {LORA_LR}",
+            f"--lora: keeping optimizer.lr={config.optimizer.lr} of the file; LoRA usually needs a higher learning "
+            f"rate, such as {LORA_LR}",
             file=sys.stderr,
         )
     config.peft.peft_scheme = "lora"
 
 
 def _finetuned_recipe(words: list[str], lora: bool) -> tuple[str | None, list[str]]:
-    """The recipe among the words, in its form for fine-tuning, and the other words; a file names its own."""
+    """The fine-tuning variant of the recipe among the words, and the other words; a file names its own recipe."""
     named = [word for word in words if "=" not in word]
     if any(Path(word).is_file() for word in named):
         return None, words
     if len(named) > 1:
-        raise ConfigError(f"One recipe or configuration file at the most, got {', '.join(named)}.")
+        raise ConfigError(f"expected at most one recipe or configuration file, got {', '.join(named)}.")
     name = named[0].removesuffix("_config").removesuffix("_pretrain") if named else "any"
     form = name if "_finetune" in name else f"{name}_finetune"
     form += "_lora" if lora and form.endswith("_finetune") else ""
     if form not in RECIPES:
-        get_recipe(name)  # says what there is
+        get_recipe(name)  # raises, listing the known recipes
     return form, [word for word in words if "=" in word]
 
 
@@ -111,14 +111,14 @@ def run_to_its_end(
     imports: list[str],
     on_config_change: str | None,
 ) -> None:
-    """Start a run through its door, with the callbacks that `names` names, and tell how it ended.
+    """Start a run with the callbacks named in `names`, and report how it ended.
 
     Args:
         start: `pretrain` or `finetune`.
-        config: written to: a run without a name gets its recipe's.
+        config: modified in place: a run without a name gets that of its recipe.
         names: callbacks as `module:attribute`.
         imports: files to import first.
-        on_config_change: what a changed value does; None leaves it to the configuration.
+        on_config_change: policy for changed values; None uses the configuration's.
     """
     logging.basicConfig(level=logging.INFO if _is_main() else logging.WARNING, format="%(message)s")
     if config.run.name is None:
@@ -159,32 +159,37 @@ def _callbacks(with_defaults: bool, names: list[str]) -> CallbackManager:
 
 
 def _say_where(state: GlobalState) -> None:
-    """Draw the loss and list what the run left."""
-    folder = state.run_folder
-    assert folder is not None
-    files = {"run": folder.run_json, "journal": folder.journal, "weights": folder.model, "adapter": folder.adapter}
-    if _is_drawn(folder):
-        files["loss plot"] = folder.plot
-    print(f"\nStep {state.train_state.step}. What this run left in {folder.path}:")
+    """Plot the loss and list the files of the run."""
+    directory = state.run_dir
+    assert directory is not None
+    files = {
+        "run": directory.run_json,
+        "metrics log": directory.metrics_log,
+        "weights": directory.model,
+        "adapter": directory.adapter,
+    }
+    if _is_drawn(directory):
+        files["loss plot"] = directory.plot
+    print(f"\nFinished at step {state.train_state.step}. Files in {directory.path}:")
     for what, path in files.items():
         if path.exists():
-            print(f"  {what:<10} {path}")
-    if folder.model.exists():
-        print(f'Try it: onstep generate {folder.path} "def "')
+            print(f"  {what:<11} {path}")
+    if directory.model.exists():
+        print(f'Try it: onstep generate {directory.path} "def "')
 
 
-def _is_drawn(folder: RunFolder) -> bool:
-    """Whether the loss could be drawn; a run without logged losses has none."""
+def _is_drawn(directory: RunDir) -> bool:
+    """Plot the loss; False if the run logged none or plotting failed."""
     from onstep.analysis.plots.plots import plot_loss
 
-    if not folder.journal.exists():
+    if not directory.metrics_log.exists():
         return False
     try:
-        plot_loss(folder.journal, folder.plot)
+        plot_loss(directory.metrics_log, directory.plot)
     except DataError:
         return False
-    except Exception as error:  # noqa: BLE001 - the run is done, and a picture of it decides no exit code
-        logger.warning("the loss could not be drawn: %s: %s", type(error).__name__, error)
+    except Exception as error:  # noqa: BLE001 - the run is done; a failed plot must not change the exit code
+        logger.warning("cannot plot the loss: %s: %s", type(error).__name__, error)
         return False
     return True
 

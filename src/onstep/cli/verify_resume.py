@@ -1,4 +1,4 @@
-"""`onstep verify-resume`: proves with the user's own job that kills change nothing, or names what they change."""
+"""`onstep verify-resume`: checks that the user's own job gives bitwise the same run when killed and resumed."""
 
 from __future__ import annotations
 
@@ -38,54 +38,55 @@ WORDS = (
     "train.exit_interval=null",
     "train.exit_duration_in_mins=null",
 )
-"""What the proof needs of the job, beside a run folder of its own: nothing is written elsewhere, nothing ends early."""
+"""Overrides of the job for the check, besides its run directory: nothing is written elsewhere, nothing ends early."""
 
 _CAUSES = {
-    "samples": "The data order depends on something that no checkpoint holds.",
-    "rng": "Something draws random numbers at the start of a process, or has a random generator of its own.",
-    "learning_rate": "A scheduler, or a callback that sets the rate, has a state that no checkpoint holds.",
-    "loss": "Something that the loss depends on is in no checkpoint: a callback's state, what it does to weights when "
-    "training begins, a buffer that is not persistent.",
-    "weights": "The optimizer, or what a callback does to weights or gradients, has a state that no checkpoint holds.",
+    "samples": "The data order depends on state that is not saved in checkpoints.",
+    "rng": "Code draws random numbers when a process starts, or uses its own random generator.",
+    "learning_rate": "A scheduler, or a callback that sets the rate, has state that is not saved in checkpoints.",
+    "loss": "The loss depends on state that is not saved in checkpoints: a callback's state, changes that it makes to "
+    "weights when training begins, or a non-persistent buffer.",
+    "weights": "The optimizer, or a callback that modifies weights or gradients, has state that is not saved in "
+    "checkpoints.",
 }
 
 POLL_SECONDS = 0.002
 TEARDOWN_SECONDS = 60.0
-"""How long torchrun may take to end the other ranks after one was killed."""
+"""How long torchrun may take to terminate the other ranks after one was killed."""
 _STEP = re.compile(rb'"step": (\d+)')
 
 
 class JobError(OnstepError):
-    """The job ended with an error of its own."""
+    """The job under test failed by itself, not by a kill."""
 
 
 @dataclass(frozen=True)
 class UserJob:
-    """`onstep train` with the user's words, in a run folder of its own."""
+    """`onstep train` with the user's arguments, in a separate run directory."""
 
     words: tuple[str, ...]
-    """Everything after `onstep train`."""
+    """The arguments of `onstep train`."""
     ranks: int
     output_dir: Path
     """The run is `<output_dir>/run`."""
 
     @property
     def run(self) -> Path:
-        """The run's folder."""
+        """The run's directory."""
         return self.output_dir / "run"
 
     @property
     def log(self) -> Path:
-        """What its processes print."""
+        """The output of its processes."""
         return self.output_dir / "output.txt"
 
     def newest_checkpoint(self) -> int:
-        """The step that the next start continues from; 0 without a checkpoint."""
+        """The step that the next start resumes from; 0 without a checkpoint."""
         names = (path.name.partition("-")[2] for path in (self.run / "checkpoints").glob("checkpoint-*"))
         return max((int(step) for step in names if step.isdigit()), default=0)
 
     def step(self) -> int:
-        """The last step in the certificate of rank 0, also while it is written; 0 without one."""
+        """The last step in the trajectory hash of rank 0, which may be incomplete; 0 without one."""
         try:
             with (self.run / "certificate" / "rank_0.json").open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
@@ -95,7 +96,7 @@ class UserJob:
         return int(found[-1]) if found else 0
 
     def start(self) -> Attempt:
-        """Start it, or continue it where it was killed."""
+        """Start the job, or resume it where it was killed."""
         self.output_dir.mkdir(parents=True, exist_ok=True)
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
         own = [f"run.output_dir={self.output_dir}", "run.name=run", "run.fresh=false"]
@@ -105,42 +106,42 @@ class UserJob:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is for us; we end the job
+                start_new_session=True,  # Ctrl-C goes to this process, which ends the job
             )
         return Attempt(self, process)
 
 
 class Attempt:
-    """One start of a job. As a context manager it leaves no process behind."""
+    """One start of a job. As a context manager, it kills remaining processes on exit."""
 
     def __init__(self, job: UserJob, process: subprocess.Popen[bytes]) -> None:
         self._job = job
         self._process = process
 
-    def wait_for(self, reached: Callable[[], bool], tell: Callable[[int], None]) -> bool:
-        """Wait until something holds (True) or the job is done (False); `tell` is told the step meanwhile.
+    def wait_for(self, reached: Callable[[], bool], notify: Callable[[int], None]) -> bool:
+        """Wait until `reached()` (True) or until the job is done (False), reporting progress as `notify(step)`.
 
         Raises:
-            JobError: when the job fails by itself.
+            JobError: when the job itself fails.
         """
         while not reached():
             code = self._process.poll()
             if code is not None:
-                tell(self._job.step())
+                notify(self._job.step())
                 if code != 0:
                     lines = self._job.log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
                     last_words = "\n".join(f"  {line}" for line in lines)
                     raise JobError(
-                        f"the job failed by itself, with exit code {code}:\n{last_words}\n"
-                        f"All it printed is in {self._job.log}"
+                        f"the job itself failed (exit code {code}):\n{last_words}\n"
+                        f"Its full output is in {self._job.log}"
                     )
                 return False
-            tell(self._job.step())
+            notify(self._job.step())
             time.sleep(POLL_SECONDS)
         return True
 
     def kill(self, chance: random.Random) -> str | None:
-        """SIGKILL for the job, or for one of its ranks; returns for whom, None if the job was done before."""
+        """Send SIGKILL to the job or to one of its ranks; returns which, or None if the job had already finished."""
         members = _children_of(self._process.pid) if self._job.ranks > 1 else []
         victim = chance.randrange(self._job.ranks)
         is_alone = chance.random() < 0.5 and len(members) == self._job.ranks
@@ -155,9 +156,9 @@ class Attempt:
         return f"rank {victim}" if is_alone else "all"
 
     def kill_all(self) -> None:
-        """End whatever of the job still lives."""
+        """Kill all remaining processes of the job."""
         if self._process.poll() is None:
-            os.kill(self._process.pid, signal.SIGSTOP)  # it starts nothing new
+            os.kill(self._process.pid, signal.SIGSTOP)  # keeps it from starting new processes
             for pid in [*_descendants_of(self._process.pid), self._process.pid]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -178,7 +179,7 @@ def _descendants_of(parent: int) -> list[int]:
 
 
 def _children_of(parent: int) -> list[int]:
-    """The processes that a process has started, by age."""
+    """The child processes of a process, oldest first."""
     if Path("/proc/self/task").exists():
         found: list[int] = []
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -192,40 +193,40 @@ def _children_of(parent: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Kill:
-    """A kill that found the job alive."""
+    """A kill that hit the job before it finished."""
 
     step: int
-    """The last step that was done."""
+    """The last completed step."""
     victim: str
     checkpoint: int
-    """The step that the job continues from; 0 without a checkpoint."""
+    """The step that the job resumes from; 0 without a checkpoint."""
 
 
 def verify_resume(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [KEY=VALUE ...]", help="The job, as for onstep train.")
+        list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [KEY=VALUE ...]", help="The job, as in onstep train.")
     ] = None,
-    kills: Annotated[int, typer.Option(min=1, help="How often the job is killed.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of the random moments.")] = 0,
-    ranks: Annotated[int, typer.Option(min=1, help="Processes, started by torchrun where there are several.")] = 1,
-    folder: Annotated[
-        Path | None, typer.Option(help="Keep both runs here; default: a temporary folder in run.output_dir.")
+    kills: Annotated[int, typer.Option(min=1, help="Number of kills.")] = 5,
+    seed: Annotated[int, typer.Option(help="Seed for the random times of the kills.")] = 0,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks; more than one are started by torchrun.")] = 1,
+    directory: Annotated[
+        Path | None, typer.Option(help="Keep both runs in this directory; default: a temporary one in run.output_dir.")
     ] = None,
     recipe: Recipe = None,
     imports: Imports = None,
 ) -> None:
-    """Run a job twice, once in peace and once killed (SIGKILL) at random moments, and compare them step by step.
+    """Run a job twice, once uninterrupted and once killed (SIGKILL) at random times, and compare them step by step.
 
-    Compared are the samples, the random state, the learning rate, the loss and the weights of every step on every rank,
-    the final weights, and the journal but for the fields of the clock. The exit code is 0 if all are equal, else 1, and
-    the first step and item that differ are named. Your own run is not touched. Your code that writes files of its own
-    does so here too.
+    Compares the samples, random state, learning rate, loss and weights of every step on every rank, the final weights,
+    and the metrics log except for timings. The exit code is 0 if everything is equal; otherwise it is 1 and the first
+    step and item that differ are named. Your own run is not touched. Files that your own code writes are written here
+    too.
     """
     config, _ = configuration(words or [], recipe)
     planned = train_iters(resolve(config, ranks), world_size=ranks)
-    where, is_temporary = _made(folder, Path(config.run.output_dir))
+    where, is_temporary = _made(directory, Path(config.run.output_dir))
     more = [word for path in imports or [] for word in ("--import", path)] + (["--recipe", recipe] if recipe else [])
-    if not _saves(config):  # where we choose when to save, saves must not bring evaluations that `whole` does not have
+    if not _saves(config):  # saves that we add must not trigger evaluations that `whole` does not have
         more.append("validation.eval_on_save=false")
     whole = UserJob((*(words or []), *more, *WORDS), ranks, where / "whole")
     try:
@@ -236,8 +237,8 @@ def verify_resume(
             interval = max(1, steps // 10)
             print(f"The job sets no checkpoint.save_interval; the killed run saves every {interval} steps.")
             killed = replace(killed, words=(*killed.words, f"checkpoint.save_interval={interval}"))
-        moments = kill_steps(steps, kills, random.Random(seed))
-        landed = _run_killed(killed, moments, steps, seconds, random.Random(seed + 1))
+        chosen = kill_steps(steps, kills, random.Random(seed))
+        landed = _run_killed(killed, chosen, steps, seconds, random.Random(seed + 1))
         is_equal = _judge(whole, killed, landed)
     except (JobError, ConfigError):
         print(f"Both runs are kept in {where}.")
@@ -251,64 +252,66 @@ def verify_resume(
 
 
 def kill_steps(steps: int, kills: int, chance: random.Random) -> list[int]:
-    """After which steps to kill: one at random in each of `kills` equal parts of the run, none after the last step.
+    """The steps after which to kill: a random one in each of `kills` equal parts of the run, never the last step.
 
     Raises:
         ConfigError: when the run has too few steps.
     """
     if steps <= kills:
-        most = f"--kills {steps - 1} at the most" if steps > 1 else "it has to have two steps at least"
-        raise ConfigError(f"the run has {steps} steps, too few to be killed {kills} times in between; {most}.")
+        most = f"use at most --kills {steps - 1}" if steps > 1 else "it must have at least two steps"
+        raise ConfigError(f"the run has {steps} steps, too few to be killed {kills} times; {most}.")
     edges = [1 + number * (steps - 1) // kills for number in range(kills + 1)]
     return [chance.randint(first, after - 1) for first, after in pairwise(edges)]
 
 
-def _made(folder: Path | None, output_dir: Path) -> tuple[Path, bool]:
-    """The folder of the proof, and whether it is a temporary one."""
+def _made(directory: Path | None, output_dir: Path) -> tuple[Path, bool]:
+    """The directory that holds both runs, and whether it is temporary."""
     try:
-        if folder is None:
+        if directory is None:
             output_dir.mkdir(parents=True, exist_ok=True)
             return Path(tempfile.mkdtemp(prefix="verify-resume-", dir=output_dir)), True
-        folder.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"{folder or output_dir} cannot be written ({error.strerror}); choose another --folder."
+            f"cannot write to {directory or output_dir} ({error.strerror}); choose another --directory."
         ) from None
-    if any(folder.iterdir()):
-        raise ConfigError(f"--folder {folder} is not empty; give the proof a folder of its own.")
-    return folder, False
+    if any(directory.iterdir()):
+        raise ConfigError(f"--directory {directory} is not empty; choose an empty or new directory.")
+    return directory, False
 
 
 def _saves(config: ConfigContainer) -> bool:
-    """Whether the job saves checkpoints while it trains."""
+    """Whether the job saves checkpoints during training."""
     checkpoint = config.checkpoint
     return bool(checkpoint.save_interval or checkpoint.non_persistent_save_interval or checkpoint.save_each_epoch)
 
 
 def _run_in_peace(job: UserJob, planned: int | None) -> float:
-    """The uninterrupted run; returns the seconds that a step takes."""
+    """Run the job uninterrupted; returns the seconds per step."""
     first: float | None = None
     with job.start() as attempt, tqdm(total=planned, desc="uninterrupted", unit="step") as bar:
 
-        def tell(step: int) -> None:
+        def notify(step: int) -> None:
             nonlocal first
             first = time.monotonic() if first is None and step else first
             _show(bar, step)
 
-        attempt.wait_for(lambda: False, tell)
+        attempt.wait_for(lambda: False, notify)
     return 0.0 if first is None else (time.monotonic() - first) / max(1, job.step())
 
 
-def _run_killed(job: UserJob, moments: list[int], steps: int, step_seconds: float, chance: random.Random) -> list[Kill]:
-    """Run the job and kill it after each of `moments`; then let it finish.
+def _run_killed(
+    job: UserJob, kill_steps: list[int], steps: int, step_seconds: float, chance: random.Random
+) -> list[Kill]:
+    """Run the job and kill it after each step in `kill_steps`; then let it finish.
 
-    The last kill waits for a checkpoint, so that there is one that is resumed from.
+    The last kill waits for a checkpoint, so that at least one start resumes from one.
     """
     landed: list[Kill] = []
     with tqdm(total=steps, desc="killed 0 times", unit="step") as bar:
-        for moment in moments:
+        for kill_step in kill_steps:
             with job.start() as attempt:
-                attempt.wait_for(partial(_is_reached, job, moment, moment == moments[-1]), partial(_show, bar))
+                attempt.wait_for(partial(_is_reached, job, kill_step, kill_step == kill_steps[-1]), partial(_show, bar))
                 time.sleep(chance.uniform(0, step_seconds))
                 victim = attempt.kill(chance)
             if victim is None:
@@ -320,33 +323,33 @@ def _run_killed(job: UserJob, moments: list[int], steps: int, step_seconds: floa
     return landed
 
 
-def _is_reached(job: UserJob, moment: int, needs_checkpoint: bool) -> bool:
-    return job.step() >= moment and (not needs_checkpoint or job.newest_checkpoint() > 0)
+def _is_reached(job: UserJob, kill_step: int, needs_checkpoint: bool) -> bool:
+    return job.step() >= kill_step and (not needs_checkpoint or job.newest_checkpoint() > 0)
 
 
 def _show(bar: tqdm[NoReturn], step: int) -> None:
-    """Move the bar, also backwards, where a start repeats steps."""
+    """Update the bar, also backwards where a start repeats steps."""
     if step != bar.n:
         bar.update(step - bar.n)
 
 
 def _judge(whole: UserJob, killed: UserJob, landed: list[Kill]) -> bool:
-    from onstep.training.verification.trajectory_hash import certificates, first_difference
+    from onstep.training.verification.trajectory_hash import first_difference, hash_chains
 
-    steps, ranks = whole.step(), len(certificates(whole.run))
+    steps, ranks = whole.step(), len(hash_chains(whole.run))
     where = ", ".join(f"{one.step} ({one.victim})" if ranks > 1 else str(one.step) for one in landed)
     print(f"\n{steps} steps on {ranks} rank{'s' * (ranks > 1)}; killed {len(landed)} times, after steps {where}.")
     difference = first_difference(whole.run, killed.run)
     if difference is not None:
-        print(f"NOT equal. The first difference: {difference} (uninterrupted and killed).")
+        print(f"NOT equal. First difference: {difference} (uninterrupted and killed).")
         print(_advice(difference.item, difference.step, landed))
         return False
     if not any(one.checkpoint for one in landed):
-        print("Nothing is proved: no start had a checkpoint to continue from. Save more often, or use a longer run.")
+        print("Inconclusive: no start had a checkpoint to resume from. Save more often, or use a longer run.")
         return False
     print(
         "Equal: samples, random state, learning rate, loss and weights of every step on every rank, the final weights, "
-        "and the journal but for the fields of the clock."
+        "and the metrics log except for timings."
     )
     return True
 
@@ -354,7 +357,7 @@ def _judge(whole: UserJob, killed: UserJob, landed: list[Kill]) -> bool:
 def _advice(item: str, step: int | None, landed: list[Kill]) -> str:
     if step is not None and (not landed or step <= landed[0].checkpoint):
         return (
-            "The first kill came later: this job is not the same twice, killed or not. Look for randomness that does "
-            "not come from rng.seed, and for nondeterministic kernels."
+            "The first kill came later, so this job is not deterministic even without kills. Look for randomness that "
+            "does not come from rng.seed, and for nondeterministic kernels."
         )
-    return _CAUSES.get(item, "The steps are equal; look at what a callback reports or writes from a state of its own.")
+    return _CAUSES.get(item, "All steps are equal; check what callbacks report or write from state of their own.")

@@ -1,4 +1,4 @@
-"""`onstep why`: the decisions of a run in plain words, and the features of the loop."""
+"""`onstep why`: explains the decisions of a run, and lists the features of the loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from onstep.analysis.logs.run_status import run_record
-from onstep.config.part import nearest
+from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 
 Decision = dict[str, Any]
@@ -23,25 +23,25 @@ _WHAT = {
     "should_save": "save",
     "should_evaluate": "evaluation",
     "should_log": "log",
-    "skip": "update left out",
+    "skip": "update skipped",
     "rollback": "rollback decided",
     "rolled_back": "rolled back",
     "set": "value set",
     "saved": "checkpoint saved",
     "raised": "ended with an error",
-    "rerun_exit": "left, for a result that may be wrong",
+    "rerun_exit": "exited because a result may be wrong",
 }
 _ENDING = ("should_training_stop", "should_abort_without_save", "rerun_exit", "raised")
-"""What ends a run."""
-_EXITS = {"16": " (start again, on another device if possible)", "17": " (the fault is known)"}
+"""Flags that end a run."""
+_EXITS = {"16": " (restart, on another device if possible)", "17": " (the fault is known)"}
 _EVERYDAY = ("should_log", "should_evaluate")
-"""Shown only for a step that is asked about."""
+"""Shown only with `--step`."""
 _STATUS = {
     "running": "is running, or was killed",
     "completed": "completed",
     "stopped": "was stopped",
-    "paused": "left before its end; the same command continues it",
-    "preempted": "was preempted; the same command continues it",
+    "paused": "exited before its end; the same command resumes it",
+    "preempted": "was preempted; the same command resumes it",
     "failed": "failed",
 }
 
@@ -51,45 +51,48 @@ def why(
         list[str] | None,
         typer.Argument(
             metavar="RUN",
-            help="Folder of a run, or its name below runs/. With --features it may be left out, or be the words of "
+            help="A run's directory, or its name below runs/. With --features, optional; it can also be the arguments "
+            "of "
             "`onstep train`: [CONFIG.yaml] [KEY=VALUE ...].",
         ),
     ] = None,
-    step: Annotated[int | None, typer.Option(help="Tell of this step only, with its logs and evaluations.")] = None,
+    step: Annotated[int | None, typer.Option(help="Show only this step, including its logs and evaluations.")] = None,
     features: Annotated[
-        bool, typer.Option("--features", help="List the loop's features in their order, and which of them are on.")
+        bool, typer.Option("--features", help="List the loop's features in order, and which of them are on.")
     ] = False,
 ) -> None:
-    """Explain why a run stopped, saved, skipped or went back: every decision, the newest last.
+    """Explain why a run stopped, saved, skipped or rolled back: every decision, newest last.
 
-    onstep why --features lists what the loop can do beside training; with a run or a configuration, what is on.
+    onstep why --features lists the optional features of the loop; with a run or a configuration, which are on.
     """
     words = words or []
     if features:
         if step is not None:
-            raise typer.BadParameter("--step tells of a run's decisions; drop it, or drop --features.")
+            raise typer.BadParameter("--step applies to a run's decisions; drop it, or drop --features.")
         print_features(words)
         return
     if len(words) != 1:
-        raise typer.BadParameter(f"name one run, got {' '.join(words) or 'none'}.", param_hint="RUN")
-    folder = find_run(words[0])
-    decisions = read_decisions(folder / "decisions.jsonl")
-    for line in [headline(folder, decisions), *explain(decisions, step)]:
+        raise typer.BadParameter(f"expected one run, got {' '.join(words) or 'none'}.", param_hint="RUN")
+    directory = find_run(words[0])
+    decisions = read_decisions(directory / "decisions.jsonl")
+    for line in [headline(directory, decisions), *explain(decisions, step)]:
         print(line)
 
 
 def print_features(words: list[str]) -> None:
-    """Print the loop's features; with a run or with words of `onstep train`, also which of them are on."""
+    """Print the loop's features; with a run or the arguments of `onstep train`, also which of them are on."""
     from onstep.cli.config import configuration
     from onstep.cli.why_features import feature_lines
     from onstep.config import from_dict, resolve
 
     config = None
     if len(words) == 1 and "=" not in words[0] and not Path(words[0]).is_file():
-        folder = find_run(words[0])
-        stored = run_record(folder).get("config")
+        directory = find_run(words[0])
+        stored = run_record(directory).get("config")
         if not isinstance(stored, dict):
-            raise ConfigError(f"{folder} has no run.json with a configuration; write it as KEY=VALUE words.")
+            raise ConfigError(
+                f"{directory} has no run.json with a configuration; pass the configuration as KEY=VALUE arguments."
+            )
         config = from_dict(stored)
     elif words:
         config = resolve(configuration(words, None)[0])
@@ -98,15 +101,15 @@ def print_features(words: list[str]) -> None:
 
 
 def find_run(run: str) -> Path:
-    """The folder of a run, given as a path or as a name below `runs/`.
+    """The directory of a run, given as a path or as a name below `runs/`.
 
     Raises:
-        ConfigError: when there is none, with a near name.
+        ConfigError: when there is none; the message suggests a similar name.
     """
     candidates = [Path(run)] + ([Path("runs") / run] if len(Path(run).parts) == 1 else [])
-    for folder in candidates:
-        if (folder / "run.json").is_file() or (folder / "decisions.jsonl").is_file():
-            return folder
+    for directory in candidates:
+        if (directory / "run.json").is_file() or (directory / "decisions.jsonl").is_file():
+            return directory
     parent = candidates[-1].parent
     known = sorted(path.parent.name for path in parent.glob("*/run.json"))
     there = f" {parent} has {', '.join(known[:10])}." if known else f" {parent} has no runs."
@@ -114,19 +117,19 @@ def find_run(run: str) -> Path:
 
 
 def read_decisions(path: Path) -> list[Decision]:
-    """The decisions in the order they were written; a line that a crash has torn is passed over."""
+    """The decisions in the order they were written; a line torn by a crash is skipped."""
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     return [decision for line in lines if (decision := _decoded(line)) is not None]
 
 
-def headline(folder: Path, decisions: Iterable[Decision]) -> str:
-    """How the run stands, and which decision ended it."""
-    content = run_record(folder)
+def headline(directory: Path, decisions: Iterable[Decision]) -> str:
+    """The status of the run and the decision that ended it."""
+    content = run_record(directory)
     status = str(content.get("status", "unknown"))
     at = f" at step {content['step']}" if content.get("step") else ""
-    line = f"{folder} {_STATUS.get(status, f'has the status {status}')}{at}."
+    line = f"{directory} {_STATUS.get(status, f'has the status {status}')}{at}."
     started = content.get("continued_at", content.get("started_at"))
     ending = [one for one in decisions if one.get("flag") in _ENDING and _is_since(one, started)]
     if status in ("stopped", "preempted", "paused", "failed") and ending:
@@ -136,18 +139,18 @@ def headline(folder: Path, decisions: Iterable[Decision]) -> str:
 
 
 def explain(decisions: Iterable[Decision], step: int | None = None) -> list[str]:
-    """One entry for each decision, of one step or of all; logs and evaluations only where a step is asked about."""
+    """One entry per decision, for one step or all; logs and evaluations only for a given step."""
     if step is None:
         chosen = [one for one in decisions if one.get("flag") not in _EVERYDAY]
-    else:  # also those made later because of it: a device tells late of a bad step
+    else:  # includes later decisions about it: the device reports a bad step with a delay
         chosen = [one for one in decisions if step in (one.get("step"), _details(one).get("bad_step"))]
     if not chosen:
-        return ["No decisions are on record." if step is None else f"Nothing was decided at step {step}."]
+        return ["No decisions are recorded." if step is None else f"Nothing was decided at step {step}."]
     return [line for one in chosen for line in _lines(one)]
 
 
 def _is_since(decision: Decision, started: Any) -> bool:
-    """Whether it was made after the run was last started; so is one of which that is not known."""
+    """Whether a decision was made after the run was last started; True if unknown."""
     timestamp = decision.get("timestamp")
     known = isinstance(timestamp, int | float) and isinstance(started, int | float)
     return not known or timestamp >= started
@@ -170,18 +173,18 @@ def _lines(decision: Decision) -> list[str]:
     if flag in ("skip", "rollback", "should_training_stop", "raised") and "anomaly" in details:
         lines.append(f"    loss {details.get('loss')}, gradient norm {details.get('grad_norm')}")
     if flag in ("skip", "rollback") and details.get("sample_ids") is not None:
-        lines.append(f"    not met again from the next epoch on: samples {_shortened(details['sample_ids'])}")
+        lines.append(f"    skipped from the next epoch on: samples {_shortened(details['sample_ids'])}")
     if flag == "raised" and details.get("sample_ids") is not None:
         lines.append(f"    the update was not applied; samples {_shortened(details['sample_ids'])}")
     if flag == "rerun_exit":
-        saved = "with a checkpoint of before the step" if details.get("checkpoint") else "without a checkpoint"
+        saved = "with a checkpoint from before the step" if details.get("checkpoint") else "without a checkpoint"
         lines.append(
             f"    exit code {details.get('exit_code')}{_EXITS.get(str(details.get('exit_code')), '')}; {saved}"
         )
     if flag == "rolled_back":
         factor = details.get("lr_factor", 1.0)
         rate = "" if factor == 1.0 else f"; the learning rate is multiplied by {factor}"
-        lines.append(f"    the data goes on behind step {details.get('bad_step')}{rate}")
+        lines.append(f"    the data continues after step {details.get('bad_step')}{rate}")
     return lines
 
 
@@ -189,7 +192,7 @@ def _by_whom(decision: Decision) -> str:
     event, rank, reason = decision.get("event"), decision.get("rank", 0), decision.get("reason")
     where = f" during {event}" if event else ""
     on = f" on rank {rank}" if rank else ""
-    return f"by {decision.get('author', 'somebody')}{where}{on}" + (f": {reason}" if reason else "")
+    return f"by {decision.get('author', 'unknown')}{where}{on}" + (f": {reason}" if reason else "")
 
 
 def _details(decision: Decision) -> dict[str, Any]:

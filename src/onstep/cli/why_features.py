@@ -1,4 +1,4 @@
-"""`onstep why --features`: the features of the loop in their order, and which of them a configuration wants."""
+"""`onstep why --features`: lists the features of the loop in order, and which of them a configuration enables."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ PARTS: dict[str, tuple[Sequence[type[Feature[Any]]], str]] = {
     "SECTIONS": (SECTIONS, "opened by pretrain() and Trainer once the checkpoints are known"),
     "TRAINING": (TRAINING, "opened by train()"),
 }
-"""The parts of `FEATURES`, in order, and when each is opened."""
+"""The sections of `FEATURES`, in order, and when each is opened."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a feature does, as its class says."""
+    """A row of the table of features, read from the feature's class."""
 
     name: str
     when: str
     hooks: tuple[str, ...]
-    """The hooks that it overrides, in the order of `HOOKS`."""
+    """The hooks it overrides, in the order of `HOOKS`."""
     wraps: tuple[str, ...]
-    """The loop's work that it wraps."""
+    """The operations of the loop that it wraps."""
     state: str
-    """`alike on all ranks`, `of each rank`, or empty for a feature without a state in checkpoints."""
+    """`same on all ranks`, `per rank`, or empty for a feature without state in checkpoints."""
     is_collective: bool
 
     @classmethod
     def of(cls, kind: type[Feature[Any]]) -> Row:
-        """What the class of a feature says."""
+        """The row of a feature class."""
         hooks = tuple(name for name in HOOKS if getattr(kind, name) is not getattr(Feature, name))
         wraps = tuple(name.removeprefix("wrap_") for name in dir(kind) if name.startswith("wrap_"))
-        state = ("of each rank" if kind.per_rank else "alike on all ranks") if hasattr(kind, "state_dict") else ""
+        state = ("per rank" if kind.per_rank else "same on all ranks") if hasattr(kind, "state_dict") else ""
         return cls(kind.name, kind.when, hooks, wraps, state, kind.collective)
 
 
 def feature_lines(config: ConfigContainer | None = None) -> Iterator[str]:
-    """The table of features, two lines each; with a configuration, also whether it wants each of them."""
+    """The table of features, two lines each; with a configuration, also whether each is enabled."""
     answers = {} if config is None else wishes(config)
     number = 0
     for part, (kinds, opened) in PARTS.items():
@@ -62,9 +62,9 @@ def feature_lines(config: ConfigContainer | None = None) -> Iterator[str]:
 
 
 def wishes(config: ConfigContainer) -> dict[str, str]:
-    """By name, whether a configuration wants a feature: `on`, `off`, or `model` where a model has to be asked.
+    """Whether a configuration enables each feature, by name: `on`, `off`, or `model` if that depends on the model.
 
-    Callbacks may want more: a run whose callbacks show no progress has Megatron Bridge's console lines.
+    Callbacks can enable more: a run whose callbacks do not show progress gets Megatron Bridge's console lines.
     """
     job = _JobToBe(GlobalState(cfg=config))
     answers = {}
@@ -73,13 +73,13 @@ def wishes(config: ConfigContainer) -> dict[str, str]:
             job.asked_model = False
             is_wanted = kind.wanted(job if kinds is TRAINING else job.run)
             answers[kind.name] = "on" if is_wanted else "model" if job.asked_model else "off"
-            if kind is SignalHandling and is_wanted:  # a later feature asks whether signals are handled
+            if kind is SignalHandling and is_wanted:  # a later feature checks whether signals are handled
                 job.run.exits.handler = DistributedSignalHandler(config.train.exit_signals)
     return answers
 
 
 class _JobToBe:
-    """As much of a `Job` as a feature asks before it is built; notes whether it asks for the model."""
+    """The part of a `Job` that a feature reads before it is built; records whether it reads the model."""
 
     def __init__(self, run: GlobalState) -> None:
         self.run = run

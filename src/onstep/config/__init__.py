@@ -1,34 +1,32 @@
-"""The configuration of a run: dataclasses, YAML, `a.b=c` overrides and `TrainingArguments`."""
+"""The configuration of a run: `ConfigContainer`, from YAML and `a.b=c` overrides, or from `TrainingArguments`.
 
-from onstep.config.conversion import args_to_config, config_to_args
-from onstep.config.data_rules import parse_split
+`sections` declares the keys, each in one place; `checks` has the rules of whole configurations, and `hf` converts
+Hugging Face's arguments. Nothing here imports torch.
+"""
+
+from onstep.config.checks import resolve, validate
+from onstep.config.checks.data import parse_split
+from onstep.config.container import ConfigContainer
 from onstep.config.differences import ABSENT, Change, changes, classify, decide, describe, meaning
+from onstep.config.explanation import explain
+from onstep.config.hf import TrainingArguments, UnknownArgumentError, args_to_config, config_to_args
+from onstep.config.keys import KEYS, Key, diff, keys_of, nearest_key, to_flat
 from onstep.config.lengths import steps_of_epochs, steps_per_epoch, train_iters
-from onstep.config.load import (
-    apply_overrides,
-    diff,
-    dump_yaml,
-    from_dict,
-    load_yaml,
-    merge,
-    nearest_key,
-    parse_yaml,
-    save_yaml,
-    to_flat,
-)
-from onstep.config.part import ChangeClass, ConfigPart
-from onstep.config.parts import (
+from onstep.config.load import apply_overrides, dump_yaml, from_dict, load_yaml, merge, parse_yaml, save_yaml
+from onstep.config.section import ChangeClass, ConfigSection, option
+from onstep.config.sections import (
     AnomalyConfig,
     CheckpointConfig,
-    ConfigContainer,
     DatasetConfig,
     DistributedDataParallelConfig,
     DistributedInitConfig,
     FaultToleranceConfig,
+    LoggerConfig,
     ModelConfig,
     NVRxStragglerDetectionConfig,
     OptimizerConfig,
     PeftConfig,
+    ProfilingConfig,
     RerunStateMachineConfig,
     RNGConfig,
     RunConfig,
@@ -38,9 +36,6 @@ from onstep.config.parts import (
     TrainingConfig,
     ValidationConfig,
 )
-from onstep.config.reporting import LoggerConfig, ProfilingConfig
-from onstep.config.training_arguments import TrainingArguments, UnknownArgumentError
-from onstep.config.validate import resolve, validate
 
 __all__ = [
     "ABSENT",
@@ -49,11 +44,13 @@ __all__ = [
     "ChangeClass",
     "CheckpointConfig",
     "ConfigContainer",
-    "ConfigPart",
+    "ConfigSection",
     "DatasetConfig",
     "DistributedDataParallelConfig",
     "DistributedInitConfig",
     "FaultToleranceConfig",
+    "KEYS",
+    "Key",
     "LoggerConfig",
     "ModelConfig",
     "NVRxStragglerDetectionConfig",
@@ -79,11 +76,14 @@ __all__ = [
     "describe",
     "diff",
     "dump_yaml",
+    "explain",
     "from_dict",
+    "keys_of",
     "load_yaml",
     "meaning",
     "merge",
     "nearest_key",
+    "option",
     "parse_split",
     "parse_yaml",
     "resolve",

@@ -1,7 +1,7 @@
-"""How large each step is and how long a run and its schedule are: pure functions of a configuration.
+"""Sizes of steps and lengths of runs and schedules, as pure functions of a configuration.
 
 The global batch is a function of the samples consumed before it: constant, ramped up, or in given steps. Nothing else
-decides it, so a resumed run, one of other ranks, and one that skips steps meet the same sizes.
+decides it, so a resumed run, a run on other ranks and a run that skips steps use the same sizes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from decimal import Decimal
 from functools import cached_property
 from itertools import pairwise
 
-from onstep.config.parts import ConfigContainer, TrainingConfig
+from onstep.config.container import ConfigContainer
+from onstep.config.sections import TrainingConfig
 from onstep.errors import ConfigError
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -25,10 +26,10 @@ _EXAMPLE = "'0:32 100K:64 1M:128', or '0:32 50Mtok:64' with a threshold in token
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Sizes by the number of consumed samples from which each holds; the first holds from 0 on."""
+    """Batch sizes, each with the number of consumed samples at which it starts; the first starts at 0."""
 
     starts: tuple[int, ...]
-    """Consumed samples from which a size holds, ascending."""
+    """Consumed samples at which each size starts, ascending."""
     nominal: tuple[int, ...]
     """Configured sizes, over all ranks."""
     unit: int = 1
@@ -41,7 +42,7 @@ class BatchSizes:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Samples that a step really takes, for each of `nominal`."""
+        """Actual samples of a step, for each of `nominal`."""
         return tuple(max(1, size // self.unit) * self.unit for size in self.nominal)
 
     @property
@@ -93,12 +94,12 @@ class BatchSizes:
 
 
 def batch_sizes(train: TrainingConfig, world_size: int, seq_length: int) -> BatchSizes:
-    """The sizes that a training's configuration asks for; it has a micro-batch size, unless its batch is constant.
+    """The batch sizes of a training configuration; it has a micro-batch size, unless its batch is constant.
 
     `world_size` counts data-parallel ranks; `seq_length`, the tokens of a sample, is for thresholds in tokens.
 
     Raises:
-        ConfigError: for a schedule that is none (see `onstep.config.data_rules` for what a run checks besides).
+        ConfigError: for text that is not a schedule (`onstep.config.checks.batches` has the further rules of a run).
     """
     unit = (train.micro_batch_size or 1) * world_size
     if train.step_batch_size_schedule is not None:
@@ -116,7 +117,7 @@ def ramp(rampup: list[int], global_batch_size: int) -> tuple[tuple[int, ...], tu
     The k-th of n increments holds once `k * samples / n` samples are consumed.
 
     Raises:
-        ConfigError: for a ramp that does not come out at `global_batch_size`.
+        ConfigError: for a ramp that does not end at `global_batch_size`.
     """
     key = f"train.rampup_batch_size={rampup}"
     if len(rampup) != 3:
@@ -132,21 +133,21 @@ def ramp(rampup: list[int], global_batch_size: int) -> tuple[tuple[int, ...], tu
         near = start + count * increment
         raise ConfigError(
             f"{key} must reach train.global_batch_size={global_batch_size} in whole increments of {increment}: "
-            f"{global_batch_size} - {start} = {global_batch_size - start} is no multiple of it; choose "
+            f"{global_batch_size} - {start} = {global_batch_size - start} is not a multiple of it; choose "
             f"global_batch_size={near} or {near + increment}, or another increment."
         )
     starts = tuple(-(-number * samples // count) for number in range(count + 1)) if count else (0,)
     if any(later == earlier for earlier, later in pairwise(starts)):
         raise ConfigError(
-            f"{key} has {count} increments within {samples} samples, more than one at a time; take more samples or "
+            f"{key} has {count} increments within {samples} samples, more than one at a time; use more samples or "
             "larger increments."
         )
     return starts, tuple(start + number * increment for number in range(count + 1))
 
 
 def parse_steps(text: str, seq_length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(starts, sizes) of a schedule such as '0:32 100K:64 1M:128'; a threshold in tokens holds from the sample on with
-    which they are reached.
+    """(starts, sizes) of a schedule such as '0:32 100K:64 1M:128'; a threshold in tokens is rounded up to a
+    sample.
 
     Raises:
         ConfigError: for anything else, thresholds that do not rise from 0, or sizes that shrink.
@@ -163,7 +164,7 @@ def parse_steps(text: str, seq_length: int) -> tuple[tuple[int, ...], tuple[int,
         threshold = int(exact)
         if threshold != exact:
             raise ConfigError(
-                f"{key} has the threshold {number}{suffix}{unit or ''}, which must be a whole number of "
+                f"{key} has the threshold {number}{suffix}{unit or ''}, which must be an integer number of "
                 f"{'tokens' if unit else 'samples'}; choose {threshold} or {threshold + 1}."
             )
         starts.append(math.ceil(threshold / seq_length) if unit else threshold)
@@ -179,17 +180,17 @@ def parse_steps(text: str, seq_length: int) -> tuple[tuple[int, ...], tuple[int,
 
 @dataclass(frozen=True)
 class Standing:
-    """What the first steps of a run have taken."""
+    """The progress of a run after its first steps."""
 
     whole: int = 0
-    """Samples of the steps, with a tail counted as a whole step: what the learning-rate schedule moves by."""
+    """Samples of the steps, with a tail counted as a whole step: the unit of the learning-rate schedule."""
     consumed: int = 0
     """Samples that were trained on."""
     epochs: float = 0.0
 
 
 def standing_after(num_steps: int, sizes: BatchSizes, num_samples: int, drop_last: bool) -> Standing:
-    """Where a run stands after `num_steps` steps over a dataset of `num_samples`; none is passed over.
+    """The progress of a run after `num_steps` steps over a dataset of `num_samples`, without skipped steps.
 
     Args:
         num_steps: steps from the start of the run.
@@ -219,13 +220,13 @@ def _epoch(start: int, sizes: BatchSizes, num_samples: int, drop_last: bool) -> 
 
 
 def _epochs_alike(start: int, taken: int, sizes: BatchSizes) -> int | None:
-    """How many epochs of `taken` samples fit after `start` before the size changes; None where it never does."""
+    """How many epochs of `taken` samples fit after `start` before the size changes; None if it never does."""
     later = [at for at in sizes.starts if at > start]
     return (later[0] - start) // taken if later else None
 
 
 def steps_per_epoch(num_samples: int, global_batch_size: int, drop_last: bool) -> int:
-    """Optimizer steps of one pass over `num_samples` samples, at least one.
+    """Optimizer steps of one epoch of `num_samples` samples, at least one.
 
     The tail shorter than a global batch is a step of its own unless `drop_last`.
     """
@@ -234,12 +235,12 @@ def steps_per_epoch(num_samples: int, global_batch_size: int, drop_last: bool) -
 
 
 def steps_of_epochs(num_epochs: float, num_samples: int, global_batch_size: int, drop_last: bool) -> int:
-    """Optimizer steps of `num_epochs` epochs; a part of an epoch is rounded up to a step."""
+    """Optimizer steps of `num_epochs` epochs; a fraction of an epoch is rounded up to a step."""
     return math.ceil(num_epochs * steps_per_epoch(num_samples, global_batch_size, drop_last))
 
 
-def steps_of_growing_epochs(num_epochs: float, num_samples: int, sizes: BatchSizes, drop_last: bool) -> int:
-    """`steps_of_epochs` of a run whose batches grow: each epoch has as many steps as fit at its place in the run."""
+def steps_of_rampup_epochs(num_epochs: float, num_samples: int, sizes: BatchSizes, drop_last: bool) -> int:
+    """`steps_of_epochs` of a run whose batch ramps up: each epoch has as many steps as fit at its place in the run."""
     steps = consumed = 0
     for left in (num_epochs - epoch for epoch in range(math.ceil(num_epochs))):
         fitting, _, taken = _epoch(consumed, sizes, num_samples, drop_last)
@@ -251,7 +252,7 @@ def steps_of_growing_epochs(num_epochs: float, num_samples: int, sizes: BatchSiz
 def sizes_of(config: ConfigContainer, world_size: int = 1) -> BatchSizes:
     """The global batches of a run by consumed samples. The configuration is a resolved one.
 
-    `world_size` matters where a size is rounded down (`train.decrease_batch_size_if_needed`).
+    `world_size` matters if a size is rounded down (`train.decrease_batch_size_if_needed`).
     """
     if config.train.global_batch_size is None:
         raise ConfigError("train.global_batch_size is not set; resolve the configuration first.")
@@ -263,7 +264,7 @@ def train_iters(
 ) -> int | None:
     """Optimizer steps of the run: given, or from `train_samples`, or from `num_epochs` and the length of an epoch.
 
-    None where it takes the length of an epoch and that is not known (or where no length is set). The configuration is a
+    None if it depends on the length of an epoch and that is not known (or if no length is set). The configuration is a
     resolved one: `global_batch_size` is set.
     """
     train = config.train
@@ -275,25 +276,25 @@ def train_iters(
     if train.num_epochs is None or num_samples_per_epoch is None:
         return None
     if sizes.varies:
-        return steps_of_growing_epochs(train.num_epochs, num_samples_per_epoch, sizes, train.drop_last)
+        return steps_of_rampup_epochs(train.num_epochs, num_samples_per_epoch, sizes, train.drop_last)
     return steps_of_epochs(train.num_epochs, num_samples_per_epoch, sizes.last, train.drop_last)
 
 
-def has_growing_tails(config: ConfigContainer, world_size: int = 1) -> bool:
-    """Whether batches grow and epochs end in tails, so that the sizes of the steps depend on the length of an epoch."""
+def has_rampup_tails(config: ConfigContainer, world_size: int = 1) -> bool:
+    """Whether the batch ramps up and epochs end in tails, so that step sizes depend on the length of an epoch."""
     return not config.train.drop_last and sizes_of(config, world_size).varies
 
 
 def schedule_samples(
     config: ConfigContainer, num_samples_per_epoch: int | None = None, *, world_size: int = 1
 ) -> Callable[[int], int]:
-    """A function that gives the samples by which the learning-rate schedule has moved after so many steps.
+    """A function from steps to the samples by which the learning-rate schedule has advanced.
 
-    A tail moves it as a whole step does. `num_samples_per_epoch` matters where `has_growing_tails`; None is data
+    A tail advances it like a whole step. `num_samples_per_epoch` matters where `has_rampup_tails`; None is data
     without a length, or one endless epoch.
     """
     sizes = sizes_of(config, world_size)
-    if num_samples_per_epoch is None or not has_growing_tails(config, world_size):
+    if num_samples_per_epoch is None or not has_rampup_tails(config, world_size):
         return sizes.samples_after
     return lambda steps: standing_after(steps, sizes, num_samples_per_epoch, drop_last=False).whole
 

@@ -1,10 +1,10 @@
-"""Data: corpora to token files, datasets, and loaders whose position can be saved and continued.
+"""Turns corpora into token files and datasets, and provides loaders whose position can be saved and resumed.
 
 A corpus (`find_files`, `default_corpus_files`) becomes tokens (`build_tokenizer`, `learn_bpe`, `build_token_file`) and
-sequences (`build_datasets`); Megatron's files are read as they are (`IndexedFile`), and conversations become sequences
-with a loss on the answers (`build_chat_file`, `PackedDataset`). Loaders hand a step's micro-batches to the loop as
-`StepBatches`: `TrainLoader` for datasets with an index, `IterableLoader` for those without, `IteratorReader` for a raw
-iterator, `EvalLoader` for evaluation; `as_step_source` makes a `StepSource` of whatever a user gives.
+sequences (`build_datasets`); Megatron's files are read directly (`IndexedFile`), and conversations become sequences
+with a loss on the answers (`build_chat_file`, `PackedDataset`). Loaders pass the micro-batches of a step to the loop as
+`StepBatches`: `TrainLoader` for map-style datasets, `IterableLoader` for iterable ones, `IteratorReader` for a raw
+iterator, `EvalLoader` for evaluation; `as_step_source` adapts whatever a user passes to a `StepSource`.
 """
 
 from onstep.data.chat.dataset import ChatDataset, ChatFile, PackedDataset, build_chat_file
@@ -21,7 +21,7 @@ from onstep.data.loaders.collate import PaddingCollator, default_data_collator, 
 from onstep.data.loaders.eval_loader import EvalLoader
 from onstep.data.loaders.iterable_loader import IterableLoader
 from onstep.data.loaders.loader import TrainLoader
-from onstep.data.loaders.sample_order import RowLayout, SampleOrder
+from onstep.data.loaders.sample_order import MicroBatchLayout, SampleOrder
 from onstep.data.loaders.step_batches import Batch, StepBatches, StepSource
 from onstep.data.loaders.step_source import ForeignReader, IteratorReader, as_step_source
 from onstep.data.token_dataset import BlendedDataset, Boundaries, TokenDataset
@@ -47,7 +47,7 @@ __all__ = [
     "PackedDataset",
     "PaddingCollator",
     "PlainTemplate",
-    "RowLayout",
+    "MicroBatchLayout",
     "SampleOrder",
     "StepBatches",
     "StepSource",

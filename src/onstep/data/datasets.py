@@ -1,4 +1,4 @@
-"""The datasets of a configuration, and how a corpus is split: no token in two of train, validation and test."""
+"""Builds the datasets of a configuration and splits a corpus into disjoint train, validation and test sets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from onstep.config.parts import DatasetConfig
+from onstep.config import DatasetConfig
 from onstep.data.chat.dataset import ChatDataset, ChatFile, PackedDataset, build_chat_file
 from onstep.data.chat.records import ChatFiles, ChatKeys, ChatRows, ChatSource, ChatTexts
 from onstep.data.corpus.build_cache import Source
@@ -29,7 +29,7 @@ Splits = tuple[T, T | None, T | None]
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """The shares of train, validation and test, summing to 1, of text such as "90,5,5" or "1".
+    """Parse the shares of train, validation and test from text such as "90,5,5" or "1"; they sum to 1.
 
     Raises:
         DataError: for anything but one to three numbers >= 0 with a train share > 0.
@@ -52,7 +52,7 @@ def split_tokens(
 ) -> Splits[TokenDataset]:
     """Train, validation and test as contiguous ranges of the file; None for a share of 0.
 
-    No token, label tokens included, is in two of them.
+    No token, including label tokens, is in more than one of them.
 
     Raises:
         DataError: for a bad `split`, or a range too short for one sequence.
@@ -83,10 +83,10 @@ def split_documents(
 
 
 def ranges(total: int, shares: tuple[float, float, float], part: Callable[[int, int], T], what: str) -> Splits[T]:
-    """`part(start, end)` of three contiguous ranges of `total` things; None for a share of 0.
+    """`part(start, end)` for three contiguous ranges of `total` items; None for a share of 0.
 
     Raises:
-        DataError: what `part` raises, with the name of the split before it.
+        DataError: whatever `part` raises, prefixed with the name of the split.
     """
     train, valid, _ = shares
     cuts = [0, round(total * train), round(total * (train + valid)), total]
@@ -102,7 +102,7 @@ def ranges(total: int, shares: tuple[float, float, float], part: Callable[[int, 
 
 
 def split_without(split: str, *, has_valid: bool, has_test: bool) -> str:
-    """The split of a corpus that comes with a validation or test set of its own: train takes their shares."""
+    """The split of a corpus that has its own validation or test set, whose share is added to train."""
     train, valid, test = parse_split(split)
     own = (valid if has_valid else 0.0) + (test if has_test else 0.0)
     shares = (train + own, 0.0 if has_valid else valid, 0.0 if has_test else test)
@@ -111,7 +111,7 @@ def split_without(split: str, *, has_valid: bool, has_test: bool) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """What building the datasets of a configuration takes."""
+    """Everything needed to build the datasets of a configuration."""
 
     config: DatasetConfig
     tokenizer: Tokenizer
@@ -124,15 +124,15 @@ class Job:
         """How the ends of documents are treated.
 
         Raises:
-            DataError: where the tokenizer has no end token, and one is needed.
+            DataError: if an end token is needed and the tokenizer has none.
         """
         masks, resets = self.config.eod_mask_loss, self.config.reset_attention_mask
         if not (masks or resets):
             return None
         if self.tokenizer.eos_id is None:
             raise DataError(
-                "eod_mask_loss and reset_attention_mask take a token that ends a document, and the tokenizer has none; "
-                "leave them out, or take a tokenizer with one"
+                "eod_mask_loss and reset_attention_mask require an end token, and the tokenizer has none; "
+                "unset them, or use a tokenizer that has one"
             )
         return Boundaries(self.tokenizer.eos_id, masks_loss=masks, resets_attention=resets)
 
@@ -149,7 +149,7 @@ class Job:
         return make(source, self.tokenizer, self.config.cache_dir, **sharing)
 
     def chat(self, chats: ChatFile, start: int, end: int) -> ChatDataset:
-        """A range of conversations as sequences."""
+        """The sequences of a range of conversations."""
         kind = PackedDataset if self.config.packing else ChatDataset
         pad_id, warns = self.tokenizer.eos_id or 0, not self.wait_for_other
         return kind(chats, self.config.seq_length, pad_id, start=start, end=end, warns=warns)
@@ -163,18 +163,18 @@ def build_datasets(
     wait_for_other: bool = False,
     vocab_size: int | None = None,
 ) -> Splits[Any]:
-    """Train, validation and test of the data that `config` names; None for a share of 0.
+    """The train, validation and test datasets that `config` describes; None for a share of 0.
 
-    Every process that trains calls it; see `build_token_file` for how they share the work.
+    Called by every training process; see `build_token_file` for how they share the work.
 
     Args:
-        vocab_size: of the model, which ids of `kind=megatron` are checked against; None is the tokenizer's.
+        vocab_size: the model's, to check ids of `kind=megatron` against; None means the tokenizer's.
 
     Raises:
         DataError: for data or a split that cannot be trained on.
-        MissingExtraError: where the library of the kind is not installed.
+        MissingExtraError: if the library for this kind of data is not installed.
     """
-    parse_split(config.split)  # before the corpus is read, which may take long
+    parse_split(config.split)  # before the corpus is read, which can be slow
     if config.kind not in _BUILDERS:
         raise DataError(f"dataset.kind {config.kind!r} is unknown; choose one of {', '.join(_BUILDERS)}")
     job = Job(config, tokenizer, show_progress, wait_for_other, vocab_size or tokenizer.vocab_size)
@@ -188,7 +188,7 @@ def text_source(config: DatasetConfig) -> FileSource:
 
 
 def tokenizer_source(config: DatasetConfig, *, show_progress: bool = False) -> DocumentSource:
-    """The documents that a tokenizer is learned from: all texts, of a dataset with splits those to train on.
+    """The documents to train a tokenizer on: all texts, or the training split of a dataset with splits.
 
     Raises:
         DataError: for a kind that holds tokens, not text.
@@ -199,11 +199,13 @@ def tokenizer_source(config: DatasetConfig, *, show_progress: bool = False) -> D
         return _texts(_own_splits(config, [config.text_key], show_progress)[0].train, config)
     if config.kind == "chat":
         return ChatTexts(_chat_sources(config, show_progress)[0].train)
-    raise DataError(f"dataset.kind={config.kind} has token ids, from which no tokenizer can be learned")
+    raise DataError(
+        f"dataset.kind={config.kind} holds token ids, on which a tokenizer cannot be trained; set tokenizer_type"
+    )
 
 
 def _text(job: Job) -> Splits[TokenDataset]:
-    boundaries = job.boundaries  # what it raises comes before the corpus is read
+    boundaries = job.boundaries  # may raise, so evaluate it before the corpus is read
     return split_tokens(job.tokens_of(text_source(job.config)), job.config.split, job.config.seq_length, boundaries)
 
 
@@ -211,7 +213,7 @@ def _megatron(job: Job) -> Splits[Any]:
     config, boundaries = job.config, job.boundaries
     files = [IndexedFile(path, job.vocab_size) for path in config.paths]
     if not files:
-        raise DataError("dataset.paths is empty; kind=megatron takes the prefixes of .bin and .idx files")
+        raise DataError("dataset.paths is empty; kind=megatron requires the prefixes of .bin and .idx files")
     train, valid, test = zip(
         *(split_documents(file, config.split, config.seq_length, boundaries) for file in files), strict=True
     )
@@ -220,7 +222,7 @@ def _megatron(job: Job) -> Splits[Any]:
 
 
 def _blend_to_evaluate(datasets: Sequence[TokenDataset | None], weights: Sequence[float] | None) -> Any:
-    """An evaluation meets no sample twice. None where the share is 0."""
+    """A blend without repeated samples, for evaluation; None for a share of 0."""
     present = [dataset for dataset in datasets if dataset is not None]
     if len(present) < 2:
         return present[0] if present else None
@@ -254,13 +256,13 @@ def _chat(job: Job) -> Splits[Any]:
 
 
 def _with_own_sets(splits: Splits[T], own: OwnSplits[S], all_of: Callable[[S], T]) -> Splits[T]:
-    """The splits, with all of the sets to evaluate on that the data comes with in place of shares."""
+    """The splits, with the data's own evaluation sets, where it has them, in place of shares."""
     train, valid, test = splits
     return train, valid if own.valid is None else all_of(own.valid), test if own.test is None else all_of(own.test)
 
 
 def _own_splits(config: DatasetConfig, columns: Sequence[str], show_progress: bool) -> tuple[OwnSplits[Any], str]:
-    """A dataset's splits, its own evaluation sets only where `split` has a share for them; how to divide the first."""
+    """A dataset's splits, with own evaluation sets only if `split` has a share for them; and how to split the first."""
     own = load_own_splits(
         config.paths, subset=config.hf_subset, split=config.hf_split, columns=columns, show_progress=show_progress
     )
@@ -274,7 +276,7 @@ def _texts(rows: Any, config: DatasetConfig) -> RowSource:
 
 
 def _chat_sources(config: DatasetConfig, show_progress: bool) -> tuple[OwnSplits[ChatSource], str]:
-    """Conversations to train on, those of own validation and test splits, and how to divide the first."""
+    """Conversations to train on and those of the data's own validation and test splits; and how to split the first."""
     keys = ChatKeys(config.messages_key, config.prompt_key, config.response_key)
     if not any(is_rows(path) for path in config.paths):
         return OwnSplits(ChatFiles(find_records(config.paths), keys), None, None), config.split

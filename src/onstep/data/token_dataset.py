@@ -1,4 +1,4 @@
-"""Training sequences of fixed length, cut from token files, where the documents in them end, and blends of them."""
+"""Provides fixed-length training sequences from token files, document boundaries in them, and blends of datasets."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from torch.utils.data import Dataset
 from onstep.errors import DataError
 
 IGNORE_INDEX = -100
-"""A label that has no loss."""
+"""Label of positions without a loss."""
 
 _Ids = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Boundaries:
-    """How the end token of a document is treated."""
+    """How the end tokens of documents are treated."""
 
     end_id: int
     masks_loss: bool = False
-    """No loss at the end token's own position, where the label is the first token of another document."""
+    """No loss at the position of the end token, whose label is the first token of the next document."""
     resets_attention: bool = False
     """Add `document_ids` and `position_ids` to a batch: attention within documents, positions from 0 in each."""
 
     def mark(self, tokens: _Ids, labels: _Ids) -> dict[str, _Ids]:
-        """What a batch of `tokens` and `labels` (batch, seq) gains; `labels` are changed in place.
+        """Extra entries for a batch of `tokens` and `labels` (batch, seq); modifies `labels` in place.
 
-        A document reaches to its end token, which is the last of it.
+        The end token is the last token of its document.
         """
         ends = tokens == self.end_id
         if self.masks_loss:
@@ -47,16 +47,16 @@ class Boundaries:
 
 
 def positions_from(begins: npt.NDArray[Any]) -> _Ids:
-    """Positions (batch, seq) that count from 0 wherever `begins` (batch, seq) is True, and from the first token."""
+    """Positions (batch, seq) that start at 0 at the first token and restart wherever `begins` (batch, seq) is True."""
     counter = np.broadcast_to(np.arange(begins.shape[1], dtype=np.int64), begins.shape)
     return counter - np.maximum.accumulate(np.where(begins, counter, 0), axis=1)
 
 
 class TokenSource(Protocol):
-    """Tokens that can be read anywhere: `TokenFile` and `IndexedFile`."""
+    """Tokens with random access: `TokenFile` and `IndexedFile`."""
 
     def __len__(self) -> int:
-        """All tokens."""
+        """Number of tokens."""
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
         """The tokens ``start <= t < stop``."""
@@ -65,13 +65,13 @@ class TokenSource(Protocol):
 class TokenDataset(Dataset[dict[str, torch.Tensor]]):
     """Sequences of `seq_length` tokens from the range ``start <= t < end`` of a token file.
 
-    A sample is ``{"tokens": (seq_length,), "labels": (seq_length,)}``, both int64; a label is the token that follows,
-    so the model does not shift. Sample i starts at token ``start + i * seq_length``. No label lies outside the range;
-    what is left at its end is shorter than a sequence. With `boundaries` labels of -100 have no loss, and a sample may
-    have `position_ids` and `document_ids`, too (see `Boundaries`).
+    A sample is ``{"tokens": (seq_length,), "labels": (seq_length,)}``, both int64; a label is the next token, so the
+    model must not shift labels. Sample i starts at token ``start + i * seq_length``. Labels stay within the range; a
+    remainder shorter than a sequence is not used. With `boundaries`, labels of -100 have no loss, and samples may also
+    have `position_ids` and `document_ids` (see `Boundaries`).
 
     Raises:
-        DataError: where the range is too short for one sample.
+        DataError: if the range is too short for one sample.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
             raise DataError(f"token range {start} to {end} is not within the {len(token_file)} tokens of the file")
         if end - start < seq_length + 1:
             raise DataError(
-                f"seq_length {seq_length} needs {seq_length + 1} tokens (one more for the last label), but there are "
-                f"{end - start}; use a shorter seq_length or more text"
+                f"seq_length {seq_length} requires {seq_length + 1} tokens (one more for the last label), but only "
+                f"{end - start} are available; use a shorter seq_length or more text"
             )
         self.token_file = token_file
         self.start = start
@@ -117,19 +117,19 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
 
 
 class BlendedDataset(Dataset[dict[str, torch.Tensor]]):
-    """The samples of several datasets, evenly mixed; which one a sample is of is a pure function of its index.
+    """The samples of several datasets, evenly mixed; a sample's dataset is a pure function of its index.
 
-    Without `weights` each sample of each dataset comes once. With them a dataset's samples are its share of the whole,
-    to within one sample, and so they are of any stretch from the start, to within one for each dataset. The whole is
-    as long as it takes to meet every sample at least once: datasets that are smaller than their share begin again.
-    ``repeats=False`` ends before any would begin again.
+    Without `weights`, each sample of each dataset occurs once. With them, each dataset contributes its share of the
+    blend to within one sample, and its share of any prefix to within one sample per dataset. The blend is long enough
+    for every sample to occur at least once: datasets smaller than their share are repeated. ``repeats=False`` ends the
+    blend before any dataset would be repeated.
 
     Args:
-        datasets: map-style, each with `get_batch(indices)` that gives a dict of tensors of the same shapes.
-        weights: numbers > 0, divided by their sum.
+        datasets: map-style, each with a `get_batch(indices)` that returns a dict of tensors of the same shapes.
+        weights: numbers > 0, normalized by their sum.
 
     Raises:
-        DataError: for weights that do not fit, and a blend without samples.
+        DataError: for invalid weights, or a blend without samples.
     """
 
     def __init__(
@@ -138,20 +138,20 @@ class BlendedDataset(Dataset[dict[str, torch.Tensor]]):
         self.datasets = list(datasets)
         self._lengths = [len(dataset) for dataset in datasets]
         self.sizes = list(self._lengths) if weights is None else sizes_of_blend(self._lengths, weights, repeats=repeats)
-        """Samples of each dataset in the whole."""
+        """Number of samples from each dataset in the blend."""
         if not sum(self.sizes):
-            raise DataError("a blend without samples: give datasets with samples, or weights that are less uneven")
+            raise DataError("the blend has no samples: give datasets with samples, or weights that are less uneven")
 
     def __len__(self) -> int:
         return sum(self.sizes)
 
     def locate(self, index: int) -> tuple[int, int]:
-        """The dataset of a sample, and which of its samples it is."""
+        """The index of a sample's dataset, and the sample's index within it."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a blend of {len(self)}")
         total = len(self)
         for number, size in enumerate(self.sizes[:-1]):
-            # Of any first k samples, floor(k * size / total) are of this dataset; the others are dealt out further.
+            # Of any first k samples, floor(k * size / total) are from this dataset; the others are distributed further.
             before, after = index * size // total, (index + 1) * size // total
             if after > before:
                 return number, before % self._lengths[number]
@@ -171,15 +171,15 @@ class BlendedDataset(Dataset[dict[str, torch.Tensor]]):
 
 
 def sizes_of_blend(lengths: Sequence[int], weights: Sequence[float], *, repeats: bool = True) -> list[int]:
-    """Samples of each dataset in a blend by `weights`: whole numbers, each within one of its exact share.
+    """Number of samples of each dataset in a blend by `weights`, each within one of its exact share.
 
     Raises:
-        DataError: where `weights` are not as many numbers > 0 as there are datasets, or a dataset is empty.
+        DataError: if `weights` does not have one number > 0 per dataset, or a dataset is empty.
     """
     if len(weights) != len(lengths) or not all(weight > 0 for weight in weights):
-        raise DataError(f"a blend of {len(lengths)} datasets takes as many weights > 0, got {list(weights)}")
+        raise DataError(f"a blend of {len(lengths)} datasets requires as many weights > 0, got {list(weights)}")
     if not all(lengths):
-        raise DataError(f"a blend takes datasets with samples, got lengths {list(lengths)}")
+        raise DataError(f"a blend requires non-empty datasets, got lengths {list(lengths)}")
     exact = [Fraction(weight) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     needed = [length / share for length, share in zip(lengths, shares, strict=True)]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from onstep.config.parts import DistributedDataParallelConfig
+from onstep.config import DistributedDataParallelConfig
 from onstep.distributed.world import World
 
 # torch 2.13 renamed the argument; the old name goes when 2.13 is the oldest supported

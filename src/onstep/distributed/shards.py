@@ -1,4 +1,4 @@
-"""Tensors that are split over ranks (DTensors of FSDP2 and tensor parallelism, sequences), seen from one rank."""
+"""Handles tensors that are sharded over ranks (DTensors of FSDP2 and tensor parallelism, sequences), per rank."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Split = tuple[tuple["DeviceMesh", int], ...]
-"""The dimensions of device meshes over which a tensor is split; empty for one that is whole on every rank."""
+"""The dimensions of device meshes over which a tensor is sharded; empty for one that is whole on every rank."""
 
 
 def as_dtensor(tensor: Tensor) -> DTensor | None:
     """`tensor` if it is a DTensor."""
-    if type(tensor) in (Tensor, Parameter):  # importing DTensor takes 0.7 s, which only runs with subclasses pay
+    if type(tensor) in (Tensor, Parameter):  # importing DTensor costs 0.7 s, which only runs with subclasses pay
         return None
     from torch.distributed.tensor import DTensor
 
@@ -34,7 +34,7 @@ def is_sharded(tensors: Iterable[Tensor]) -> bool:
 
 
 def split_of(tensor: Tensor) -> Split:
-    """How `tensor` is split."""
+    """How `tensor` is sharded."""
     dtensor = as_dtensor(tensor)
     if dtensor is None or dtensor.device_mesh.get_coordinate() is None:
         return ()
@@ -43,9 +43,9 @@ def split_of(tensor: Tensor) -> Split:
 
 
 def local_part(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """This rank's part of `tensor`; a tensor that is whole is its only part.
+    """This rank's shard of `tensor`; an unsharded tensor is returned itself.
 
-    Collective for a DTensor of which ranks hold summands (`Partial`), or that is split otherwise than `like`.
+    Collective for a DTensor whose ranks hold summands (`Partial`), or that is sharded differently from `like`.
     """
     dtensor = as_dtensor(tensor)
     if dtensor is None:
@@ -67,24 +67,24 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def rank() -> int:
-    """This process's place among the ranks; 0 without a process group."""
+    """This process's rank; 0 without a process group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """How many ranks there are; 1 without a process group."""
+    """The number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def gather_sequence(part: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The parts of all ranks of `group` along dimension 0, in the order of the ranks. Collective over the group.
+    """Gather the parts of all ranks of `group` along dimension 0, in rank order. Collective over the group.
 
     For a result from which every rank computes the same loss: the gradient of a rank's part is its own slice of the
-    gradient that arrives here, not a sum over ranks.
+    incoming gradient, not a sum over ranks.
 
     Args:
-        part: (seq / ranks, ...), of the same shape on every rank.
-        group: None, or one rank alone, gives `part` back.
+        part: (seq / ranks, ...), with the same shape on every rank.
+        group: with None, or a single rank, `part` itself is returned.
     """
     if group is None or dist.get_world_size(group) == 1:
         return part

@@ -1,6 +1,6 @@
-"""The ranks of a run: who am I, on which device, and the few things that ranks must agree on, errors among them.
+"""Joins the ranks of a run, picks each one's device, and lets ranks agree on decisions, values and errors.
 
-A world of one takes the same path as a world of many: it has a process group too (callbacks may ask
+A world of one follows the same path as a world of many: it has a process group too (callbacks may call
 `torch.distributed.get_rank()`), and communication is skipped in this package, nowhere else.
 """
 
@@ -21,11 +21,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from onstep.config.parts import DistributedInitConfig
+from onstep.config import DistributedInitConfig
 from onstep.errors import CheckpointError, CollectiveAfterErrorError, ConfigError
 
 _groups_made = itertools.count()
-"""Numbers the groups of this process. Every rank makes the same ones, so each group has the same number on all."""
+"""Numbers the groups of this process. Every rank creates the same groups, so each has the same number on all ranks."""
 
 
 @dataclass
@@ -37,12 +37,12 @@ class World:
     local_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     owns_group: bool = False
-    """Whether `close` destroys the process group; a group that the caller made stays."""
+    """Whether `close` destroys the process group; a group made by the caller is kept."""
     control_group: Any = None
-    """A gloo group for decisions, on the CPU; None is the default group."""
+    """A gloo group for decisions, on the CPU; None means the default group."""
 
     _error: str | None = field(default=None, init=False, repr=False, compare=False)
-    """The name of the error after which no collective starts."""
+    """The name of the error after which no collective may start."""
 
     @property
     def is_main(self) -> bool:
@@ -51,7 +51,7 @@ class World:
 
     @contextmanager
     def error_scope(self) -> Iterator[None]:
-        """Around everything that happens because of an error; after it collectives are allowed as they were before."""
+        """Context for everything that happens because of an error; afterwards collectives are allowed as before."""
         before = self._error
         try:
             yield
@@ -62,9 +62,9 @@ class World:
     def no_collectives_after_an_error(self) -> Iterator[None]:
         """After an exception other than SystemExit has left this context, collectives of this world raise.
 
-        The other ranks may not have met the error and be elsewhere: waiting for them would hang, or pair one rank's
-        question with another's. Entering the context again (the next `train()`) allows collectives again. A world of
-        one waits for nobody and is never stopped.
+        The other ranks might not have seen the error and be elsewhere: waiting for them would hang, or pair one rank's
+        request with an unrelated one. Entering the context again (the next `train()`) allows collectives again. A world
+        of one waits for nothing and is never blocked.
         """
         self._error = None
         try:
@@ -74,10 +74,10 @@ class World:
         except BaseException as error:
             self._error = type(error).__name__
             raise
-        self._error = None  # of a run inside this one, whose error was handled
+        self._error = None  # of a nested run, whose error was handled
 
     def agree(self, votes: list[int]) -> list[int]:
-        """The largest vote of all ranks at each place. Collective, on the CPU."""
+        """The elementwise maximum of all ranks' votes. Collective, on the CPU."""
         if not self._communicates("agree"):
             return votes
         tensor = torch.tensor(votes, dtype=torch.int64)
@@ -93,7 +93,7 @@ class World:
         return items
 
     def gather_numbers(self, numbers: list[float]) -> list[list[float]]:
-        """Every rank's numbers, in rank order, on every rank; all give equally many. Collective, on the CPU."""
+        """Every rank's numbers, in rank order, on every rank; all must pass equally many. Collective, on the CPU."""
         if not self._communicates("gather_numbers"):
             return [numbers]
         mine = torch.tensor(numbers, dtype=torch.float64)
@@ -108,7 +108,7 @@ class World:
         return tensor
 
     def max(self, tensor: Tensor) -> Tensor:
-        """The largest over all ranks, in place. Collective, on the tensor's device."""
+        """The maximum over all ranks, in place. Collective, on the tensor's device."""
         if self._communicates("max"):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
@@ -127,17 +127,17 @@ class World:
             dist.barrier(group=self.control_group)
 
     def _communicates(self, collective: str) -> bool:
-        """Whether there are other ranks; raises where one of them may not have met this rank's error."""
+        """Whether there are other ranks; raises if one of them might not have seen this rank's error."""
         if self.size > 1 and self._error is not None:
             raise CollectiveAfterErrorError(
                 f"World.{collective} was called on rank {self.rank} of {self.size} after {self._error}; no rank starts "
-                "a collective after an error, because the others may not have met it: ask them before, and not in what "
-                "is called because of the error (on_exception, on_train_end, on_run_end)"
+                "a collective after an error, because other ranks might not have seen it: call it earlier, and not in "
+                "code that runs because of the error (on_exception, on_train_end, on_run_end)"
             )
         return self.size > 1
 
     def close(self) -> None:
-        """Destroy the process group if `open_world` made it; no collective, so also right after an exception."""
+        """Destroy the process group if `open_world` made it; not collective, so also right after an exception."""
         if self.owns_group and dist.is_initialized():
             if self.size > 1:  # a data-parallel wrapper in a cycle would keep gloo's threads alive past their group
                 gc.collect()
@@ -146,12 +146,12 @@ class World:
 
 
 def open_world(config: DistributedInitConfig) -> World:
-    """Join the process group that `torchrun`'s environment describes, or make one of a single process.
+    """Join the process group that `torchrun`'s environment describes, or create one for a single process.
 
-    A group that is initialised already is used as it is and left alone by `World.close`.
+    An existing process group is used as is, and not destroyed by `World.close`.
 
     Raises:
-        ConfigError: for a device that this machine does not have, or a broken environment.
+        ConfigError: for a device that this machine does not have, or an invalid environment.
     """
     size, rank = _from_environment("WORLD_SIZE", 1), _from_environment("RANK", 0)
     local_rank = _from_environment("LOCAL_RANK", 0)
@@ -174,7 +174,7 @@ def open_world(config: DistributedInitConfig) -> World:
 
 
 def world_size_from_environment() -> int:
-    """How many ranks `torchrun` started; 1 without it."""
+    """The number of ranks that `torchrun` started; 1 without it."""
     return dist.get_world_size() if dist.is_initialized() else _from_environment("WORLD_SIZE", 1)
 
 
@@ -183,7 +183,7 @@ def _from_environment(name: str, fallback: int) -> int:
     try:
         return int(value) if value else fallback
     except ValueError:
-        raise ConfigError(f"${name} must be a whole number as torchrun sets it, got {value!r}; unset it.") from None
+        raise ConfigError(f"${name} must be an integer, as set by torchrun, got {value!r}; unset it.") from None
 
 
 def _timeout(config: DistributedInitConfig) -> timedelta:
@@ -197,11 +197,11 @@ def _device(wanted: str | None, local_rank: int) -> torch.device:
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():
-        raise ConfigError(f"dist.device={wanted} needs a CUDA GPU and torch sees none; use dist.device=cpu.")
+        raise ConfigError(f"dist.device={wanted} requires a CUDA GPU, but torch sees none; use dist.device=cpu.")
     index = local_rank if device.index is None else device.index
     if index >= torch.cuda.device_count():
         raise ConfigError(
-            f"dist.device={wanted} of local rank {local_rank} is GPU {index}, and torch sees "
+            f"dist.device={wanted} of local rank {local_rank} is GPU {index}, but torch sees "
             f"{torch.cuda.device_count()}; start fewer ranks on this machine, or use dist.device=cpu."
         )
     return torch.device("cuda", index)
@@ -209,16 +209,16 @@ def _device(wanted: str | None, local_rank: int) -> torch.device:
 
 def _init_group(config: DistributedInitConfig, size: int, rank: int, device: torch.device) -> None:
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" and size > 1 else "gloo")
-    if size == 1:  # no port is opened for a store that nobody else reads
+    if size == 1:  # no need to open a port for a store without other readers
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=_timeout(config))
         return
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"):
         if not os.environ.get(name):
             raise ConfigError(f"$WORLD_SIZE is {size} but ${name} is not set; start the ranks with torchrun.")
-    # torchrun keeps the store of an attempt that failed, with its keys; without a prefix a restart finds those
+    # torchrun keeps the store of a failed attempt, with its keys; without a prefix a restart would find those
     store, rank, size = next(rendezvous("env://", rank, size, timeout=_timeout(config)))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # so does the second group of a process find the addresses of the first, whose ranks no longer listen there
+    # likewise, a process's second group would find the addresses of the first, whose ranks no longer listen there
     store = PrefixStore(f"onstep/attempt_{attempt}/group_{next(_groups_made)}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_timeout(config))
 
@@ -227,7 +227,7 @@ T = TypeVar("T")
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What the work gives, or the error it ends with: for work whose end all ranks must hear of."""
+    """The result of the work, or the error it raised: for work whose outcome must be known to all ranks."""
     try:
         return work(), None
     except Exception as error:  # noqa: BLE001 - the caller raises it on every rank with `raise_together`
@@ -235,11 +235,11 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def raise_together(world: World, error: Exception | None, doing: str) -> None:
-    """Raise on all ranks if there is an error on any. Collective.
+    """Raise on all ranks if there is an error on any rank. Collective.
 
     Raises:
-        CheckpointError: naming each rank that failed and why; on a failed rank with the error as its cause.
-        ConfigError: likewise, where the first failed rank met one.
+        CheckpointError: naming each rank that failed and why; on a failed rank, with the error as its cause.
+        ConfigError: likewise, if the first failed rank raised one.
     """
     notes = world.gather(None if error is None else (isinstance(error, ConfigError), _described(error)))
     failed = [(rank, note) for rank, note in enumerate(notes) if note is not None]
@@ -252,7 +252,7 @@ def raise_together(world: World, error: Exception | None, doing: str) -> None:
 
 
 def together(world: World, work: Callable[[], T], doing: str) -> T:
-    """What the work gives on this rank, once it ended well on all; else as `raise_together`. Collective."""
+    """This rank's result of the work, once it has succeeded on all ranks; else as `raise_together`. Collective."""
     result, error = attempt(work)
     raise_together(world, error, doing)
     return cast(T, result)

@@ -1,4 +1,4 @@
-"""The two base classes; their event methods derive from the table of moments."""
+"""Defines `Callback` and `TrainerCallback`, the base classes whose event methods are generated from the event table."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from onstep.events.context import CallbackContext
-from onstep.events.events import HF_EVENTS, MOMENTS, moments_named
+from onstep.events.events import EVENTS, HF_EVENTS, events_named
 
 
 class Callback:
-    """Base of context-style callbacks: override `on_<moment>(self, context)` for the moments you need.
+    """Base class of context-style callbacks: override `on_<event>(self, context)` for the events you need.
 
-    Only overridden methods are registered. Class attributes steer the dispatch:
+    Only overridden methods are registered. Class attributes control the dispatch:
 
-    - `ranks`: "all" tells every rank, "main" rank 0 only;
-    - `on_error`: "raise" ends the run, "warn" goes on, "disable" goes on without this callback;
-    - `shows_progress`: True where the callback reports progress itself, so that `pretrain()` prints no console line.
+    - `ranks`: "all" calls the callback on every rank, "main" on rank 0 only;
+    - `on_error`: "raise" ends the run, "warn" continues, "disable" continues without this callback;
+    - `shows_progress`: True if the callback reports progress itself, which turns off `pretrain()`'s console lines.
     """
 
     ranks: Literal["all", "main"] = "all"
@@ -24,7 +24,7 @@ class Callback:
     shows_progress: bool = False
 
     def skips_event(self, name: str) -> bool:
-        """Whether the method `name`, as this callback is configured, has nothing to do; asked when it is registered.
+        """Whether the method `name` has nothing to do as this callback is configured; checked at registration.
 
         An event that all its listeners skip costs nothing.
         """
@@ -32,11 +32,12 @@ class Callback:
 
 
 class TrainerCallback:
-    """Base of Hugging Face-style callbacks: `on_step_end(self, args, state, control, **kwargs)` and its siblings.
+    """Base class of Hugging Face-style callbacks: `on_step_end(self, args, state, control, **kwargs)` and its siblings.
 
-    Handlers are called with keywords and may declare any subset as long as they take `**kwargs`; who calls the first
-    three something else, or takes `*args`, gets those by position. They return None or a `TrainerControl`. Every moment
-    of the table can be handled, by its Hugging Face name or by its context name. Class attributes as in `Callback`.
+    Handlers are called with keyword arguments and may declare any subset of them if they accept `**kwargs`. Handlers
+    that rename the first three parameters, or accept `*args`, get those three by position. They return None or a
+    `TrainerControl`. Every event can be handled, by its Hugging Face name or its context name. Class attributes are
+    those of `Callback`.
     """
 
     ranks: Literal["all", "main"] = "all"
@@ -45,7 +46,7 @@ class TrainerCallback:
 
     @property
     def name(self) -> str:
-        """What messages call this callback; override it to tell two instances of a class apart."""
+        """Name of this callback in messages; override it to distinguish two instances of a class."""
         return type(self).__name__
 
     def skips_event(self, name: str) -> bool:
@@ -71,8 +72,8 @@ def _hf_method(name: str, when: str) -> Callable[..., None]:
     return method
 
 
-for _moment in MOMENTS:
-    setattr(Callback, _moment.name, _context_method(_moment.name, _moment.when))
+for _event in EVENTS:
+    setattr(Callback, _event.name, _context_method(_event.name, _event.when))
 
 for _name in HF_EVENTS:
-    setattr(TrainerCallback, _name, _hf_method(_name, "; ".join(moment.when for moment in moments_named(_name))))
+    setattr(TrainerCallback, _name, _hf_method(_name, "; ".join(event.when for event in events_named(_name))))

@@ -1,4 +1,4 @@
-"""How long callbacks take, measured only while somebody wants to know."""
+"""Measures how long callbacks take, only while a measurement is running."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import time
 from collections.abc import Callable
 
 
-class CallbackClock:
-    """The seconds that each callback of a manager took, from `start` to `stop`.
+class CallbackTimer:
+    """Seconds spent in each callback of a manager, from `start` to `stop`.
 
-    Time is exclusive: where a callback makes somebody tell other callbacks (by an evaluation, say), theirs is not its
-    own. While it does not run, the manager asks it nothing.
+    Times are exclusive: if a callback triggers other callbacks (through an evaluation, say), their time is not counted
+    as its own. While stopped, the clock costs nothing.
     """
 
     def __init__(self) -> None:
         self.is_running = False
         self.seconds: dict[str, float] = {}
-        """By the callback's name, as messages have it; of the latest measurement."""
+        """Seconds by the callback's name in messages; of the latest measurement."""
         self.read: Callable[[], float] = time.perf_counter
         self._starts = 0
         self._inside: list[str] = []
         self._last = 0.0
 
     def start(self, read: Callable[[], float] = time.perf_counter) -> None:
-        """Measure, from the next callback that is told on. Where it runs already, it goes on with the clock it has."""
+        """Start measuring with the next callback. If already running, the current `read` function is kept."""
         self._starts += 1
         if self.is_running:
             return
@@ -31,24 +31,24 @@ class CallbackClock:
         self.seconds, self._inside = {}, []
 
     def stop(self) -> None:
-        """End the measurement, once everybody who started it has stopped it."""
+        """Stop measuring once every `start` has been matched by a `stop`."""
         self._starts = max(0, self._starts - 1)
         if self._starts == 0 and self.is_running:
             self._charge()
             self.is_running, self._inside = False, []
 
     def reading(self) -> tuple[float, float]:
-        """Now, and the seconds of all callbacks until now, also of those that are being told."""
+        """The current time and the seconds of all callbacks so far, including those still running."""
         self._charge()
         return self._last, sum(self.seconds.values())
 
     def enter(self, author: str) -> None:
-        """A callback is about to be told. Called by the manager."""
+        """Note that a callback is about to be called. Called by the manager."""
         self._charge()
         self._inside.append(author)
 
     def leave(self) -> None:
-        """It was told. Called by the manager for every `enter`."""
+        """Note that the callback has returned. Called by the manager for every `enter`."""
         if self._inside:
             self._charge()
             self._inside.pop()

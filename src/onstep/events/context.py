@@ -1,4 +1,4 @@
-"""What a callback is handed: a fresh context for each firing of an event, with everything that has a meaning there."""
+"""Defines `CallbackContext`, the argument of context-style callbacks; a new one is made each time an event fires."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from onstep.events.callback_timer import CallbackClock
+from onstep.events.callback_timer import CallbackTimer
 from onstep.events.control import Control
 from onstep.events.events import BY_NAME
 from onstep.events.trainer_state import TrainerState
@@ -19,7 +19,7 @@ _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "OptimizedModu
 
 
 def unwrap(model: Any) -> Any:
-    """The user's module inside data-parallel and compile wrappers."""
+    """Return the user's module inside data-parallel and compile wrappers."""
     while type(model).__name__ in _WRAPPERS:
         model = getattr(model, "_orig_mod", None) or model.module
     return model
@@ -27,31 +27,31 @@ def unwrap(model: Any) -> Any:
 
 @dataclass(eq=False)
 class CallbackContext:
-    """State of the run at one event; a field without meaning there is None.
+    """State of the run at one event; fields that do not apply to the event are None.
 
-    Losses and norms are 0-d tensors on the device: who wants a float pays for the read. Changing the objects that the
-    context refers to changes the run, at your own risk; changing the context itself changes nothing.
+    Losses and norms are 0-d tensors on the device; converting one to a float synchronizes. Modifying objects that the
+    context refers to modifies the run, at your own risk; assigning to the context itself has no effect.
     """
 
     state: RunView
     """`GlobalState`: `cfg`, `train_state`, `trainer_state`, `world`."""
     model: list[nn.Module]
-    """List of model chunks."""
+    """The model chunks; one unless the model is split into several."""
     user_state: dict[str, Any] = field(default_factory=dict)
-    """Shared by all callbacks of one manager, for the life of the manager."""
+    """Shared by all callbacks of a manager, for the manager's lifetime."""
     optimizer: OptimizerView | None = None
     scheduler: SchedulerView | None = None
     loss_dict: dict[str, Tensor] | None = None
-    """Reduced losses of the step."""
+    """Losses of the step, reduced over ranks."""
     grad_norm: Tensor | float | None = None
     """Global L2 norm before clipping."""
     skipped_iter: bool | None = None
     total_loss_dict: dict[str, Tensor] | None = None
     """Averages of an evaluation or test."""
     event: str = ""
-    """Name of the event, context convention."""
+    """Name of the event, in the context convention."""
     control: Control = field(default_factory=Control)
-    """Where to ask for a stop, save, evaluation or log."""
+    """Requests a stop, save, evaluation or log."""
     rank: int = 0
     logs: dict[str, Any] | None = None
     metrics: dict[str, Any] | None = None
@@ -62,7 +62,7 @@ class CallbackContext:
     micro_batch: Any = None
     micro_batches: Sequence[Any] | None = None
     sample_ids: list[list[int]] | None = None
-    """Dataset indices of this rank's samples, a list for each micro-batch."""
+    """Dataset indices of this rank's samples, one list per micro-batch."""
     train_dataloader: Any = None
     eval_dataloader: Any = None
     processing_class: Any = None
@@ -71,12 +71,12 @@ class CallbackContext:
     reason: str | None = None
     checkpoint_step: int | None = None
     checkpoint_path: str | None = None
-    callback_clock: CallbackClock | None = None
-    """Measures how long callbacks take, once it is started."""
+    callback_timer: CallbackTimer | None = None
+    """Measures how long callbacks take, once started."""
     hf_objects: dict[str, Any] = field(default_factory=dict, repr=False)
-    """Optimizer, scheduler and loaders for Hugging Face-style handlers at events where the context has none."""
+    """Optimizer, scheduler and loaders for Hugging Face-style handlers of events whose context has none."""
     keywords: dict[str, Any] | None = field(default=None, init=False, repr=False)
-    """`event_keywords()` once the first Hugging Face-style handler was called; all of one firing share it."""
+    """`event_keywords()`, cached by the first Hugging Face-style handler for all handlers of the same firing."""
 
     @property
     def step(self) -> int:
@@ -85,28 +85,28 @@ class CallbackContext:
 
     @property
     def epoch(self) -> float:
-        """Passes over the training data, with the fraction of the current one: `state.trainer_state.epoch`."""
+        """Epochs completed, including the fraction of the current one: `state.trainer_state.epoch`."""
         return self.state.trainer_state.epoch
 
     @property
     def args(self) -> Any:
-        """Hugging Face's `TrainingArguments` view of the configuration."""
+        """The configuration as Hugging Face's `TrainingArguments`."""
         return getattr(self.state, "args", None)
 
     @property
     def trainer_state(self) -> TrainerState:
-        """Hugging Face's `TrainerState` view of the progress."""
+        """The progress as Hugging Face's `TrainerState`."""
         view: TrainerState = getattr(self.state, "trainer_state", None)  # type: ignore[assignment]
         return view
 
     @property
     def unwrapped_model(self) -> Any:
-        """The user's module; the list of chunks where there are several."""
+        """The user's module; a list if there are several model chunks."""
         chunks = self.model if isinstance(self.model, list) else [self.model]
         return unwrap(chunks[0]) if len(chunks) == 1 else [unwrap(chunk) for chunk in chunks]
 
     def hf_keywords(self) -> dict[str, Any]:
-        """What every Hugging Face-style handler is called with; event-specific keywords come on top."""
+        """Keyword arguments of every Hugging Face-style handler, without those specific to an event."""
         return {
             "args": getattr(self.state, "args", None),
             "state": getattr(self.state, "trainer_state", None),
@@ -122,7 +122,7 @@ class CallbackContext:
         }
 
     def event_keywords(self) -> dict[str, Any]:
-        """`hf_keywords()` and those of this event."""
+        """`hf_keywords()` plus the keywords of this event."""
         keywords = self.hf_keywords()
         for name in BY_NAME[self.event].own_fields:
             keywords[name] = getattr(self, name)

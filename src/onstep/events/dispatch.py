@@ -1,4 +1,4 @@
-"""Fires the events of a run: `fire.on_step_end()` calls everybody who listens, and does next to nothing without."""
+"""Fires the events of a run: `dispatcher.on_step_end()` calls the listeners; without any it costs almost nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from onstep.events.context import CallbackContext
-from onstep.events.events import MOMENTS, TRAINING, VALID_EVENTS, Moment
+from onstep.events.events import EVENTS, TRAINING, VALID_EVENTS, Event
 from onstep.events.manager import CallbackManager, Listeners
 from onstep.events.views import RunView
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class Dispatcher:
-    """Has a method for each event, named after it, that calls the run's callbacks with a fresh context.
+    """Has a method for each event, named after it, that calls the run's callbacks with a new context.
 
     `dispatcher.on_train_step_end(step)` reads the event's own fields (`loss_dict`, `grad_norm`, ...) from attributes of
-    `step`, and only where somebody listens. Fields given as keywords are taken as they are; without `step`, those that
-    are not given are None.
+    `step`, and only if there are listeners. Keyword arguments override these fields; without `step`, fields that are
+    not given are None.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class Dispatcher:
     ) -> None:
         self.manager = manager
         self.on = Listeners() if manager is None else manager.listeners
-        """For each event, who listens to it: for those who have work to do only then."""
+        """The listeners of each event, for code that prepares something only if there are any."""
         self.run = run
         self._held: Any = getattr(run, "door", run)
-        """Where trainer, loaders and tokenizer are attributes, so that reading them calls no property."""
+        """The object that stores trainer, loaders and tokenizer as plain attributes; reading them calls no property."""
         self.model = model if model is not None else []
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -45,19 +45,19 @@ class Dispatcher:
         self.refresh()
 
     def refresh(self) -> None:
-        """Put a no-op in front of the method of each event that nobody on this rank listens to.
+        """Shadow the method of each event without listeners on this rank by a no-op.
 
-        The manager calls this whenever callbacks were added or removed.
+        The manager calls this whenever callbacks are added or removed.
         """
         is_main = self.manager is not None and self.run.world.rank == 0
         for event in VALID_EVENTS:
             if any(is_main or not listener.main_only for listener in getattr(self.on, event)):
                 self.__dict__.pop(event, None)
             else:
-                self.__dict__[event] = NOTHING
+                self.__dict__[event] = NO_OP
 
     def fire(self, event: str, **fields: object) -> None:
-        """Fire the event of that name."""
+        """Fire the event with this name."""
         getattr(self, event)(**fields)
 
     if TYPE_CHECKING:
@@ -65,13 +65,13 @@ class Dispatcher:
         def __getattr__(self, name: str) -> Callable[..., None]: ...
 
 
-NOTHING: Callable[..., Any] = "".format
-"""Takes anything and does nothing, without a Python call: what stands in for an event that nobody listens to."""
+NO_OP: Callable[..., Any] = "".format
+"""Accepts anything and does nothing, without a Python-level call; replaces the method of an event without listeners."""
 
 
-def _method(moment: Moment) -> Callable[..., None]:
-    name, own_fields = moment.name, moment.own_fields
-    without = [field for field in TRAINING if field not in moment.fields]
+def _method(event: Event) -> Callable[..., None]:
+    name, own_fields = event.name, event.own_fields
+    without = [field for field in TRAINING if field not in event.fields]
 
     def fire(self: Dispatcher, source: object = None, /, **fields: Any) -> None:
         run, manager = self.run, self.manager
@@ -81,7 +81,7 @@ def _method(moment: Moment) -> Callable[..., None]:
             if field not in fields:
                 fields[field] = getattr(source, field)
         held = self._held
-        context = object.__new__(CallbackContext)  # its __init__ would store 30 fields; the class has their defaults
+        context = object.__new__(CallbackContext)  # __init__ would store 30 fields whose defaults are class attributes
         context.__dict__ = attributes = {
             "state": run,
             "model": self.model,
@@ -91,7 +91,7 @@ def _method(moment: Moment) -> Callable[..., None]:
             "trainer": held.trainer,
             "processing_class": held.processing_class,
             "event": name,
-            "callback_clock": manager.callback_clock,
+            "callback_timer": manager.callback_timer,
             "hf_objects": {},
             "optimizer": self.optimizer,
             "scheduler": self.scheduler,
@@ -101,13 +101,13 @@ def _method(moment: Moment) -> Callable[..., None]:
         }
         for field in without:
             attributes["hf_objects"][field if field != "scheduler" else "lr_scheduler"] = attributes.pop(field)
-        call = manager.call_all if moment.reaches_all else manager.call
+        call = manager.call_all if event.reaches_all else manager.call
         call(getattr(self.on, name), context)
 
-    fire.__name__, fire.__doc__ = name, f"{moment.when}."
+    fire.__name__, fire.__doc__ = name, f"{event.when}."
     fire.__qualname__ = f"Dispatcher.{name}"
     return fire
 
 
-for _moment in MOMENTS:
-    setattr(Dispatcher, _moment.name, _method(_moment))
+for _event in EVENTS:
+    setattr(Dispatcher, _event.name, _method(_event))

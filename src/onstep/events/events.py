@@ -1,8 +1,8 @@
-"""The one table of moments, in firing order: docs, base classes, `VALID_EVENTS` and tests derive from it.
+"""Defines the table of events, in firing order; docs, base classes, `VALID_EVENTS` and tests derive from it.
 
-Each moment has a name in the context convention (Megatron Bridge's where it has one) and one in the Hugging Face /
-Forgather convention. Two neighbours stay two moments because their users rely on it: `on_train_step_end` is told before
-the step counter advances, `on_step_end` after.
+Each event has a name in the context convention (Megatron Bridge's, where Bridge has the event) and a name in the
+Hugging Face / Forgather convention. `on_train_step_end` and `on_step_end` are separate events because callbacks rely on
+the difference: the first fires before the step counter advances, the second after.
 """
 
 from __future__ import annotations
@@ -13,173 +13,173 @@ from functools import cached_property
 
 
 @dataclass(frozen=True)
-class Moment:
-    """One place where the loop tells its callbacks what just happened or is about to."""
+class Event:
+    """An event: a place in the loop where callbacks are called."""
 
     name: str
-    """Name in the context convention, `handler(context)`."""
+    """Name in the context convention, as in `handler(context)`."""
     when: str
     fields: tuple[str, ...] = ()
-    """What the context holds beyond `ALWAYS`, and what Hugging Face handlers get as further keywords."""
+    """Fields of the context beyond `ALWAYS`; Hugging Face-style handlers get them as additional keywords."""
     renamed: str = ""
-    """Name in the Hugging Face convention where that is another one."""
+    """Name in the Hugging Face convention, if different."""
     per_step: int | None = None
-    """For moments told at every step: 1 where the step counter still holds the number of completed steps before this
-    one, 0 where it has advanced. None for all others."""
+    """For events that fire at every step: 1 if they fire before the step counter advances, 0 if after. None for all
+    other events."""
     reaches_all: bool = False
-    """Told to every callback even when one of them raises."""
+    """Every callback is called even if one of them raises."""
 
     @property
     def hf_name(self) -> str:
-        """Name in the Hugging Face convention, `handler(args, state, control, **kwargs)`."""
+        """Name in the Hugging Face convention, as in `handler(args, state, control, **kwargs)`."""
         return self.renamed or self.name
 
     @cached_property
     def own_fields(self) -> tuple[str, ...]:
-        """The fields that only this event and its like have."""
+        """The fields specific to this event: neither in `ALWAYS` nor in `TRAINING`."""
         return tuple(name for name in self.fields if name not in (*ALWAYS, *TRAINING))
 
 
 ALWAYS = ("state", "model", "user_state", "control", "rank", "trainer", "processing_class")
-"""Fields of the context that every moment has (`trainer` and `processing_class` are None where there is none)."""
+"""Fields of the context that are set at every event (`trainer` and `processing_class` are None if there is none)."""
 
 TRAINING = ("optimizer", "scheduler", "train_dataloader", "eval_dataloader")
-"""The training objects: fields of the context while training."""
+"""Training objects: fields of the context that are set during training."""
 
-MOMENTS: tuple[Moment, ...] = (
-    Moment(
+EVENTS: tuple[Event, ...] = (
+    Event(
         "on_checkpoint_load",
-        "After a checkpoint was loaded, before data is opened",
+        "After a checkpoint is loaded, before the data is opened",
         (*TRAINING, "checkpoint_step", "checkpoint_path"),
     ),
-    Moment(
+    Event(
         "on_data_init_start",
-        "After model, optimizer and scheduler are built, before any data file is opened",
+        "After the model, optimizer and scheduler are built, before any data file is opened",
         ("optimizer", "scheduler"),
     ),
-    Moment("on_init_end", "At the end of set-up, once for each train() and evaluate()", TRAINING),
-    Moment("on_train_start", "After `model.train()`, before the first step", TRAINING, renamed="on_train_begin"),
-    Moment("on_epoch_start", "Before each epoch", TRAINING, renamed="on_epoch_begin"),
-    Moment("on_step_begin", "Before the step's micro-batches are read", TRAINING, per_step=1),
-    Moment(
+    Event("on_init_end", "At the end of setup, once per train() and evaluate() call", TRAINING),
+    Event("on_train_start", "After `model.train()`, before the first step", TRAINING, renamed="on_train_begin"),
+    Event("on_epoch_start", "Before each epoch", TRAINING, renamed="on_epoch_begin"),
+    Event("on_step_begin", "Before the step's micro-batches are read", TRAINING, per_step=1),
+    Event(
         "on_train_step_start",
-        "The micro-batches are read; before `train_step`",
+        "After the step's micro-batches are read, before `train_step`",
         (*TRAINING, "micro_batches", "sample_ids"),
         per_step=1,
     ),
-    Moment(
+    Event(
         "on_forward_backward_start",
-        "Before each micro-batch's forward and backward; it is on the device",
+        "Before the forward and backward pass of each micro-batch, which is on the device",
         (*TRAINING, "micro_batch"),
         renamed="on_forward_backward_begin",
         per_step=1,
     ),
-    Moment(
+    Event(
         "on_forward_backward_end",
-        "After each micro-batch's forward and backward",
+        "After the forward and backward pass of each micro-batch",
         (*TRAINING, "micro_batch", "loss"),
         per_step=1,
     ),
-    Moment("on_substep_end", "After each micro-batch but the last of a step", TRAINING, per_step=1),
-    Moment(
+    Event("on_substep_end", "After each micro-batch of a step except the last", TRAINING, per_step=1),
+    Event(
         "on_pre_optimizer_step",
-        "Gradients are reduced and clipped (raw for a foreign optimizer); before the update",
+        "After gradients are reduced and clipped (raw for a third-party optimizer), before the update",
         (*TRAINING, "grad_norm"),
         per_step=1,
     ),
-    Moment(
+    Event(
         "on_optimizer_step",
-        "After the update, before the scheduler moves and gradients are cleared",
+        "After the update, before the scheduler steps and gradients are zeroed",
         (*TRAINING, "grad_norm"),
         per_step=1,
     ),
-    Moment(
+    Event(
         "on_train_metrics",
-        "This rank's loss, gradient norm and label count of the step, as device tensors",
+        "After the update, with this rank's loss, gradient norm and label count of the step as device tensors",
         (*TRAINING, "loss", "grad_norm", "tokens"),
         per_step=1,
     ),
-    Moment(
+    Event(
         "on_train_step_end",
         "After `train_step`, before the step counter advances",
         (*TRAINING, "loss_dict", "grad_norm", "skipped_iter", "sample_ids"),
         per_step=1,
     ),
-    Moment(
-        "on_step_end", "The step counter has advanced; `control` holds what is due at this step", TRAINING, per_step=0
+    Event(
+        "on_step_end", "After the step counter advances; `control` holds what is due at this step", TRAINING, per_step=0
     ),
-    Moment("on_log_step", "A step is logged; `logs` may be added to before it is told", (*TRAINING, "logs")),
-    Moment("on_log", "`logs` is complete; also told once with the final metrics", (*TRAINING, "logs")),
-    Moment("on_eval_start", "After `model.eval()`, before the validation loop"),
-    Moment("on_eval_step_start", "Before each validation batch"),
-    Moment("on_eval_step_end", "After each validation batch", renamed="on_prediction_step"),
-    Moment(
+    Event("on_log_step", "At a logged step, before `on_log`; callbacks may add to `logs`", (*TRAINING, "logs")),
+    Event("on_log", "At a logged step, with `logs` complete; also once with the final metrics", (*TRAINING, "logs")),
+    Event("on_eval_start", "After `model.eval()`, before the validation loop"),
+    Event("on_eval_step_start", "Before each validation batch"),
+    Event("on_eval_step_end", "After each validation batch", renamed="on_prediction_step"),
+    Event(
         "on_eval_end",
         "After the validation loop, before `model.train()`",
         ("total_loss_dict", "metrics"),
         renamed="on_evaluate",
     ),
-    Moment(
+    Event(
         "on_checkpoint_save_start",
-        "Before a checkpoint is taken",
+        "Before a checkpoint is saved",
         ("optimizer", "checkpoint_step"),
         renamed="on_save_begin",
     ),
-    Moment(
+    Event(
         "on_checkpoint_save",
-        "A checkpoint is durable",
+        "After a checkpoint is durable on disk",
         ("optimizer", "checkpoint_step", "checkpoint_path"),
         renamed="on_save",
     ),
-    Moment("on_epoch_end", "After each epoch, also one that was stopped", TRAINING),
-    Moment(
+    Event("on_epoch_end", "After each epoch, including one that was stopped early", TRAINING),
+    Event(
         "on_final_metrics",
-        "All steps are done; `logs` holds the final metrics and may be added to before `on_log` tells them",
+        "After the last step, with the final metrics in `logs`, before `on_log`; callbacks may add to `logs`",
         (*TRAINING, "logs"),
     ),
-    Moment("on_train_end", "After the training loop, before the final validation and test", TRAINING, reaches_all=True),
-    Moment("on_test_start", "After `model.eval()`, before the test loop"),
-    Moment("on_test_step_start", "Before each test batch"),
-    Moment("on_test_step_end", "After each test batch", renamed="on_prediction_step"),
-    Moment("on_test_end", "After the test loop", ("total_loss_dict", "metrics"), renamed="on_predict"),
-    Moment(
+    Event("on_train_end", "After the training loop, before the final validation and test", TRAINING, reaches_all=True),
+    Event("on_test_start", "After `model.eval()`, before the test loop"),
+    Event("on_test_step_start", "Before each test batch"),
+    Event("on_test_step_end", "After each test batch", renamed="on_prediction_step"),
+    Event("on_test_end", "After the test loop", ("total_loss_dict", "metrics"), renamed="on_predict"),
+    Event(
         "on_exception",
-        "Once, when an exception ends the run; never for a decided exit",
+        "Once, when an exception ends the run; never for a requested exit",
         (*TRAINING, "exception"),
         reaches_all=True,
     ),
-    Moment(
+    Event(
         "on_run_end",
-        "Exactly once, after everything; `reason` is completed, stopped, preempted or failed",
+        "Exactly once, at the very end; `reason` is completed, stopped, preempted or failed",
         (*TRAINING, "reason", "exception"),
         reaches_all=True,
     ),
 )
 
-VALID_EVENTS: frozenset[str] = frozenset(moment.name for moment in MOMENTS)
-"""Names of the context convention, as `CallbackManager.register` takes them."""
+VALID_EVENTS: frozenset[str] = frozenset(event.name for event in EVENTS)
+"""Event names of the context convention, as accepted by `CallbackManager.register`."""
 
-BY_NAME: dict[str, Moment] = {moment.name: moment for moment in MOMENTS}
+BY_NAME: dict[str, Event] = {event.name: event for event in EVENTS}
 
-HF_EVENTS: frozenset[str] = frozenset(moment.hf_name for moment in MOMENTS)
-"""Names of the Hugging Face convention."""
-
-
-def moments_named(name: str) -> tuple[Moment, ...]:
-    """The moments that a method called `name` is told at, in either convention; empty for an unknown name."""
-    return tuple(moment for moment in MOMENTS if name in (moment.name, moment.hf_name))
+HF_EVENTS: frozenset[str] = frozenset(event.hf_name for event in EVENTS)
+"""Event names of the Hugging Face convention."""
 
 
-def moment_of(event_name: object) -> Moment:
-    """The moment with this name in the context convention.
+def events_named(name: str) -> tuple[Event, ...]:
+    """The events at which a method called `name` is called, in either convention; empty for an unknown name."""
+    return tuple(event for event in EVENTS if name in (event.name, event.hf_name))
+
+
+def event_named(event_name: object) -> Event:
+    """The event with this name in the context convention.
 
     Raises:
-        ValueError: for any other name, with the nearest one.
+        ValueError: for any other name; the message suggests the nearest one.
     """
-    moment = BY_NAME.get(event_name) if isinstance(event_name, str) else None
-    if moment is None:
+    event = BY_NAME.get(event_name) if isinstance(event_name, str) else None
+    if event is None:
         near = difflib.get_close_matches(str(event_name), sorted(VALID_EVENTS | HF_EVENTS), n=1, cutoff=0.4)
-        meant = " or ".join(repr(moment.name) for one in near for moment in moments_named(one))
+        meant = " or ".join(repr(event.name) for one in near for event in events_named(one))
         hint = f" Did you mean {meant}?" if near else ""
         raise ValueError(f"Unknown event '{event_name}'. Valid events: {', '.join(sorted(VALID_EVENTS))}.{hint}")
-    return moment
+    return event

@@ -1,4 +1,4 @@
-"""Registers callbacks in any convention and tells them, in order of registration."""
+"""Defines `CallbackManager`, which registers callbacks of any convention and calls them in order of registration."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from inspect import ismethod
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
-from onstep.events.callback_timer import CallbackClock
+from onstep.events.callback_timer import CallbackTimer
 from onstep.events.context import CallbackContext
-from onstep.events.events import MOMENTS, VALID_EVENTS, Moment, moment_of
+from onstep.events.events import EVENTS, VALID_EVENTS, Event, event_named
 from onstep.events.registration import (
     Listener,
     Registration,
@@ -19,7 +19,7 @@ from onstep.events.registration import (
     function_registration,
     registration_of,
 )
-from onstep.heartbeat import PULSE
+from onstep.heartbeat import HEARTBEAT
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 class Listeners:
     """For each event, the tuple of its listeners."""
 
-    __slots__ = tuple(moment.name for moment in MOMENTS)
+    __slots__ = tuple(event.name for event in EVENTS)
 
     def __init__(self) -> None:
         for name in self.__slots__:
@@ -40,11 +40,11 @@ class Listeners:
 
 class _Follower(Protocol):
     def refresh(self) -> None:
-        """Somebody listens to an event, or nobody any longer."""
+        """The listeners of some event have changed."""
 
 
 class _Followers(WeakSet[_Follower]):
-    """Who is told of changes of a manager; a copy of the manager has none of them."""
+    """The objects notified when a manager's callbacks change; a copy of the manager starts with none."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
@@ -53,7 +53,7 @@ class _Followers(WeakSet[_Follower]):
 class CallbackManager:
     """Holds the callbacks of a run and a `user_state` dictionary that they share.
 
-    A callback may add and remove callbacks while it is told; that counts from the next telling on.
+    Callbacks may add or remove callbacks while running; changes take effect at the next event.
 
     >>> manager = CallbackManager()
     >>> manager.register("on_eval_end", lambda context: print("Evaluation complete!"))
@@ -63,20 +63,20 @@ class CallbackManager:
         self._user_state: dict[str, Any] = {}
         self._registrations: list[Registration] = []
         self._disabled: dict[int, Any] = {}
-        """By id; the objects are kept, so that no id is given out again."""
+        """Disabled callbacks by id; keeping the objects alive prevents reuse of their ids."""
         self._followers = _Followers()
         self.listeners = Listeners()
-        self.callback_clock = CallbackClock()
-        """Measures how long each callback takes, while somebody has started it."""
+        self.callback_timer = CallbackTimer()
+        """Measures the time spent in each callback, while it is started."""
 
     @property
     def user_state(self) -> dict[str, Any]:
-        """Mutable dictionary, the same object for the life of the manager; not saved and not cleared between runs."""
+        """Mutable dictionary that lives as long as the manager; neither saved nor cleared between runs."""
         return self._user_state
 
     @property
     def events(self) -> frozenset[str]:
-        """Names that `register` takes."""
+        """Names that `register` accepts."""
         return VALID_EVENTS
 
     @property
@@ -85,14 +85,14 @@ class CallbackManager:
         return [registration.owner for registration in self._registrations]
 
     def add(self, callback: Any, *, before: Any = None, after: Any = None) -> None:
-        """Register a callback, a callback class (made without arguments), or a list or tuple of them.
+        """Register a callback, a callback class (instantiated without arguments), or a list or tuple of them.
 
-        `before` and `after` name a registered callback, by instance, class or name; the default is the end. Of a list,
-        all or, after an error, none are registered.
+        `before` and `after` name a registered callback, by instance, class or name; by default, callbacks are appended.
+        If one callback of a list is invalid, none is registered.
 
         Raises:
-            TypeError: when an object is no callback, or a method's signature fits no convention.
-            ValueError: when `before` or `after` is not registered, or both leave no place.
+            TypeError: when an object is not a callback, or a method's signature matches no convention.
+            ValueError: when `before` or `after` is not registered, or they contradict the existing order.
         """
         registrations = []
         for instance in _instances(callback):
@@ -104,19 +104,20 @@ class CallbackManager:
     def register(self, event_name: str, fn: Callable[..., Any], every: int = 1) -> None:
         """Register `fn(context)`, `fn()` or `fn(args, state, control, **kwargs)` for one event.
 
-        `every` tells it at steps that are a multiple of `every` only; outside of steps, at every `every`-th telling.
+        With `every=n`, it is called only at steps that are multiples of n; for events outside of steps, every n-th time
+        the event fires.
 
         Raises:
-            ValueError: for an unknown event, with the nearest name, or `every` < 1.
-            TypeError: when `fn` is not callable or its signature fits no convention.
+            ValueError: for an unknown event, suggesting the nearest name, or `every` < 1.
+            TypeError: when `fn` is not callable or its signature matches no convention.
         """
         if not isinstance(every, int) or every < 1:
-            raise ValueError(f"every must be a whole number >= 1, got {every!r}; pass 1 to be told each time.")
+            raise ValueError(f"every must be an integer >= 1, got {every!r}; pass 1 to be called each time.")
         self._registrations.append(function_registration(event_name, fn, every))
         self._rebuild()
 
     def remove(self, callback: Any) -> Any:
-        """Take back the first registration of an instance, function or exact class; returns what was removed.
+        """Remove the first registration of an instance, function or exact class; returns what was removed.
 
         Raises:
             ValueError: when nothing matches.
@@ -129,63 +130,63 @@ class CallbackManager:
         return owner
 
     def list_callbacks(self, event_name: str) -> list[Callable[..., Any]]:
-        """The callables registered for an event, as they were given, in the order in which they are told.
+        """The callables registered for an event, as they were given, in calling order.
 
         Raises:
             ValueError: for an unknown event.
         """
-        return [listener.original for listener in self._listeners_of(moment_of(event_name))]
+        return [listener.original for listener in self._listeners_of(event_named(event_name))]
 
     def has_callbacks(self, event_name: str) -> bool:
-        """Whether anybody listens to an event; False for an unknown one."""
+        """Whether an event has listeners; False for an unknown event."""
         return event_name in VALID_EVENTS and bool(getattr(self.listeners, event_name))
 
     def explain(self, event_name: str) -> str:
-        """The order in which an event's callbacks are told, one a line.
+        """Describe the order in which an event's callbacks are called, one per line.
 
         Raises:
             ValueError: for an unknown event.
         """
-        moment = moment_of(event_name)
-        also = "" if moment.hf_name == moment.name else f" ({moment.hf_name})"
-        listeners = self._listeners_of(moment)
+        event = event_named(event_name)
+        also = "" if event.hf_name == event.name else f" ({event.hf_name})"
+        listeners = self._listeners_of(event)
         lines = [f"  {number}. {self._entry(listener)}" for number, listener in enumerate(listeners, start=1)]
-        return "\n".join([f"{moment.name}{also}: {moment.when}.", *(lines or ["  nobody listens"])])
+        return "\n".join([f"{event.name}{also}: {event.when}.", *(lines or ["  no listeners"])])
 
     def fire(self, event_name: str, context: CallbackContext) -> None:
-        """Tell every listener of an event, in order.
+        """Call every listener of an event, in order.
 
-        An exception propagates at once, with a note that names callback and event, unless the callback's `on_error`
-        says otherwise. `on_exception`, `on_train_end` and `on_run_end` reach every callback: the first error is raised
-        after all were told, the others are attached as notes.
+        An exception propagates immediately, with a note that names the callback and the event, unless the callback's
+        `on_error` says otherwise. `on_exception`, `on_train_end` and `on_run_end` reach every callback: the first error
+        is raised after all have been called, with the others attached as notes.
 
         Raises:
             ValueError: for an unknown event.
         """
-        moment = moment_of(event_name)
-        outer = context.event  # a callback may fire another event with the context that it was handed
-        context.event = moment.name
-        context.callback_clock = self.callback_clock
+        event = event_named(event_name)
+        outer = context.event  # a callback may fire another event with the same context
+        context.event = event.name
+        context.callback_timer = self.callback_timer
         context.keywords = None
-        call = self.call_all if moment.reaches_all else self.call
+        call = self.call_all if event.reaches_all else self.call
         try:
-            call(self._listeners_of(moment), context)
+            call(self._listeners_of(event), context)
         finally:
-            context.event, context.keywords = outer or moment.name, None
+            context.event, context.keywords = outer or event.name, None
 
     def call(self, listeners: tuple[Listener, ...], context: CallbackContext) -> None:
-        """Call listeners in order, with a context that names their event."""
-        disabled, clock, is_main = self._disabled, self.callback_clock, context.rank == 0
-        voice = vars(context.control)  # past its __setattr__, which is there for the flags
-        outer = voice["author"], voice["event"], PULSE.told  # a callback may itself make somebody fire
+        """Call listeners in order; `context.event` must be their event."""
+        disabled, clock, is_main = self._disabled, self.callback_timer, context.rank == 0
+        voice = vars(context.control)  # bypasses its __setattr__, which handles the flags
+        outer = voice["author"], voice["event"], HEARTBEAT.callback  # a callback may fire an event itself
         voice["event"] = context.event
         try:
             for listener in listeners:
                 if (listener.main_only and not is_main) or (disabled and id(listener.owner) in disabled):
                     continue
-                PULSE.told = listener.told
-                voice["author"] = listener.told[1]
-                PULSE.beats += 1
+                HEARTBEAT.callback = listener.event_and_author
+                voice["author"] = listener.event_and_author[1]
+                HEARTBEAT.beats += 1
                 try:
                     if clock.is_running:
                         _call_timed(clock, listener, context)
@@ -195,15 +196,15 @@ class CallbackManager:
                     if not self._tolerates(listener, error):
                         raise
         finally:
-            voice["author"], voice["event"], PULSE.told = outer
+            voice["author"], voice["event"], HEARTBEAT.callback = outer
 
     def call_all(self, listeners: tuple[Listener, ...], context: CallbackContext) -> None:
-        """Call every listener, also after an error: the first error is raised at the end."""
+        """Call every listener even after an error; the first error is raised at the end."""
         first: BaseException | None = None
         for listener in listeners:
             try:
                 self.call((listener,), context)
-            except BaseException as error:  # noqa: BLE001 - every callback gets its ending; the first error is raised below
+            except BaseException as error:  # noqa: BLE001 - all callbacks are called; the first error is raised below
                 if first is None:
                     first = error
                 else:
@@ -212,11 +213,11 @@ class CallbackManager:
             raise first
 
     def follow(self, follower: _Follower) -> None:
-        """Call `refresh()` of an object, for as long as it lives, whenever callbacks were added or removed."""
+        """Call `refresh()` of an object, as long as it lives, whenever callbacks are added or removed."""
         self._followers.add(follower)
 
-    def _listeners_of(self, moment: Moment) -> tuple[Listener, ...]:
-        listeners: tuple[Listener, ...] = getattr(self.listeners, moment.name)
+    def _listeners_of(self, event: Event) -> tuple[Listener, ...]:
+        listeners: tuple[Listener, ...] = getattr(self.listeners, event.name)
         return listeners
 
     def _entry(self, listener: Listener) -> str:
@@ -227,15 +228,15 @@ class CallbackManager:
         return entry + ranks + (" [disabled]" if id(listener.owner) in self._disabled else "")
 
     def _tolerates(self, listener: Listener, error: BaseException) -> bool:
-        """Whether training goes on after an error, with a warning; a note on it names callback and event."""
-        event, author = listener.told
+        """Whether training continues after an error, with a warning; adds a note naming callback and event."""
+        event, author = listener.event_and_author
         error.add_note(f"raised by callback '{author}' during '{event}'")
         if listener.on_error == "raise" or not isinstance(error, Exception):
             return False
-        consequence = "training goes on"
+        consequence = "training continues"
         if listener.on_error == "disable":
             self._disabled[id(listener.owner)] = listener.owner
-            consequence = "it is told nothing more"
+            consequence = "it will not be called again"
         warnings.warn(
             f"callback '{author}' raised {type(error).__name__}: {error} during '{event}'; {consequence}",
             RuntimeWarning,
@@ -250,7 +251,7 @@ class CallbackManager:
         earliest = self._index_of(after) + 1
         if before is not None and position < earliest:
             raise ValueError(
-                f"There is no place before {before!r} and after {after!r}: they are told the other way round."
+                f"Cannot add before {before!r} and after {after!r}: they are called in the opposite order."
             )
         return earliest
 
@@ -259,20 +260,20 @@ class CallbackManager:
             owner = registration.owner
             if owner is wanted or type(owner) is wanted or (isinstance(wanted, str) and author_of(owner) == wanted):
                 return index
-            if ismethod(owner) and owner == wanted:  # each look at `obj.method` makes a new object
+            if ismethod(owner) and owner == wanted:  # each access of `obj.method` creates a new object
                 return index
         known = ", ".join(author_of(owner) for owner in self.callbacks) or "none"
         raise ValueError(f"{wanted!r} is not registered; registered callbacks: {known}.")
 
     def _rebuild(self) -> None:
         for event in VALID_EVENTS:
-            told = (one for registration in self._registrations for one in registration.listeners.get(event, ()))
-            setattr(self.listeners, event, tuple(told))
+            listening = (one for registration in self._registrations for one in registration.listeners.get(event, ()))
+            setattr(self.listeners, event, tuple(listening))
         for follower in self._followers:
             follower.refresh()
 
 
-def _call_timed(clock: CallbackClock, listener: Listener, context: CallbackContext) -> None:
+def _call_timed(clock: CallbackTimer, listener: Listener, context: CallbackContext) -> None:
     clock.enter(listener.author)
     try:
         listener.handle(context)
@@ -289,7 +290,7 @@ def _instances(callback: Any) -> Iterator[Any]:
 
 
 def normalize_callbacks(callbacks: Any) -> CallbackManager | None:
-    """None for None, a manager as it is, anything else added to a new manager."""
+    """Return None and managers unchanged; add anything else to a new manager."""
     if callbacks is None or isinstance(callbacks, CallbackManager):
         return callbacks
     manager = CallbackManager()
@@ -298,5 +299,5 @@ def normalize_callbacks(callbacks: Any) -> CallbackManager | None:
 
 
 def should_fire(callback_manager: CallbackManager | None, event_name: str) -> bool:
-    """Whether there is a manager with somebody who listens to this event."""
+    """Whether there is a manager with listeners for this event."""
     return callback_manager is not None and callback_manager.has_callbacks(event_name)

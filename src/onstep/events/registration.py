@@ -1,4 +1,4 @@
-"""How a callback's methods are found, and what is remembered of each registration."""
+"""Finds the event methods of a callback and turns them into listeners."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from onstep.events.callback import Callback, TrainerCallback
 from onstep.events.context import CallbackContext
-from onstep.events.events import HF_EVENTS, VALID_EVENTS, Moment, moment_of, moments_named
+from onstep.events.events import HF_EVENTS, VALID_EVENTS, Event, event_named, events_named
 from onstep.events.signatures import ACCEPTED, Handler, Style, as_handler
 
 _EVENT_NAMES = sorted(VALID_EVENTS | HF_EVENTS)
@@ -28,20 +28,20 @@ class Listener:
     """The callable as the user gave it."""
     owner: Any
     """The callback instance, or the function itself."""
-    told: tuple[str, str]
-    """The event and the author: what messages call the callback."""
+    event_and_author: tuple[str, str]
+    """The event and the author, which is the callback's name in messages."""
     main_only: bool
     on_error: str
 
     @property
     def author(self) -> str:
-        """What messages call the callback."""
-        return self.told[1]
+        """Name of the callback in messages."""
+        return self.event_and_author[1]
 
 
 @dataclass(frozen=True, eq=False)
 class Registration:
-    """A callback, or a function, and the listeners that it brought: event name to listeners."""
+    """A callback or function, and its listeners by event name."""
 
     owner: Any
     listeners: dict[str, list[Listener]]
@@ -51,16 +51,16 @@ def registration_of(callback: Any) -> Registration:
     """Scan a callback instance for the event methods that it overrides.
 
     Raises:
-        TypeError: when it has no event method at all, or one whose signature fits no convention.
+        TypeError: when it has no event method at all, or one whose signature matches no convention.
     """
     listeners: dict[str, list[Listener]] = {}
     style = _style_of(callback)
     for name, method in _event_methods(callback):
         by_name: Style | None = None if name in VALID_EVENTS else "hf"
-        for moment in moments_named(name):
-            told = listeners.setdefault(moment.name, [])
-            if all(method != listener.original for listener in told):  # one method under both names is told once
-                told.append(_listener(method, moment, style or by_name, callback))
+        for event in events_named(name):
+            known = listeners.setdefault(event.name, [])
+            if all(method != listener.original for listener in known):  # a method with both names is called once
+                known.append(_listener(method, event, style or by_name, callback))
     misses = _near_misses(callback)
     if not listeners and style is None:
         raise TypeError(
@@ -74,16 +74,16 @@ def registration_of(callback: Any) -> Registration:
 
 
 def function_registration(event_name: str, fn: Callable[..., Any], every: int) -> Registration:
-    """A function registered for one event, told at every `every`-th step (or telling, outside of steps)."""
-    moment = moment_of(event_name)
-    listener = _listener(fn, moment, None, fn)
+    """Register a function for one event, called at every `every`-th step (or firing, for events outside of steps)."""
+    event = event_named(event_name)
+    listener = _listener(fn, event, None, fn)
     if every != 1:
-        listener = replace(listener, handle=_every(listener.handle, moment, every))
-    return Registration(fn, {moment.name: [listener]})
+        listener = replace(listener, handle=_every(listener.handle, event, every))
+    return Registration(fn, {event.name: [listener]})
 
 
 def author_of(owner: Any) -> str:
-    """What messages call a callback or function."""
+    """Name of a callback or function in messages."""
     if isinstance(owner, partial):
         return author_of(owner.func)
     name = getattr(owner, "name", None)
@@ -92,26 +92,26 @@ def author_of(owner: Any) -> str:
     return getattr(owner, "__qualname__", None) or type(owner).__name__
 
 
-def _listener(fn: Callable[..., Any], moment: Moment, style: Style | None, owner: Any) -> Listener:
+def _listener(fn: Callable[..., Any], event: Event, style: Style | None, owner: Any) -> Listener:
     main_only = _option(owner, "ranks", ("all", "main")) == "main"
     on_error = _option(owner, "on_error", ("raise", "warn", "disable"))
-    told = moment.name, author_of(owner)
-    return Listener(as_handler(fn, moment, style), fn, owner, told, main_only, on_error)
+    event_and_author = event.name, author_of(owner)
+    return Listener(as_handler(fn, event, style), fn, owner, event_and_author, main_only, on_error)
 
 
 def _option(owner: Any, name: str, allowed: tuple[str, ...]) -> str:
-    """A class attribute that steers the dispatch; the first of `allowed` where it is missing."""
+    """A class attribute that controls the dispatch; the first of `allowed` if it is missing."""
     holder = owner.__self__ if inspect.ismethod(owner) else owner
     value = getattr(holder, name, allowed[0])
     if callable(value) or not (isinstance(value, str) or isinstance(holder, (Callback, TrainerCallback))):
-        return allowed[0]  # somebody else's attribute of that name
+        return allowed[0]  # an unrelated attribute of the same name
     if value not in allowed:
         raise TypeError(f"{name} of {author_of(owner)} must be {' or '.join(map(repr, allowed))}, got {value!r}.")
     return str(value)
 
 
-def _every(handle: Handler, moment: Moment, every: int) -> Handler:
-    offset, tellings = moment.per_step, itertools.count(1)
+def _every(handle: Handler, event: Event, every: int) -> Handler:
+    offset, tellings = event.per_step, itertools.count(1)
 
     def at_times(context: CallbackContext) -> None:
         number = next(tellings) if offset is None else context.state.train_state.step + offset
@@ -122,7 +122,7 @@ def _every(handle: Handler, moment: Moment, every: int) -> Handler:
 
 
 def _is_marker(cls: type) -> bool:
-    """Whether a class is a base class of callbacks; that of transformers is recognised without importing it."""
+    """Whether a class is a callback base class; that of transformers is recognized without importing it."""
     is_theirs = cls.__name__ == "TrainerCallback" and cls.__module__.split(".")[0] in ("transformers", "forgather")
     return is_theirs or cls in (Callback, TrainerCallback)
 
@@ -144,18 +144,18 @@ def _event_methods(callback: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def _left_empty(callback: Any, name: str, method: Any) -> bool:
-    """Whether `name` is a method that some base class merely declares: nobody would notice if it were told."""
+    """Whether `name` is a method that a base class only declares, so calling it would have no effect."""
     if name in getattr(callback, "__dict__", {}):
         return False
     for cls in type(callback).__mro__:
         if name in vars(cls):
             return _is_marker(cls) or (cls is not type(callback) and _is_empty(vars(cls)[name]))
-    inner = getattr(method, "__self__", None)  # the callback hands its attributes on to another object
+    inner = getattr(method, "__self__", None)  # the callback delegates attributes to another object
     return inner is not None and inner is not callback and _left_empty(inner, name, method)
 
 
 def _is_empty(attribute: Any) -> bool:
-    """Whether a function's body is nothing but a docstring, `pass`, `...` or `return None`."""
+    """Whether a function's body is only a docstring, `pass`, `...` or `return None`."""
     code = getattr(inspect.unwrap(getattr(attribute, "__func__", attribute)), "__code__", None)
     if code is None:
         return False
@@ -167,16 +167,16 @@ def _bare() -> None: ...
 
 
 def _documented() -> None:
-    """Only words."""
+    """Only a docstring."""
 
 
 _EMPTY_BODIES = {_bare.__code__.co_code, _documented.__code__.co_code}
 
 
 def _near_misses(callback: Any) -> list[str]:
-    """What to say about methods that look as if they were meant for an event."""
+    """Warnings about methods whose names look like misspelled events."""
     markers = [cls for cls in type(callback).__mro__ if _is_marker(cls)]
-    known = HF_EVENTS.union(VALID_EVENTS, *map(vars, markers))  # a base class may have events that never happen here
+    known = HF_EVENTS.union(VALID_EVENTS, *map(vars, markers))  # a base class may have events that Onstep does not fire
     found = []
     for name in dir(callback):
         if not name.startswith("on_") or name in known:
@@ -184,5 +184,5 @@ def _near_misses(callback: Any) -> list[str]:
         near = difflib.get_close_matches(name, _EVENT_NAMES, n=1, cutoff=0.8)
         method = getattr(callback, name, None) if near else None
         if callable(method) and not _left_empty(callback, name, method):
-            found.append(f"{author_of(callback)}.{name} is no event and is never told; did you mean {near[0]!r}?")
+            found.append(f"{author_of(callback)}.{name} is not an event and is never called; did you mean {near[0]!r}?")
     return found

@@ -1,4 +1,4 @@
-"""Three spellings at the door, one inside: any accepted callable becomes `handler(context)`."""
+"""Adapts handlers of every accepted signature to `handler(context)`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import CodeType
 from typing import Any, Literal
 
 from onstep.events.context import CallbackContext
-from onstep.events.events import MOMENTS, Moment
+from onstep.events.events import EVENTS, Event
 
 Handler = Callable[[CallbackContext], None]
 Style = Literal["context", "hf"]
@@ -20,25 +20,25 @@ ACCEPTED = (
 )
 
 _LEADING = ("args", "state", "control")
-"""What `transformers` hands over by position; a handler may call these three whatever it likes."""
+"""The arguments that `transformers` passes by position; a handler may rename these three parameters."""
 
 _OBJECTS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader", "trainer")
 
 _BASE_KEYWORDS = frozenset((*_LEADING, *_OBJECTS))
-"""What every Hugging Face-style handler is called with."""
+"""Keywords that every Hugging Face-style handler is called with."""
 
-HF_KEYWORDS: frozenset[str] = _BASE_KEYWORDS.union({"tokenizer"}, *(m.own_fields for m in MOMENTS))
-"""Every keyword that some event hands to a Hugging Face-style handler."""
+HF_KEYWORDS: frozenset[str] = _BASE_KEYWORDS.union({"tokenizer"}, *(m.own_fields for m in EVENTS))
+"""Every keyword that some event passes to a Hugging Face-style handler."""
 
 _SEE_ALL = frozenset({"locals", "vars", "dir", "eval", "exec", "breakpoint", "currentframe", "_getframe"})
-"""What shows a function its own variables without naming them."""
+"""Names through which a function can read its local variables indirectly."""
 
 _CONTEXT_NAMES = frozenset({"context", "ctx"})
-"""Parameters that say the context convention by their name."""
+"""Parameter names that indicate the context convention."""
 
 
 class _Shape:
-    """What a callable's parameters look like, `self` already bound; by name."""
+    """The parameters of a callable by name and kind, without a bound `self`."""
 
     def __init__(self, parameters: list[inspect.Parameter]) -> None:
         kinds = inspect.Parameter
@@ -77,7 +77,7 @@ class _Shape:
         return takes_leading and required <= HF_KEYWORDS and self.num_positional_only <= len(_LEADING)
 
     def looks_like_hf(self) -> bool:
-        """Whether the signature alone says Hugging Face, with no base class to tell."""
+        """Whether the signature alone identifies the Hugging Face convention, without a base class."""
         if self.takes_args or self.names & _CONTEXT_NAMES:
             return False
         if self.fits_hf_by_keyword():
@@ -85,34 +85,34 @@ class _Shape:
         return self.takes_kwargs and len(self.required) >= len(_LEADING) and self.fits_hf_by_position()
 
 
-def as_handler(fn: Callable[..., Any], moment: Moment, style: Style | None = None) -> Handler:
-    """`fn` as a `handler(context)` for `moment`.
+def as_handler(fn: Callable[..., Any], event: Event, style: Style | None = None) -> Handler:
+    """Adapt `fn` to a `handler(context)` for an event.
 
-    `style` is what the base class says; where it says nothing, or its form does not fit, the signature decides.
+    `style` is the convention of the base class; without it, or if the signature does not fit it, the signature decides.
 
     Raises:
-        TypeError: when the signature fits no convention; the message has the accepted forms.
+        TypeError: when the signature matches no convention; the message lists the accepted forms.
     """
     if not callable(fn):
-        raise TypeError(f"The handler of '{moment.name}' must be callable, got {fn!r}. Accepted: {ACCEPTED}.")
-    _refuse_what_never_runs(fn, moment)
+        raise TypeError(f"The handler of '{event.name}' must be callable, got {fn!r}. Accepted: {ACCEPTED}.")
+    _refuse_what_never_runs(fn, event)
     shape = _shape_of(fn)
     if shape is None:
         return fn
     if shape.fits_nothing():
         return lambda context: fn()
-    as_hf = _hf_handler(fn, moment, shape)
+    as_hf = _hf_handler(fn, event, shape)
     if as_hf is not None and (style == "hf" or shape.looks_like_hf()):
         return as_hf
     if shape.fits_context():
         return fn
     raise TypeError(
-        f"{_describe(fn)} cannot handle '{moment.name}': its signature {inspect.signature(fn)} fits no convention. "
+        f"{_describe(fn)} cannot handle '{event.name}': its signature {inspect.signature(fn)} matches no convention. "
         f"Accepted: {ACCEPTED}."
     )
 
 
-def _refuse_what_never_runs(fn: Callable[..., Any], moment: Moment) -> None:
+def _refuse_what_never_runs(fn: Callable[..., Any], event: Event) -> None:
     for code in (fn, type(fn).__call__):
         if inspect.iscoroutinefunction(code) or inspect.isasyncgenfunction(code):
             kind = "async"
@@ -120,40 +120,40 @@ def _refuse_what_never_runs(fn: Callable[..., Any], moment: Moment) -> None:
             kind = "a generator"
         else:
             continue
-        raise TypeError(f"{_describe(fn)} for '{moment.name}' is {kind} and would never run; make it a plain function.")
+        raise TypeError(f"{_describe(fn)} for '{event.name}' is {kind} and would never run; make it a plain function.")
 
 
 def _shape_of(fn: Callable[..., Any]) -> _Shape | None:
     try:
         shape = _Shape(list(inspect.signature(fn, follow_wrapped=False).parameters.values()))
-    except ValueError:  # some builtins have no signature: they can only be called with the context
+    except ValueError:  # some builtins have no signature; they are called with the context
         return None
-    if shape.takes_args and shape.takes_kwargs and not shape.names:  # a decorator that passes everything on
+    if shape.takes_args and shape.takes_kwargs and not shape.names:  # a decorator that forwards everything
         return _Shape(list(inspect.signature(fn).parameters.values()))
     return shape
 
 
-def _hf_handler(fn: Callable[..., Any], moment: Moment, shape: _Shape) -> Handler | None:
+def _hf_handler(fn: Callable[..., Any], event: Event, shape: _Shape) -> Handler | None:
     by_position = shape.fits_hf_by_position()
-    selected = _selection(moment, shape)
+    selected = _selection(event, shape)
 
     def told_by_keyword(context: CallbackContext) -> None:
         keywords = context.keywords or context.event_keywords()
         returned = fn(**(keywords if selected is None else selected(keywords)))
         if returned is not None:
-            context.control.take(returned)
+            context.control.merge(returned)
 
     def told_by_position(context: CallbackContext) -> None:
         keywords = context.keywords or context.event_keywords()
         further = keywords if selected is None else selected(keywords)
         further = {name: value for name, value in further.items() if name not in _LEADING}
-        context.control.take(fn(context.args, context.trainer_state, context.control, **further))
+        context.control.merge(fn(context.args, context.trainer_state, context.control, **further))
 
     def told_the_leading(context: CallbackContext) -> None:
         state = context.state
         returned = fn(getattr(state, "args", None), getattr(state, "trainer_state", None), context.control)
         if returned is not None:
-            context.control.take(returned)
+            context.control.merge(returned)
 
     if tuple(shape.positional) == _LEADING and not shape.keyword_only and _ignores_keywords(fn):
         return told_the_leading
@@ -163,7 +163,7 @@ def _hf_handler(fn: Callable[..., Any], moment: Moment, shape: _Shape) -> Handle
 
 
 def _ignores_keywords(fn: Callable[..., Any]) -> bool:
-    """Whether a function's code never reads its `**kwargs`, so that nobody sees whether there are any in it."""
+    """Whether a function's code never reads its `**kwargs`, which can then be omitted."""
     code = getattr(getattr(fn, "__func__", fn), "__code__", None)
     if not isinstance(code, CodeType) or hasattr(fn, "__wrapped__") or not code.co_flags & inspect.CO_VARKEYWORDS:
         return False
@@ -173,13 +173,13 @@ def _ignores_keywords(fn: Callable[..., Any]) -> bool:
     return all(step.argval != keywords for step in dis.get_instructions(code))
 
 
-def _selection(moment: Moment, shape: _Shape) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
-    """Makes what a handler is called with from the event's keywords; None where that is all of them as they are.
+def _selection(event: Event, shape: _Shape) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+    """Build a function that selects a handler's keywords from the event's; None if the handler gets them unchanged.
 
-    What a handler demands and the event lacks is None.
+    Keywords that a handler requires and the event does not have are None.
     """
     names = shape.names
-    known = _BASE_KEYWORDS.union(moment.own_fields)
+    known = _BASE_KEYWORDS.union(event.own_fields)
     demanded = HF_KEYWORDS.intersection((*shape.required, *shape.required_keywords))
     further = demanded.union(names & {"tokenizer"}) - known
     source = {name: "processing_class" if name == "tokenizer" else name for name in further}

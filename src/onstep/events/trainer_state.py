@@ -1,4 +1,4 @@
-"""Hugging Face's `TrainerState`, as a read-only view of the run's progress."""
+"""Provides Hugging Face's `TrainerState` as a read-only view of the run's progress."""
 
 from __future__ import annotations
 
@@ -9,49 +9,51 @@ from onstep.progress import TrainState
 
 
 @dataclass
-class RunFacts:
-    """What the view shows besides progress; set by the loop when a run starts."""
+class RunInfo:
+    """Facts about the run that the view shows besides progress; set by the loop when a run starts."""
 
     max_steps: int = 0
     num_train_epochs: float = 0
     steps_per_epoch: int | None = None
     samples_per_epoch: int | None = None
-    """Set where the batch grows: epochs then have different numbers of steps, and `steps_per_epoch` is that of the
-    largest batch."""
+    """Set with a batch-size ramp-up: epochs then have different numbers of steps, and `steps_per_epoch` is the number
+    at the largest batch size."""
     num_examples: int | None = None
-    """Samples of the training data; None where it has no length."""
+    """Samples of the training data; None if it has no length."""
     num_train_samples: int | None = None
     """Samples that the whole run trains on, over all ranks and epochs."""
     logging_steps: int = 0
     eval_steps: int = 0
     save_steps: int = 0
     train_batch_size: int = 0
-    """Samples of one micro-batch on one rank."""
+    """Samples per micro-batch and rank."""
     max_eval_steps: int = -1
     num_processes: int = 1
     rank: int = 0
     local_rank: int = 0
     log_history: list[dict[str, Any]] = field(default_factory=list)
     bridge_tags: Any = None
-    """Megatron Bridge's tags since the journal's last record (`onstep.trackers.tag_record`); None without them."""
+    """Megatron Bridge's tags since the metrics log's last record (`onstep.trackers.tag_record`); None if not
+    collected.
+    """
 
 
 class TrainerState:
-    """Names and meanings of `transformers.TrainerState` and Forgather's additions; all of them are read-only."""
+    """The fields of `transformers.TrainerState` and Forgather's additions, all read-only."""
 
     is_hyper_param_search = False
     trial_name = None
     trial_params = None
     stateful_callbacks: tuple[Any, ...] = ()
 
-    def __init__(self, progress: TrainState, facts: RunFacts) -> None:
+    def __init__(self, progress: TrainState, info: RunInfo) -> None:
         self._progress = progress
-        self._facts = facts
+        self._info = info
 
     def __getattr__(self, name: str) -> Any:
-        facts = self.__dict__.get("_facts")
-        if facts is not None and not name.startswith("_") and hasattr(facts, name):
-            return getattr(facts, name)
+        info = self.__dict__.get("_info")
+        if info is not None and not name.startswith("_") and hasattr(info, name):
+            return getattr(info, name)
         raise AttributeError(f"TrainerState has no field {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -59,7 +61,7 @@ class TrainerState:
             object.__setattr__(self, name, value)
             return
         raise AttributeError(
-            f"state.{name} is a view of the run's progress and cannot be set; ask through `control`, or change the "
+            f"state.{name} is a read-only view of the run's progress; use `control` for requests, or change the "
             f"configuration before training."
         )
 
@@ -70,15 +72,15 @@ class TrainerState:
 
     @property
     def epoch(self) -> float:
-        """Passes over the training data, with the fraction of the current one where its length is known."""
-        steps, samples = self._facts.steps_per_epoch, self._facts.samples_per_epoch
+        """Epochs completed, including the fraction of the current one if its length is known."""
+        steps, samples = self._info.steps_per_epoch, self._info.samples_per_epoch
         if samples:
             return self._progress.epoch + self._progress.samples_in_epoch / samples
         return self._progress.epoch + (self._progress.steps_in_epoch / steps if steps else 0.0)
 
     @property
     def raw_epoch(self) -> int:
-        """Whole passes completed."""
+        """Full epochs completed."""
         return self._progress.epoch
 
     @property
@@ -88,8 +90,8 @@ class TrainerState:
 
     @property
     def epoch_train_steps(self) -> int | None:
-        """Optimizer steps of an epoch; None where the data has no length."""
-        return self._facts.steps_per_epoch
+        """Optimizer steps per epoch; None if the data has no length."""
+        return self._info.steps_per_epoch
 
     @property
     def best_metric(self) -> float | None:
@@ -98,30 +100,30 @@ class TrainerState:
 
     @property
     def best_global_step(self) -> int | None:
-        """Step of the best value."""
+        """Step at which `best_metric` was reached."""
         return self._progress.best_step
 
     @property
     def best_model_checkpoint(self) -> str | None:
-        """Folder of the checkpoint with the best value; None until there is one."""
+        """Directory of the checkpoint with the best value; None until there is one."""
         return self._progress.best_model_checkpoint
 
     @property
     def num_input_tokens_seen(self) -> int:
-        """Labels trained on, over all ranks; current at logged steps."""
+        """Labels trained on, over all ranks; updated at logged steps."""
         return self._progress.consumed_tokens
 
     @property
     def total_flos(self) -> float:
-        """Floating-point operations so far; current at logged steps."""
+        """Floating-point operations so far; updated at logged steps."""
         return self._progress.floating_point_operations_so_far
 
     @property
     def is_world_process_zero(self) -> bool:
         """Whether this is rank 0."""
-        return self._facts.rank == 0
+        return self._info.rank == 0
 
     @property
     def is_local_process_zero(self) -> bool:
         """Whether this is the first rank of its node."""
-        return self._facts.local_rank == 0
+        return self._info.local_rank == 0

@@ -1,4 +1,4 @@
-"""What callbacks may rely on in the objects that a context hands them: types for editors and mypy, no code."""
+"""Declares the interfaces that callbacks can rely on in the objects of a context, for editors and type checkers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class WorldView(Protocol):
     """The ranks of the run."""
 
     rank: int
-    """This process's number, from 0."""
+    """Rank of this process, from 0."""
     size: int
     """Number of ranks."""
     device: torch.device
-    """Where this rank trains."""
+    """The device this rank trains on."""
 
     @property
     def is_main(self) -> bool:
@@ -29,34 +29,34 @@ class WorldView(Protocol):
 
 
 class RunView(Protocol):
-    """The run as callbacks see it: `context.state`."""
+    """The run as callbacks see it, in `context.state`."""
 
     cfg: ConfigContainer
     """The validated configuration."""
     train_state: TrainState
     """The progress."""
     control: Control
-    """Where to ask for a stop, save, evaluation or log."""
-    run_folder: Any
-    """The folder of the run, with its `path`; None for a run without one."""
+    """Requests a stop, save, evaluation or log."""
+    run_dir: Any
+    """The directory of the run, with its `path`; None if the run has none."""
     tokenizer: Any
-    """The tokenizer of the data; None where nobody gave one."""
+    """The tokenizer of the data; None if there is none."""
     tensorboard_logger: Any
-    """TensorBoard, with `add_scalar`; None where Megatron Bridge's tags do not go there."""
+    """TensorBoard writer with `add_scalar`; None if Megatron Bridge's tags are not sent to it."""
     wandb_logger: Any
-    """W&B, with `log`; None likewise."""
+    """W&B logger with `log`; None likewise."""
     mlflow_logger: Any
-    """MLflow, with `log_metrics`; None likewise."""
+    """MLflow logger with `log_metrics`; None likewise."""
     comet_logger: Any
-    """Comet, with `log_metrics`; None likewise."""
+    """Comet logger with `log_metrics`; None likewise."""
 
     @property
     def trainer_state(self) -> TrainerState:
-        """Hugging Face's view of the progress."""
+        """The progress as Hugging Face's `TrainerState`."""
 
     @property
     def args(self) -> Any:
-        """Hugging Face's view of the configuration, `TrainingArguments`."""
+        """The configuration as Hugging Face's `TrainingArguments`."""
 
     @property
     def world(self) -> WorldView:
@@ -64,7 +64,7 @@ class RunView(Protocol):
 
     @property
     def processing_class(self) -> Any:
-        """The tokenizer, or whatever else `Trainer` was given to prepare data."""
+        """The tokenizer or other object that `Trainer` was given to process data."""
 
     @property
     def trainer(self) -> Any:
@@ -72,23 +72,23 @@ class RunView(Protocol):
 
     @property
     def train_dataloader(self) -> Any:
-        """The loader of the training data; None before it is opened."""
+        """The training data loader; None before it is opened."""
 
     @property
     def eval_dataloader(self) -> Any:
-        """The loader of the validation data; None where there is none."""
+        """The validation data loader; None if there is none."""
 
     @property
     def timers(self) -> Any:
-        """Seconds that the parts of the run take."""
+        """Timers of the sections of the run."""
 
     @property
     def flops_per_token(self) -> float:
-        """Floating-point operations of training on one token, as far as they are known."""
+        """Floating-point operations of training per token, as far as known."""
 
 
 class OptimizerView(Protocol):
-    """What every optimizer of a run has, ours and foreign ones."""
+    """The interface that every optimizer of a run has, built-in or third-party."""
 
     param_groups: list[dict[str, Any]]
     """Groups of parameters with their options, as in `torch.optim`."""
@@ -98,7 +98,7 @@ class OptimizerView(Protocol):
 
 
 class SchedulerView(Protocol):
-    """What every schedule of the learning rate has."""
+    """The interface that every learning-rate scheduler has."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands."""
+        """Its state, as in `torch.optim.lr_scheduler`."""

@@ -1,4 +1,4 @@
-"""What is measured while training, and how it is shown. Names are loaded when they are first used."""
+"""Measures training and formats the results: norms, FLOPs, memory, throughput. Names are imported lazily."""
 
 from __future__ import annotations
 

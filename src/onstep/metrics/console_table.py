@@ -1,4 +1,4 @@
-"""What a run shows on the console: how values are written, the table of metrics, and the lines on a stream."""
+"""Formats a run's console output: metric values, the table of steps, the final summary, and lines on a stream."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any, TextIO, TypeVar
 
 from tqdm import tqdm
 
-from onstep.config.part import nearest
+from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 
 Format = str | Callable[[Any], str]
-"""A Python format specification, "si", "gib", "" for what suits the type, or a callable that gives the text."""
+"""A Python format specification, "si", "gib", "" for a default by type, or a callable that returns the text."""
 Reduce = str | Callable[[Any], Any] | None
-"""What becomes of a list: None or "max", "min", "mean", "sum", "all" (every element, joined by "/"), or a callable."""
+"""How to reduce a list: None or "max", "min", "mean", "sum", "all" (all elements, joined by "/"), or a callable."""
 
 OutputStream = str | TextIO | None
-"""Where lines go: "stdout", "stderr", a text stream, or None for stdout."""
+"""Where to write lines: "stdout", "stderr", a text stream, or None for stdout."""
 
 _INTEGER_PRESENTATIONS = frozenset("doxXbn")
 _STEP_WIDTH = 10
@@ -29,18 +29,18 @@ _FINAL_LABEL_WIDTH = 28
 
 
 def format_si(value: float) -> str:
-    """A count with three significant digits and the unit K, M, G, T, P or E; a plain integer below 1000."""
+    """Format a count with three significant digits and the unit K, M, G, T, P or E; below 1000, as a plain integer."""
     scaled = float(value)
     for unit in ("", "K", "M", "G", "T", "P", "E"):
         text = f"{scaled:.3g}" if unit else f"{scaled:.0f}"
-        if abs(float(text)) < 1000:  # compared as rounded: 999 999 is 1M
+        if abs(float(text)) < 1000:  # compared after rounding: 999,999 is 1M
             return text + unit
         scaled /= 1000
     return f"{value:.3g}"
 
 
 def format_gib(num_bytes: float) -> str:
-    """Bytes as GiB (2**30) with three decimals."""
+    """Format bytes as GiB (2**30) with three decimals."""
     return f"{num_bytes / 2**30:.3f} GiB"
 
 
@@ -55,9 +55,9 @@ _REDUCTIONS: dict[str, Callable[[Sequence[Any]], Any]] = {
 
 
 def format_value(value: Any, fmt: Format = "", reduce: Reduce = None) -> str:
-    """The text for a metric's value.
+    """Format a metric's value.
 
-    A list is reduced first. What `fmt` cannot show (None, text, a NaN where an integer is wanted) is shown as it is.
+    A list is reduced first. Values that `fmt` cannot format (None, text, NaN with an integer format) are shown as is.
 
     Raises:
         ConfigError: for a `reduce` or `fmt` that does not exist.
@@ -73,10 +73,10 @@ def format_value(value: Any, fmt: Format = "", reduce: Reduce = None) -> str:
 
 
 def check_format(fmt: Format) -> None:
-    """Refuse a format that no number can be shown with.
+    """Refuse a format that cannot be applied to numbers.
 
     Raises:
-        ConfigError: naming it and the formats there are.
+        ConfigError: naming it and the available formats.
     """
     if callable(fmt) or fmt in _NAMED:
         return
@@ -93,7 +93,7 @@ def check_reduce(reduce: Reduce) -> None:
     """Refuse a reduction that does not exist.
 
     Raises:
-        ConfigError: naming it and the reductions there are.
+        ConfigError: naming it and the available reductions.
     """
     if reduce is not None and not callable(reduce) and reduce != "all" and reduce not in _REDUCTIONS:
         raise ConfigError(
@@ -119,14 +119,14 @@ def _format_scalar(value: Any, fmt: Format) -> str:
 
 @dataclass(frozen=True)
 class ColumnSpec:
-    """A column of the rows printed while training."""
+    """A column of the rows printed during training."""
 
     key: str
-    """The metric in `logs` that the column shows."""
+    """Key in `logs` of the metric to show."""
     label: str = ""
-    """Heading; "" is the key."""
+    """Heading; "" means the key."""
     width: int = 10
-    """Least width in characters; a longer text is not cut."""
+    """Minimum width in characters; longer text is not truncated."""
     fmt: Format = ""
     reduce: Reduce = None
 
@@ -135,7 +135,7 @@ class ColumnSpec:
         check_reduce(self.reduce)
 
     def cell(self, logs: Mapping[str, Any]) -> str:
-        """The metric's text, right-aligned."""
+        """The formatted metric, right-aligned."""
         return format_value(logs[self.key], self.fmt, self.reduce).rjust(self.width)
 
     def heading(self) -> str:
@@ -149,10 +149,10 @@ class MetricSpec:
 
     key: str
     label: str = ""
-    """What the line is called; "" is the key."""
+    """Label of the line; "" means the key."""
     fmt: Format = ""
     suffix: str = ""
-    """A unit; left away where there is no value."""
+    """Unit, omitted if there is no value."""
 
     def __post_init__(self) -> None:
         check_format(self.fmt)
@@ -168,7 +168,7 @@ Spec = TypeVar("Spec", ColumnSpec, MetricSpec)
 
 
 def default_step_columns() -> dict[str, ColumnSpec]:
-    """The columns that `ProgressCallback` shows unless told otherwise, in order."""
+    """The default columns of `ProgressCallback`, in order."""
     columns = (
         ColumnSpec("epoch", fmt=".4g"),
         ColumnSpec("loss", width=8, fmt=".5f"),
@@ -184,7 +184,7 @@ def default_step_columns() -> dict[str, ColumnSpec]:
 
 
 def default_final_metrics() -> dict[str, MetricSpec]:
-    """The lines of `ProgressCallback`'s final summary unless told otherwise, in order."""
+    """The default lines of `ProgressCallback`'s final summary, in order."""
     metrics = (
         MetricSpec("train_runtime", "Runtime", ".2f", " s"),
         MetricSpec("step", "Total steps", ",d"),
@@ -202,13 +202,13 @@ def default_final_metrics() -> dict[str, MetricSpec]:
 
 
 def merge_specs(defaults: Mapping[str, Spec], overrides: Mapping[str, Any] | None, kind: type[Spec]) -> dict[str, Spec]:
-    """`defaults` with `overrides` laid over them, in the order of `defaults`, new entries last.
+    """`defaults` updated by `overrides`, in the order of `defaults`, with new entries last.
 
-    An override is a dictionary of the fields to change, a whole spec, or None, which erases the entry. The name of an
-    entry is its metric unless the dictionary names another one as `key`, so that two entries can show one metric.
+    An override is a dictionary of the fields to change, a complete spec, or None, which removes the entry. The name of
+    an entry is its metric unless the dictionary gives another one as `key`, so two entries can show the same metric.
 
     Raises:
-        TypeError: when an override is something else.
+        TypeError: for any other kind of override.
         ConfigError: for a field that a spec does not have.
     """
     merged = dict(defaults)
@@ -225,7 +225,7 @@ def merge_specs(defaults: Mapping[str, Spec], overrides: Mapping[str, Any] | Non
             is_new = name not in merged
             merged[name] = kind(**{"key": name, "label": name, **change}) if is_new else replace(merged[name], **change)
         else:
-            raise TypeError(f"{name!r} must be a dictionary, a {kind.__name__} or None (erase), got {change!r}.")
+            raise TypeError(f"{name!r} must be a dictionary, a {kind.__name__} or None (to remove), got {change!r}.")
     return merged
 
 
@@ -235,7 +235,7 @@ def present_columns(columns: Mapping[str, ColumnSpec], logs: Mapping[str, Any]) 
 
 
 def header_line(columns: list[ColumnSpec]) -> str:
-    """The headings over the rows."""
+    """The headings above the rows."""
     return "  ".join(["step".rjust(_STEP_WIDTH), *(column.heading() for column in columns)])
 
 
@@ -245,9 +245,9 @@ def row_line(step: int, columns: list[ColumnSpec], logs: Mapping[str, Any]) -> s
 
 
 def summary_lines(metrics: Mapping[str, MetricSpec], logs: Mapping[str, Any]) -> list[str]:
-    """The lines for the final metrics in `logs`: those of `metrics`, then what no spec is about.
+    """The lines for the final metrics in `logs`: those of `metrics`, then metrics without a spec.
 
-    A default entry that was erased stays hidden.
+    A default entry that was removed stays hidden.
     """
     known = default_final_metrics().keys() | {metric.key for metric in metrics.values()}
     others = [MetricSpec(key) for key in logs if key not in known]
@@ -255,9 +255,9 @@ def summary_lines(metrics: Mapping[str, MetricSpec], logs: Mapping[str, Any]) ->
 
 
 class LineWriter:
-    """Writes log records to one stream, and hands them to the handlers that others gave the logger of that name.
+    """Writes log records to a stream, and passes them to existing handlers of the logger of that name.
 
-    No handler is attached to the logger: it is shared by the process, and a second writer would double every line.
+    Attaches no handler itself: the logger is shared by the process, and a second writer would duplicate every line.
     """
 
     def __init__(
@@ -274,18 +274,18 @@ class LineWriter:
             self._logger.setLevel(logging.DEBUG)
 
     def write(self, text: str, level: int = logging.INFO) -> None:
-        """Write one record, unless its level is below the writer's or the logger's."""
+        """Write a record unless its level is below that of the writer or the logger."""
         if level < self._level or not self._logger.isEnabledFor(level):
             return
         record = self._logger.makeRecord(self._logger.name, level, __file__, 0, text, (), None)
         stream = self._resolve()
-        tqdm.write(self._formatter.format(record), file=stream)  # above the bars, where there are any
+        tqdm.write(self._formatter.format(record), file=stream)  # above any progress bars
         stream.flush()
         if self._logger.handlers:
             self._logger.handle(record)
 
     def _resolve(self) -> TextIO:
-        """The stream, looked up at every line: a test or a notebook may have replaced `sys.stdout` since."""
+        """The stream, looked up for every line, since a test or notebook may have replaced `sys.stdout`."""
         if isinstance(self._stream, str):
             return sys.stderr if self._stream == "stderr" else sys.stdout
         return sys.stdout if self._stream is None else self._stream

@@ -1,4 +1,4 @@
-"""What GPUs can do at most, by the name that torch gives them: the denominator of model FLOPs utilization."""
+"""Lists the peak FLOP/s of GPUs by device name, the denominator of model FLOPs utilization."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ class DevicePeak:
     """The peak of one kind of device."""
 
     name: str
-    """Words that all occur in what torch calls the device."""
+    """Words that must all occur in torch's name of the device."""
     flops_per_second: float
-    """Dense matrix products in bfloat16 (float16 where the device has no bfloat16), summed in float32; no sparsity."""
+    """Dense bfloat16 matrix products (float16 on devices without bfloat16), accumulated in float32; no sparsity."""
     source: str
-    """The manufacturer's document that says so."""
+    """The manufacturer's document that states the peak."""
 
 
-# The first entry whose words all occur in the device's name counts, so variants stand before the plain name. Data
-# sheets that only state a rate with 2:4 sparsity are halved here.
+# The first entry whose words all occur in the device's name applies, so variants precede the plain name. For data
+# sheets that only state a rate with 2:4 sparsity, the rate is halved here.
 DEVICE_PEAKS: tuple[DevicePeak, ...] = (
     DevicePeak("GB300", 2.5e15, "NVIDIA GB300 NVL72 data sheet (dense: half of the stated rate with sparsity)"),
     DevicePeak("GB200", 2.5e15, "NVIDIA GB200 NVL72 data sheet (dense: half of the stated rate with sparsity)"),
@@ -52,14 +52,14 @@ DEVICE_PEAKS: tuple[DevicePeak, ...] = (
     DevicePeak("MI300X", 1307.4e12, "AMD Instinct MI300X data sheet"),
     DevicePeak("MI300A", 980.6e12, "AMD Instinct MI300A data sheet"),
 )
-"""Known peaks. A device that is not here has none: a utilization over a guessed peak means nothing."""
+"""Known peaks. Devices not listed have no peak: a utilization relative to a guessed peak is meaningless."""
 
 _LESSER = frozenset({"LAPTOP", "MAX", "MIG", "D"})
-"""Words of devices that are slower than the one whose name they bear: mobile ones, slices, export versions."""
+"""Words in the names of slower variants of a device: mobile versions, MIG slices, export versions."""
 
 
 def peak_of(device_name: str) -> DevicePeak | None:
-    """The peak of a device by the name that `torch.cuda.get_device_name` gives; None where it is not known.
+    """The peak of a device by its name from `torch.cuda.get_device_name`; None if unknown.
 
     >>> peak_of("NVIDIA H100 80GB HBM3").flops_per_second
     989400000000000.0

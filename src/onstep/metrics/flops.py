@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step, and how much of a device's peak they are."""
+"""Computes the floating-point operations of a training step and the model FLOPs utilization."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 from onstep.metrics.model_shape import ModelShape, num_lora_parameters
 
 _FORWARD_AND_BACKWARD = 3
-"""A matrix product is followed by two in the backward pass: for its input and for its weights."""
+"""A matrix product in the forward pass entails two in the backward pass: for its input and its weights."""
 _OF_FROZEN = 2
-"""Of the three products of a frozen matrix, the one for its own gradient is not there."""
+"""A frozen matrix has only two of the three products: the one for its own gradient is not computed."""
 _MULTIPLY_ADD = 2
 
 MFU_DEFINITION = (
     "MFU = model FLOPs per second and device / peak FLOP/s of the device. Model FLOPs are the matrix products of one "
-    "forward and one backward pass (3 x 2 x weights met by a token, causal attention at half); what is recomputed, the "
-    "embedding, norms, activations and the optimizer count nothing."
+    "forward and one backward pass (3 x 2 x weights used by a token, causal attention at half); recomputation, the "
+    "embedding, norms, activations and the optimizer are not counted."
 )
-"""What `model_flops_utilization` is, in words."""
+"""The definition of `model_flops_utilization`."""
 
 
 def num_floating_point_operations(
@@ -30,21 +30,21 @@ def num_floating_point_operations(
 ) -> float:
     """Model FLOPs of one training step: a forward and a backward pass over `batch_size` sequences.
 
-    Counted are matrix products: the projections of attention, its scores (causal, so at half), feed-forward blocks
-    (of a mixture of experts the active ones and the shared one), multi-token prediction and the output layer. Left out
-    are the embedding, norms, rotary embeddings, activation functions, softmax, router, loss and optimizer. With
-    `peft.peft_scheme` frozen matrices count two products and LoRA's three; that the first layer needs no gradient for
-    its input is left out.
+    Counts matrix products: the projections of attention, its scores (causal, hence at half), feed-forward blocks (for a
+    mixture of experts, the active and shared ones), multi-token prediction and the output layer. Excludes the
+    embedding, norms, rotary embeddings, activation functions, softmax, router, loss and optimizer. With
+    `peft.peft_scheme`, frozen matrices count two products and LoRA's three; ignores that the first layer needs no
+    gradient of its input.
 
     Args:
-        cfg: a `ConfigContainer`, or a model's configuration (which says nothing of LoRA).
-        batch_size: sequences of a step, over all ranks.
-        total_seq_len: tokens of all sequences, where they are not `batch_size * seq_length` (packed data).
-        sum_sq_seq_len: sum of the squared lengths of all sequences; None is that of equally long ones.
-        seq_length: tokens of a sequence; None is the configuration's.
+        cfg: a `ConfigContainer`, or a model configuration (without information about LoRA).
+        batch_size: number of sequences in a step over all ranks.
+        total_seq_len: tokens in all sequences, if not `batch_size * seq_length` (packed data).
+        sum_sq_seq_len: sum of the squared lengths of all sequences; None assumes equal lengths.
+        seq_length: tokens per sequence; None means the configured length.
 
     Returns:
-        0 for a model that no formula is known for: without attention heads, hybrid, or with latent attention.
+        0 for models without a known formula: without attention heads, hybrid, or with latent attention.
 
     Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters" (arXiv:2104.04473),
         appendix, without its factor for recomputation; Chowdhery et al. 2022, "PaLM" (arXiv:2204.02311), appendix B.
@@ -73,10 +73,10 @@ def num_floating_point_operations(
 
 
 def model_flops_utilization(flops_per_second: float, peak_flops: float | None) -> float | None:
-    """The share of a device's peak that its model FLOPs are, as `MFU_DEFINITION` says; None where it is not known.
+    """Model FLOP/s as a fraction of the device's peak, as `MFU_DEFINITION` says; None if unknown.
 
     Args:
         flops_per_second: model FLOP/s of one device.
-        peak_flops: FLOP/s that the device can do in the precision of the run; None is unknown.
+        peak_flops: peak FLOP/s of the device at the precision of the run; None if unknown.
     """
     return None if not peak_flops else flops_per_second / peak_flops

@@ -1,4 +1,4 @@
-"""What a training will need of each device's memory, from its configuration alone."""
+"""Estimates the memory that training needs on each device from the configuration alone."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ _MIB = 1024**2
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one device."""
+    """Estimated bytes on one device."""
 
     num_parameters: int
-    """Weights, with those that LoRA adds."""
+    """Number of parameters, including those added by LoRA."""
     num_trainable: int
-    """Of these the ones that are trained: with LoRA those that it adds, else all."""
+    """Number of trainable ones: with LoRA those that it adds, else all."""
     weights: int
     gradients: int
-    """Of trained weights."""
+    """Gradients of trainable parameters."""
     optimizer: int
-    """State of the optimizer, for trained weights."""
+    """Optimizer state of trainable parameters."""
     weight_copies: int
-    """The 16-bit copies of matrices that autocast makes for a forward and a backward pass; 0 in float32."""
+    """The 16-bit copies of matrices that autocast creates for a forward and backward pass; 0 in float32."""
     activations: int
-    """What there is of one micro-batch (of one sample, where its size is not set) when its backward pass begins: what
-    its layers keep, and logits, loss and their gradients."""
+    """Activations of one micro-batch (of one sample, if its size is not set) when its backward pass begins: what its
+    layers keep, plus logits, loss and their gradients."""
 
     @property
     def weights_and_optimizer(self) -> int:
-        """Weights, gradients and optimizer state: what is there between steps."""
+        """Weights, gradients and optimizer state: the memory held between steps."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all components."""
         return self.weights_and_optimizer + self.weight_copies + self.activations
 
 
 def estimate_training_memory(cfg: Any) -> MemoryEstimate | None:
-    """What training by a `ConfigContainer` needs of each device; None for a model that no formula is known for.
+    """Memory needed per device to train with a `ConfigContainer`; None for a model without a known formula.
 
-    Weights, gradients and optimizer state are exact: float32 weights (autocast keeps them), and for each trained one a
-    gradient of 4 bytes and 8 bytes of Adam's moments or 4 of SGD's momentum; Muon has 4 for the matrices of layers and
-    Adam's 8 for the others, stacked experts among them. Every rank holds all of it. Activations are an estimate, for
-    attention that keeps no scores; with `model.recompute_granularity` full a layer keeps its input only. The buffers of
-    data parallelism, what the allocator leaves unused and the kernels' own workspace come on top.
+    Weights, gradients and optimizer state are exact: float32 weights (also under autocast) and, for each trainable
+    parameter, a 4-byte gradient and 8 bytes of Adam's moments or 4 of SGD's momentum; Muon has 4 for the matrices of
+    layers and Adam's 8 for the rest, including stacked experts. Every rank holds all of it. Activations are an estimate
+    that assumes attention does not store scores; with `model.recompute_granularity` full, a layer only keeps its input.
+    Buffers of data parallelism, memory fragmentation and the kernels' workspace come on top.
 
     Source: the method of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"
         (arXiv:2205.05198), section 4.1, for the layers of the built-in transformer: see `_layer_bytes`.
@@ -83,7 +83,7 @@ def estimate_training_memory(cfg: Any) -> MemoryEstimate | None:
 
 
 def format_training_memory_estimate(estimate: MemoryEstimate) -> str:
-    """A table of the estimate, one line a part, in MiB; the parts that there are none of are left out."""
+    """Format the estimate as a table in MiB, one line per component, omitting those that are 0."""
     lines = [f"{'parameters':<14}{estimate.num_parameters:>16,d}"]
     if estimate.num_trainable != estimate.num_parameters:
         lines.append(f"{'trained':<14}{estimate.num_trainable:>16,d}")
@@ -99,15 +99,15 @@ def format_training_memory_estimate(estimate: MemoryEstimate) -> str:
 
 
 def report_theoretical_memory(cfg: Any) -> None:
-    """Print Megatron Bridge's line about weights, gradients and optimizer; nothing where no formula is known."""
+    """Print Megatron Bridge's line about weights, gradients and optimizer; nothing if no formula is known."""
     estimate = estimate_training_memory(cfg)
     if estimate is not None:
         line = f"Theoretical memory footprints: weight and optimizer={estimate.weights_and_optimizer / _MIB:.2f} MB"
-        print(line, flush=True)  # noqa: T201 - this line is what was asked for
+        print(line, flush=True)  # noqa: T201 - printing is the function's purpose
 
 
 def _optimizer_bytes(optimizer: Any, trainable: int, matrices: int) -> int:
-    """Bytes of state for `trainable` weights, of which `matrices` are in matrices of layers."""
+    """Bytes of optimizer state for `trainable` weights, of which `matrices` are in matrices of layers."""
     if optimizer.optimizer == "sgd":
         return _FLOAT32 * trainable if optimizer.sgd_momentum else 0
     if optimizer.optimizer == "muon":
@@ -116,11 +116,11 @@ def _optimizer_bytes(optimizer: Any, trainable: int, matrices: int) -> int:
 
 
 def _activation_bytes(shape: ModelShape, cfg: Any, is_mixed: bool) -> int:
-    """When the backward pass begins."""
+    """Bytes of activations when the backward pass begins."""
     places: int = shape.seq_length * (cfg.train.micro_batch_size or 1)
     layers = [_layer_bytes(shape, is_mixed, has_experts=False)] * shape.num_dense_layers
     layers += [_layer_bytes(shape, is_mixed, has_experts=True)] * shape.num_moe_layers
-    # the logits in the type of the matrices and in float32, their log-softmax; its gradient when the first are gone
+    # the logits in the dtype of the matrices and in float32, and their log-softmax, whose gradient replaces the former
     logits = (10 if is_mixed else 8) * shape.vocab_size * (1 + shape.mtp_depth)
     ends = 12 * shape.hidden_size + logits
     if getattr(cfg.model, "recompute_granularity", None) == "full":
@@ -129,8 +129,8 @@ def _activation_bytes(shape: ModelShape, cfg: Any, is_mixed: bool) -> int:
 
 
 def _layer_bytes(shape: ModelShape, is_mixed: bool, has_experts: bool) -> int:
-    """What a layer keeps of one token: both norms' inputs and outputs in float32 and (mixed) as the matrices take them,
-    queries, keys, values, the mixed values twice, and of the feed-forward block each factor of its products."""
+    """Bytes that a layer keeps per token: inputs and outputs of both norms in float32 and (mixed) in the dtype of the
+    matrices, queries, keys, values, the attention output twice, and each factor of the feed-forward products."""
     hidden, width = shape.hidden_size, shape.ffn_hidden_size
     per_element = 2 if is_mixed else _FLOAT32
     attention = (24 if is_mixed else 20) * hidden + per_element * (3 * shape.query_width + 2 * shape.key_width)
@@ -138,5 +138,5 @@ def _layer_bytes(shape: ModelShape, is_mixed: bool, has_experts: bool) -> int:
     if not has_experts:
         return attention + per_element * factors * width
     width = shape.moe_ffn_hidden_size * shape.moe_topk + shape.shared_expert_size
-    sent = 2 * shape.moe_topk * hidden  # a token as each of its experts takes it, and what each gives back
+    sent = 2 * shape.moe_topk * hidden  # a token's input to each of its experts, and each one's output
     return attention + per_element * (factors * width + sent) + 3 * _FLOAT32 * shape.num_experts

@@ -1,4 +1,4 @@
-"""What CUDA's allocator holds, under the names that Megatron Bridge reports it by."""
+"""Reports statistics of CUDA's allocator under Megatron Bridge's names, and records its memory history."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from onstep.config.reporting import ProfilingConfig
+from onstep.config import ProfilingConfig
 from onstep.distributed import shards
 
 logger = logging.getLogger(__name__)
@@ -26,21 +26,21 @@ MEMORY_KEYS: dict[str, str] = {
     "num_alloc_retries": "mem-alloc-retires",
     "allocation.all.current": "mem-allocated-count",
 }
-"""Statistics of `torch.cuda.memory_stats()` and the names they are reported under, `bytes` there as `gigabytes`."""
+"""Statistics of `torch.cuda.memory_stats()` and the names to report them under, with `gigabytes` for `bytes`."""
 
 _GIGABYTE = 1e9
 _DIGITS = 5
 
 
 def report_memory(memory_keys: Mapping[str, str] | None = None) -> dict[str, int | float]:
-    """What this process's GPU memory is used for; `{}` where CUDA is not in use.
+    """GPU memory statistics of this process; `{}` if CUDA is not in use.
 
-    A statistic of bytes is given in gigabytes (1e9), rounded to 5 significant digits, with `bytes` in its name replaced
-    by `gigabytes`; a count stays a whole number. What the allocator does not know is left out.
+    Byte statistics are given in gigabytes (1e9), rounded to 5 significant digits, with `bytes` in their names replaced
+    by `gigabytes`; counts remain integers. Statistics that the allocator does not provide are omitted.
 
     Args:
         memory_keys: names of statistics of `torch.cuda.memory_stats()` with the names to report them under, in the
-            order of the report; None or `{}` is `MEMORY_KEYS`.
+            order of the report; None or `{}` means `MEMORY_KEYS`.
     """
     statistics = torch.cuda.memory_stats()
     report: dict[str, int | float] = {}
@@ -56,15 +56,15 @@ def report_memory(memory_keys: Mapping[str, str] | None = None) -> dict[str, int
 
 
 MAX_EVENTS = 100_000
-"""Allocations and releases that are remembered; twice as many need about 1 GB of host memory with all their stacks."""
+"""Number of allocations and frees to record; with full stacks, twice as many need about 1 GB of host memory."""
 
 
 def start_memory_history_recording(profiling: ProfilingConfig | None) -> None:
-    """Let CUDA's allocator remember where memory was taken, and write a snapshot when it runs out.
+    """Make CUDA's allocator record the origin of allocations, and write a snapshot when it runs out of memory.
 
-    Call it before the model is built. Does nothing where `profiling` is None, `record_memory_history` is off, this
-    rank is not in `profile_ranks` (an empty list names no rank), or there is no CUDA. A snapshot is a pickle that
-    https://pytorch.org/memory_viz reads.
+    Call it before the model is built. Does nothing if `profiling` is None, `record_memory_history` is off, this rank is
+    not in `profile_ranks` (an empty list selects no rank), or CUDA is not available. A snapshot is a pickle for
+    https://pytorch.org/memory_viz.
     """
     if profiling is None or not profiling.record_memory_history or not torch.cuda.is_available():
         return
@@ -87,7 +87,7 @@ def start_memory_history_recording(profiling: ProfilingConfig | None) -> None:
 
 
 def save_memory_snapshot(profiling: ProfilingConfig | None, step: int) -> Path | None:
-    """Write the recorded history at `profile_step_end`, on the ranks that record; the file, or None at other times."""
+    """Write the recorded history at `profile_step_end` on the ranks that record; returns the file, else None."""
     if profiling is None or not profiling.record_memory_history or step != profiling.profile_step_end:
         return None
     rank = shards.rank()
@@ -102,7 +102,7 @@ def save_memory_snapshot(profiling: ProfilingConfig | None, step: int) -> Path |
 
 
 def record_memory_history(max_events: int | None, stacks: str = "all") -> None:
-    """Let CUDA's allocator remember so many events and where they came from; None forgets and records no more."""
+    """Make CUDA's allocator record up to `max_events` events with their origin; None stops and clears recording."""
     if max_events is None:
         torch.cuda.memory._record_memory_history(enabled=None)
     else:
@@ -110,6 +110,6 @@ def record_memory_history(max_events: int | None, stacks: str = "all") -> None:
 
 
 def write_memory_snapshot(path: Path) -> None:
-    """Write what the allocator remembers; the folder is made if it is missing."""
+    """Write the recorded memory history; creates the directory if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The sizes of a transformer that FLOPs and memory follow from, and how many weights it has by them."""
+"""Derives from a configuration the sizes that determine a transformer's FLOPs and memory, and counts its parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from onstep.config.model_rules import LORA_PROJECTIONS
+from onstep.config.checks.model import LORA_PROJECTIONS
 from onstep.errors import ConfigError
 
 _FFN_MULTIPLE = 64
@@ -15,43 +15,43 @@ _FFN_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes in elements; the letters of the formulas in brackets."""
+    """Sizes in elements, with the symbols used in formulas in brackets."""
 
     num_layers: int
-    """Decoder layers, without those of multi-token prediction."""
+    """Number of decoder layers, excluding those of multi-token prediction."""
     hidden_size: int
     """[h]"""
     ffn_hidden_size: int
     """[f]"""
     num_attention_heads: int
     num_query_groups: int
-    """Key/value heads [g]."""
+    """Number of key/value heads [g]."""
     kv_channels: int
-    """Width of a head [d]."""
+    """Size of a head [d]."""
     vocab_size: int
-    """Rows of the embedding, padded [V]."""
+    """Number of rows of the embedding, padded [V]."""
     seq_length: int
     """[s]"""
     num_projections: int = 3
-    """Matrices of a feed-forward block: 3 where it is gated, else 2 [p]."""
+    """Number of matrices in a feed-forward block: 3 if gated, else 2 [p]."""
     ties_embeddings: bool = False
     has_output_gate: bool = False
     qkv_bias: bool = False
     linear_bias: bool = False
-    """Biases of the attention output and of the feed-forward matrices."""
+    """Whether the attention output and the feed-forward matrices have biases."""
     norm_bias: bool = False
-    """LayerNorm, with a bias beside its scale."""
+    """Whether norms have a bias as well as a scale (LayerNorm)."""
     qk_norm: bool = False
-    """A norm of each head's query and key, shared by the heads."""
+    """Whether each head's query and key are normalized, with weights shared by the heads."""
     num_positions: int = 0
-    """Rows of a learned table of positions; 0 is none."""
+    """Number of rows of a learned position table; 0 for none."""
     moe_layers: tuple[bool, ...] = ()
-    """For each layer, multi-token prediction last, whether it is a mixture of experts; empty is none."""
+    """Whether each layer is a mixture of experts, those of multi-token prediction last; empty if none is."""
     num_experts: int = 0
     moe_ffn_hidden_size: int = 0
     """[fm]"""
     moe_topk: int = 0
-    """Experts of a token [k]."""
+    """Number of experts per token [k]."""
     shared_expert_size: int = 0
     """[fs]"""
     shared_expert_gate: bool = False
@@ -60,17 +60,17 @@ class ModelShape:
 
     @property
     def query_width(self) -> int:
-        """Elements of all query heads [q]."""
+        """Total size of all query heads [q]."""
         return self.num_attention_heads * self.kv_channels
 
     @property
     def all_layers(self) -> int:
-        """Layers with those of multi-token prediction [L]."""
+        """Number of layers including those of multi-token prediction [L]."""
         return self.num_layers + self.mtp_depth
 
     @property
     def key_width(self) -> int:
-        """Elements of all key heads, and of all value heads."""
+        """Total size of all key heads, which equals that of all value heads."""
         return self.num_query_groups * self.kv_channels
 
     @property
@@ -85,32 +85,32 @@ class ModelShape:
 
     @property
     def attention_matrices(self) -> int:
-        """Weights in the matrices of one layer's attention."""
+        """Number of weights in the matrices of one layer's attention."""
         gate = self.query_width if self.has_output_gate else 0
         return self.hidden_size * (2 * self.query_width + 2 * self.key_width + gate)
 
     @property
     def joining_matrices(self) -> int:
-        """Weights in what joins embedding and hidden state in multi-token prediction."""
+        """Number of weights that combine embedding and hidden state in multi-token prediction."""
         return self.mtp_depth * 2 * self.hidden_size**2
 
     def block_matrices(self, width: int) -> int:
-        """Weights in the matrices of a feed-forward block of this width."""
+        """Number of weights in the matrices of a feed-forward block of this width."""
         return self.num_projections * self.hidden_size * width
 
     @classmethod
     def of(cls, model: Any, seq_length: int | None = None) -> ModelShape | None:
-        """The shape of a configuration with Megatron's field names; None where no formula is known for it.
+        """The shape of a configuration with Megatron's field names; None if no formula is known for it.
 
-        Those are models without attention heads, hybrid ones and those with multi-head latent attention.
+        That is the case for models without attention heads, hybrid models, and multi-head latent attention.
 
         Args:
-            model: a `ModelConfig`, or any object with its fields. Fields of mixture of experts, of multi-token
-                prediction and `gated_linear_unit` are read where it has them; without the last it is gated (SwiGLU).
-            seq_length: tokens of a sequence, where they are not the configuration's.
+            model: a `ModelConfig`, or any object with its fields. Fields for mixtures of experts, multi-token
+                prediction and `gated_linear_unit` are optional; without the last, the model counts as gated (SwiGLU).
+            seq_length: tokens per sequence, if different from the configuration.
 
         Raises:
-            ConfigError: without a size of the vocabulary.
+            ConfigError: if the vocabulary size is missing.
         """
         heads = getattr(model, "num_attention_heads", None)
         is_other_kind = getattr(model, "multi_latent_attention", False) or getattr(model, "is_hybrid_model", False)
@@ -149,7 +149,7 @@ class ModelShape:
 
 
 def _default_ffn(hidden: int, is_gated: bool) -> int:
-    """The width that a configuration leaves open, as `onstep.models.sizes` has it."""
+    """The default width if it is not configured, as in `onstep.models.sizes`."""
     return math.ceil(8 * hidden / (3 * _FFN_MULTIPLE)) * _FFN_MULTIPLE if is_gated else 4 * hidden
 
 
@@ -158,10 +158,10 @@ def _whole(model: Any, name: str) -> int:
 
 
 def _vocabulary(model: Any) -> int:
-    """Rows of the embedding: a multiple of `make_vocab_size_divisible_by` times the tensor-parallel size."""
+    """Number of rows of the embedding: a multiple of `make_vocab_size_divisible_by` times the tensor-parallel size."""
     if model.vocab_size is None:
         raise ConfigError(
-            "model.vocab_size is None, and FLOPs and memory depend on it; set it to the tokenizer's vocabulary size."
+            "model.vocab_size is None, but FLOPs and memory depend on it; set it to the tokenizer's vocabulary size."
         )
     parts = getattr(model, "tensor_model_parallel_size", None) or 1
     multiple = (getattr(model, "make_vocab_size_divisible_by", None) or 1) * parts
@@ -169,7 +169,7 @@ def _vocabulary(model: Any) -> int:
 
 
 def _moe_layers(model: Any, mtp_depth: int) -> tuple[bool, ...]:
-    """`moe_layer_freq`: every n-th layer from the first on, or a list of 0 and 1; further layers as the last one."""
+    """Expand `moe_layer_freq`: every n-th layer starting with the first, or a list of 0 and 1, extended by its last."""
     frequency = getattr(model, "moe_layer_freq", None) or 1
     if isinstance(frequency, int):
         pattern = [index % frequency == 0 for index in range(model.num_layers)]
@@ -177,45 +177,45 @@ def _moe_layers(model: Any, mtp_depth: int) -> tuple[bool, ...]:
         pattern = [bool(one) for one in frequency]
         if len(pattern) != model.num_layers:
             raise ConfigError(
-                f"model.moe_layer_freq has {len(pattern)} entries and the model {model.num_layers} layers; "
-                f"give one entry for each layer, or a whole number."
+                f"model.moe_layer_freq has {len(pattern)} entries, but the model has {model.num_layers} layers; "
+                f"give one entry per layer, or an integer."
             )
     return (*pattern, *[pattern[-1]] * mtp_depth)
 
 
 def num_parameters(shape: ModelShape) -> int:
-    """Weights of a model of this shape: of the built-in transformer all of them, exactly."""
+    """Number of parameters of a model of this shape; exact for the built-in transformer."""
     layers = shape.all_layers * (_attention(shape) + 2 * _norm(shape))
     layers += shape.num_dense_layers * _feed_forward(shape, shape.ffn_hidden_size)
     layers += shape.num_moe_layers * _experts(shape)
-    # embedding, positions, last norm and output; what joins embedding and hidden state in multi-token prediction
+    # embedding, positions, final norm and output; the joining matrices of multi-token prediction
     vocabulary = shape.hidden_size * shape.vocab_size * (1 if shape.ties_embeddings else 2)
     joining = shape.joining_matrices + shape.mtp_depth * 3 * _norm(shape)
     return layers + vocabulary + shape.hidden_size * shape.num_positions + _norm(shape) + joining
 
 
 def num_active_parameters(shape: ModelShape) -> int:
-    """Weights that a token meets: all but those of the experts that it does not go to."""
+    """Number of parameters used for a token: all except those of experts it is not routed to."""
     unused = shape.num_experts - shape.moe_topk if shape.num_moe_layers else 0
     return num_parameters(shape) - shape.num_moe_layers * unused * _feed_forward(shape, shape.moe_ffn_hidden_size)
 
 
 def num_layer_matrix_parameters(shape: ModelShape) -> int:
-    """Weights in matrices between embedding and output, without the experts' stacked ones: what Muon is for."""
+    """Number of weights in matrices between embedding and output, except stacked experts: those that Muon optimizes."""
     moe = shape.block_matrices(shape.shared_expert_size) + shape.hidden_size * shape.num_experts
     dense = shape.num_dense_layers * shape.block_matrices(shape.ffn_hidden_size)
     return shape.all_layers * shape.attention_matrices + dense + shape.num_moe_layers * moe + shape.joining_matrices
 
 
 def num_expert_matrix_parameters(shape: ModelShape) -> int:
-    """Weights in the matrices of all experts that a router chooses from."""
+    """Number of weights in the matrices of all routed experts."""
     return shape.num_moe_layers * shape.num_experts * shape.block_matrices(shape.moe_ffn_hidden_size)
 
 
 def num_lora_parameters(shape: ModelShape, dim: int, target_modules: Sequence[str] | None = None) -> int:
-    """Weights that LoRA of rank `dim` adds: `dim * (inputs + outputs)` for each matrix that it goes to.
+    """Number of weights that LoRA of rank `dim` adds: `dim * (inputs + outputs)` for each target matrix.
 
-    Of a layer with experts it goes to the attention only.
+    In a layer with experts, only attention matrices are targets.
     """
     query, key, block = (shape.hidden_size + n for n in (shape.query_width, shape.key_width, shape.ffn_hidden_size))
     inputs_and_outputs = {
@@ -256,13 +256,13 @@ def _attention(shape: ModelShape) -> int:
 
 
 def _feed_forward(shape: ModelShape, width: int) -> int:
-    """A block of `num_projections` matrices, the last of which leads back to the hidden size."""
+    """Parameters of a block of `num_projections` matrices, the last of which maps back to the hidden size."""
     biases = (shape.num_projections - 1) * width + shape.hidden_size if shape.linear_bias else 0
     return shape.block_matrices(width) + biases
 
 
 def _experts(shape: ModelShape) -> int:
-    """The experts of a layer, their router, the shared expert and its gate."""
+    """Parameters of a layer's experts, router, shared expert and its gate."""
     weights = shape.num_experts * (_feed_forward(shape, shape.moe_ffn_hidden_size) + shape.hidden_size)
     if shape.shared_expert_size:
         weights += _feed_forward(shape, shape.shared_expert_size)

@@ -1,4 +1,4 @@
-"""The reported losses of mixtures of experts and multi-token prediction, and how even the experts' load is."""
+"""Computes the reported losses of mixtures of experts and multi-token prediction, and statistics of the expert load."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ REPORTED = {
     "global_aux_loss": "global_load_balancing_loss",
     "z_loss": "z_loss",
 }
-"""Megatron Bridge's names of the auxiliary losses, by the routers' own."""
+"""Megatron Bridge's names of the auxiliary losses, by the names that routers use."""
 
 
 def tracked_losses(model: Any) -> dict[str, str]:
-    """Which auxiliary losses a model configuration has, with the names that they are reported by.
+    """The auxiliary losses of a model configuration, with the names under which they are reported.
 
-    A type of load balancing is one of `moe_router_load_balancing_type`, or its only one; part of a name is not enough:
-    with `seq_aux_loss` alone there is no `load_balancing_loss`.
+    A load-balancing type counts only if it equals an entry of `moe_router_load_balancing_type`; a partial match is not
+    enough: `seq_aux_loss` alone does not imply `load_balancing_loss`.
 
     Args:
         model: a `ModelConfig`, or any object with its fields.
@@ -37,15 +37,15 @@ def tracked_losses(model: Any) -> dict[str, str]:
 def reported_losses(
     layers: Mapping[int, Mapping[str, Tensor]], names: Mapping[str, str], *, per_layer: bool = False
 ) -> dict[str, Tensor]:
-    """The auxiliary losses by the names that they are reported by, as 0-d device tensors, without coefficients.
+    """The auxiliary losses under their reported names, as 0-d device tensors, without coefficients.
 
-    A layer's value is the mean over micro-batches and ranks, a loss the mean over the layers with experts.
+    A layer's value is the mean over micro-batches and ranks; a loss is the mean over the layers with experts.
 
     Args:
-        layers: of each layer with experts, by its index from 0, the sums over micro-batches by the routers' names, and
-            the number of those as `micro_batches`.
-        names: what is reported, as `tracked_losses` gives it.
-        per_layer: add `moe/<name>_layer_<index>`.
+        layers: for each layer with experts, by its 0-based index, the sums over micro-batches by the routers' names,
+            and their number as `micro_batches`.
+        names: the losses to report, as returned by `tracked_losses`.
+        per_layer: also add `moe/<name>_layer_<index>`.
 
     Source: Megatron-Core's `track_moe_metrics`.
     """
@@ -62,10 +62,10 @@ def reported_losses(
 
 
 def prediction_losses(sums: Tensor) -> dict[str, Tensor]:
-    """`mtp_<i> loss` of each depth, from 1, as 0-d device tensors: the mean over its labels.
+    """`mtp_<i> loss` of each depth, counted from 1, as 0-d device tensors: the mean over its labels.
 
     Args:
-        sums: (depths, 2), sum of losses and number of labels.
+        sums: (depths, 2), the sum of losses and number of labels of each depth.
     """
     means: Sequence[Tensor] = (sums[:, 0] / sums[:, 1].clamp(min=1)).unbind()
     return {f"mtp_{depth} loss": mean for depth, mean in enumerate(means, start=1)}
@@ -76,30 +76,30 @@ class RouterLoad:
     """The statistics of one router over some steps."""
 
     load_min: float
-    """Choices of the least chosen expert, as a multiple of an even share."""
+    """Load of the least chosen expert, as a multiple of an even share."""
     load_max: float
-    """Of the most chosen one."""
+    """Load of the most chosen expert, as a multiple of an even share."""
     load_cv: float
-    """Coefficient of variation of the experts' choices: their standard deviation over their mean."""
+    """Coefficient of variation of the experts' load: standard deviation divided by mean."""
     dead_experts: int
-    """Experts that nobody chose."""
+    """Number of experts that no token chose."""
     collapse: float
-    """How far the load has collapsed: 0 where it is even, 1 where all tokens go to the same experts."""
+    """Degree of routing collapse: 0 for an even load, 1 if all tokens go to the same experts."""
     entropy: float | None = None
-    """Mean entropy of the tokens' scores, as a share of the largest possible, log of the number of experts."""
+    """Mean entropy of the tokens' scores, as a fraction of its maximum, the log of the number of experts."""
     dropped: float | None = None
-    """Share of the choices that experts without room dropped."""
+    """Fraction of choices dropped because an expert was at capacity."""
 
 
 def router_load(
     load: Sequence[float], tokens: float | None = None, dropped: float | None = None, entropy: float | None = None
 ) -> RouterLoad | None:
-    """The statistics of a router that was chosen `load[e]` times for expert `e`; None where nobody chose.
+    """The statistics of a router for which expert `e` was chosen `load[e]` times; None if there were no choices.
 
     Args:
-        tokens: that were routed; without it, as many as choices.
-        dropped: choices that were dropped.
-        entropy: sum over the tokens of the entropy of their scores, in nats.
+        tokens: number of routed tokens; by default, the number of choices.
+        dropped: number of dropped choices.
+        entropy: sum over tokens of the entropy of their scores, in nats.
     """
     choices, experts = sum(load), len(load)
     if not choices:
@@ -118,10 +118,10 @@ def router_load(
 
 
 def collapse(load: Sequence[float], choices_per_token: float) -> float:
-    """How much of the way from an even load to one of as few experts as possible, 0 to 1.
+    """How far the load has moved from even (0) to concentrated on as few experts as possible (1).
 
-    The number of experts in use is the exponential of the load's entropy; a token that goes to `k` experts keeps it at
-    `k` at the least.
+    The effective number of experts is the exponential of the load's entropy; with `k` experts per token, it is at
+    least `k`.
     """
     total, experts = sum(load), len(load)
     shares = [one / total for one in load if one]

@@ -1,4 +1,4 @@
-"""Values of several ranks made one: the largest of a statistic or a memory report, and whether all ranks say yes."""
+"""Reduces values across ranks: the maximum of a statistic or memory report, and the logical AND of a flag."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from onstep.errors import ConfigError
 def reduce_max_memory_across_pp_group(
     memory_report: Mapping[str, int | float], pp_group: Any
 ) -> Mapping[str, int | float]:
-    """The largest value of each entry over the pipeline stages: the first stage holds the most activations.
+    """The maximum of each entry over the pipeline stages, the first of which holds the most activations.
 
-    One collective over `pp_group`. Whole numbers stay whole. The report itself comes back where it is empty, or there
-    are no other stages.
+    One collective over `pp_group`. Integers remain integers. An empty report, or one without other stages, is returned
+    unchanged.
 
     Args:
         memory_report: values by name, with the same names in the same order on all ranks.
-        pp_group: the process group of the pipeline stages; None is one stage.
+        pp_group: the process group of the pipeline stages; None for a single stage.
     """
     if not memory_report or not has_others(pp_group):
         return memory_report
@@ -39,19 +39,19 @@ def reduce_max_memory_across_pp_group(
 
 
 def reduce_max_stat_across_model_parallel_group(stat: float | None, mp_group: Any) -> float | None:
-    """The largest value of a statistic over the ranks of a group; None where no rank has one.
+    """The maximum of a statistic over the ranks of a group; None if no rank has one.
 
-    One collective over `mp_group`. A rank without the statistic passes None, which is no number: negative values count
-    as what they are. Whole numbers stay whole and exact, within 64 bits; a float of any rank makes the result a float.
-    A NaN of any rank is the result on all of them.
+    One collective over `mp_group`. A rank without the statistic passes None, which is ignored, so negative values work.
+    Integers remain exact integers, within 64 bits; a float on any rank makes the result a float. A NaN on any rank is
+    the result on all of them.
 
     Args:
-        stat: a number, a tensor of one element on any device (which is read), or None.
-        mp_group: the group to reduce over. Of None, and of a group of one rank, the very same `stat` comes back, a
-            device tensor unread.
+        stat: a number, a one-element tensor on any device (which is read), or None.
+        mp_group: the group to reduce over. For None or a group of one rank, `stat` itself is returned; a device tensor
+            is then not read.
 
     Raises:
-        ConfigError: `stat` is no number, or a whole one that 64 bits do not hold.
+        ConfigError: if `stat` is not a number, or is an integer that does not fit into 64 bits.
     """
     _check_stat(stat)
     if not has_others(mp_group):
@@ -74,23 +74,23 @@ def reduce_max_stat_across_model_parallel_group(stat: float | None, mp_group: An
 
 
 def logical_and_across_model_parallel_group(input: bool, mp_group: Any) -> bool:
-    """Whether every rank of a group says yes.
+    """Whether `input` is true on every rank of a group.
 
-    One collective over `mp_group`. Of None, and of a group of one rank, what this rank says is the result.
+    One collective over `mp_group`. For None or a group of one rank, the result is this rank's `input`.
 
     Args:
-        input: True or False in any form that means just that: Python's, NumPy's, 1 or 0, a tensor of one such element
-            (which is read, on whatever device it is).
-        mp_group: the group to ask.
+        input: True or False in any unambiguous form: a Python or NumPy bool, 1 or 0, or a tensor with one such element
+            (which is read, on any device).
+        mp_group: the group to reduce over.
 
     Raises:
-        ConfigError: `input` is anything else, such as None, a text or another number.
+        ConfigError: for any other `input`, such as None, a string or another number.
     """
     value: object = input
     if isinstance(value, (Tensor, np.generic)) and math.prod(value.shape) == 1:
         value = value.item()
     if not (isinstance(value, (bool, int)) and value in (0, 1)):
-        raise ConfigError(f"what ranks are to agree on must be true or false, got {input!r}; pass a bool")
+        raise ConfigError(f"the input of a logical AND must be true or false, got {input!r}; pass a bool")
     says_yes = bool(value)
     if not has_others(mp_group):
         return says_yes
@@ -100,18 +100,18 @@ def logical_and_across_model_parallel_group(input: bool, mp_group: Any) -> bool:
 
 
 def has_others(group: Any) -> bool:
-    """Whether `group` is a process group with other ranks in it; None, and a run without any group, has none."""
-    size = getattr(group, "size", None)  # which a group without this rank does not have
+    """Whether `group` is a process group with other ranks in it; False for None, or without process groups."""
+    size = getattr(group, "size", None)  # absent in a group that does not contain this rank
     return dist.is_available() and dist.is_initialized() and callable(size) and size() > 1
 
 
 def device_of(group: Any) -> torch.device:
-    """Where tensors must be for collectives over `group`."""
+    """The device on which tensors must be for collectives over `group`."""
     return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
 
 
 def _check_stat(stat: Any) -> None:
-    """Refuse what is no number; a tensor is asked for its form and not read."""
+    """Refuse anything but a number; only the shape and dtype of a tensor are checked, without reading it."""
     if isinstance(stat, Tensor) and stat.numel() == 1 and not stat.is_complex():
         return
     if stat is not None:
@@ -124,8 +124,8 @@ def _number(stat: Any) -> int | float:
     if isinstance(value, (Integral, np.bool_)):
         whole = int(value)
         if not -(2**63) <= whole < 2**63:
-            raise ConfigError(f"a whole number to reduce must fit into 64 bits, got {whole}; pass it as a float")
+            raise ConfigError(f"an integer to reduce must fit into 64 bits, got {whole}; pass it as a float")
         return whole
     if not isinstance(value, Real):
-        raise ConfigError(f"a statistic to reduce must be one number or None, got {value!r}; pass None for none")
+        raise ConfigError(f"a statistic to reduce must be a number or None, got {value!r}; pass None if there is none")
     return float(value)

@@ -1,11 +1,11 @@
-"""How much a run gets done in a second, and where its time went."""
+"""Computes throughput and runtime estimates, and accounts for where a run's time went."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 
-from onstep.config.parts import TrainingConfig
+from onstep.config import TrainingConfig
 from onstep.distributed import shards
 from onstep.errors import ConfigError
 from onstep.progress import TrainState
@@ -21,27 +21,27 @@ def report_throughput(
     batch_size: int | None = None,
     world_size: int | None = None,
 ) -> dict[str, float]:
-    """Batches, samples and tokens a second, of all ranks and of one, over a window of steps.
+    """Batches, samples and tokens per second, in total and per device, over a window of steps.
 
-    The window spans `window_size - 1` steps: with W = `window_size` and T the time from the first entry to the last,
-    the rate is (W-1)/T. It is the true rate when `history_wct` has W entries.
+    The window spans `window_size - 1` steps: with W = `window_size` and T the time from the first to the last entry,
+    the rate is (W-1)/T. This is exact if `history_wct` has W entries.
 
     Args:
-        train_config: gives the sizes of batch and micro-batch.
-        iteration: the step that was just done, for messages.
-        seq_length: tokens of a sequence; 0 leaves the tokens out.
-        history_wct: seconds at the end of each of the latest steps, on any clock, in order.
-        window_size: entries that a report needs; with fewer of them it is empty.
-        batch_size: samples of a step where they are not `train_config.global_batch_size`.
-        world_size: ranks, each of which counts as a device; None asks `torch.distributed`.
+        train_config: provides the batch and micro-batch sizes.
+        iteration: the step just completed, for messages.
+        seq_length: tokens per sequence; 0 omits token rates.
+        history_wct: times in seconds at the end of each of the latest steps, on any clock, in order.
+        window_size: number of entries required for a report; with fewer, it is empty.
+        batch_size: samples per step, if not `train_config.global_batch_size`.
+        world_size: number of ranks, each counted as a device; None queries `torch.distributed`.
 
     Returns:
         `throughput/{batches,samples,tokens}_per_sec`, the same under `throughput/device/`,
-        `throughput/micro_batch_size` and `throughput/global_batch_size`; `{}` before the window is full, or where no
-        time has passed.
+        `throughput/micro_batch_size` and `throughput/global_batch_size`; `{}` until the window is full, or if no time
+        has passed.
 
     Raises:
-        ConfigError: where no batch size is known.
+        ConfigError: if the batch size is unknown.
     """
     if not history_wct or len(history_wct) < window_size:
         return {}
@@ -54,7 +54,7 @@ def report_throughput(
     samples = batch_size or train_config.global_batch_size
     if samples is None:
         raise ConfigError(
-            "train.global_batch_size is None, and a throughput needs the samples of a step; set it, or hand batch_size."
+            "train.global_batch_size is None, but throughput requires the samples per step; set it, or pass batch_size."
         )
     batches_per_second = (window_size - 1) / elapsed
     rates = {"batches_per_sec": batches_per_second, "samples_per_sec": batches_per_second * samples}
@@ -69,7 +69,7 @@ def report_throughput(
 
 
 SECONDS_OF_UNIT = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
-"""The units that `report_runtime` counts in."""
+"""The units supported by `report_runtime`."""
 
 
 def report_runtime(
@@ -82,28 +82,28 @@ def report_runtime(
     start_step: int = 0,
     now: float | None = None,
 ) -> dict[str, float]:
-    """Progress and time of a run, with an estimate of what remains at the pace of this process so far.
+    """Progress and elapsed time of a run, with an estimate of the remaining time at this process's pace so far.
 
     Args:
-        train_state: progress of the whole run, over all its restarts.
-        start_time: unix seconds when this process began to train.
-        seq_length: tokens of a sequence.
-        train_iters: steps of the whole run.
+        train_state: progress of the whole run, across all restarts.
+        start_time: unix seconds at which this process started training.
+        seq_length: tokens per sequence.
+        train_iters: number of steps of the whole run.
         time_unit: seconds, minutes, hours or days.
-        start_step: step that this process continued from. `train_state.step` counts the steps of earlier processes
-            too, whose time is not in `now - start_time`.
+        start_step: step from which this process resumed. `train_state.step` also counts the steps of earlier processes,
+            whose time is not part of `now - start_time`.
         now: unix seconds; None reads the clock.
 
     Returns:
-        `time/remaining_estimate` (absent before this process has done a step), `time/tokens`, `time/samples`,
+        `time/remaining_estimate` (absent before this process has completed a step), `time/tokens`, `time/samples`,
         `time/batches` and `time/total`, which is the time of this process.
 
     Raises:
-        ConfigError: for another unit.
+        ConfigError: for an unknown unit.
     """
     if time_unit not in SECONDS_OF_UNIT:
         units = ", ".join(SECONDS_OF_UNIT)
-        raise ConfigError(f"the unit of time must be one of {units}, got {time_unit!r}; set logger.runtime_time_unit.")
+        raise ConfigError(f"the time unit must be one of {units}, got {time_unit!r}; set logger.runtime_time_unit.")
     unit = SECONDS_OF_UNIT[time_unit]
     elapsed = (time.time() if now is None else now) - start_time
     steps_here = train_state.step - start_step
@@ -118,15 +118,15 @@ def report_runtime(
     }
 
 
-class TimeLedger:
-    """Charges all time that passes to the account that is open, less the time that callbacks took.
+class TimeBreakdown:
+    """Charges elapsed time, minus the time spent in callbacks, to the currently open account.
 
-    The accounts sum to the time between `start` and the last `enter`, `recharge` or `balance`, exactly: no second is
-    measured twice and none is left out.
+    The accounts sum exactly to the time between `start` and the last `enter`, `recharge` or `balance`: no time is
+    counted twice or lost.
 
     Args:
-        accounts: names of the accounts; the first is the one that time goes to unless another is entered.
-        reading: now, in seconds, and the seconds that callbacks took until now; of one look at one clock.
+        accounts: names of the accounts; time is charged to the first unless another is entered.
+        reading: returns the current time and the total time spent in callbacks, in seconds, from one clock reading.
     """
 
     CALLBACKS = "callbacks"
@@ -138,22 +138,22 @@ class TimeLedger:
         self._last, self._last_callbacks = reading()
 
     def enter(self, account: str | None = None) -> None:
-        """Charge what has passed to the open account, and open another one (None: the first)."""
+        """Charge the elapsed time to the open account, and open another one (None: the first)."""
         self._charge()
         self.account = account or self._default
         assert self.account in self._seconds
 
     def recharge(self, account: str) -> None:
-        """What has passed since the last entry belongs to `account`: only now it is known. It is the open one now."""
+        """Charge the time since the last entry to `account` instead of the open one, and leave `account` open."""
         self.account = account
         self._charge()
 
     def of(self, *accounts: str) -> float:
-        """Seconds charged to some accounts so far; what has passed since the last entry is not in it yet."""
+        """Seconds charged to the given accounts so far, excluding the time since the last entry."""
         return sum(self._seconds[account] for account in accounts)
 
     def balance(self) -> dict[str, float]:
-        """Seconds of every account since the start, up to now."""
+        """Seconds of every account from the start until now."""
         self._charge()
         return dict(self._seconds)
 
@@ -166,45 +166,45 @@ class TimeLedger:
 
 
 class CountedSeconds:
-    """Sums the seconds of steps, and takes back those of steps that a rollback has undone.
+    """Sums the seconds of steps, and subtracts those of steps undone by a rollback.
 
     Args:
-        start_step: completed steps when the process began; going back to it undoes everything.
+        start_step: number of completed steps when the process began; rolling back to it undoes everything.
     """
 
     def __init__(self, start_step: int) -> None:
         self.total = 0.0
-        """Seconds of all steps that count so far."""
+        """Seconds of all steps that currently count."""
         self.in_interval = 0.0
-        """The part of them since the last `next_interval`."""
+        """Seconds since the last `next_interval`."""
         self._steps = self._counted_steps = 0
         self._at_step = {start_step: 0.0}
 
     def add_step(self, seconds: float, is_applied: bool) -> None:
-        """A step took `seconds`; one whose update was left out does not count."""
+        """Add a step of `seconds`; a step whose update was skipped does not count."""
         self._steps += 1
         if is_applied:
             self._counted_steps += 1
             self._add(seconds)
 
     def add_wait(self, seconds: float) -> None:
-        """The device took `seconds` more for the steps of this interval; counts as far as they do."""
+        """Add `seconds` of device time for the steps of this interval, in proportion to those that count."""
         if self._steps:
             self._add(seconds * self._counted_steps / self._steps)
 
     def mark(self, step: int) -> None:
-        """Training may come back to here: a checkpoint is taken."""
+        """Mark a step, of which a checkpoint was saved, as a possible rollback target."""
         self._at_step[step] = self.total
 
     def go_back(self, step: int) -> None:
-        """What came after `step` is undone; a step without a mark stands for the nearest mark before it."""
+        """Undo everything after `step`; for a step without a mark, the nearest earlier mark is used."""
         self._at_step = {marked: seconds for marked, seconds in self._at_step.items() if marked <= step}
         kept = self._at_step[max(self._at_step)] if self._at_step else 0.0
         undone, self.total = self.total - kept, kept
         self.in_interval = max(0.0, self.in_interval - undone)
 
     def next_interval(self) -> None:
-        """Begin a new interval; what was counted stays counted."""
+        """Begin a new interval; the total is unaffected."""
         self.in_interval = 0.0
         self._steps = self._counted_steps = 0
 

@@ -1,4 +1,4 @@
-"""Torch's profiler, of which a process has one: a second one that records would end it."""
+"""Wraps torch's profiler, of which a process can only run one: starting a second one would end the first."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 
 class SoleProfiler:
-    """A profiler of torch's that gives way, with a warning, where somebody else's records already.
+    """A torch profiler that is dropped with a warning if another one is already recording.
 
     Args:
-        profile: not started yet.
-        user: who profiles, for the warning.
+        profile: a profiler that has not been started.
+        user: name of the caller, for the warning.
     """
 
     def __init__(self, profile: profile, user: str) -> None:
@@ -26,49 +26,49 @@ class SoleProfiler:
         self.gave_way = False
 
     def start(self) -> None:
-        """Begin with the action of step 0."""
+        """Start with the action of step 0."""
         if not self._gives_way():
             self._is_started = True
             self.profile.start()
 
     def step(self) -> None:
-        """The next step begins."""
+        """Advance to the next step."""
         if not self._gives_way():
             self.profile.step()
 
     def stop(self) -> None:
-        """End; what was recorded is handed to `on_trace_ready`."""
+        """Stop; the recording is passed to `on_trace_ready`."""
         if not self._gives_way():
             self.profile.stop()
 
     def _gives_way(self) -> bool:
-        """Whether ours is dropped; it is not stopped, since stopping one that has warmed up starts it first."""
+        """Whether this profiler is dropped. It is not stopped, since stopping a warmed-up profiler would start it."""
         recording = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
         is_ours = self._is_started and self.profile.current_action in recording
         if not self.gave_way and not is_ours and is_recording():
-            logger.warning("%s profiles nothing: another profiler records in this process", self._user)
+            logger.warning("%s profiles nothing: another profiler is already recording in this process", self._user)
             self.gave_way = True
         return self.gave_way
 
 
 def is_recording() -> bool:
-    """Whether a profiler records in this process, whosever it is."""
+    """Whether any profiler is recording in this process."""
     recording: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     return recording
 
 
 def write_trace(profile: profile, path: Path) -> bool:
-    """Write a trace, and tell whether it is there as a whole, which the profiler does not say; else with a warning."""
-    why = "it is not complete; is the disk full?"
+    """Write a trace and return whether the file is complete, which the profiler does not report; warn if not."""
+    why = "it is incomplete; check for free disk space"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed since training began
-        path.unlink(missing_ok=True)  # so that an earlier one is not taken for this one
+        path.parent.mkdir(parents=True, exist_ok=True)  # may have been removed since training began
+        path.unlink(missing_ok=True)  # so that an earlier trace is not mistaken for this one
         profile.export_chrome_trace(str(path))
         if path.suffix == ".gz" or _ends_as_json(path):
             return True
     except (OSError, RuntimeError) as error:
         why = str(error)
-    logger.warning("the trace %s could not be written: %s", path, why)
+    logger.warning("could not write the trace %s: %s", path, why)
     return False
 
 

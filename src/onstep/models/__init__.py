@@ -1,4 +1,4 @@
-"""Decoder-only transformers (Llama, Qwen, GPT-2), value heads, generation, conversion to and from `transformers`."""
+"""Provides decoder-only transformers (Llama, Qwen, GPT-2), value heads, generation and conversion to `transformers`."""
 
 from onstep.models.generation.generate import generate
 from onstep.models.heads import (

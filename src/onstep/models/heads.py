@@ -1,4 +1,4 @@
-"""Heads that predict values instead of tokens, and how they take the place of a model's output layer."""
+"""Provides heads that predict values instead of tokens, and hooks that put them in place of a model's output layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import dropout as dropped
 from torch.nn.functional import linear
 
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
 from onstep.distributed.shards import gather_sequence
 from onstep.errors import ConfigError
 from onstep.models.multi_token_prediction import MultiTokenPrediction
@@ -23,11 +23,11 @@ ModelList = list[nn.Module]
 """The chunks of a model that a rank holds."""
 
 ModelHook = Callable[[ModelList], ModelList | None]
-"""Changes the chunks of a model before they are wrapped for data parallelism; None means that it worked in place."""
+"""Modifies the chunks of a model before they are wrapped for data parallelism; returns None if it works in place."""
 
 
 def ensure_model_list(model: nn.Module | ModelList) -> ModelList:
-    """The chunks as a list: a list stays the same object, anything else becomes its only element.
+    """The chunks as a list: a list is returned unchanged, anything else becomes its only element.
 
     Args:
         model: one chunk, or a list of chunks.
@@ -39,20 +39,20 @@ _ensure_model_list = ensure_model_list
 
 
 class LinearForLastLayer(nn.Linear):
-    """A linear head that every rank holds whole, with float32 outputs.
+    """A linear head replicated on every rank, with float32 outputs.
 
     Args:
-        input_size: elements of a hidden state.
-        output_size: values for each position.
+        input_size: size of the hidden states.
+        output_size: number of values per position.
         sequence_parallel: hidden states hold this rank's part of the sequence along dimension 0, (seq / ranks, batch,
-            hidden); the values come out whole, (seq, batch, out). The parameters are marked `sequence_parallel`,
+            hidden); the values are gathered to (seq, batch, out). The parameters are marked `sequence_parallel`,
             because their gradients must be summed over the group.
-        bias: add one number to each value.
-        dropout: share of the hidden states' elements that training sets to 0.
-        output_in_fp32: give float32; else the dtype of the computation.
-        tp_group: the tensor-parallel group that a sequence is split over; None is a group of one.
-        init_method: fills the weight in place, and the bias is 0; None is `nn.Linear`'s rule.
-        perform_initialization: False leaves the parameters as they were allocated, for a caller who fills them.
+        bias: whether to add a bias to each value.
+        dropout: dropout probability of the hidden states in training.
+        output_in_fp32: return float32; otherwise the dtype of the computation.
+        tp_group: the tensor-parallel group over which the sequence is split; None means a group of one.
+        init_method: fills the weight in place, and the bias is set to 0; None means `nn.Linear`'s initialization.
+        perform_initialization: False leaves the parameters uninitialized, for a caller that fills them.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class LinearForLastLayer(nn.Linear):
         perform_initialization: bool = True,
     ) -> None:
         if not 0 <= dropout < 1:
-            raise ConfigError(f"the dropout of a head must be at least 0 and below 1, got {dropout}; 0 is none.")
+            raise ConfigError(f"the dropout of a head must be at least 0 and below 1, got {dropout}; use 0 for none.")
         _register_linear_for_last_layer_mapping()
         # read by reset_parameters, which nn.Linear's constructor calls
         self._init_method = init_method
@@ -81,7 +81,7 @@ class LinearForLastLayer(nn.Linear):
         self.tp_group = tp_group
 
     def reset_parameters(self) -> None:
-        """Fill the parameters anew by the rule that the head was made with; also after `to_empty`."""
+        """Reinitialize the parameters as configured at construction; also works after `to_empty`."""
         if self.sequence_parallel:
             for parameter in self.parameters():
                 parameter.sequence_parallel = True  # type: ignore[attr-defined]
@@ -98,12 +98,12 @@ class LinearForLastLayer(nn.Linear):
     def forward(  # type: ignore[override]
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """The values of hidden states (..., hidden), (..., out), and None. Collective where the sequence is split.
+        """The values (..., out) of hidden states (..., hidden), and None. Collective if the sequence is split.
 
         Args:
-            input_: hidden states; where the sequence is split over ranks, this rank's part of dimension 0.
-            weight: taken because a language model's output layer takes it; ignored.
-            runtime_gather_output: the same.
+            input_: hidden states; if the sequence is split over ranks, this rank's part of dimension 0.
+            weight: accepted for compatibility with a language model's output layer; ignored.
+            runtime_gather_output: likewise.
         """
         values = linear(dropped(input_, self.dropout, self.training), self.weight, self.bias)
         if self.output_in_fp32:
@@ -112,29 +112,29 @@ class LinearForLastLayer(nn.Linear):
 
 
 def create_value_head_hook(hidden_size: int, sequence_parallel: bool, output_size: int = 1) -> ModelHook:
-    """A hook that puts a new `LinearForLastLayer` in place of the output layer of the last pipeline stage.
+    """A hook that replaces the output layer of the last pipeline stage by a new `LinearForLastLayer`.
 
-    The hook takes a chunk or a list of chunks, changes it in place before it is wrapped for data parallelism, and
-    returns the list (the same object). Multi-token prediction of the chunk goes with its output layer: values have no
-    further tokens to predict. Chunks of other stages stay as they are. The head is made on the default device
-    and in the default dtype; move the model afterwards. Its tensor-parallel group is the chunk's `pg_collection.tp`,
-    if it has one.
+    The hook accepts a chunk or a list of chunks, modifies it in place before it is wrapped for data parallelism, and
+    returns the list (the same object). The chunk's multi-token prediction is removed with its output layer, since no
+    further tokens are predicted. Chunks of other stages are left unchanged. The head is created on the default
+    device with the default dtype; move the model afterwards. Its tensor-parallel group is the chunk's
+    `pg_collection.tp`, if it has one.
 
     Args:
-        hidden_size: of the model.
-        sequence_parallel: the model's hidden states are split along the sequence.
-        output_size: values for each position.
+        hidden_size: hidden size of the model.
+        sequence_parallel: whether the model's hidden states are split along the sequence.
+        output_size: number of values per position.
 
     Raises:
-        ValueError: from the hook, where it cannot tell which of several chunks is the last stage's.
-        ConfigError: from the hook, for a model without an `output_layer`, or with another width.
+        ValueError: from the hook, if it cannot determine which of several chunks is the last stage's.
+        ConfigError: from the hook, for a model without an `output_layer` or with a different width.
     """
     _register_linear_for_last_layer_mapping()
 
     def put_value_head(model: nn.Module | ModelList) -> ModelList:
         chunks = ensure_model_list(model)
         marks = [getattr(chunk, "post_process", None) for chunk in chunks]
-        flags = [mark for mark in marks if isinstance(mark, bool)] or [True]  # one stage where none says
+        flags = [mark for mark in marks if isinstance(mark, bool)] or [True]  # a single stage if unspecified
         if len(flags) != len(chunks):
             raise ValueError(
                 "Model list length and pipeline post-process list length must match. "
@@ -150,7 +150,7 @@ def create_value_head_hook(hidden_size: int, sequence_parallel: bool, output_siz
 
 
 def make_value_model(hidden_size: int, sequence_parallel: bool) -> ModelHook:
-    """`create_value_head_hook` with one value for each position.
+    """`create_value_head_hook` with one value per position.
 
     Args:
         hidden_size: width of the hidden states.
@@ -169,8 +169,8 @@ def _replace_output_layer(chunk: nn.Module, hidden_size: int, output_size: int, 
     width = width if isinstance(width, int) else getattr(chunk.output_layer, "in_features", None)
     if width is not None and width != hidden_size:
         raise ConfigError(
-            f"a value head for hidden_size={hidden_size} does not fit {type(chunk).__name__}, whose hidden states are "
-            f"{width} wide; make the hook with {width}."
+            f"a value head for hidden_size={hidden_size} does not fit {type(chunk).__name__}, which has hidden size "
+            f"{width}; create the hook with hidden_size={width}."
         )
     _leave_out_prediction(chunk)
     group = getattr(getattr(chunk, "pg_collection", None), "tp", None)
@@ -179,10 +179,10 @@ def _replace_output_layer(chunk: nn.Module, hidden_size: int, output_size: int, 
 
 
 def _leave_out_prediction(chunk: nn.Module) -> None:
-    """Values have no losses of multi-token prediction: its depths would never get a gradient."""
+    """Remove multi-token prediction: a value head has no such losses, so its depths would never get a gradient."""
     if not isinstance(getattr(chunk, "mtp", None), MultiTokenPrediction):
         return
-    logger.info("the value head takes the place of the model's multi-token prediction too; its depths are left out")
+    logger.info("the value head also replaces the model's multi-token prediction; its depths are removed")
     chunk.register_module("mtp", None)
     config = chunk.config
     if isinstance(config, ModelConfig):
@@ -190,15 +190,15 @@ def _leave_out_prediction(chunk: nn.Module) -> None:
 
 
 _LAYER_TYPES: dict[str, str] = {}
-"""What conversions of checkpoints are told of layers, by class name."""
+"""How checkpoint conversions treat layers, by class name."""
 
 
 def _register_linear_for_last_layer_mapping() -> None:
-    """Tell conversions that a `LinearForLastLayer` is whole on every rank and has no name in `transformers`."""
+    """Register `LinearForLastLayer` with conversions as replicated and without a name in `transformers`."""
     _LAYER_TYPES[LinearForLastLayer.__name__] = "replicated"
 
 
 def replicated_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers of `model` that other libraries' language models have no name for, by name."""
+    """The layers of `model`, by name, that have no counterpart in other libraries' language models."""
     found = model.named_modules()
     return {name: module for name, module in found if _LAYER_TYPES.get(type(module).__name__) == "replicated"}

@@ -1,4 +1,4 @@
-"""Training and evaluation mode of a model's modules."""
+"""Preserves the training or evaluation mode of a model's modules."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import nn
 
 
 @contextmanager
-def kept_modes(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Afterwards every submodule is in the mode that it had (a frozen one may have its own), also after an error."""
+def preserve_modes(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore the mode of every submodule on exit, also after an error; frozen ones may differ from the rest."""
     modes = {module: module.training for model in models for module in model.modules()}
     try:
         yield

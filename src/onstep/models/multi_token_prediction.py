@@ -1,4 +1,4 @@
-"""Multi-token prediction: further layers that predict, in training, the tokens after the next."""
+"""Implements multi-token prediction: additional layers that predict tokens beyond the next one during training."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
 from onstep.models.layers.layer import build_norm
 from onstep.models.layers.routing_record import RoutingStep, count_dtype, is_recomputing, with_token_losses
 
 IGNORE_INDEX = -100
-"""A label that has no loss."""
+"""Label of positions without a loss."""
 
 Embed = Callable[[int], Tensor]
-"""The embeddings (batch, seq, hidden) of the tokens so many places further on."""
+"""Returns the embeddings (batch, seq, hidden) of the tokens that many positions later."""
 
 RunLayer = Callable[[nn.Module, Tensor], Tensor]
 """Applies a transformer layer to hidden states (batch, seq, hidden)."""
 
 
 class PredictionDepth(nn.Module):
-    """One depth: from the hidden states of the depth before and the embeddings of later tokens to new hidden states.
+    """One depth: maps the hidden states of the previous depth and embeddings of later tokens to new hidden states.
 
     Args:
-        layer: a transformer layer like the model's last.
+        layer: a transformer layer like the model's last one.
     """
 
     def __init__(self, config: ModelConfig, layer: nn.Module) -> None:
@@ -40,20 +40,20 @@ class PredictionDepth(nn.Module):
         self.final_norm = build_norm(config)
 
     def forward(self, hidden: Tensor, embedded: Tensor, run_layer: RunLayer) -> Tensor:
-        """The normed hidden states (batch, seq, hidden) that the output head reads, and the next depth."""
+        """The normed hidden states (batch, seq, hidden) for the output head and the next depth."""
         x = self.projection(torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], dim=-1))
         normed: Tensor = self.final_norm(run_layer(self.layer, x))
         return normed
 
 
 class MultiTokenPrediction(nn.Module):
-    """`mtp_num_layers` depths; depth `d` predicts, at each position, the token `d` places after the next.
+    """`mtp_num_layers` depths; at each position, depth `d` predicts the token `d` positions after the next one.
 
-    Embedding and output head are the model's own. The gradient of the main loss gets that of
-    `mtp_loss_scaling_factor / mtp_num_layers` times the sum of the depths' losses, each divided by what the main loss
-    is divided by, in the same weighting of tokens; the reported loss is the main one alone.
+    Embedding and output head are shared with the model. The gradient of
+    `mtp_loss_scaling_factor / mtp_num_layers` times the sum of the depths' losses is added to that of the main loss,
+    with the same token weights and the same divisor; the reported loss is the main loss alone.
 
-    Source: DeepSeek-V3 (2024), section 2.2, equations 21-25; norms and their order are Megatron-Core's.
+    Source: DeepSeek-V3 (2024), section 2.2, equations 21-25; norms and their order follow Megatron-Core.
     """
 
     def __init__(self, config: ModelConfig, layers: Sequence[nn.Module]) -> None:
@@ -61,7 +61,7 @@ class MultiTokenPrediction(nn.Module):
         self.depths = nn.ModuleList(PredictionDepth(config, layer) for layer in layers)
         self.step = RoutingStep()
         self.record: Tensor | None = None
-        """(depths, 2): sum of losses and number of labels of each depth, counted in training."""
+        """(depths, 2): sum of losses and number of labels of each depth, accumulated in training."""
         self._weight = config.mtp_loss_scaling_factor / len(layers)
 
     def attach(
@@ -74,13 +74,13 @@ class MultiTokenPrediction(nn.Module):
         logits: Callable[[Tensor], Tensor],
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        """`losses` as they are, with the gradients of the depths' losses behind them.
+        """`losses` unchanged, with the gradients of the depths' losses attached.
 
         Args:
             losses: the main loss of each token (batch, seq), or their sum.
-            hidden: the normed hidden states (batch, seq, hidden) that the main loss comes from.
+            hidden: the normed hidden states (batch, seq, hidden) from which the main loss is computed.
             labels: (batch, seq), the targets of the main loss; -100 is ignored.
-            document_ids: of packed sequences: no depth predicts a token of another document.
+            document_ids: for packed sequences; no depth predicts a token of another document.
         """
         reduction: Literal["none", "sum"] = "none" if losses.ndim else "sum"
         found = []
@@ -103,5 +103,5 @@ class MultiTokenPrediction(nn.Module):
 
 
 def shifted(x: Tensor, places: int, fill: int) -> Tensor:
-    """`x` (batch, seq) moved to the left, the places that come free at the end filled."""
+    """`x` (batch, seq) shifted left by `places`, with `fill` at the end."""
     return pad(x[:, places:], (0, min(places, x.shape[1])), value=fill)

@@ -1,4 +1,4 @@
-"""A decoder-only transformer: of the Llama family by default, of GPT-2's, Qwen2's or Qwen3's by its options."""
+"""Implements a decoder-only transformer: a Llama by default; its options also give GPT-2, Qwen2 and Qwen3."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
 from onstep.errors import ConfigError
 from onstep.models.heads import LinearForLastLayer
 from onstep.models.layers.layer import Attention, Layer, build_norm
@@ -35,14 +35,14 @@ _RESIDUAL_OUTPUTS = (
 
 
 class Transformer(nn.Module):
-    """The model of a `ModelConfig`, with weights drawn by the rule of `init_weights` from torch's global RNG.
+    """The model of a `ModelConfig`, with weights drawn as in `init_weights` from torch's global RNG.
 
-    `config` is a copy: later changes to the one passed in do not reach the model. With tied embeddings there is no
-    `output` module; the embedding matrix is read a second time. The output head may be replaced (see
-    `create_value_head_hook`) under the name `output` or, as Megatron's models have it, `output_layer`.
+    `config` is copied: later changes to the one passed in do not affect the model. With tied embeddings there is no
+    `output` module; the embedding matrix is used instead. The output head can be replaced (see
+    `create_value_head_hook`) under the name `output` or, as in Megatron's models, `output_layer`.
 
     Raises:
-        ConfigError: sizes that cannot work together, or no `vocab_size`.
+        ConfigError: for inconsistent sizes, or if `vocab_size` is missing.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -77,26 +77,26 @@ class Transformer(nn.Module):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        """Logits of the next token, or its loss where `labels` are given.
+        """Logits of the next token, or its loss if `labels` are given.
 
         Args:
             tokens: (batch, seq), int64. A sequence may be longer than `config.seq_length`, except with learned
-                positions: positions go on, but the model has not seen them in training.
+                positions: positions continue, but the model has not seen them in training.
             labels: (batch, seq), int64; `labels[:, t]` is the target of position t (already shifted), -100 is ignored.
-            reduction: "none" gives the loss of every token, "sum" their sum; the caller divides by a count.
-            cache: earlier positions, for generation; `tokens` follow them and are added.
-            position_ids: (batch, seq), int64, in place of 0, 1, 2, ...
-            document_ids: (batch, seq), int64, of packed sequences: a token sees those of its own document only, so
-                that each document comes out as if it were alone. Without `position_ids` positions start anew in each.
+            reduction: "none" returns the loss of every token, "sum" their sum; the caller divides by a count.
+            cache: earlier positions, for generation; `tokens` follow them and are appended.
+            position_ids: (batch, seq), int64, instead of 0, 1, 2, ...
+            document_ids: (batch, seq), int64, for packed sequences: a token attends only to those of its own document,
+                so results are as if each document were alone. Without `position_ids`, positions restart in each.
 
         Returns:
-            Without labels, logits (batch, seq, vocab) in the dtype of the computation, or what a replaced head gives.
-            With labels, cross-entropy in nats, float32: (batch, seq) with 0 where ignored, or () for "sum".
+            Without labels, logits (batch, seq, vocab) in the dtype of the computation, or the output of a replaced
+            head. With labels, cross-entropy in nats, float32: (batch, seq) with 0 where ignored, or () for "sum".
 
         Raises:
-            ConfigError: positions beyond a learned table (`position_ids` on a GPU are not looked at: there it is CUDA's
-                error), labels for a value head, none for multi-token prediction in training, documents together with a
-                cache, or beyond `config.seq_length` with dynamic rope scaling.
+            ConfigError: for positions beyond a learned table (`position_ids` on a GPU are not checked; CUDA reports an
+                error instead), labels with a value head, missing labels for multi-token prediction in training,
+                documents together with a cache, or either beyond `config.seq_length` with dynamic rope scaling.
         """
         self._check_labels(labels)
         hidden = self.hidden_states(tokens, cache, position_ids, document_ids)
@@ -128,7 +128,7 @@ class Transformer(nn.Module):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        """The normed last residual stream, (batch, seq, hidden), from which `logits` reads."""
+        """The normed final residual stream, (batch, seq, hidden), the input of `logits`."""
         position_ids = chosen_positions(position_ids, document_ids)
         context = sequence_context(self.rotary, tokens, cache, position_ids, document_ids)
         x = self._embedded(tokens, cache, position_ids)
@@ -140,7 +140,7 @@ class Transformer(nn.Module):
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of every token of the vocabulary, (..., hidden) to (..., vocab); the values of a replaced head."""
+        """Scores of all tokens in the vocabulary, (..., hidden) to (..., vocab), or the values of a replaced head."""
         if self.output is None:
             return linear(hidden, self.embedding.weight)
         scores = self.output(hidden)
@@ -149,36 +149,36 @@ class Transformer(nn.Module):
 
     @property
     def output_layer(self) -> nn.Module | None:
-        """`output` by Megatron's name."""
+        """`output` under Megatron's name."""
         return self.output
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # torch registers a module before it looks at properties, so a setter would never be called
+        # torch registers a module before it considers properties, so a setter would never be called
         super().__setattr__("output" if name == "output_layer" else name, value)
 
     @property
     def has_value_head(self) -> bool:
-        """The head has been replaced by one that predicts values, not tokens."""
+        """Whether the head has been replaced by one that predicts values rather than tokens."""
         return isinstance(self.output, LinearForLastLayer)
 
     @property
     def max_attention_logit(self) -> Tensor | None:
         """The largest attention logit of the last forward pass without a cache, over all layers; () on the device.
 
-        A logit is a query's product with a key that it looks at, divided by the root of the head's width, before the
-        softmax. None where `log_max_attention_logit` is off, and before the first pass. Of this rank's batch only.
+        A logit is the product of a query and a key it attends to, divided by the square root of the head size, before
+        the softmax. None if `log_max_attention_logit` is off, and before the first pass. Covers only this rank's batch.
         """
         found = [one.largest_logit for one in self.modules() if isinstance(one, Attention)]
         known = [one for one in found if one is not None]
         return torch.stack(known).amax() if known else None
 
     def num_parameters(self, trainable_only: bool = False, exclude_embeddings: bool = False) -> int:
-        """Number of weights, shared ones counted once.
+        """Number of parameters, shared ones counted once.
 
         Args:
-            trainable_only: only those with `requires_grad`.
-            exclude_embeddings: without the embedding matrix, and so without the output matrix where the two are tied,
-                and without learned positions.
+            trainable_only: count only those with `requires_grad`.
+            exclude_embeddings: exclude the embedding matrix (and thus the output matrix if the two are tied) and
+                learned positions.
         """
         embeddings = {id(one.weight) for one in (self.embedding, self.position_embedding) if one is not None}
         return sum(
@@ -196,19 +196,19 @@ class Transformer(nn.Module):
     def _check_labels(self, labels: Tensor | None) -> None:
         if labels is not None and self.has_value_head:
             raise ConfigError(
-                "the model ends in a value head, whose values have no cross-entropy with labels; call it without "
+                "the model ends in a value head, for which there is no cross-entropy with labels; call it without "
                 "labels and compute the loss from the values in your forward step."
             )
         further = [] if self.mtp is None else [one for one in self.mtp.parameters() if one.requires_grad]
         if labels is None and further and self.training and torch.is_grad_enabled():
             raise ConfigError(
-                f"the model has model.mtp_num_layers={self.config.mtp_num_layers} to train, whose losses take "
-                "the labels, and it was called without; pass labels, or set model.mtp_num_layers to null for a loss of "
-                "your own."
+                f"the losses of model.mtp_num_layers={self.config.mtp_num_layers} require labels, and the model was "
+                "called without labels in training; pass labels, or set model.mtp_num_layers to null to use your own "
+                "loss."
             )
 
     def _embedded_later(self, tokens: Tensor, position_ids: Tensor | None, depth: int) -> Tensor:
-        """The embeddings of the tokens `depth` places further on, at positions of their own; of token 0 at the end."""
+        """The embeddings of the tokens `depth` positions later, at their own positions; those of token 0 at the end."""
         if position_ids is None and self.position_embedding is not None:
             position_ids = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
         later = None if position_ids is None else shifted(position_ids, depth, fill=0)
@@ -224,10 +224,10 @@ class Transformer(nn.Module):
 
 
 def empty_transformer(config: ModelConfig) -> Transformer:
-    """A float32 model on the CPU whose weights hold anything: for a caller who fills them all.
+    """A float32 model on the CPU with uninitialized weights, for a caller that fills them all.
 
     Raises:
-        ConfigError: as `Transformer`.
+        ConfigError: as for `Transformer`.
     """
     with torch.device("meta"):
         model = Transformer(config)
@@ -235,14 +235,14 @@ def empty_transformer(config: ModelConfig) -> Transformer:
 
 
 def build_transformer(config: ModelConfig, seed: int | None = None) -> Transformer:
-    """A new float32 model on the CPU, its weights drawn by the rule of `init_weights`.
+    """A new float32 model on the CPU, with weights drawn as in `init_weights`.
 
     Args:
-        seed: the weights follow from it alone, the same on every rank and for every device, and torch's global RNG is
-            left as it was. None draws from the global RNG.
+        seed: determines the weights, which are the same on every rank and device; torch's global RNG is not changed.
+            None draws from the global RNG.
 
     Raises:
-        ConfigError: as `Transformer`.
+        ConfigError: as for `Transformer`.
     """
     model = empty_transformer(config)
     generator = None if seed is None else torch.Generator(device="cpu").manual_seed(seed)
@@ -252,18 +252,18 @@ def build_transformer(config: ModelConfig, seed: int | None = None) -> Transform
 
 @torch.no_grad()
 def init_weights(model: nn.Module, config: ModelConfig, generator: torch.Generator | None = None) -> None:
-    """Draw all parameters of `model` anew, in place. With `L` layers and `std = init_method_std`:
+    """Initialize all parameters of `model` in place. With `L` layers and `std = init_method_std`:
 
     - embeddings and projections: normal with mean 0 and standard deviation `std`;
-    - the projections of a layer that write into the residual stream (attention output, down of feed-forward and
-      experts): `std / sqrt(2 L)`, so that the sum of the `2 L` contributions has the same spread for any depth;
+    - projections of a layer that write to the residual stream (attention output, down projection of feed-forward and
+      experts): `std / sqrt(2 L)`, so that the sum of the `2 L` contributions has the same variance at any depth;
     - biases 0, norms 1.
 
     The numbers are drawn in float32 on the CPU and copied, so they depend neither on the device nor on the dtype of
     the parameters. Parameters on the meta device are left alone.
 
     Args:
-        generator: a CPU generator; None draws from torch's global one.
+        generator: a CPU generator; None draws from torch's global RNG.
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), section 2.3; Shoeybi et al.,
     "Megatron-LM" (2019), appendix B.1.

@@ -1,4 +1,4 @@
-"""From the configuration of a run, or a user's own object, to the optimizer and the scheduler that the loop drives."""
+"""Builds the optimizer and scheduler that the loop drives, from a run's configuration or a user's own objects."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from onstep.config.optimizer_rules import check_param_groups
-from onstep.config.part import nearest
-from onstep.config.parts import OptimizerConfig, SchedulerConfig
+from onstep.config import OptimizerConfig, SchedulerConfig
+from onstep.config.checks.optimizer import check_param_groups
+from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 from onstep.optim.loss_scaler import LossScaler
 from onstep.optim.megatron_optimizer import ForeignOptimizer, MegatronOptimizer
@@ -33,21 +33,21 @@ Groups = list[dict[str, Any]]
 def build_optimizer(
     model_chunks: list[nn.Module], config: OptimizerConfig, *, scaler: LossScaler | None = None
 ) -> TrainingOptimizer:
-    """The configured optimizer over the trainable parameters of all chunks, a shared parameter counted once.
+    """The configured optimizer over the trainable parameters of all chunks; a shared parameter counts once.
 
     `adam` and `adamw` are both AdamW (decoupled weight decay), as in Megatron-Core; torch's fused kernels are used on
     CPU and CUDA. `muon` is torch's Muon for the matrices of the layers and AdamW for the rest: embeddings, the output
     matrix, biases, norms, and the weights of experts that are stacked in three dimensions.
 
-    There are two groups: matrices and larger, with weight decay (`wd_mult` 1), and biases and other parameters of
-    fewer than two dimensions, such as the scales of norms, without (`wd_mult` 0). Each is split further where there is
-    Muon, a learning rate of embedding and output of its own (`is_decoupled_lr`), or `optimizer.param_groups`.
+    There are two groups: tensors of at least two dimensions, with weight decay (`wd_mult` 1), and biases and parameters
+    of fewer dimensions, such as the scales of norms, without (`wd_mult` 0). Each is split further for Muon, for a
+    separate learning rate of embedding and output (`is_decoupled_lr`), and by `optimizer.param_groups`.
 
     Args:
-        scaler: what scales the loss; see `build_loss_scaler`.
+        scaler: the loss scaler; see `build_loss_scaler`.
 
     Raises:
-        ConfigError: the optimizer is unknown, it has no learning rate, nothing is trainable, or an entry of
+        ConfigError: if the optimizer is unknown or has no learning rate, if nothing is trainable, or if an entry of
             `optimizer.param_groups` is wrong or matches nothing.
     """
     if config.optimizer not in OPTIMIZERS:
@@ -56,18 +56,18 @@ def build_optimizer(
             f"optimizer.optimizer must be one of {', '.join(OPTIMIZERS)}, got {config.optimizer!r}.{hint}"
         )
     if config.lr is None or config.lr < 0:
-        raise ConfigError(f"optimizer.lr must be a number >= 0, got {config.lr}; set it, for example to 3e-4")
+        raise ConfigError(f"optimizer.lr must be a number >= 0, got {config.lr}; set it to 3e-4, for example")
     check_param_groups(config)
     roles = trainable_parameters(model_chunks)
     if not roles:
         raise ConfigError(
             f"a model must have parameters with requires_grad, got none in {len(model_chunks)} chunk(s); "
-            "unfreeze what is to be trained"
+            "unfreeze the parameters to train"
         )
     for_muon, others = param_groups(roles, config)
     if config.optimizer == "muon" and not for_muon:
         raise ConfigError(
-            "optimizer.optimizer=muon takes matrices between embedding and output, got none to train; use adam"
+            "optimizer.optimizer=muon requires trainable matrices between embedding and output, got none; use adam"
         )
     optimizer: torch.optim.Optimizer
     if for_muon:
@@ -87,13 +87,13 @@ def build_optimizer(
 
 
 def build_loss_scaler(config: OptimizerConfig, mixed_precision: str | None) -> LossScaler | None:
-    """The loss scaler that the configuration asks for.
+    """The configured loss scaler.
 
-    That of float16 is dynamic, or constant with `loss_scale`; bfloat16 has one only with `loss_scale`, and float32
-    none, as in Megatron-Core.
+    float16 has a dynamic scale, or a constant one with `loss_scale`; bfloat16 has a scale only with `loss_scale`, and
+    float32 has none, as in Megatron-Core.
 
     Raises:
-        ConfigError: the scale starts below its minimum or above 2**96.
+        ConfigError: if the scale starts below its minimum or above 2**96.
     """
     if config.loss_scale is not None and mixed_precision in ("fp16_mixed", "bf16_mixed"):
         return LossScaler.constant(config.loss_scale)
@@ -115,13 +115,13 @@ def wrap_optimizer(
     grad_norm_skip_threshold: float | None = None,
     log_num_zeros_in_grad: bool = False,
 ) -> TrainingOptimizer | Foreign:
-    """What the loop drives for a user's own `optimizer`.
+    """The optimizer interface that the loop drives, for a user's own `optimizer`.
 
-    A torch optimizer is wrapped, with all of these settings. Anything else whose `step()` follows Megatron's
-    convention, returning (update_successful, grad_norm, num_zeros), comes back as it is, and clips by itself.
+    A torch optimizer is wrapped, with all of these settings. Any other object whose `step()` follows Megatron's
+    convention, returning (update_successful, grad_norm, num_zeros), is returned as is, and clips by itself.
 
     Raises:
-        ConfigError: it has no `step()`.
+        ConfigError: if it has no `step()`.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         return TrainingOptimizer(
@@ -146,12 +146,13 @@ def as_step_optimizer(
     device: torch.device,
     scaler: LossScaler | None = None,
 ) -> TrainingOptimizer | ForeignOptimizer:
-    """What the loop drives for any `optimizer`: itself, a torch optimizer wrapped, Megatron's convention adapted.
+    """The optimizer interface that the loop drives: `optimizer` itself, a wrapped torch optimizer, or an adapter.
 
-    One that the loop can drive already keeps its settings, and is given `scaler` where it has none.
+    An optimizer that the loop can already drive keeps its settings, and receives `scaler` if it has none. The adapter
+    is for Megatron's convention.
 
     Raises:
-        ConfigError: it has no `step()`.
+        ConfigError: if it has no `step()`.
     """
     threshold = config.grad_norm_skip_threshold
     if not isinstance(optimizer, TrainingOptimizer | ForeignOptimizer):
@@ -202,21 +203,21 @@ def build_scheduler(
     use_checkpoint_opt_param_scheduler: bool = False,
     samples_after: Callable[[int], int] | None = None,
 ) -> OptimizerParamScheduler:
-    """The scheduler that the configuration asks for, with the values at 0 samples already written.
+    """The configured scheduler, with the values at 0 samples already written.
 
     Values that the configuration leaves open are the optimizer's: with `lr` None each group keeps its own learning rate
-    as its maximum, and a group without `wd_mult` (one that `build_optimizer` did not make) keeps its own weight decay
-    unless the scheduler's configuration sets one. Such values are written into the groups as `max_lr`, `start_wd` and
+    as its maximum, and a group without `wd_mult` (one not made by `build_optimizer`) keeps its own weight decay unless
+    the scheduler's configuration sets one. Such values are written into the groups as `max_lr`, `start_wd` and
     `end_wd`. A warm-up as long as the decay is shortened by one sample, with a UserWarning.
 
     Args:
         train_iters: optimizer steps of the run.
         global_batch_size: samples of one step over all ranks.
-        samples_after: samples of the first so many steps of the run, where the batch grows.
+        samples_after: total samples of the first given number of steps, for a batch-size ramp-up.
 
     Raises:
-        ConfigError: iteration and sample fields are mixed, `max_steps` is below `train_iters`, or a value does not make
-            a schedule (see `LrSchedule`, `WdSchedule`).
+        ConfigError: if iteration and sample fields are mixed, `max_steps` is below `train_iters`, or a value does not
+            define a valid schedule (see `LrSchedule`, `WdSchedule`).
     """
     samples_after = samples_after or (lambda steps: steps * global_batch_size)
     planned = train_iters if scheduler_config.max_steps is None else scheduler_config.max_steps
@@ -259,7 +260,7 @@ def _lengths(
     """Decay, warm-up and the decay of WSD in samples, whichever unit the configuration uses.
 
     Raises:
-        ConfigError: it gives some in iterations and some in samples.
+        ConfigError: if some are given in iterations and some in samples.
     """
     iterations = [name for name in _ITERATION_FIELDS if getattr(config, name)]
     samples = [name for name in _SAMPLE_FIELDS if getattr(config, name)]
@@ -278,7 +279,7 @@ def _lengths(
 
 
 def _warmup(config: SchedulerConfig, warmup: float, decay: float) -> float:
-    """Samples of warm-up, shorter than the decay."""
+    """Samples of warm-up, fewer than those of the decay."""
     fraction = config.lr_warmup_fraction
     if fraction is not None:
         if warmup:
@@ -300,7 +301,7 @@ def _warmup(config: SchedulerConfig, warmup: float, decay: float) -> float:
 
 
 def _adopt_lr(optimizer: HasParamGroups, config: OptimizerConfig) -> float:
-    """The configured learning rate, or the optimizer's own, of which each group then keeps its share."""
+    """The configured learning rate, or the optimizer's own, of which each group then keeps its fraction."""
     if config.lr is not None:
         return config.lr
     rates = [float(group["lr"]) for group in optimizer.param_groups]
@@ -311,7 +312,7 @@ def _adopt_lr(optimizer: HasParamGroups, config: OptimizerConfig) -> float:
 
 
 def _adopt_weight_decay(optimizer: HasParamGroups, config: SchedulerConfig) -> None:
-    """Keep the weight decay that a user gave to the groups of an own optimizer."""
+    """Keep the weight decay that a user set in the groups of their own optimizer."""
     if config.start_weight_decay is not None or config.end_weight_decay is not None:
         return
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""The gate before an update: what is not finite closes it, and it stays closed until it is reset."""
+"""Gates updates: a non-finite value closes the gate, which stays closed until it is reset."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 COPY_INTERVAL = 5
-"""Updates between two asynchronous copies of a device gate; each is waited for at the latest when the next is due, so
-that the host is at most twice as many steps late."""
+"""Updates between two asynchronous copies of a device gate; each copy is awaited at the latest when the next is due, so
+the host lags by at most twice as many steps."""
 
 
 class FiniteGate(ABC):
@@ -21,31 +21,31 @@ class FiniteGate(ABC):
         self.first_bad_step: int | None = None
 
     def begin_step(self, step: int) -> None:
-        """Say which step the next observations belong to; `step` is >= 0 and never falls between resets."""
+        """Set the step that the next observations belong to; `step` is >= 0 and never decreases between resets."""
         self.step = step
 
     @abstractmethod
     def observe_norm(self, norm: Tensor) -> float | None:
-        """Close the gate if `norm`, a 0-d tensor >= 0, is not finite. Returns its value where the host can see it."""
+        """Close the gate if `norm`, a 0-d tensor >= 0, is not finite. Returns its value if the host can see it."""
 
     @abstractmethod
     def observe_gradients(self, gradients: list[Tensor]) -> None:
-        """Close the gate if an element of `gradients` is not finite; costs less than their norm.
+        """Close the gate if an element of `gradients` is not finite; cheaper than computing their norm.
 
-        They are of floating types and on the gate's device, and there is at least one.
+        They must be of floating types and on the gate's device, and at least one.
         """
 
     @abstractmethod
     def observe_loss(self, loss: Tensor) -> None:
         """Close the gate if `loss`, a tensor of one element, is not finite.
 
-        With several ranks, pass only what all of them see alike: a gate that closes on some of them lets them drift
+        With several ranks, only pass values that are the same on all of them: ranks whose gates differ would drift
         apart.
         """
 
     @abstractmethod
     def poll(self, force: bool = False) -> int | None:
-        """The first bad step, or None while none is known; `force` waits for what the device knows."""
+        """The first bad step, or None while none is known; `force` waits for the device."""
 
     def reset(self) -> None:
         """Open the gate again."""
@@ -58,7 +58,7 @@ def finite_gate(device: torch.device) -> FiniteGate:
 
 
 class HostFiniteGate(FiniteGate):
-    """The gate where values are in host memory: it closes at once, without a read through PyTorch's dispatcher."""
+    """The gate for values in host memory: it closes at once, without a read through PyTorch's dispatcher."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,24 +93,24 @@ class HostFiniteGate(FiniteGate):
 
 def host_value(tensor: Tensor) -> float:
     """The value of a CPU tensor of one element, read through the memory that NumPy shares with it."""
-    if tensor.dtype is torch.bfloat16:  # which NumPy does not have
+    if tensor.dtype is torch.bfloat16:  # which NumPy does not support
         tensor = tensor.float()
     value: float = tensor.numpy().item()
     return value
 
 
 class DeviceFiniteGate(FiniteGate):
-    """The gate where values are on an accelerator: it closes there, and the host learns of it by asynchronous copies.
+    """The gate for values on an accelerator: it closes there, and asynchronous copies inform the host.
 
-    `found_inf` (float32, 0-d) is 1 once anything was not finite, in the form that fused optimizers of torch take.
-    Observing costs three small kernels and no wait, in the order of the current stream.
+    `found_inf` (float32, 0-d) is 1 once anything was not finite, in the form that torch's fused optimizers accept.
+    Observing costs three small kernels without waiting, in the order of the current stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
-        # One-based, so that 0 says "none" and `found_inf > bad` holds exactly when a bad step is still unnamed.
+        # One-based, so that 0 means "none" and `found_inf > bad` holds exactly while a bad step is not yet recorded.
         self._bad_step_plus_one = torch.zeros((), dtype=torch.int64, device=device)
         is_host = device.type == "cpu"  # the same logic without an accelerator, for tests
         self._landing = torch.zeros((), dtype=torch.int64, pin_memory=not is_host)
@@ -131,16 +131,17 @@ class DeviceFiniteGate(FiniteGate):
         self._raise_flag([loss.detach()])
 
     def _raise_flag(self, values: list[Tensor]) -> None:
-        # One kernel that sets the flag and never clears it; the scale of 1 leaves the values as they are.
+        # One kernel that sets the flag and never clears it; the scale of 1 does not change the values.
         torch._amp_foreach_non_finite_check_and_unscale_(values, self.found_inf, self._one)
         self._bad_step_plus_one.masked_fill_(self.found_inf > self._bad_step_plus_one, self.step + 1)
 
     def poll(self, force: bool = False) -> int | None:
         """The first bad step, or None while none is known.
 
-        Call it once a step: it starts a copy every `COPY_INTERVAL` updates, and reads it when the next one is due, not
-        earlier: what a rank knows depends on its steps alone, never on how far its device is, so that all ranks learn
-        of a bad step at the same one. With `force` it waits for everything queued so far (a host synchronisation).
+        Call it once per step: it starts a copy every `COPY_INTERVAL` updates, and reads it when the next one is due,
+        not earlier. What a rank knows then depends only on its steps, never on how far its device is, so all ranks
+        learn of a bad step at the same step. With `force` it waits for everything queued so far (a host
+        synchronization).
         """
         if self.first_bad_step is None:
             is_due = force or self._updates_since_copy >= COPY_INTERVAL

@@ -1,4 +1,4 @@
-"""Torch's fused AdamW, Adam and SGD, and its Muon, without what `Optimizer.step` does around their kernels."""
+"""Runs torch's fused AdamW, Adam and SGD, and its Muon, without the overhead of `Optimizer.step`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from torch.utils import _contextlib as torch_contextlib
 Group = dict[str, Any]
 State = dict[str, Tensor]
 Columns = list[list[Tensor]]
-"""For each of a kernel's state keys, that state of each parameter."""
+"""For each of a kernel's state keys, the states of all parameters."""
 
 grad_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 _TORCHS_FILES = (os.path.dirname(torch_optimizer.__file__), torch_contextlib.__file__)
 
 
-class OwnStep:
-    """Does what `optimizer.step()` does, by torch's own kernels on lists that are kept from step to step.
+class FusedStep:
+    """Does the same as `optimizer.step()`, with torch's own kernels, on lists that are kept from step to step.
 
-    The bits and the state are torch's. What this class does not know is left to `optimizer.step()`: other optimizers
-    and subclasses, hooks, a `step` that somebody replaced, a running profiler (whose trace names the step), tensor
-    subclasses, a learning rate that is a tensor, and `amsgrad`, `capturable`, `differentiable` and `foreach`. Groups,
-    settings, state and gradients may change between two calls.
+    The bits and the state are torch's. Unsupported cases are left to `optimizer.step()`: other optimizers and
+    subclasses, hooks, a replaced `step`, a running profiler (whose trace names the step), tensor subclasses, a learning
+    rate that is a tensor, and `amsgrad`, `capturable`, `differentiable` and `foreach`. Groups, settings, state and
+    gradients may change between two calls.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -43,7 +43,7 @@ class OwnStep:
         self._members: list[list[Tensor]] = []
         self._states: list[State] = []
         self._idle: list[Tensor] = []
-        """Parameters that had no gradient when the lists were made."""
+        """Parameters that had no gradient when the lists were built."""
         self._batches: list[_Batch] = []
         self._is_possible = False
 
@@ -63,7 +63,7 @@ class OwnStep:
                 kernel.update(batch, grads, columns, found_inf)
         finally:
             torch._C._set_grad_enabled(has_autograd)
-        own["_opt_called"] = True  # by which a torch scheduler knows that it comes after a step
+        own["_opt_called"] = True  # tells a torch scheduler that it is called after a step
 
     def _is_plain(self) -> bool:
         """Whether `optimizer.step()` would do nothing but run kernels."""
@@ -81,7 +81,7 @@ class OwnStep:
         )
 
     def _collect(self, kernel: _Kernel) -> list[tuple[_Batch, list[Tensor], Columns]] | None:
-        """What to call the kernel with; None where that is torch's business, as where it has to make state."""
+        """The arguments for the kernel; None if torch must do the step, for example to create the state."""
         if not self._is_current():
             self._survey()
         if not self._is_possible:
@@ -96,13 +96,13 @@ class OwnStep:
                 return None
             grads: list[Any] = list(map(grad_of, batch.params))
             if not all(map(is_not, grads, repeat(None))):
-                self._members = []  # for new lists at the next step
+                self._members = []  # forces new lists at the next step
                 return None
             work.append((batch, grads, columns))
         return work
 
     def _is_current(self) -> bool:
-        """Whether the lists are still the optimizer's, but for gradients that are missing now. Compares identities."""
+        """Whether the lists still match the optimizer, except for gradients missing now. Compares identities."""
         groups, state = self._optimizer.param_groups, self._optimizer.state
         return (
             are_members(groups, self._members)
@@ -113,7 +113,7 @@ class OwnStep:
         )
 
     def _survey(self) -> None:
-        """Make the lists anew."""
+        """Build the lists again."""
         state, batches = self._optimizer.state, dict[tuple[int, torch.device, torch.dtype], _Batch]()
         self._groups = list(self._optimizer.param_groups)
         self._members = [list(group["params"]) for group in self._groups]
@@ -128,7 +128,7 @@ class OwnStep:
                     batch = batches.setdefault(key, _Batch(group, param.device, [], []))
                     own = state.get(param, {})
                     batch.params.append(param)
-                    batch.states.append({} if any(value is None for value in own.values()) else own)  # of an old SGD
+                    batch.states.append({} if any(value is None for value in own.values()) else own)  # of an older SGD
         self._batches = list(batches.values())
 
 
@@ -144,7 +144,7 @@ def are_members(groups: list[Group], members: list[list[Tensor]]) -> bool:
 
 
 class _Batch(NamedTuple):
-    """Parameters that a kernel takes at once: of one group, device and type, each with a gradient."""
+    """Parameters that a kernel processes at once: of one group, device and type, each with a gradient."""
 
     group: Group
     device: torch.device
@@ -156,7 +156,7 @@ class _Kernel(NamedTuple):
     """One of torch's optimizers."""
 
     columns: Callable[[Group, list[State]], Columns | None]
-    """The state as `update` has it; None where torch has another kernel for a group of these settings."""
+    """The state in the form that `update` expects; None if torch uses another kernel for such a group."""
     update: Callable[[_Batch, list[Tensor], Columns, Tensor | None], None]
 
 
@@ -189,7 +189,7 @@ def _adam(batch: _Batch, grads: list[Tensor], columns: Columns, found_inf: Tenso
     steps, exp_avgs, exp_avg_sqs = columns
     lr, (beta1, beta2), weight_decay, eps, maximize, is_decoupled = _adam_settings(batch.group)
     if batch.device.type == "cpu":
-        torch._foreach_add_(steps, _ONE, alpha=1)  # which does not make a tensor of 1 for each
+        torch._foreach_add_(steps, _ONE, alpha=1)  # which does not create a tensor of 1 for each
     else:
         torch._foreach_add_(steps, 1)
     (torch._fused_adamw_ if is_decoupled else torch._fused_adam_)(
@@ -247,7 +247,7 @@ _KERNELS: dict[type, _Kernel] = {
 
 
 def _is_torchs(step: object) -> bool:
-    """Whether `step`, with all that is wrapped around it, is torch's code: the scheduler's counter is, a user's not."""
+    """Whether `step`, including everything wrapped around it, is torch's code, as the scheduler's counter is."""
     while step is not None:
         code = getattr(step, "__code__", None)
         if code is None or not code.co_filename.startswith(_TORCHS_FILES):

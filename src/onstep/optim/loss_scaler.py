@@ -1,4 +1,4 @@
-"""The loss scale of mixed precision: what lifts small gradients over float16's smallest number."""
+"""Scales the loss of mixed precision, so that small gradients do not underflow in float16."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from onstep.optim.finite_gate import host_value
 GROWTH = 2.0
 BACKOFF = 0.5
 LARGEST_SCALE = 2.0**96
-"""Where growth ends: the scale times any weight of a loss, and its reciprocal, stay normal numbers of float32."""
+"""Upper limit of the scale: its product with any weight of a loss, and its reciprocal, stay normal float32 numbers."""
 
 
 class LossScaler:
-    """Decides by how much the loss is multiplied before the backward pass.
+    """Determines the factor by which the loss is multiplied before the backward pass.
 
     The scale doubles after `window` clean steps in a row. It halves, down to `min_scale`, with the `hysteresis`-th
-    overflow and with every further one; only a doubling forgives earlier overflows. A scale that cannot fall (at its
-    minimum, or constant) has no overflows: what is not finite there is an anomaly, and the finite gate's business. So
-    is a loss that is not finite, at any scale: the forward pass does not know the scale, so a lower one cannot help.
+    overflow and with every further one; only a doubling resets the count of overflows. A scale that cannot fall (at its
+    minimum, or constant) has no overflows: non-finite values are then anomalies, which the finite gate handles. So is a
+    non-finite loss, at any scale: the forward pass does not depend on the scale, so a lower one cannot help.
 
-    The scale is a number of the host, where `is_overflow` learns of a step's gradients by one read of the device.
+    The scale is a host number: `is_overflow` checks a step's gradients with one read of the device.
 
     Args:
-        initial_scale: where the scale starts.
+        initial_scale: the initial scale.
         min_scale: smallest scale, > 0.
-        window: clean steps after which the scale doubles; None never does.
-        hysteresis: overflows, since the start or the last doubling, from which on the scale halves.
+        window: clean steps after which the scale doubles; None disables this.
+        hysteresis: number of overflows, since the start or the last doubling, from which the scale halves.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: if a value is out of range.
 
     Source: Micikevicius et al. 2018, "Mixed Precision Training" (arXiv:1710.03740), section 3.2.
     """
@@ -72,22 +72,22 @@ class LossScaler:
         return self.window is None and self.scale <= self.min_scale
 
     def reset(self) -> None:
-        """Start anew at the initial scale."""
+        """Start again at the initial scale."""
         self.scale = self.initial_scale
         self.clean_steps = 0
         """Steps without an overflow since the last overflow or doubling."""
         self.hysteresis_left = self.hysteresis
-        """Overflows until the scale halves; 1 and less: with the next one."""
+        """Overflows until the scale halves; at 1 or less, the next one halves it."""
 
     def is_overflow(self, norm: Tensor, loss: Tensor | None = None) -> bool:
-        """Take up one step, and tell whether its gradients overflowed because the scale was too high.
+        """Record one step, and return whether its gradients overflowed because the scale was too high.
 
         Waits for the device, unless the scale is constant. Ranks that pass the same values keep the same scale, without
         communication.
 
         Args:
             norm: norm of the scaled gradients, 0-d, the same on all ranks.
-            loss: the step's loss, one element, the same on all ranks; None trusts it.
+            loss: the step's loss, one element, the same on all ranks; None assumes that it is finite.
         """
         if self.is_constant:
             return False
@@ -111,14 +111,14 @@ class LossScaler:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and its two counters, as plain numbers."""
+        """The scale and its two counters, as Python numbers."""
         return {"scale": self.scale, "clean_steps": self.clean_steps, "hysteresis_left": self.hysteresis_left}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where another scaler stood, within today's limits; a constant scale stays what it is.
+        """Continue another scaler's state, within the current limits; a constant scale does not change.
 
         Raises:
-            CheckpointError: a key is missing, or its value is none that a scaler saves.
+            CheckpointError: if a key is missing, or a value is invalid.
         """
         scale, clean_steps = state_dict.get("scale"), state_dict.get("clean_steps")
         hysteresis_left = state_dict.get("hysteresis_left")
@@ -126,7 +126,7 @@ class LossScaler:
         if not is_scale or not all(isinstance(count, int) and count >= 0 for count in (clean_steps, hysteresis_left)):
             raise CheckpointError(
                 f"The state of a loss scaler must have a scale between 0 and 2**96 and two counts, got {state_dict}; "
-                f"resume from another checkpoint, or leave the state out to start at the initial scale."
+                f"resume from another checkpoint, or omit the state to start at the initial scale."
             )
         if self.window is None:
             return

@@ -1,4 +1,4 @@
-"""An optimizer of Megatron-Core's convention, which clips by itself, behind what the loop asks of ours."""
+"""Adapts optimizers with Megatron-Core's convention, which clip by themselves, to the loop's optimizer interface."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from onstep.optim.protocol import HasParamGroups, HasState
 
 
 class MegatronOptimizer(HasParamGroups, HasState, Protocol):
-    """Megatron-Core's convention; without `state_dict` and `load_state_dict` it cannot be in a checkpoint."""
+    """Megatron-Core's convention; without `state_dict` and `load_state_dict` it cannot be saved in a checkpoint."""
 
     def zero_grad(self) -> None:
-        """Drop the gradients."""
+        """Clear the gradients."""
 
     def step(self) -> tuple[bool, Tensor | float | None, Tensor | int | None]:
         """Clip and update: (update_successful, grad_norm, num_zeros)."""
 
 
 class ForeignOptimizer:
-    """An optimizer whose `step()` does everything at once, with our gate, threshold and loss scale before it.
+    """An optimizer whose `step()` does everything at once, preceded by Onstep's gate, threshold and loss scale.
 
-    Loss and raw gradients are read once before each `step()`, which waits for the device. What is not finite is never
-    handed to it, nor what overflowed with the `scaler`, of which it knows nothing. The norm and the zeros of a step are
-    those that its `step()` returns.
+    Loss and raw gradients are read once before each `step()`, which waits for the device. Non-finite values never reach
+    it, nor gradients that overflowed with the `scaler`, which it does not know about. The norm and the zeros of a step
+    are those that its `step()` returns.
 
     Args:
-        model: the chunks whose gradients are scaled and watched, a shared parameter's once.
-        device: where losses and gradients are.
+        model: the chunks whose gradients are scaled and watched; shared parameters count once.
+        device: the device of losses and gradients.
         scaler: the loss scaler of float16; None does not scale. Its state is not in `state_dict`.
-        grad_norm_skip_threshold: a step whose raw gradient norm is above this is not handed over.
+        grad_norm_skip_threshold: steps with a raw gradient norm above this are skipped.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class ForeignOptimizer:
         self.grad_norm_skip_threshold = grad_norm_skip_threshold
         self.overflowed = False
         self.grad_norm: Tensor | float | None = None
-        """What `step()` returned, or the raw norm above the threshold; None before that."""
+        """The norm that `step()` returned, or the raw norm above the threshold; None before either."""
         self.num_zeros: Tensor | int | None = None
-        """What `step()` returned."""
+        """The number of zeros that `step()` returned."""
         self._model, self._device = model, device
         self._loss: Tensor | None = None
         self._raw_norm: Tensor | None = None
@@ -65,7 +65,7 @@ class ForeignOptimizer:
         return self.optimizer.param_groups
 
     def zero_grad(self) -> None:
-        """Drop the gradients."""
+        """Clear the gradients."""
         self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
@@ -77,15 +77,15 @@ class ForeignOptimizer:
         self.optimizer.load_state_dict(state_dict)
 
     def observe_loss(self, loss: Tensor) -> None:
-        """Keep `loss` for `prepare`, which looks at loss and gradients together."""
+        """Keep `loss` for `prepare`, which checks loss and gradients together."""
         self._loss = loss
 
     def prepare(self, grad_scale: Tensor | float | None = None, *, needs_norm: bool = True) -> Tensor | None:
-        """Scale the gradients and show them to the gate, unless they overflowed. Waits for the device.
+        """Scale the gradients and pass them to the gate, unless they overflowed. Waits for the device.
 
         Returns:
-            The L2 norm of the raw gradients, 0-d; None where they overflowed, or where neither the caller nor the
-            threshold needs it.
+            The L2 norm of the raw gradients, 0-d; None if they overflowed, or if neither the caller nor the threshold
+                needs it.
         """
         params = dict.fromkeys(param for chunk in self._model for param in chunk.parameters())
         gradients = [param.grad for param in params if param.grad is not None]
@@ -99,7 +99,7 @@ class ForeignOptimizer:
         loss, self._loss = self._loss, None
         self.grad_norm = self.num_zeros = self._raw_norm = None
         self.overflowed = self.scaler is not None and self.scaler.is_overflow(norm, loss)
-        if self.overflowed:  # a lower scale will fix it, so the gate is not told
+        if self.overflowed:  # a lower scale will fix it, so the gate is not closed
             return None
         if loss is not None:
             self.gate.observe_loss(loss)
@@ -111,7 +111,7 @@ class ForeignOptimizer:
         return self._raw_norm
 
     def apply(self) -> bool:
-        """Let it step, unless loss or gradients are not finite or their norm is above the threshold."""
+        """Step, unless loss or gradients are not finite or their norm is above the threshold."""
         if self.overflowed or self.gate.first_bad_step is not None:
             return False
         threshold, norm = self.grad_norm_skip_threshold, self._raw_norm

@@ -1,4 +1,4 @@
-"""Muon for the matrices of the layers and AdamW for everything else, as one optimizer."""
+"""Combines Muon for the matrices of the layers and AdamW for everything else in one optimizer."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from onstep.errors import ConfigError
-from onstep.optim.fused_step import OwnStep
+from onstep.optim.fused_step import FusedStep
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Two of torch's optimizers with one list of groups, one state and one step.
+    """Two torch optimizers with one list of groups, one state and one step.
 
-    Its groups are those of `muon`, then those of `adamw`, the very dictionaries; loading a state keeps it so. A group
-    that is added later is AdamW's.
+    Its groups are those of `muon`, then those of `adamw`, as the same dictionaries, even after loading a state. A group
+    added later belongs to AdamW.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the learning rate that
     matches AdamW's: Liu et al. 2025, "Muon is Scalable for LLM Training" (arXiv:2502.16982), section 2.2.
@@ -29,14 +29,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Let AdamW update further parameters.
+        """Add parameters for AdamW.
 
         Raises:
-            ConfigError: there is no AdamW, since Muon has everything.
+            ConfigError: if Muon has all parameters, so that no AdamW exists.
         """
         if self._is_made:
             if self._adamw is None:
-                raise ConfigError("a group can only be added to AdamW, and Muon has all parameters; build a new one")
+                raise ConfigError("a group can only be added to AdamW, but Muon has all parameters; build a new one")
             self._adamw.add_param_group(param_group)  # which fills in AdamW's defaults
             param_group = self._adamw.param_groups.pop()
         super().add_param_group(param_group)
@@ -50,7 +50,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             step()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles hold: torch's three, and the two optimizers, which share them."""
+        """The content of copies and pickles: torch's three attributes, and the two optimizers, which share them."""
         parts = {name: vars(self)[name] for name in ("_muon", "_adamw", "_num_muon_groups", "_is_made")}
         return {**super().__getstate__(), **parts}
 
@@ -59,11 +59,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let both see the groups and the state of this one."""
+        """Make both optimizers use the groups and the state of this one."""
         for inner, groups in (
             (self._muon, self.param_groups[: self._num_muon_groups]),
             (self._adamw, self.param_groups[self._num_muon_groups :]),
         ):
             if inner is not None:
                 inner.param_groups, inner.state = groups, self.state
-        self._steps = [OwnStep(inner) for inner in (self._muon, self._adamw) if inner is not None]
+        self._steps = [FusedStep(inner) for inner in (self._muon, self._adamw) if inner is not None]

@@ -1,4 +1,4 @@
-"""A torch optimizer with the global norm, the clipping and the finite gate that a training step needs around it."""
+"""Wraps a torch optimizer with the global norm, clipping and finite gate that a training step requires."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from onstep.distributed.shards import Split, is_sharded, local_part, split_of, whole
 from onstep.errors import CheckpointError, ConfigError
 from onstep.optim.finite_gate import DeviceFiniteGate, FiniteGate, HostFiniteGate, finite_gate
-from onstep.optim.fused_step import OwnStep, are_members
+from onstep.optim.fused_step import FusedStep, are_members
 from onstep.optim.loss_scaler import LossScaler
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -22,28 +22,27 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 class TrainingOptimizer:
     """Any `torch.optim.Optimizer`, in two halves: `prepare` the gradients, `apply` the update.
 
-    An update is applied only while every gradient norm (and observed loss) was finite. Torch's fused optimizers take
-    the gate's flag on the device; for any other optimizer on an accelerator, and for the first update of each, the flag
-    is read once before the update, which waits for the device.
+    An update is applied only if every gradient norm (and observed loss) was finite. Torch's fused optimizers accept the
+    gate's flag on the device; for any other optimizer on an accelerator, and for the first update of each, the flag is
+    read once before the update, which waits for the device.
 
-    With a `scaler`, the gradients are taken to be those of the loss times `scaler.scale`: `prepare` unscales them,
-    reads once whether they overflowed, and then skips the step without telling the gate; see `LossScaler` for what is
-    an overflow and what an anomaly. The scaler's state is in `state_dict` as `scaler`.
+    With a `scaler`, the gradients are assumed to be those of the loss times `scaler.scale`: `prepare` unscales them,
+    reads once whether they overflowed, and if so skips the step without closing the gate; see `LossScaler` for the
+    difference between an overflow and an anomaly. The scaler's state is in `state_dict` as `scaler`.
 
     Args:
-        clip_grad: largest global L2 norm of the gradients; None or 0 does not clip.
-        gate: the gate to use; None makes one for the device of the first parameter.
-        order: parameters in the order in which their gradients enter the global norm, which its last bits depend on;
-            None is the order of the groups.
+        clip_grad: maximum global L2 norm of the gradients; None or 0 disables clipping.
+        gate: the gate to use; None creates one for the device of the first parameter.
+        order: parameters in the order in which their gradients enter the global norm, which affects its last bits; None
+            means the order of the groups.
         scaler: the loss scaler of mixed precision; None does not scale.
-        grad_norm_skip_threshold: a step whose gradient norm before clipping is above this updates nothing. Whether it
-            is must be known on the host, where the schedule is, so an accelerator is waited for at each update. None
-            skips none.
-        log_num_zeros_in_grad: count the zeros among the gradients of each step, after clipping, as `num_zeros`.
+        grad_norm_skip_threshold: a step whose gradient norm before clipping is above this updates nothing. The host,
+            which has the schedule, must know this, so each update waits for an accelerator. None disables skipping.
+        log_num_zeros_in_grad: count the zeros in the gradients of each step, after clipping, as `num_zeros`.
 
     Raises:
-        ConfigError: `clip_grad` is negative, `grad_norm_skip_threshold` is not > 0, the optimizer needs a closure, or a
-            scaler is to serve float16 weights.
+        ConfigError: if `clip_grad` is negative, `grad_norm_skip_threshold` is not > 0, the optimizer requires a
+            closure, or float16 weights are combined with a scaler.
     """
 
     def __init__(
@@ -64,11 +63,9 @@ class TrainingOptimizer:
                 f"grad_norm_skip_threshold must be > 0, got {grad_norm_skip_threshold}; pass None to skip no step"
             )
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigError(
-                "LBFGS must be stepped with a closure, which a training step has none of; use AdamW or SGD"
-            )
+            raise ConfigError("LBFGS requires a closure, which a training step does not have; use AdamW or SGD")
         self.optimizer = optimizer
-        self._step = OwnStep(optimizer)
+        self._step = FusedStep(optimizer)
         self.clip_grad = clip_grad
         self.grad_norm_skip_threshold = grad_norm_skip_threshold
         self.log_num_zeros_in_grad = log_num_zeros_in_grad
@@ -76,27 +73,27 @@ class TrainingOptimizer:
         if gate is None:
             gate = finite_gate(next(param.device for group in optimizer.param_groups for param in group["params"]))
         self.gate = gate
-        # torch's own zero_grad spends most of its time on profiling; a subclass may mean something else by it.
+        # torch's own zero_grad spends most of its time on profiling; a subclass may override it.
         self._clears_plainly = type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad
         self._must_read = self._always_reads = False
         self._observed_loss: Tensor | None = None
         self.overflowed = False
-        """Whether the gradients of the step that was prepared last overflowed, which skips its update."""
+        """Whether the gradients of the last prepared step overflowed, which skips its update."""
         self.num_zeros: Tensor | None = None
-        """Zeros among the gradients of the step that was prepared last, 0-d int64 on their device, where they are to be
-        counted and did not overflow."""
+        """Zeros in the gradients of the last prepared step, 0-d int64 on their device, if they are counted and did not
+        overflow."""
         self._norm: Tensor | None = None
         self._scaler = scaler
         self._survey()
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """What `prepare` returned last; None where those gradients overflowed."""
+        """The last result of `prepare`; None if those gradients overflowed."""
         return None if self.overflowed else self._norm
 
     @property
     def scaler(self) -> LossScaler | None:
-        """What the loss must be scaled by; assigning is for between two steps."""
+        """The loss scaler; assign it only between two steps."""
         return self._scaler
 
     @scaler.setter
@@ -105,7 +102,7 @@ class TrainingOptimizer:
         self._scaler, self.overflowed, self._observed_loss = scaler, False, None
 
     def get_loss_scale(self) -> Tensor:
-        """The current loss scale as Megatron-Core gives it, (1,) on the host; 1 without a scaler."""
+        """The current loss scale in Megatron-Core's form, (1,) on the host; 1 without a scaler."""
         return torch.tensor([1.0 if self._scaler is None else self._scaler.scale])
 
     @property
@@ -124,7 +121,7 @@ class TrainingOptimizer:
         return self.optimizer.defaults
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, or fill them with zeros."""
+        """Clear the gradients, or fill them with zeros."""
         if not (set_to_none and self._clears_plainly):
             self.optimizer.zero_grad(set_to_none=set_to_none)
             return
@@ -138,28 +135,28 @@ class TrainingOptimizer:
         self._survey()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the wrapped optimizer, and the scaler's as `scaler`; the gate is not part of it."""
+        """The state of the wrapped optimizer, and the scaler's as `scaler`; the gate is not included."""
         state = self.optimizer.state_dict()
         return state if self._scaler is None else {**state, "scaler": self._scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state into the wrapped optimizer and the scaler.
 
-        Without a scaler's state in it, as where the run did not use float16 before, a scaler starts anew; without a
-        scaler its state is passed over.
+        If it has no scaler state, as after a run without float16, a scaler starts from scratch; without a scaler, a
+        scaler state is ignored.
 
         Raises:
-            CheckpointError: the state of the scaler is none, or the groups are not these.
+            CheckpointError: if the scaler's state is invalid, or the groups differ.
         """
         state = dict(state_dict)
         scaler_state = state.pop("scaler", None)
         groups = (self.param_groups, state.get("param_groups", []))
         sizes, saved_sizes = ([len(group["params"]) for group in of_one] for of_one in groups)
-        if sizes != saved_sizes:  # moments would be given to the wrong parameters
+        if sizes != saved_sizes:  # Adam's moments would be assigned to the wrong parameters
             raise CheckpointError(
-                f"the optimizer has groups of {sizes} parameters and its saved state those of {saved_sizes}; resume "
-                f"with the saved optimizer.param_groups, with optimizer.decoupled_lr set or not as it was, and the "
-                f"same parameters frozen, or load without it (checkpoint.load_optim=false)"
+                f"the optimizer has groups of {sizes} parameters, but its saved state those of {saved_sizes}; resume "
+                f"with the saved optimizer.param_groups, with optimizer.decoupled_lr set only if it was, and with the "
+                f"same parameters frozen, or load without the optimizer (checkpoint.load_optim=false)"
             )
         self.optimizer.load_state_dict(state)
         if self._scaler is not None:
@@ -171,27 +168,27 @@ class TrainingOptimizer:
     def observe_loss(self, loss: Tensor) -> None:
         """Close the gate if `loss`, a tensor of one element, is not finite; see `FiniteGate.observe_loss`.
 
-        Where values are in host memory, `prepare` looks at it, together with the gradients.
+        If values are in host memory, `prepare` checks the loss together with the gradients.
         """
         self._observed_loss = loss
         if not self._is_on_host:
             self.gate.observe_loss(loss)
 
     def prepare(self, grad_scale: Tensor | float | None = None, *, needs_norm: bool = True) -> Tensor | None:
-        """Scale the gradients, take their global norm, clip them and tell the gate.
+        """Scale the gradients, compute their global norm, clip them and pass the norm to the gate.
 
         Without `grad_scale` the gradients afterwards are, bit for bit, those of `torch.nn.utils.clip_grad_norm_`,
         except that norms of float16 and bfloat16 gradients are accumulated in float32.
 
         Args:
-            grad_scale: factor > 0 on all gradients, a number or a 0-d tensor; it costs no pass of its own.
-            needs_norm: whether the caller uses the norm. Where it does not, and neither clipping, a scaler nor
-                `grad_norm_skip_threshold` does, the gate is shown the gradients instead, at a third of the cost.
+            grad_scale: factor > 0 for all gradients, a number or a 0-d tensor; it requires no extra pass.
+            needs_norm: whether the caller uses the norm. If not, and if neither clipping, a scaler nor
+                `grad_norm_skip_threshold` needs it, the gate checks the gradients instead, at a third of the cost.
                 Gradients that are finite, but whose norm would overflow, are then applied.
 
         Returns:
             The L2 norm of the scaled gradients before clipping, 0-d on their device; the host waits for it only with a
-            scaler. Of gradients that overflowed it is not finite. None where it was not computed.
+            scaler. It is not finite if gradients overflowed, and None if it was not computed.
         """
         if not are_members(self.optimizer.param_groups, self._members):
             self._survey()
@@ -216,8 +213,9 @@ class TrainingOptimizer:
         """Update the weights, unless the gate is closed or the norm is above `grad_norm_skip_threshold`.
 
         Returns:
-            False if the host knows that nothing was updated. On an accelerator a closed gate of which the host has not
-            heard yet gives True although the device updated nothing; `gate.poll` tells at most 10 steps later.
+            False if the host knows that nothing was updated. If the gate on an accelerator is closed but the host does
+            not know yet, the result is True although the device updated nothing; `gate.poll` reports it at most 10
+            steps later.
         """
         if self.overflowed or self.gate.first_bad_step is not None:
             return False
@@ -231,9 +229,9 @@ class TrainingOptimizer:
         return True
 
     def step(self) -> tuple[bool, Tensor | None, Tensor | None]:
-        """Both halves in one, with Megatron-Core's result: (update_successful, grad_norm, num_zeros).
+        """Run both halves, with Megatron-Core's result: (update_successful, grad_norm, num_zeros).
 
-        The gate counts these calls as steps, until `gate.begin_step` says otherwise. Zeros that are not counted are
+        The gate counts these calls as steps, unless `gate.begin_step` sets the step. Zeros that are not counted are
         None. A step that overflowed has no norm: (False, None, None).
         """
         self.prepare()
@@ -242,7 +240,7 @@ class TrainingOptimizer:
         return is_applied, self.grad_norm, self.num_zeros
 
     def _survey(self) -> None:
-        """Note what prepare and apply need to know of the parameters, so that they need not look at every step."""
+        """Cache what prepare and apply need to know about the parameters, instead of checking at every step."""
         self._members = [list(group["params"]) for group in self.optimizer.param_groups]
         params = self._params = [param for members in self._members for param in members]
         self._is_on_host = isinstance(self.gate, HostFiniteGate)
@@ -261,11 +259,11 @@ class TrainingOptimizer:
             and self._device.type in ("cpu", "cuda")
             and all(type(param) in (Tensor, Parameter) and param.is_floating_point() for param in params)
         )
-        """Whether the gate can be shown the gradients themselves."""
+        """Whether the gate can check the gradients themselves."""
         self._hand_over_flag()
 
     def _hand_over_flag(self) -> None:
-        """Give the gate's flag to the optimizer if it takes one, and note when the flag must be read instead."""
+        """Pass the gate's flag to the optimizer if it accepts one, and note when the flag must be read instead."""
         if not isinstance(self.gate, DeviceFiniteGate):
             return
         # whether it honours a `found_inf` attribute: weights, state and step counts stay as they are
@@ -277,18 +275,18 @@ class TrainingOptimizer:
             vars(self.optimizer).pop("found_inf", None)
         else:
             vars(self.optimizer)["found_inf"] = self.gate.found_inf
-        # The first update makes the optimizer's state, and fused SGD would leave a skipped momentum uninitialised.
+        # The first update creates the optimizer's state, and fused SGD would leave a skipped momentum uninitialized.
         self._must_read = True
 
     def _scale_unseen(self, grads: list[Tensor], grad_scale: Tensor | float | None) -> None:
-        """Scale the gradients and show them to the gate, without their norm."""
+        """Scale the gradients and pass them to the gate, without their norm."""
         if grad_scale is not None:
             self._multiply(grads, _like(torch.empty((), dtype=self._wide, device=self._device), grad_scale))
         loss = self._observed_loss
         self.gate.observe_gradients([*grads, loss] if self._is_on_host and loss is not None else grads)
 
     def _scale_and_clip(self, grads: list[Tensor], grad_scale: Tensor | float | None) -> Tensor:
-        """Scale and clip the gradients and show their norm to the gate. Returns the norm before clipping."""
+        """Scale and clip the gradients and pass their norm to the gate. Returns the norm before clipping."""
         if self._is_on_host and self._observed_loss is not None:
             self.gate.observe_loss(self._observed_loss)
         norm = self._global_norm(grads)
@@ -299,7 +297,7 @@ class TrainingOptimizer:
             grad_scale = _like(norm, grad_scale)
             norm = norm * grad_scale
         coefficient = grad_scale
-        if not self.overflowed:  # else the gate is not told: a lower scale will fix it
+        if not self.overflowed:  # else the gate stays open: a lower scale will fix it
             known_norm = self.gate.observe_norm(norm)
             coefficient = self._coefficient(norm, known_norm, grad_scale)
         if coefficient is not None and grads:
@@ -317,7 +315,7 @@ class TrainingOptimizer:
         return whole(norm) if self._is_sharded else norm
 
     def _coefficient(self, norm: Tensor, known_norm: float | None, grad_scale: Tensor | None) -> Tensor | None:
-        """What the gradients are multiplied by, 0-d; None where that is known to be 1."""
+        """The factor for the gradients, 0-d; None if it is known to be 1."""
         clip = self.clip_grad
         if not clip or (known_norm is not None and known_norm < clip * 0.999 - 1e-6):
             return grad_scale
@@ -335,23 +333,23 @@ class TrainingOptimizer:
 def _check_scalable(scaler: LossScaler | None, params: list[Tensor]) -> None:
     if scaler is not None and any(param.dtype is torch.float16 for param in params):
         raise ConfigError(
-            "float16 mixed precision must have float32 weights, got a parameter of torch.float16, whose gradient would "
-            "be rounded again when it is unscaled; load the model in float32 (model.float())"
+            "float16 mixed precision requires float32 weights, got a parameter of torch.float16, whose gradient would "
+            "be rounded again when unscaled; load the model in float32 (model.float())"
         )
 
 
 def _like(norm: Tensor, factor: Tensor | float) -> Tensor:
-    """`factor` as a 0-d tensor of the norm's type and device; a number gets there without a copy to wait for."""
+    """`factor` as a 0-d tensor of the norm's type and device; a number is moved without a blocking copy."""
     if isinstance(factor, Tensor):
         return factor.to(norm)
     return torch.full_like(norm, factor)
 
 
 def count_zeros(params: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The exact zeros among all gradients, each logical parameter once: a 0-d int64 tensor on `device`, unread.
+    """Count the exact zeros in all gradients, each logical parameter once: a 0-d int64 tensor on `device`, unread.
 
-    Collective where gradients are DTensors: one reduction for each way of splitting and mesh dimension. A parameter
-    marked as `shared` is counted by the rank that shares it; NaN is no zero.
+    Collective for gradients that are DTensors: one reduction per kind of sharding and mesh dimension. A parameter
+    marked as `shared` is counted by the rank that shares it; NaN does not count as zero.
     """
     counts: dict[Split, list[Tensor]] = {}
     for param in params:

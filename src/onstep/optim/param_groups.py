@@ -1,4 +1,4 @@
-"""The parameter groups of an optimizer, and the roles they follow from: embedding, output matrix, matrix, vector."""
+"""Builds an optimizer's parameter groups from the roles of parameters: embedding, output matrix, matrix, vector."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from onstep.config.optimizer_rules import check_decoupled_entry
-from onstep.config.part import nearest
-from onstep.config.parts import OptimizerConfig
+from onstep.config import OptimizerConfig
+from onstep.config.checks.optimizer import check_decoupled_entry
+from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 from onstep.events.context import unwrap
 
 
 @dataclass(frozen=True, order=True)
 class _Place:
-    """What tells groups apart; they are sorted by it, so that the last is of the common rate."""
+    """The key that distinguishes groups; they are sorted by it, so that the last one has the common rate."""
 
     is_for_adam: bool
     entry: int
-    """Number of the entry of `optimizer.param_groups` that matches; after the last one where none does."""
+    """Index of the matching entry of `optimizer.param_groups`; one past the last if none matches."""
     is_coupled: bool
     is_plain: bool
-    """Without weight decay."""
+    """Whether the group has no weight decay."""
 
 
 def param_groups(
     roles: Mapping[Parameter, ParameterRole], config: OptimizerConfig
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The groups for Muon (none for another optimizer) and those for the other updates; none is empty.
+    """The groups for Muon (none for another optimizer) and those for the other updates; no group is empty.
 
     Without further settings there are two: matrices and larger, with weight decay (`wd_mult` 1), and parameters of
     fewer dimensions and biases, without (`wd_mult` 0).
 
     Raises:
-        ConfigError: an entry of `optimizer.param_groups` matches no trainable parameter that is left for it, or lets a
+        ConfigError: if an entry of `optimizer.param_groups` matches no remaining trainable parameter, or lets a
             decoupled rate rise.
     """
     entries = [str(entry["match"]) for entry in config.param_groups]
@@ -66,7 +66,7 @@ def _group(place: _Place, params: list[Parameter], config: OptimizerConfig) -> d
         "params": params,
         "weight_decay": 0.0 if place.is_plain else config.weight_decay,
         "wd_mult": 0.0 if place.is_plain else 1.0,
-        "is_decoupled_lr": not place.is_coupled,  # embedding and output matrices with a learning rate of their own
+        "is_decoupled_lr": not place.is_coupled,  # embedding and output matrices with a separate learning rate
     }
     if not place.is_coupled:
         group |= {"max_lr": config.decoupled_lr, "min_lr": config.decoupled_min_lr}
@@ -76,7 +76,7 @@ def _group(place: _Place, params: list[Parameter], config: OptimizerConfig) -> d
         entry = config.param_groups[place.entry]
         group |= {key: float(value) for key, value in entry.items() if key != "match" and value is not None}
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
-    if group.get("max_lr") is not None or "lr_mult" in group:  # what holds where there is no scheduler
+    if group.get("max_lr") is not None or "lr_mult" in group:  # the values used without a scheduler
         highest = config.lr if group.get("max_lr") is None else group["max_lr"]
         group["lr"] = (highest or 0.0) * group.get("lr_mult", 1.0)
     return group
@@ -89,8 +89,8 @@ def _check_all_used(entries: Sequence[str], used: set[int], names: list[str]) ->
         earlier = sorted({entries[_first_match(name, entries)] for name in names if fnmatchcase(name, entry)})
         if earlier:
             raise ConfigError(
-                f"optimizer.param_groups[{number}] matches only what earlier entries have taken, "
-                f"{', '.join(earlier)}, got match={entry!r}; put it before them, or remove it"
+                f"optimizer.param_groups[{number}] matches only parameters of earlier entries, "
+                f"{', '.join(earlier)}, got match={entry!r}; move it before them, or remove it"
             )
         raise ConfigError(
             f"optimizer.param_groups[{number}] must match the name of a trainable parameter, got match={entry!r}."
@@ -99,38 +99,38 @@ def _check_all_used(entries: Sequence[str], used: set[int], names: list[str]) ->
 
 
 def _nearest_names(entry: str, names: list[str]) -> str:
-    """A hint: the name nearest to a plain entry, the word of a name nearest to one of a pattern's, and some names."""
+    """A hint: the name nearest to a plain entry, or the word nearest to one of a pattern's words, and some names."""
     parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
     unknown = [word for word in entry.replace("*", "").split(".") if word and word not in parts]
     of_words = next((found for word in unknown if (found := nearest(word, parts))), "")
     hint = of_words if "*" in entry else nearest(entry, names)
-    return f"{hint} Names are such as {', '.join(names[:3])}."
+    return f"{hint} Examples of names: {', '.join(names[:3])}."
 
 
 NESTED_OUTPUT_NAMES = ("lm_head", "embed_out", "output_layer", "classifier", "score", "qa_outputs", "v_head")
-"""Names of modules outside of lists of layers under which a model's last projection stands."""
+"""Names of modules, outside of lists of layers, that hold a model's last projection."""
 
 OUTPUT_NAMES = (*NESTED_OUTPUT_NAMES, "output", "out", "head", "fc", "fc_out", "value_head", "reward_head")
-"""Names of direct children of a model under which it stands: inside, some of these are parts of layers."""
+"""Names of direct children of a model that hold it: deeper inside, some of these are parts of layers."""
 
 _WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @dataclass(frozen=True)
 class ParameterRole:
-    """A trainable parameter and what it is for."""
+    """A trainable parameter and its role."""
 
     name: str
-    """Its first name in the bare model; of several chunks too, without a prefix."""
+    """Its first name in the bare model, without a prefix even if there are several chunks."""
     is_embedding_or_output: bool
     is_decayed: bool
-    """Weight decay is for matrices and larger; biases and the scales of norms have none."""
+    """Whether it has weight decay: at least two dimensions, unlike biases and the scales of norms."""
     is_layer_matrix: bool
-    """A matrix between the embedding and the output, of at least two rows and columns: what Muon is for."""
+    """A matrix between the embedding and the output, of at least two rows and columns, which Muon can update."""
 
 
 def trainable_parameters(model_chunks: list[nn.Module]) -> dict[Parameter, ParameterRole]:
-    """Each trainable parameter of all chunks once, in their order, with its role."""
+    """Each trainable parameter of all chunks once, in order, with its role."""
     outer = {id(param) for chunk in model_chunks for param in _embeddings_and_outputs(unwrap(chunk))}
     found: dict[Parameter, ParameterRole] = {}
     for chunk in model_chunks:
@@ -144,7 +144,7 @@ def trainable_parameters(model_chunks: list[nn.Module]) -> dict[Parameter, Param
 
 
 def _embeddings_and_outputs(model: nn.Module) -> Iterator[Tensor]:
-    """The matrices of embeddings, and the matrix that the model's scores come from."""
+    """The matrices of embeddings, and the matrix that produces the model's scores."""
     for module in model.modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             yield module.weight
@@ -157,7 +157,7 @@ def _embeddings_and_outputs(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _outputs_by_name(model: nn.Module) -> Iterator[nn.Module]:
-    """What the model itself, or a name, says to be its output."""
+    """The output modules that the model itself, or a name, declares."""
     getter = getattr(model, "get_output_embeddings", None)  # of transformers
     try:
         own_word = getter() if callable(getter) else None
@@ -173,7 +173,7 @@ def _outputs_by_name(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _last_matrix(module: nn.Module) -> Parameter | None:
-    """The weight of an output, or of the last Linear in a head of several layers."""
+    """The weight of an output, or of the last Linear in a head with several layers."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Parameter):
         weight = next((one.weight for one in reversed(list(module.modules())) if isinstance(one, nn.Linear)), None)

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as functions of the samples trained on, and the schedulers that apply them."""
+"""Computes learning rate and weight decay from the samples trained on, and provides the schedulers that apply them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from onstep.config.part import nearest
+from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 from onstep.optim.protocol import HasParamGroups
 
@@ -19,13 +19,13 @@ LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_DECAY_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 WD_INCR_STYLES = ("constant", "linear", "cosine")
 _LR_STATE = ("max_lr", "lr_warmup_steps", "lr_decay_style", "lr_decay_steps", "min_lr", "init_lr")
-"""Megatron-Core's keys and, last, one beyond; older checkpoints do not have that, nor those of WSD."""
+"""Megatron-Core's keys and one additional, last key; older checkpoints have neither that one nor those of WSD."""
 _WSD_STATE = ("wsd_decay_steps", "lr_wsd_decay_style")
 _WD_STATE = ("start_wd", "end_wd", "wd_incr_style", "wd_incr_steps")
 
 
 def check_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:
-    """Raise the ConfigError for a `value` that is none of the `choices`."""
+    """Raise a ConfigError for a `value` that is not one of the `choices`."""
     if value not in choices:
         hint = nearest(value, list(choices)) if value else ""
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}.{hint}")
@@ -36,19 +36,19 @@ class LrSchedule:
     """The shape of a learning-rate schedule; counts are in samples, names are Megatron-Core's.
 
     Raises:
-        ConfigError: a value out of range, an unknown style, or WSD without the length of its decay.
+        ConfigError: if a value is out of range, a style is unknown, or WSD has no decay length.
     """
 
     init_lr: float
-    """Where the warm-up starts."""
+    """Initial learning rate of the warm-up."""
     max_lr: float
     min_lr: float
     lr_warmup_steps: float
     lr_decay_steps: float
-    """Samples at which the decay, counted with the warm-up, has reached `min_lr`."""
+    """Samples after which the decay, including the warm-up, has reached `min_lr`."""
     lr_decay_style: str
     wsd_decay_steps: float | None = None
-    """Samples that the last phase of WSD (warm-up, stable, decay) takes."""
+    """Length in samples of the last phase of WSD (warm-up, stable, decay)."""
     lr_wsd_decay_style: str | None = None
 
     def __post_init__(self) -> None:
@@ -79,10 +79,10 @@ class LrSchedule:
 
 @dataclass(frozen=True, slots=True)
 class WdSchedule:
-    """How the weight decay grows; the count is in samples, names are Megatron-Core's.
+    """The growth of the weight decay; the count is in samples, names are Megatron-Core's.
 
     Raises:
-        ConfigError: a value out of range, an unknown style, or a constant that is to change.
+        ConfigError: if a value is out of range, a style is unknown, or a constant value would change.
     """
 
     start_wd: float
@@ -95,7 +95,7 @@ class WdSchedule:
         if self.start_wd < 0 or self.end_wd < self.start_wd:
             raise ConfigError(
                 f"weight decay must start at >= 0 and not shrink, got {self.start_wd} to {self.end_wd}; "
-                "swap or equal start and end"
+                "swap start and end, or make them equal"
             )
         if self.wd_incr_style == "constant":
             if self.start_wd != self.end_wd:
@@ -166,10 +166,10 @@ def _wsd_share(num_steps: float, schedule: LrSchedule) -> float:
 class OptimizerParamScheduler:
     """Learning rate and weight decay as a function of the samples trained on; the signature is Megatron-Core's.
 
-    Constructing it writes the values at 0 samples. A parameter group may carry its own `max_lr`, `min_lr`, `start_wd`,
-    `end_wd` (None is the scheduler's), an `lr_mult` that multiplies its learning rate and a `wd_mult` that multiplies
-    its weight decay. A group's learning rate that is a tensor (capturable optimizers) is written in place, so that
-    captured graphs see it.
+    Constructing it writes the values at 0 samples. A parameter group may have its own `max_lr`, `min_lr`, `start_wd`
+    and `end_wd` (None means the scheduler's), an `lr_mult` that multiplies its learning rate and a `wd_mult` that
+    multiplies its weight decay. A group's learning rate that is a tensor (capturable optimizers) is written in place,
+    so that captured graphs see it.
 
     Raises:
         ConfigError: see `LrSchedule` and `WdSchedule`.
@@ -214,7 +214,7 @@ class OptimizerParamScheduler:
         self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
         self.override_opt_param_scheduler = override_opt_param_scheduler
         self.num_steps = 0
-        """Samples trained on."""
+        """Number of samples trained on."""
         self._lr_factor = 1.0
         self._write()
 
@@ -229,37 +229,37 @@ class OptimizerParamScheduler:
         self._write()
 
     def step(self, increment: int) -> None:
-        """Move on by `increment` samples and write the values that the next update uses."""
+        """Advance by `increment` samples and write the values for the next update."""
         self.num_steps += increment
         self._write()
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
-        """The learning rate of `param_group` at the present count, with its `lr_mult` and with `lr_factor`."""
+        """The learning rate of `param_group` at the current count, including its `lr_mult` and `lr_factor`."""
         rate = learning_rate(self.num_steps, self._lr_schedule_of(param_group)) * self._lr_factor
         return rate * float(param_group.get("lr_mult", 1.0))
 
     def get_wd(self, param_group: dict[str, Any] | None = None) -> float:
-        """The weight decay at the present count, with the group's `start_wd` and `end_wd` but before its `wd_mult`."""
+        """The weight decay at the current count, with the group's `start_wd` and `end_wd` but before its `wd_mult`."""
         return weight_decay(self.num_steps, self._wd_schedule_of(param_group or {}))
 
     def state_dict(self) -> dict[str, Any]:
-        """The count and the shape of the schedules, as plain numbers and strings; the keys are Megatron-Core's, and
-        `init_lr`, with WSD also `wsd_decay_steps` and `lr_wsd_decay_style`."""
+        """The count and the shape of the schedules, as numbers and strings; the keys are Megatron-Core's and `init_lr`,
+        and with WSD also `wsd_decay_steps` and `lr_wsd_decay_style`."""
         names = _LR_STATE + (_WSD_STATE if self.lr_schedule.lr_decay_style == "WSD" else ())
         shape = {name: getattr(self.lr_schedule, name) for name in names}
         shape |= {name: getattr(self.wd_schedule, name) for name in _WD_STATE}
         return {"num_steps": self.num_steps, **shape}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue a saved schedule: its `num_steps` is added to the present count, as in Megatron-Core.
+        """Continue a saved schedule: its `num_steps` is added to the current count, as in Megatron-Core.
 
-        A value that the state does not have, as of an older checkpoint, is ours.
+        Values missing from the state, as in an older checkpoint, keep their current setting.
 
         To go back within a process, set `num_steps` to 0 first.
 
         Raises:
-            ConfigError: the saved shape differs and neither `override_opt_param_scheduler` (keep our own) nor
-                `use_checkpoint_opt_param_scheduler` (take the saved one) says which to use; nothing was changed.
+            ConfigError: if the saved shape differs and neither `override_opt_param_scheduler` (keep the current one)
+                nor `use_checkpoint_opt_param_scheduler` (use the saved one) is set; nothing was changed.
         """
         if "num_steps" not in state_dict:
             raise ConfigError(f"a scheduler state must hold num_steps, got {', '.join(state_dict) or 'nothing'}")
@@ -269,7 +269,7 @@ class OptimizerParamScheduler:
         self.step(state_dict["num_steps"])
 
     def _resolve(self, own: LrSchedule | WdSchedule, names: tuple[str, ...], saved: dict[str, Any]) -> dict[str, Any]:
-        """The saved values to take over into `own`."""
+        """The saved values to apply to `own`."""
         if self.override_opt_param_scheduler:
             return {}
         values = {name: saved[name] for name in names if name in saved}
@@ -278,13 +278,13 @@ class OptimizerParamScheduler:
         for name, value in values.items():
             if value != getattr(own, name):
                 raise ConfigError(
-                    f"{name} must be what the checkpoint has, {value!r}, got {getattr(own, name)!r}; set "
-                    "override_opt_param_scheduler to keep ours or use_checkpoint_opt_param_scheduler to take the saved"
+                    f"{name} must be {value!r}, as in the checkpoint, got {getattr(own, name)!r}; set "
+                    "override_opt_param_scheduler to keep this or use_checkpoint_opt_param_scheduler to use the saved"
                 )
         return {}
 
     def _write(self) -> None:
-        """Write the values at the present count. In the loop's hot path: the common values are computed once."""
+        """Write the values at the current count. In the loop's hot path: the common values are computed once."""
         num_steps, lr_schedule, wd_schedule = self.num_steps, self.lr_schedule, self.wd_schedule
         common_lr, common_wd = learning_rate(num_steps, lr_schedule), weight_decay(num_steps, wd_schedule)
         for group in self.optimizer.param_groups:
@@ -313,11 +313,11 @@ class OptimizerParamScheduler:
 
 @lru_cache(maxsize=256)
 def _with_rates(schedule: LrSchedule, max_lr: float | None, min_lr: float | None) -> LrSchedule:
-    """`schedule` with a group's own rates; cached, since it is asked for at every step."""
+    """`schedule` with a group's own rates; cached, since it is called at every step."""
     highest = schedule.max_lr if max_lr is None else max_lr
     return replace(
         schedule,
-        init_lr=min(schedule.init_lr, highest),  # a group slower than the common start has nothing to warm up from
+        init_lr=min(schedule.init_lr, highest),  # a group slower than the common start has no warm-up
         max_lr=highest,
         min_lr=schedule.min_lr if min_lr is None else min_lr,
     )
@@ -334,24 +334,24 @@ def _with_decays(schedule: WdSchedule, start_wd: float | None, end_wd: float | N
 
 
 class TorchSchedulerAdapter:
-    """Steps a torch `LRScheduler` once after each applied update; its state passes through as it is.
+    """Steps a torch `LRScheduler` once after each applied update; its state is passed through unchanged.
 
     Raises:
-        ConfigError: the scheduler waits for a metric, which an optimizer step does not have.
+        ConfigError: if the scheduler requires a metric, which an optimizer step does not have.
     """
 
     def __init__(self, torch_scheduler: LRScheduler) -> None:
         if isinstance(torch_scheduler, ReduceLROnPlateau):
             raise ConfigError(
-                "ReduceLROnPlateau must be stepped with a metric, and an optimizer step has none; "
+                "ReduceLROnPlateau requires a metric, which an optimizer step does not have; "
                 "step it in a callback after evaluation and pass no scheduler"
             )
         self.torch_scheduler = torch_scheduler
         self.num_steps = 0
-        """Samples trained on since this adapter was made."""
+        """Number of samples trained on since this adapter was created."""
 
     def step(self, increment: int) -> None:
-        """Step the torch scheduler once, however many samples the step had."""
+        """Step the torch scheduler once, regardless of the number of samples."""
         self.num_steps += increment
         self.torch_scheduler.step()
 
@@ -364,5 +364,5 @@ class TorchSchedulerAdapter:
         return self.torch_scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hand `state_dict` to the torch scheduler."""
+        """Pass `state_dict` to the torch scheduler."""
         self.torch_scheduler.load_state_dict(state_dict)

@@ -1,4 +1,4 @@
-"""What the training loop asks of optimizers and schedulers."""
+"""Defines the interfaces of optimizers and schedulers that the training loop uses."""
 
 from __future__ import annotations
 
@@ -13,56 +13,56 @@ Groups = list[dict[str, Any]]
 
 
 class HasParamGroups(Protocol):
-    """An optimizer, as far as a scheduler needs one."""
+    """The part of an optimizer that a scheduler uses."""
 
     @property
     def param_groups(self) -> Groups:
-        """The groups; `lr` and, where there is one, `weight_decay` are written."""
+        """The groups; `lr` and, if present, `weight_decay` are written."""
 
 
 class HasState(Protocol):
-    """Anything with a state that checkpoints hold."""
+    """Anything with a state that is saved in checkpoints."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to continue."""
+        """The state that `load_state_dict` needs to continue."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a `state_dict`."""
 
 
 class StepOptimizer(HasParamGroups, HasState, Protocol):
-    """An optimizer as the loop drives it: `observe_loss`, `prepare`, and `apply` where the step is admitted."""
+    """An optimizer as the loop drives it: `observe_loss`, `prepare`, and `apply` if the step is admitted."""
 
     gate: FiniteGate
-    """What closes when a loss or a gradient is not finite; `apply` then updates nothing."""
+    """Closes when a loss or a gradient is not finite; `apply` then updates nothing."""
     overflowed: bool
-    """Whether the float16 gradients of the step that was prepared last overflowed, which skips its update."""
+    """Whether the float16 gradients of the last prepared step overflowed, which skips its update."""
     scaler: LossScaler | None
-    """What the loss must be scaled by; assigning is for between two steps."""
+    """The loss scaler; assign it only between two steps."""
 
     @property
     def grad_norm(self) -> Tensor | float | None:
-        """The gradient norm of the step to report, before clipping; None where it is not known, or not yet."""
+        """The step's gradient norm to report, before clipping; None if unknown, or not known yet."""
 
     @property
     def num_zeros(self) -> Tensor | int | None:
-        """Exact zeros among the gradients of the step, where they are counted."""
+        """Number of exact zeros in the step's gradients, if counted."""
 
     def zero_grad(self) -> None:
-        """Drop the gradients."""
+        """Clear the gradients."""
 
     def observe_loss(self, loss: Tensor) -> None:
         """Close the gate if `loss`, a tensor of one element, the same on all ranks, is not finite."""
 
     def prepare(self, grad_scale: Tensor | float | None = None, *, needs_norm: bool = True) -> Tensor | None:
-        """Scale the gradients and show them to the gate.
+        """Scale the gradients and pass them to the gate.
 
         Args:
-            grad_scale: factor > 0 on all gradients.
-            needs_norm: whether the caller uses the norm; without, it may be spared.
+            grad_scale: factor > 0 for all gradients.
+            needs_norm: whether the caller uses the norm; if not, it need not be computed.
 
         Returns:
-            The L2 norm of the scaled gradients before clipping, 0-d on their device; None where it was not needed.
+            The L2 norm of the scaled gradients before clipping, 0-d on their device; None if it was not needed.
         """
 
     def apply(self) -> bool:
@@ -70,15 +70,15 @@ class StepOptimizer(HasParamGroups, HasState, Protocol):
 
 
 class ParamScheduler(HasState, Protocol):
-    """What the training loop asks of a scheduler."""
+    """The interface of a scheduler that the training loop uses."""
 
     def step(self, increment: int) -> None:
-        """Move on by `increment` samples; called once after each update that was applied."""
+        """Advance by `increment` samples; called once after each applied update."""
 
 
 @runtime_checkable
 class ScalesRates(Protocol):
-    """A scheduler whose rates a decision of the run can scale."""
+    """A scheduler whose rates can be scaled by a decision of the run."""
 
     lr_factor: float
     """Multiplies every learning rate; setting it writes the new rates at once."""

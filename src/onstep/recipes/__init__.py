@@ -1,6 +1,6 @@
-"""Named configurations: a complete run each, to be changed by overrides.
+"""Provides named configurations, each of a complete run that can be adapted by overrides.
 
-`peft` of the forms for fine-tuning: None trains all weights of the model, "lora" a few added ones.
+In fine-tuning recipes, `peft=None` trains all weights of the model, `peft="lora"` a small number of added ones.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from onstep.config import ConfigContainer
-from onstep.config.part import nearest
+from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 from onstep.recipes.published import (
     any_finetune_config,
@@ -18,6 +18,8 @@ from onstep.recipes.published import (
     gpt2_124m_pretrain_config,
     llama32_1b_finetune_config,
     llama32_1b_pretrain_config,
+)
+from onstep.recipes.qwen import (
     qwen3_30b_a3b_finetune_config,
     qwen3_30b_a3b_pretrain_config,
     qwen25_1p5b_finetune_config,
@@ -68,8 +70,8 @@ RECIPES: dict[str, Recipe] = {
     **{f"{name}_finetune": recipe for name, recipe in _FINETUNE.items()},
     **{f"{name}_finetune_lora": partial(recipe, peft="lora") for name, recipe in _FINETUNE.items()},
 }
-"""Every recipe by its name, which is also `config.run.recipe`: models from scratch, then with `_finetune` and
-`_finetune_lora` their forms for fine-tuning."""
+"""All recipes by name, which is also `config.run.recipe`: training from scratch first, then the fine-tuning variants
+`_finetune` and `_finetune_lora`."""
 
 __all__ = [
     "RECIPES",
@@ -99,23 +101,23 @@ __all__ = [
 
 
 def get_recipe(name: str) -> Recipe:
-    """The recipe of that name, or of that function name (`tiny_gpt_pretrain_config`).
+    """The recipe with that name or function name (`tiny_gpt_pretrain_config`).
 
     Raises:
-        ConfigError: no such recipe; the message names the nearest one and all there are.
+        ConfigError: if there is no such recipe; the message names the closest match and all recipes.
     """
     short = name.removesuffix("_pretrain_config").removesuffix("_config")
     if short not in RECIPES:
         hint = nearest(short, list(RECIPES))
         raise ConfigError(
-            f"there is no recipe {name!r}.{hint} Recipes: {', '.join(_PRETRAIN)}; each also with _finetune and "
+            f"unknown recipe {name!r}.{hint} Recipes: {', '.join(_PRETRAIN)}; each also with _finetune and "
             f"_finetune_lora, and any_finetune for any model."
         )
     return RECIPES[short]
 
 
 def summary(name: str) -> str:
-    """What a recipe is, in a sentence: the first line of its documentation."""
+    """A one-sentence description of a recipe: the first line of its docstring."""
     recipe: Any = get_recipe(name)
     text = str(getattr(recipe, "func", recipe).__doc__ or "").strip().partition("\n")[0]
     return text if recipe.__class__ is not partial else f"{text.rstrip('.')} (LoRA)."

@@ -1,25 +1,25 @@
-"""What a recipe changes where it continues from trained weights."""
+"""Turns a recipe for training from scratch into one for fine-tuning pretrained weights."""
 
 from __future__ import annotations
 
 from onstep.config import ConfigContainer
-from onstep.config.load import not_a_choice
+from onstep.config.suggestions import not_a_choice
 
 FULL_LR = 1e-5
-"""Peak learning rate where all weights of a large model are trained."""
+"""Peak learning rate for training all weights of a large model."""
 LORA_LR = 2e-4
-"""Peak learning rate of LoRA's matrices, which start at zero."""
+"""Peak learning rate of LoRA matrices, which start at zero."""
 NUM_EPOCHS = 3.0
 
 
 def finetuned(config: ConfigContainer, peft: str | None, *, full_lr: float = FULL_LR) -> ConfigContainer:
-    """A recipe for training from scratch, changed to one for fine-tuning on conversations. It is written to.
+    """Change a recipe for training from scratch, in place, to one for fine-tuning on conversations.
 
-    Left to the user: the weights (`checkpoint.pretrained_checkpoint`) and the data (`dataset.paths`). `peft`: None
-    trains all weights with the peak learning rate `full_lr`, "lora" a few added ones with its own.
+    The user supplies the weights (`checkpoint.pretrained_checkpoint`) and the data (`dataset.paths`). `peft=None`
+    trains all weights with the peak learning rate `full_lr`, `peft="lora"` a few added ones with the rate of LoRA.
 
     Raises:
-        ConfigError: for another value of `peft`.
+        ConfigError: for any other value of `peft`.
     """
     if peft not in (None, "lora"):
         raise not_a_choice("peft", peft, ("None", "lora"))

@@ -1,4 +1,4 @@
-"""Transformers small enough for a laptop's CPU: a plain one and a mixture of experts."""
+"""Provides recipes for transformers small enough for a laptop's CPU: a dense one and a mixture of experts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from onstep.config import (
 from onstep.recipes.finetuning import finetuned
 
 SEQ_LENGTH = 128
-"""Bytes of a training sequence."""
+"""Bytes per training sequence."""
 
 
 def tiny_gpt_pretrain_config() -> ConfigContainer:
     """About a million parameters on bytes of text: 1,500 steps of 8 sequences of 128 bytes.
 
-    The text is the source of Python's own standard library unless `dataset.paths` names another. The micro-batch is the
-    global batch over the ranks, so one rank and several train the same run.
+    The text is the source code of Python's standard library unless `dataset.paths` is set. The global batch is divided
+    evenly among the ranks, so training is the same with one rank or several.
     """
     model = ModelConfig(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=SEQ_LENGTH)
     return tiny_run("tiny_gpt", model)
@@ -39,7 +39,7 @@ def tiny_gpt_finetune_config(peft: str | None = None) -> ConfigContainer:
 
 
 def tiny_run(name: str, model: ModelConfig) -> ConfigContainer:
-    """Everything but the model of the recipes for a laptop."""
+    """Everything except the model of the laptop-sized recipes."""
     return ConfigContainer(
         run=RunConfig(recipe=name),
         train=TrainingConfig(global_batch_size=8, train_iters=1500),
@@ -56,10 +56,10 @@ def tiny_run(name: str, model: ModelConfig) -> ConfigContainer:
 
 
 def tiny_moe_pretrain_config() -> ConfigContainer:
-    """tiny_gpt with 8 experts in each layer, of which a token takes 2: as many multiplications for each token.
+    """tiny_gpt with 8 experts per layer, 2 of them per token: the same number of multiplications per token.
 
-    The experts share the work evenly by the auxiliary loss of each micro-batch. Queries and keys are normalized, as in
-    Qwen3-MoE, which `transformers` opens its weights as.
+    The load of the experts is balanced by an auxiliary loss per micro-batch. Queries and keys are normalized as in
+    Qwen3-MoE, the architecture under which `transformers` opens the weights.
     """
     model = ModelConfig(
         num_layers=4,

@@ -1,22 +1,22 @@
-"""Trackers: what they offer, the queue that keeps their faults away from the training, one file a tracker."""
+"""Trackers (W&B, TensorBoard, MLflow, Comet, Trackio, csv), and the queue that isolates training from their faults."""
 
 from onstep.analysis.logs.run_status import run_record
-from onstep.trackers.metric_names import SINKS, check_sink, make_sink, tracker_name, tracker_names
+from onstep.trackers.metric_names import TRACKERS, check_tracker, make_tracker, tracker_name, tracker_names
 from onstep.trackers.points import RecentPoints, RunPoints, numbers_of, plain_point, points_for
-from onstep.trackers.replay import path_id, recorded_run, replay
-from onstep.trackers.tracker import MetricSink, Point, RunIdentity
-from onstep.trackers.tracker_queue import SinkQueue
+from onstep.trackers.refill import path_id, recorded_run, replay
+from onstep.trackers.tracker import Point, RunIdentity, Tracker
+from onstep.trackers.tracker_queue import TrackerQueue
 
 __all__ = [
-    "SINKS",
-    "MetricSink",
+    "TRACKERS",
+    "Tracker",
     "Point",
     "RecentPoints",
     "RunIdentity",
     "RunPoints",
-    "SinkQueue",
-    "check_sink",
-    "make_sink",
+    "TrackerQueue",
+    "check_tracker",
+    "make_tracker",
     "numbers_of",
     "path_id",
     "plain_point",

@@ -1,4 +1,4 @@
-"""From the records of a run to the points of its trackers: numbers only, each metric once a step."""
+"""Converts the records of a run to points for trackers: numbers only, each metric once per step."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from onstep.trackers.metric_names import tracker_names
 from onstep.trackers.tracker import Point
 
 SETTLING_SECONDS = 2.0
-"""After this time a tracker has written what it was given; W&B, Trackio and MLflow take up to a second."""
+"""After this time, a tracker has written the points it received; W&B, Trackio and MLflow need up to a second."""
 
 
 class RecentPoints:
-    """The newest points of a run, for checkpoints: what a kill might take from a tracker is among them.
+    """The newest points of a run, for checkpoints; includes every point that a tracker might lose in a kill.
 
-    It grows until it is told, by `forget`, how much of it still waits for a tracker.
+    It grows until `forget` is called with the number of points still waiting for the tracker.
     """
 
     def __init__(self, points: Iterable[Point] = ()) -> None:
@@ -29,27 +29,27 @@ class RecentPoints:
 
     @property
     def last_step(self) -> int:
-        """Step of the last point; -1 before the first."""
+        """Step of the last point; -1 if there is none."""
         return self._points[-1].step if self._points else -1
 
     @property
     def kept(self) -> tuple[Point, ...]:
-        """All that is remembered: after a resume, what the checkpoint had."""
+        """All points kept: after a resume, those of the checkpoint."""
         return tuple(self._points)
 
     def add(self, point: Point) -> None:
-        """Take up a point."""
+        """Append a point."""
         self._points.append(point)
 
     def unsettled(self, num_waiting: int = 0) -> tuple[Point, ...]:
-        """The points that a kill might take from a tracker, always of whole steps.
+        """The points that a tracker might lose in a kill, always complete steps.
 
-        Those of the last step, of the seconds before it, and as many as still wait in a queue, whatever their age.
+        Includes those of the last step, those of the seconds before it, and points still queued regardless of age.
         """
         return tuple(self._points[self._num_settled(num_waiting) :])
 
     def forget(self, num_waiting: int) -> None:
-        """Let go of what is settled, step by step: see `unsettled`."""
+        """Drop the points that are settled; see `unsettled`."""
         del self._points[: self._num_settled(num_waiting)]
 
     def _num_settled(self, num_waiting: int) -> int:
@@ -65,10 +65,10 @@ class RecentPoints:
 
 
 class RunPoints:
-    """Turns what is reported, record by record, into points.
+    """Converts reported records to points, one by one.
 
     Args:
-        state: `state_dict()` of the checkpoint that is continued.
+        state: `state_dict()` of the checkpoint that is resumed.
     """
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
@@ -77,9 +77,9 @@ class RunPoints:
         self._shown: dict[str, Any] = dict(state.get("values", {}))
 
     def add(self, metrics: Mapping[str, Any], step: int, timestamp: float) -> tuple[Point, Point]:
-        """The point of a record under the journal's names, and under those that trackers show.
+        """The point of a record under the metrics log's names, and under the names shown in trackers.
 
-        The latter is without what the trackers were given at this step already, which final metrics and evaluations
+        The latter omits metrics that the trackers already received at this step, which final metrics and evaluations
         repeat; it may be empty.
         """
         if step != self._step:
@@ -90,7 +90,7 @@ class RunPoints:
         return point, Point(shown, step, timestamp)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is shown of the last step, as far as it is on the host."""
+        """The metrics already shown for the last step, excluding those still on a device."""
         return {"step": self._step, "values": {key: one for key, one in self._shown.items() if _is_plain(one)}}
 
     def _is_shown(self, name: str, value: Any) -> bool:
@@ -101,20 +101,20 @@ class RunPoints:
 
 
 def plain_point(point: Point) -> dict[str, Any]:
-    """A point as a checkpoint keeps it, the arguments of `Point`; reads what is still on a device."""
+    """A point as plain values for a checkpoint, the arguments of `Point`; reads values that are still on a device."""
     metrics = {name: plain_number(one) for name, one in point.metrics.items()}
     return {"metrics": metrics, "step": point.step, "timestamp": point.timestamp}
 
 
 def points_for(keeps_names: bool, points: Iterable[Point]) -> tuple[Point, ...]:
-    """Points with the journal's names as a sink gets them."""
+    """Convert points with the metrics log's names to those that a tracker gets."""
     run_points = RunPoints()
     pairs = [run_points.add(point.metrics, point.step, point.timestamp) for point in points]
     return tuple(pair[0] if keeps_names else pair[1] for pair in pairs)
 
 
 def plain_number(value: Any) -> int | float:
-    """A number of Python's own types, also for their subclasses (`np.float64`) and for what is still on a device."""
+    """Convert to a built-in int or float, from subclasses (`np.float64`) and from tensors on a device too."""
     return int(value) if isinstance(value, int) else float(value)
 
 
@@ -123,13 +123,13 @@ def _is_plain(value: Any) -> bool:
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a record; of a list (one entry a rank) the largest, and 0-d tensors as they are."""
+    """The numbers of a record; the maximum of a list (one entry per rank); 0-d tensors are kept unread."""
     found = {name: _number(value) for name, value in metrics.items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def read_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics that are numbers; reads those that are still on a device."""
+    """The metrics that are numbers; reads values that are still on a device."""
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
         try:

@@ -1,25 +1,25 @@
-"""The trackers that a configuration reports to (`logger.report_to`), with the options that it has for them."""
+"""Builds the trackers that a configuration reports to (`logger.report_to`), with their options."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from onstep.config import ConfigContainer, LoggerConfig
-from onstep.config.reporting import ALL, BRIDGE_FIELDS, DEFAULT_PROJECT, TRACKERS, name_list, tracker_list
+from onstep.config.trackers import ALL, BRIDGE_FIELDS, DEFAULT_PROJECT, TRACKERS, name_list, tracker_list
 from onstep.events import CallbackManager
-from onstep.trackers.metric_names import BRIDGE, HF, make_sink
-from onstep.trackers.tracker import MetricSink, is_installed
-from onstep.trackers.trackers_callback import MetricSinks
+from onstep.trackers.metric_names import BRIDGE, HF, make_tracker
+from onstep.trackers.tracker import Tracker, is_installed
+from onstep.trackers.trackers_callback import TrackersCallback
 
 _PROJECT = {"wandb": "project", "mlflow": "experiment", "comet": "project", "trackio": "project"}
-"""What the sink of a tracker calls the project."""
+"""Name of each tracker's constructor argument for the project."""
 
 
 def asked_names(logger: LoggerConfig) -> dict[str, tuple[str, ...]]:
-    """The trackers that a configuration asks for, with the names that each is to show.
+    """The trackers that a configuration requests, with the naming schemes of each.
 
     Raises:
-        ConfigError: for an unknown tracker or name.
+        ConfigError: for an unknown tracker or naming scheme.
     """
     trackers = tracker_list(logger.report_to, "logger.report_to")
     if trackers == [ALL]:
@@ -30,22 +30,22 @@ def asked_names(logger: LoggerConfig) -> dict[str, tuple[str, ...]]:
     return {name: names[name] for name in dict.fromkeys((*trackers, *by_field))}
 
 
-def reporting_sinks(config: ConfigContainer) -> list[MetricSink]:
-    """A sink for each tracker that `MetricSinks` is to fill; nothing is opened.
+def reporting_trackers(config: ConfigContainer) -> list[Tracker]:
+    """Create the trackers that `TrackersCallback` fills, without opening them.
 
-    Those are the trackers of `logger.report_to`, and whatever shows Hugging Face's names.
+    These are the trackers of `logger.report_to`, and any other that shows Hugging Face's names.
 
     Raises:
-        ConfigError: for an unknown tracker, and for one whose package is not installed, with the command that does.
+        ConfigError: for an unknown tracker, and for one whose package is not installed, with the command to install it.
     """
     named = tracker_list(config.logger.report_to, "logger.report_to")
     asked = asked_names(config.logger)
     found = [name for name, names in asked.items() if HF in names or name in named or named == [ALL]]
-    return [make_sink(name, **_options(name, config)) for name in found]
+    return [make_tracker(name, **_options(name, config)) for name in found]
 
 
 def tracker_options(name: str, logger: LoggerConfig) -> dict[str, Any]:
-    """What `logger` says about a tracker, as arguments of its sink; without what is unset, the sink's to choose."""
+    """The options of a tracker set in `logger`, as constructor arguments; unset options are omitted."""
     options: dict[str, dict[str, Any]] = {
         "tensorboard": {"log_dir": logger.tensorboard_dir},
         "wandb": {
@@ -72,7 +72,7 @@ def tracker_options(name: str, logger: LoggerConfig) -> dict[str, Any]:
 
 
 def _options(name: str, config: ConfigContainer) -> dict[str, Any]:
-    """`tracker_options`, and before them what holds for every tracker: `trainer.project`, `trainer.run_name`."""
+    """`tracker_options`, which override the options common to all trackers: `trainer.project`, `trainer.run_name`."""
     common: dict[str, Any] = {}
     if name in _PROJECT:
         trainer = config.trainer
@@ -84,19 +84,20 @@ def _options(name: str, config: ConfigContainer) -> dict[str, Any]:
 
 
 def attach_trackers(callbacks: CallbackManager | None, config: ConfigContainer) -> CallbackManager | None:
-    """Register `MetricSinks` for the trackers of a configuration; a `MetricSinks` that is there takes its place.
+    """Register `TrackersCallback` for the trackers of a configuration, unless a `TrackersCallback` is already
+    registered.
 
     Returns:
-        The manager, a new one where there was none and is one to register.
+        The manager; a new one if there was none and something is registered.
 
     Raises:
         ConfigError: for an unknown tracker, and for one whose package is not installed.
     """
     registered = callbacks.callbacks if callbacks is not None else []
-    if any(hasattr(callback, "sinks") for callback in registered):
+    if any(hasattr(callback, "trackers") for callback in registered):
         return callbacks
-    sinks = reporting_sinks(config)
-    if sinks:
+    trackers = reporting_trackers(config)
+    if trackers:
         callbacks = CallbackManager() if callbacks is None else callbacks
-        callbacks.add(MetricSinks(sinks, names=asked_names(config.logger)))
+        callbacks.add(TrackersCallback(trackers, names=asked_names(config.logger)))
     return callbacks

@@ -1,4 +1,4 @@
-"""Megatron Bridge's tags of an interval, as the journal keeps them so that trackers can be filled from it."""
+"""Collects Megatron Bridge's tags of an interval for the metrics log, so that trackers can be filled from it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 from onstep.trackers.points import plain_number
 
 BRIDGE_KEY = "bridge"
-"""The field of a journal's record that holds the tags since the record before it."""
+"""The field of a metrics log's record that contains the tags since the previous record."""
 
 _MOST_UNREAD = 1000
-"""Steps whose values may wait on the device."""
+"""Maximum number of steps whose values are kept on the device."""
 
 VS_SAMPLES = " vs samples"
-"""Ends the name of a curve over consumed samples."""
+"""Suffix of curves over consumed samples."""
 
 
 @dataclass(frozen=True)
 class TagRow:
-    """The tags of a step."""
+    """The tags of one step."""
 
     step: int
     samples: int
@@ -29,15 +29,16 @@ class TagRow:
     """Unix seconds."""
     tags: dict[str, Any]
     over_samples: Sequence[str] = ()
-    """Those that are shown over samples too."""
+    """Tags that are also shown over samples."""
 
 
 class TagRecord:
-    """Collects tags step by step, with values that may still be on a device, until a record of the journal takes them.
+    """Collects tags step by step, with values that may still be on a device, until a record of the metrics log is
+    written.
 
     Args:
-        read: makes plain numbers of many values at once; tensors among them are read together.
-        clock: unix seconds.
+        read: converts a batch of values to plain numbers, reading tensors together.
+        clock: returns Unix seconds.
     """
 
     def __init__(
@@ -49,14 +50,14 @@ class TagRecord:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Discard everything."""
         self._rows: list[TagRow] = []
         self._num_read = 0
-        """Rows of plain numbers, at the front."""
+        """Number of leading rows with plain numbers."""
         self._over_samples: dict[str, None] = {}
 
     def add_tags(self, over_steps: Mapping[str, Any], over_samples: Mapping[str, Any], step: int, samples: int) -> None:
-        """Take up tags of a step; `over_samples` says which are shown over samples too."""
+        """Record tags of a step; `over_samples` contains those also shown over samples."""
         self._over_samples |= dict.fromkeys(tag.removesuffix(VS_SAMPLES) for tag in over_samples)
         if not self._rows or self._rows[-1].step != step:
             if len(self._rows) - self._num_read >= _MOST_UNREAD:
@@ -66,7 +67,7 @@ class TagRecord:
         self._num_read = min(self._num_read, len(self._rows) - 1)
 
     def take(self, reads: bool = True) -> dict[str, Any]:
-        """`state_dict()`, forgotten here; without `reads`, {} where a value is still on a device."""
+        """Return `state_dict()` and clear the record; without `reads`, return {} if a value is still on a device."""
         if not reads and not all(isinstance(value, (int, float)) for row in self._rows for value in row.tags.values()):
             return {}
         columns = self.state_dict()
@@ -74,9 +75,9 @@ class TagRecord:
         return columns
 
     def state_dict(self) -> dict[str, Any]:
-        """What waits as a column for each tag, None where a step has none; a constant one is its value. {} for nothing.
+        """One column per tag, with None for steps without it; a constant column is a single value. {} if empty.
 
-        Reads the device, once.
+        Reads the device once.
         """
         if not self._rows:
             return {}
@@ -91,7 +92,7 @@ class TagRecord:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue a checkpoint's."""
+        """Restore the record of a checkpoint."""
         self.clear()
         self._rows = list(rows_of(state_dict))
         self._over_samples = dict.fromkeys(tag for row in self._rows for tag in row.over_samples)
@@ -105,7 +106,7 @@ class TagRecord:
 
 
 def rows_of(columns: Mapping[str, Any]) -> Iterator[TagRow]:
-    """The steps of a record's columns."""
+    """The rows of a record's columns."""
     tags: dict[str, Any] = columns.get("tags", {})
     heads = zip(*(columns.get(name, ()) for name in ("step", "samples", "timestamp")), strict=True)
     for row, (step, samples, timestamp) in enumerate(heads):

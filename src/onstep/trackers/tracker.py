@@ -1,4 +1,4 @@
-"""What a tracker has to offer to be filled from a run, and what those that keep runs of their own share."""
+"""Defines `Tracker`, the interface of trackers, and a base class for trackers that manage runs themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from onstep.errors import ConfigError
 
 STEP_NAME = "train/global_step"
-"""The optimizer step, for trackers that count points by themselves; Hugging Face's name of it."""
+"""Hugging Face's name of the optimizer step, for trackers that keep their own count of points."""
 
 PACKAGES = {
     "tensorboard": "tensorboard",
@@ -22,36 +22,36 @@ PACKAGES = {
     "comet": "comet_ml",
     "trackio": "trackio",
 }
-"""By name of the tracker: the package that it requires; csv requires none."""
+"""Tracker -> the package that it requires; csv requires none."""
 
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
-"""Control characters, line ends, and halves of characters."""
+"""Control characters, line breaks and unpaired surrogates."""
 
 
 def is_installed(name: str) -> bool:
-    """Whether the package of a tracker is there; it is not imported."""
+    """Whether the package of a tracker is installed, without importing it."""
     package = PACKAGES.get(name)
     return package is None or find_spec(package) is not None
 
 
 def require_package(name: str) -> None:
-    """Refuse a tracker whose package is not there.
+    """Check that the package of a tracker is installed.
 
     Raises:
-        ConfigError: with the command that installs it.
+        ConfigError: if it is not; the message gives the command that installs it.
     """
     if not is_installed(name):
-        raise ConfigError(f"The tracker {name!r} takes the package {PACKAGES[name]}: pip install 'onstep[{name}]'")
+        raise ConfigError(f"The tracker {name!r} requires the package {PACKAGES[name]}: pip install 'onstep[{name}]'")
 
 
 def plain_name(name: str) -> str:
-    """A metric's name without what W&B and Comet cannot show or send: control characters and line ends become "_"."""
+    """Replace characters that W&B and Comet cannot show or send, such as control characters, by "_"."""
     return _UNPRINTABLE.sub("_", name)
 
 
 @dataclass(frozen=True)
 class Point:
-    """What was reported at one step, under the names that the sink gets."""
+    """The metrics reported at one step, under the names that the tracker gets."""
 
     metrics: Mapping[str, float]
     step: int
@@ -61,64 +61,64 @@ class Point:
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Which run the metrics are of: the same for every restart of the run, but for where it continues."""
+    """Identifies the run of the metrics; the same for every restart of a run, except for where it resumes."""
 
     name: str
-    """The run's name, shown in trackers."""
+    """Name of the run, shown in trackers."""
     run_id: str
-    """Stable over restarts of the run."""
-    folder: Path
-    """Where a sink may put its local files."""
+    """Id of the run, stable across restarts."""
+    directory: Path
+    """Where a tracker may write local files."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Plain nested values, shown as the run's parameters."""
+    """Nested plain values, shown as the run's parameters."""
     start_step: int = 0
-    """Step that this process continues from; 0 for a fresh run."""
+    """Step that this process resumes from; 0 for a new run."""
     last_points: tuple[Point, ...] = ()
-    """What the checkpoint that is continued had reported last, and what a kill might have taken from the tracker: whole
-    steps, of the last seconds before the checkpoint and whatever waited. Sinks with `takes_back` write these again and
-    drop everything else from that step on. The others are given them again, so their segment begins with these and not
-    exactly at `start_step`."""
+    """The latest points at the checkpoint, which the tracker might have lost in a kill: complete steps from the last
+    seconds before the checkpoint, plus points still queued. Trackers with `takes_back` rewrite these and drop
+    everything else from that step on. The others receive them again, so their segment begins with these points rather
+    than exactly at `start_step`."""
     adds_only: bool = False
-    """An evaluation outside of training: nothing that is there is replaced or taken back."""
+    """Set for an evaluation outside of training: existing points are neither replaced nor removed."""
 
     @property
     def first_open_step(self) -> int:
-        """Points of earlier processes at this step and beyond no longer count."""
+        """The first step whose points by earlier processes are no longer valid."""
         return min((point.step for point in self.last_points), default=self.start_step + 1 if self.start_step else 0)
 
 
-class MetricSink(Protocol):
-    """A tracker. All methods are called from one thread, in order: open, log and text, close.
+class Tracker(Protocol):
+    """Interface of a tracker. All methods are called from one thread, in order: open, log and text, close.
 
-    A sink may raise and be slow: `SinkQueue` keeps that away from the training. After `close` it may be opened again.
+    Methods may raise or be slow: `TrackerQueue` isolates training from that. After `close`, it may be opened again.
     """
 
     name: str
-    """What messages and checkpoints call it: "wandb"."""
+    """Name in messages and checkpoints, such as "wandb"."""
     takes_back: bool
-    """Whether points can be replaced: such a sink sees to `RunIdentity.last_points` itself. May be left out: False."""
+    """Whether points can be replaced; such a tracker handles `RunIdentity.last_points` itself. Optional, False."""
     keeps_names: bool
-    """True: gets the journal's names (`loss`, `eval_loss`); False: `train/loss`, `eval/loss`, `test/loss`. May be left
-    out: False."""
+    """True: gets the metrics log's names (`loss`, `eval_loss`); False: `train/loss`, `eval/loss`, `test/loss`.
+    Optional, default False."""
 
     def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
-        """Begin or continue the run in the tracker; `state` is `state_dict()` of the checkpoint, {} for a fresh run."""
+        """Start or resume the run in the tracker; `state` is `state_dict()` of the checkpoint, {} for a new run."""
 
     def log(self, metrics: Mapping[str, float], step: int, timestamp: float) -> None:
-        """Add a point to each metric's curve; `timestamp` is in unix seconds."""
+        """Add a point to each metric's curve; `timestamp` is in Unix seconds."""
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Show a text (samples, a report) under `tag`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What continues the same run (ids), as plain JSON values; cheap, no network; asked for after every call."""
+        """State needed to resume the same run (ids), as plain JSON values. Called after every call; must be cheap."""
 
     def close(self, status: str) -> None:
-        """Hand over what waits and let go; `status` is completed, stopped, preempted or failed."""
+        """Send pending points and release resources; `status` is completed, stopped, preempted or failed."""
 
 
-class ServiceSink:
-    """What the sinks of trackers with runs of their own share: their package, the run there, and its id."""
+class ServiceTracker:
+    """Base class of trackers that manage runs themselves: handles the package, the tracker's run and its id."""
 
     name: str
     keeps_names = False
@@ -132,7 +132,7 @@ class ServiceSink:
         require_package(self.name)
 
     def close(self, status: str) -> None:
-        """Hand over what waits, and end the run as it ended; closing twice is harmless."""
+        """Send pending points and end the run with its status; idempotent."""
         run, self._run = self._run, None
         if run is not None:
             self._end(run, status)
@@ -141,14 +141,14 @@ class ServiceSink:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """The tracker's id of the run; empty before it was opened."""
+        """The tracker's id of the run; empty before the first `open`."""
         return {} if self._identity is None or self._id is None else {"run": self._identity.run_id, "id": self._id}
 
     def _take_id(self, run: RunIdentity, state: Mapping[str, Any], pattern: str = r"[A-Za-z0-9_-]{1,64}") -> str:
-        """The id of a run in its tracker: the one that the checkpoint holds, else the run's own.
+        """Determine the id of the run in the tracker: the checkpoint's, or else the run's own id.
 
-        A checkpoint of another run (a fork starts from one) gives no id. A run id that does not match `pattern` is
-        replaced by 32 hexadecimal digits that follow from it.
+        The id in a checkpoint of another run (where a fork starts) is ignored. A run id that does not match `pattern`
+        is replaced by 32 hexadecimal digits of its hash.
         """
         self._identity = run
         if state.get("run") == run.run_id and isinstance(state.get("id"), str):

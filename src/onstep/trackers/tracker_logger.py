@@ -1,4 +1,4 @@
-"""One tracker of a run: what is logged to it, and what continues it."""
+"""Defines `TrackerLogger`, which logs to one tracker of a run and holds the state needed to resume it."""
 
 from __future__ import annotations
 
@@ -10,38 +10,39 @@ from typing import Any
 from onstep.trackers.points import RecentPoints, plain_point
 from onstep.trackers.tag_record import VS_SAMPLES
 from onstep.trackers.tracker import Point, RunIdentity
-from onstep.trackers.tracker_queue import SinkQueue
+from onstep.trackers.tracker_queue import TrackerQueue
 
 CLOSE_TIMEOUT = 30.0
 """Seconds that the end of a run waits for all trackers together."""
 
-SAMPLES_FOLDER = "vs_samples"
-"""Where in TensorBoard's folder the curves over samples are: a curve is continued by masking what lies beyond a place
-on its axis, so two axes cannot share a folder."""
+SAMPLES_DIR = "vs_samples"
+"""Subdirectory of TensorBoard's directory for curves over samples. Resuming masks points beyond a position on the x
+axis, so curves with different axes cannot share a directory."""
 
 
 class TrackerLogger:
-    """A tracker of a run. No method blocks, and none raises for the tracker's faults.
+    """A tracker of a run. No method blocks, and none raises because of the tracker's faults.
 
     Args:
-        queue: where points go.
-        clock: unix seconds.
-        over_samples: where Megatron Bridge's curves over consumed samples go; only TensorBoard has such a second run.
+        queue: the queue of the tracker.
+        clock: returns Unix seconds.
+        over_samples: the queue for Megatron Bridge's curves over consumed samples; only TensorBoard has this second
+            run.
     """
 
     def __init__(
-        self, queue: SinkQueue, clock: Callable[[], float] = time.time, over_samples: SinkQueue | None = None
+        self, queue: TrackerQueue, clock: Callable[[], float] = time.time, over_samples: TrackerQueue | None = None
     ) -> None:
         self.queue = queue
         self.over_samples = None if over_samples is None else TrackerLogger(over_samples, clock)
         self.recent = RecentPoints()
-        """The newest points, under the names that the tracker got."""
+        """The newest points, under the tracker's names."""
         self._clock = clock
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Add a point to each curve, without a step at that of the last point.
+        """Add a point to each curve, by default at the step of the last point.
 
-        Tensors of one element are read by the queue's thread.
+        Tensors with one element are read by the queue's thread.
         """
         self.add(metrics, max(self.recent.last_step, 0) if step is None else step, self._clock())
 
@@ -58,13 +59,13 @@ class TrackerLogger:
         self.queue.text(tag, text, step)
 
     def add(self, metrics: Mapping[str, Any], step: int, timestamp: float) -> None:
-        """Add a point of a moment to each curve."""
+        """Add a point with a timestamp to each curve."""
         self.recent.add(Point(dict(metrics), step, timestamp))
         self.queue.log(metrics, step, timestamp)
         self.recent.forget(self.queue.num_waiting)
 
     def add_scalar(self, tag: str, scalar_value: Any, global_step: int) -> None:
-        """Add a point to a curve, as a `SummaryWriter` does; one whose tag ends in `vs samples` is over samples."""
+        """Add a point to a curve, as `SummaryWriter` does; a tag that ends in `vs samples` is plotted over samples."""
         logger = self.over_samples if tag.endswith(VS_SAMPLES) else None
         (logger or self).log_metrics({tag: scalar_value}, global_step)
 
@@ -75,44 +76,44 @@ class TrackerLogger:
             self.over_samples.log_metrics(over_samples, samples)
 
     def open(self, run: RunIdentity, state: Mapping[str, Any], samples: int = 0) -> None:
-        """Begin or continue the run.
+        """Start or resume the run.
 
         Args:
-            state: `state_dict()` of the checkpoint, {} for a fresh run.
-            samples: samples that are done.
+            state: `state_dict()` of the checkpoint, {} for a new run.
+            samples: samples trained on so far.
         """
         self.recent = RecentPoints(Point(**one) for one in state.get("last", []))
         self.queue.open(replace(run, last_points=self.recent.kept), state.get("sink", {}))
         if self.over_samples is not None:
-            self.over_samples.open(replace(run, start_step=samples, config={}), state.get(SAMPLES_FOLDER, {}))
+            self.over_samples.open(replace(run, start_step=samples, config={}), state.get(SAMPLES_DIR, {}))
 
     def state_dict(self) -> dict[str, Any]:
-        """What continues the run: the tracker's ids and the points that a kill might take from it. Reads the device."""
+        """State to resume the run: the tracker's ids and the points it might lose in a kill. Reads the device."""
         points = self.recent.unsettled(self.queue.num_waiting)
         own = {"sink": self.queue.state_dict(), "last": [plain_point(point) for point in points]}
-        return own if self.over_samples is None else {**own, SAMPLES_FOLDER: self.over_samples.state_dict()}
+        return own if self.over_samples is None else {**own, SAMPLES_DIR: self.over_samples.state_dict()}
 
     def settle(self) -> None:
-        """The tracker was closed, so it has what it was given: no more than the last step is given to it again."""
+        """Note that the tracker was closed, so only points of the last step are sent to it again."""
         self.recent = RecentPoints(self.recent.last)
         if self.over_samples is not None:
             self.over_samples.settle()
 
     def flush(self) -> None:
-        """For clients that call it; the queue's thread hands on what it gets at once."""
+        """Do nothing: the queue's thread sends points immediately. Exists for clients that call it."""
 
     @property
-    def queues(self) -> list[SinkQueue]:
+    def queues(self) -> list[TrackerQueue]:
         """All queues of the tracker."""
         return [self.queue, *([] if self.over_samples is None else self.over_samples.queues)]
 
     def close(self, status: str = "completed") -> None:
-        """Hand over what waits, for at most `CLOSE_TIMEOUT`."""
+        """Send pending points, waiting at most `CLOSE_TIMEOUT`."""
         close_together([self], status)
 
 
 def close_together(loggers: Iterable[TrackerLogger], status: str, timeout: float = CLOSE_TIMEOUT) -> None:
-    """Close trackers side by side: all of them together are waited for at most `timeout` seconds."""
+    """Close trackers in parallel, waiting at most `timeout` seconds for all of them together."""
     loggers = list(loggers)
     queues = [queue for logger in loggers for queue in logger.queues]
     deadline = time.monotonic() + timeout

@@ -1,4 +1,4 @@
-"""Runs a sink in a thread of its own, so that nothing a tracker does can hold or end the training."""
+"""Runs a tracker in its own thread behind a bounded queue, so that its faults can never block or end training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from onstep.trackers.metric_names import how_to_fill
 from onstep.trackers.points import SETTLING_SECONDS, read_numbers
-from onstep.trackers.tracker import MetricSink, RunIdentity
+from onstep.trackers.tracker import RunIdentity, Tracker
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -25,29 +25,29 @@ _MARK_SECONDS = 0.25
 
 
 class Deliveries:
-    """Counts what is handed over by one thread and taken by another.
+    """Counts points passed from one thread to another.
 
-    What was taken counts as unsettled for `SETTLING_SECONDS` more: trackers write what they are given a little later.
+    A delivered point counts as unsettled for `SETTLING_SECONDS` more, since trackers write with a short delay.
 
     Args:
-        clock: Seconds that only grow.
+        clock: A monotonic clock, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._marks: tuple[tuple[float, int], ...] = ()
-        """Moments at which everything up to a number was taken, the newest last; only the taker replaces them."""
+        """Times at which everything up to a number had been delivered, newest last; only the consumer replaces them."""
         self._newest = (0.0, 0)
         self.num_given = 0
-        """Points that were handed over so far."""
+        """Number of points enqueued so far."""
 
     def give(self, number: int = 1) -> int:
-        """Count points that are handed over; returns the number of the last one."""
+        """Count enqueued points; returns the number of the last one."""
         self.num_given += number
         return self.num_given
 
     def take(self, number: int) -> None:
-        """Everything up to `number` has been taken."""
+        """Note that everything up to `number` has been delivered."""
         now = self._clock()
         self._newest = (now, number)
         if self._marks and now - self._marks[-1][0] < _MARK_SECONDS:
@@ -58,7 +58,7 @@ class Deliveries:
 
     @property
     def num_unsettled(self) -> int:
-        """Points, counted from the newest back to the oldest that a kill might take."""
+        """Number of newest points that might be lost in a kill."""
         last_settled = self._clock() - SETTLING_SECONDS
         numbers = [number for at, number in (*self._marks, self._newest) if at <= last_settled]
         return self.num_given - max(numbers, default=0)
@@ -66,42 +66,42 @@ class Deliveries:
 
 @dataclass(frozen=True)
 class Task:
-    """One call of the sink that waits for its turn."""
+    """A queued call of the tracker."""
 
     call: Callable[[], None]
     is_point: bool = True
-    """Whether it may be dropped, and counts as such."""
+    """Whether the call may be dropped, and is then counted as dropped."""
     number: int = 0
-    """How many points were handed over up to here."""
+    """Number of points enqueued up to and including this call."""
 
 
 class Session:
-    """The thread between one `open` and its `close`, and what waits for it."""
+    """The thread between an `open` and its `close`, and its queue."""
 
     def __init__(self) -> None:
         self.tasks: SimpleQueue[Task | None] = SimpleQueue()
         self.deliveries = Deliveries()
         self.num_again = 0
-        """Points of an earlier process that are given to the sink again."""
+        """Points of an earlier process that are sent to the tracker again."""
         self.thread: threading.Thread | None = None
-        """None where the system gave none."""
+        """None if the system could not start a thread."""
         self.is_closing = False
         self.is_abandoned = False
-        """`close` has waited long enough: points that still wait are not delivered any more."""
+        """Set when `close` has timed out: points still queued are no longer delivered."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether anybody takes what is handed over."""
+        """Whether the thread is running."""
         return self.thread is not None and self.thread.is_alive()
 
 
 class CircuitBreaker:
-    """Says whether something that keeps failing may be tried: not for a while after several failures in a row.
+    """Decides whether a failing operation may be tried: after several failures in a row, only once per interval.
 
     Args:
-        most_failures: Failures in a row after which it is left alone.
-        retry_seconds: How long; then one attempt decides about the next while.
-        clock: Seconds that only grow.
+        most_failures: Failures in a row that open the breaker.
+        retry_seconds: Seconds between single attempts while it is open.
+        clock: A monotonic clock, in seconds.
     """
 
     def __init__(
@@ -115,50 +115,51 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the last attempts failed, so that it is left alone but for single attempts."""
+        """Whether the last attempts failed, so that only single attempts are allowed."""
         return self._failures >= self._most_failures
 
     def allows(self) -> bool:
-        """Whether it may be tried now."""
+        """Whether an attempt is allowed now."""
         return not self.is_open or self._clock() - self._failed_at >= self._retry_seconds
 
     def succeeded(self) -> None:
-        """An attempt went well: all is forgotten."""
+        """Note a successful attempt, which closes the breaker."""
         self._failures = 0
 
     def failed(self) -> None:
-        """An attempt failed."""
+        """Note a failed attempt."""
         self._failures += 1
         self._failed_at = self._clock()
 
 
-class SinkQueue:
-    """A sink behind a bounded queue, in a daemon thread.
+class TrackerQueue:
+    """A tracker behind a bounded queue, in a daemon thread.
 
-    No method blocks (`close` waits, at most `close_timeout`) and none raises for the sink's faults. A sink that raises,
-    is too slow, hangs or ends its thread costs one warning between `open` and `close`; what it did not take is counted
-    in `dropped`. One that fails five times in a row is left alone for a minute, then tried again. In a forked child (a
-    data loader's worker) nothing is delivered.
+    No method blocks (`close` waits at most `close_timeout`), and none raises because of the tracker's faults. A tracker
+    that raises, is too slow, hangs or ends its thread causes one warning between `open` and `close`; undelivered points
+    are counted in `dropped`. After five failures in a row, it is retried once a minute. Forked children (a data
+    loader's workers) deliver nothing.
 
     Args:
-        sink: The tracker; all its methods are called from the thread.
-        capacity: Points and texts that wait at the most; of more, the newest are dropped.
-        close_timeout: Seconds that `close` waits for what is still to be delivered.
-        breaker: When a failing sink is tried again.
-        remedy: What the warning says of points that the sink misses; None is how the journal fills the sink.
+        tracker: The tracker; all its methods are called from the thread.
+        capacity: Maximum number of queued points and texts; when full, new ones are dropped.
+        close_timeout: Seconds that `close` waits for outstanding deliveries.
+        breaker: Decides when a failing tracker is retried.
+        remedy: How to recover missed points, for the warning; None explains how to fill the tracker from the metrics
+            log.
     """
 
     def __init__(
         self,
-        sink: MetricSink,
+        tracker: Tracker,
         capacity: int = 1000,
         close_timeout: float = 30.0,
         *,
         breaker: CircuitBreaker | None = None,
         remedy: str | None = None,
     ) -> None:
-        self.sink = sink
-        self._takes_back = bool(getattr(sink, "takes_back", False))
+        self.tracker = tracker
+        self._takes_back = bool(getattr(tracker, "takes_back", False))
         self._remedy = remedy
         self._capacity = capacity
         self._close_timeout = close_timeout
@@ -166,35 +167,35 @@ class SinkQueue:
         self._process = os.getpid()
         self._session: Session | None = None
         self._last_session: Session | None = None
-        """Closed, but perhaps not ended yet."""
-        self._folder = Path()
-        self._is_sink_open = False
+        """The previous session: closed, but its thread may still be running."""
+        self._directory = Path()
+        self._is_tracker_open = False
         self._to_open: Callable[[], None] | None = None
-        """What opens the sink, until it has succeeded; like the flag before, only the thread looks at it."""
+        """Opens the tracker; None once it has succeeded. Like `_is_tracker_open`, used by the thread only."""
         self._refused = 0
         """Points dropped by the caller's thread."""
         self._lost = 0
-        """Points dropped by the sink's thread."""
+        """Points dropped by the tracker's thread."""
         self._state: dict[str, Any] = {}
         self._warnings = itertools.count()
         self._state_warnings = itertools.count()
 
     @property
     def dropped(self) -> int:
-        """Points and texts that the sink did not take since it was opened."""
+        """Number of points and texts not delivered since the tracker was opened."""
         return self._refused + self._lost
 
     @property
     def is_broken(self) -> bool:
-        """Whether the sink takes nothing at the moment: it fails again and again, or its thread is gone."""
+        """Whether the tracker currently accepts nothing: it fails repeatedly, or its thread has ended."""
         return self._breaker.is_open or (self._session is not None and not self._session.is_alive)
 
     @property
     def num_waiting(self) -> int:
-        """The newest points that a kill might take: what the sink has yet to take, and took in the last seconds.
+        """Number of newest points that might be lost in a kill: those not delivered, or delivered in the last seconds.
 
-        A sink that has not been opened yet has still to take its run's `last_points` too. Of a sink that takes nothing
-        for long, no more than it would be given again at the next start.
+        Until the tracker is opened, this includes the run's `last_points`. It is limited to the number of points that
+        would be sent again at the next start.
         """
         session = self._session
         if session is None:
@@ -204,17 +205,17 @@ class SinkQueue:
 
     @property
     def is_open(self) -> bool:
-        """Between `open` and `close`."""
+        """Whether it is between `open` and `close`."""
         return self._session is not None
 
     def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
-        """Open the sink, in its thread; one that is open is closed first, as for a run that goes on.
+        """Open the tracker in its thread; an open one is closed first, as for a run that continues.
 
-        A sink that cannot take points back is given the run's `last_points` again.
+        A tracker that cannot replace points receives the run's `last_points` again.
         """
         if self._process != os.getpid():
             return
-        self._folder, self._state = run.folder, dict(state)
+        self._directory, self._state = run.directory, dict(state)
         if self._session is None:
             self._session = self._start()
         else:
@@ -222,25 +223,25 @@ class SinkQueue:
         self._put_open(self._session, run, dict(state))
 
     def log(self, metrics: Mapping[str, Any], step: int, timestamp: float) -> None:
-        """Hand over the numbers of a step; 0-d tensors are read by the thread. Without metrics, nothing is told."""
+        """Enqueue the metrics of a step; 0-d tensors are read by the thread. Empty metrics are not sent."""
         metrics = dict(metrics)
         self._offer(lambda: self._log(metrics, step, timestamp))
 
     def text(self, tag: str, text: str, step: int) -> None:
-        """Hand over a text."""
-        self._offer(lambda: self.sink.text(tag, text, step))
+        """Enqueue a text."""
+        self._offer(lambda: self.tracker.text(tag, text, step))
 
     def state_dict(self) -> dict[str, Any]:
-        """The sink's state after the last call that it finished; until then, what it was opened with."""
+        """The tracker's state after its last completed call; before that, the state it was opened with."""
         return dict(self._state)
 
     def close(self, status: str) -> None:
-        """Close the sink after what waits, and wait for that at most `close_timeout`; closing twice is harmless."""
+        """Close the tracker after outstanding deliveries, waiting at most `close_timeout`; idempotent."""
         self.begin_close(status)
         self.finish_close(self._close_timeout)
 
     def begin_close(self, status: str) -> None:
-        """Ask the thread to close the sink and to end; `finish_close` waits for it."""
+        """Tell the thread to close the tracker and exit; `finish_close` waits for it."""
         session = self._session
         if session is None or session.is_closing or self._process != os.getpid():
             return
@@ -249,7 +250,7 @@ class SinkQueue:
         session.tasks.put(None)
 
     def finish_close(self, timeout: float) -> None:
-        """Wait at most `timeout` seconds for the end of what `begin_close` began."""
+        """Wait at most `timeout` seconds for the close that `begin_close` started."""
         session, self._session = self._session, None
         if session is None or self._process != os.getpid():
             return
@@ -258,39 +259,39 @@ class SinkQueue:
         is_late = session.is_alive
         if is_late or not session.tasks.empty():
             session.is_abandoned = True
-            self._refused += max(session.tasks.qsize() - 2, 0)  # without the two last ones of `begin_close`
-            self._warn(f"did not finish within {timeout:g} s and was left behind" if is_late else "lost its thread")
+            self._refused += max(session.tasks.qsize() - 2, 0)  # not counting the two tasks of `begin_close`
+            self._warn(f"did not finish within {timeout:g} s and was abandoned" if is_late else "lost its thread")
         self._last_session = session
         if self.dropped:
-            logger.info("the tracker %r missed %d points", self.sink.name, self.dropped)
+            logger.info("the tracker %r missed %d points", self.tracker.name, self.dropped)
 
     def _start(self) -> Session:
-        """A session with a thread of its own, which begins when the one before it has ended."""
+        """Create a session whose thread starts working when the previous one has ended."""
         self._refused = self._lost = 0
         self._warnings, self._state_warnings = itertools.count(), itertools.count()
         self._breaker.succeeded()
-        session, name = Session(), f"sink-{self.sink.name}"
+        session, name = Session(), f"sink-{self.tracker.name}"
         thread = threading.Thread(target=self._work, args=(session, self._last_session), name=name, daemon=True)
         try:
             thread.start()
             session.thread = thread
-        except RuntimeError as error:  # the system gives no more threads
-            self._warn(f"has no thread: {error}")
+        except RuntimeError as error:  # the system cannot start more threads
+            self._warn(f"could not start its thread: {error}")
         return session
 
     def _put_open(self, session: Session, run: RunIdentity, state: dict[str, Any]) -> None:
-        """Let the sink be opened, and given again what an earlier process may have lost: beyond the capacity."""
+        """Enqueue the opening, and the points that an earlier process may have lost, regardless of the capacity."""
         points = () if run.adds_only else run.last_points
         session.num_again = len(points)
         number = session.deliveries.give(len(points) if self._takes_back else 0)
-        session.tasks.put(Task(lambda: self._open_sink(run, state), is_point=False, number=number))
+        session.tasks.put(Task(lambda: self._open_tracker(run, state), is_point=False, number=number))
         for point in () if self._takes_back else points:
             call = partial(self._log, dict(point.metrics), point.step, point.timestamp)
             session.tasks.put(Task(call, number=session.deliveries.give()))
 
     def _put_close(self, session: Session, status: str) -> None:
         number = session.deliveries.num_given
-        session.tasks.put(Task(lambda: self._close_sink(status), is_point=False, number=number))
+        session.tasks.put(Task(lambda: self._close_tracker(status), is_point=False, number=number))
 
     def _offer(self, call: Callable[[], None]) -> None:
         if self._process != os.getpid():
@@ -304,25 +305,25 @@ class SinkQueue:
             self._warn("lost its thread")
         elif session.tasks.qsize() >= self._capacity + session.num_again:
             self._refused += 1
-            self._warn(f"is slower than the run ({self._capacity} points wait for it)")
+            self._warn(f"is slower than the run ({self._capacity} points are queued)")
         else:
             session.tasks.put(Task(call, number=number))
 
     def _warn(self, what: str) -> None:
-        """Say it once a session: what else goes wrong has the same remedy."""
+        """Warn once per session: further faults have the same remedy."""
         if next(self._warnings) > 0:
             return
         logger.warning(
-            "The tracker %r %s. What it misses is counted in `sink/dropped`; training goes on. %s",
-            self.sink.name,
+            "The tracker %r %s. Missed points are counted in `sink/dropped`; training continues. %s",
+            self.tracker.name,
             what,
-            self._remedy or how_to_fill(self.sink.name, self._folder),
+            self._remedy or how_to_fill(self.tracker.name, self._directory),
         )
 
-    # In the sink's thread
+    # In the tracker's thread
 
     def _work(self, session: Session, previous: Session | None) -> None:
-        """Deliver task after task; a sink is never in two threads at once."""
+        """Deliver the tasks; a tracker is never used by two threads at once."""
         if previous is not None and previous.thread is not None:
             previous.thread.join()
         while (task := session.tasks.get()) is not None:
@@ -339,7 +340,7 @@ class SinkQueue:
             if task.is_point and self._to_open is not None:
                 self._to_open()
             task.call()
-        except BaseException as error:  # noqa: BLE001 - foreign code; whatever it does must not reach the training
+        except BaseException as error:  # noqa: BLE001 - third-party code; its faults must not affect training
             self._breaker.failed()
             self._lost += task.is_point
             self._warn(f"failed with {type(error).__name__}: {error}")
@@ -349,31 +350,31 @@ class SinkQueue:
 
     def _keep_state(self) -> None:
         try:
-            # a copy of plain values only, so that no sink can make a checkpoint fail
-            self._state = json.loads(json.dumps(self.sink.state_dict()))
-        except BaseException as error:  # noqa: BLE001 - foreign code, as in `_deliver`
-            if next(self._state_warnings) > 0:  # it is said once a session: points are not touched by it
+            # copies plain values only, so that no tracker can make a checkpoint fail
+            self._state = json.loads(json.dumps(self.tracker.state_dict()))
+        except BaseException as error:  # noqa: BLE001 - third-party code, as in `_deliver`
+            if next(self._state_warnings) > 0:  # warn once per session: points are not affected
                 return
             logger.warning(
-                "The tracker %r has a state that no checkpoint can hold (%s: %s); a run that continues hands it the "
-                "state before. Its state_dict() must give plain JSON values.",
-                self.sink.name,
+                "The state of the tracker %r cannot be saved in a checkpoint (%s: %s); a resumed run restores its "
+                "previous state. Its state_dict() must return plain JSON values.",
+                self.tracker.name,
                 type(error).__name__,
                 error,
             )
 
     def _log(self, metrics: Mapping[str, Any], step: int, timestamp: float) -> None:
         if numbers := read_numbers(metrics):
-            self.sink.log(numbers, step, timestamp)
+            self.tracker.log(numbers, step, timestamp)
 
-    def _open_sink(self, run: RunIdentity, state: dict[str, Any]) -> None:
-        """Open the sink; where that fails, the next point tries again."""
-        self._to_open = lambda: self._open_sink(run, state)
-        self.sink.open(run, state)
+    def _open_tracker(self, run: RunIdentity, state: dict[str, Any]) -> None:
+        """Open the tracker; if that fails, the next point retries it."""
+        self._to_open = lambda: self._open_tracker(run, state)
+        self.tracker.open(run, state)
         self._to_open = None
-        self._is_sink_open = True
+        self._is_tracker_open = True
 
-    def _close_sink(self, status: str) -> None:
-        was_open, self._is_sink_open, self._to_open = self._is_sink_open, False, None
+    def _close_tracker(self, status: str) -> None:
+        was_open, self._is_tracker_open, self._to_open = self._is_tracker_open, False, None
         if was_open:
-            self.sink.close(status)
+            self.tracker.close(status)

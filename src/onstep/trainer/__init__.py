@@ -1,4 +1,4 @@
-"""The object door: Hugging Face's `Trainer` over the one training loop."""
+"""The object-oriented entry point: Hugging Face's `Trainer` on top of the training loop."""
 
 from onstep.trainer.predictions import EvalPrediction, PredictionOutput, TrainOutput
 from onstep.trainer.trainer import Trainer

@@ -1,4 +1,4 @@
-"""From the arguments that a user gives to those that the Trainer works with."""
+"""Converts and checks the arguments that a user passes to the Trainer."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from onstep.config import (
     args_to_config,
     resolve,
 )
-from onstep.config.argument_rules import check_best_model
+from onstep.config.hf.checks import check_best_model
 from onstep.errors import ConfigError
 
 
 def own_arguments(args: Any) -> TrainingArguments:
-    """`args` as our `TrainingArguments`; None is the defaults.
+    """`args` as Onstep's `TrainingArguments`; None means the defaults.
 
-    An instance of Hugging Face's class is converted field by field. What a user's subclass of it adds is kept as
+    An instance of Hugging Face's class is converted field by field. Fields added by a user's subclass of it are kept as
     attributes, for callbacks that read them.
 
     Raises:
-        ConfigError: for anything else, and for a value that is not supported.
+        ConfigError: for any other type, and for an unsupported value.
     """
-    # recognised without importing transformers; a user's class may derive from theirs
+    # recognized without importing transformers; a user's class may derive from theirs
     bases = [base for base in type(args).__mro__ if base.__module__.split(".")[0] == "transformers"]
     theirs = next((base for base in bases if base.__name__ == "TrainingArguments"), None)
     if args is None:
@@ -50,8 +50,8 @@ def config_of(
 ) -> ConfigContainer:
     """The validated configuration of one call of the Trainer.
 
-    An evaluation on its own has no length, so intervals that are a share of the run mean nothing in it. It saves
-    nothing and never goes back, so what training does about checkpoints and anomalies is left out.
+    A standalone evaluation has no length, so intervals given as a share of the run do not apply. It saves nothing and
+    never rolls back, so the training's settings for checkpoints and anomalies are dropped.
     """
     if for_training:
         config = args_to_config(args, num_samples_per_epoch=num_samples, world_size=world_size)
@@ -65,9 +65,9 @@ def config_of(
 
 
 def _only_trained(config: ConfigContainer) -> ConfigContainer:
-    """Refuse what changes the model before training, as it is given one to train, and a training without steps."""
+    """Reject options that change the model before training, which the user passes, and training without steps."""
     if config.validation.skip_train:
-        raise ConfigError("validation.skip_train=True is for onstep.pretrain; call Trainer.evaluate() instead.")
+        raise ConfigError("validation.skip_train=True is only for onstep.pretrain; call Trainer.evaluate() instead.")
     asked = {
         "checkpoint.pretrained_checkpoint": config.checkpoint.pretrained_checkpoint,
         "checkpoint.finetune": config.checkpoint.finetune or None,
@@ -76,17 +76,19 @@ def _only_trained(config: ConfigContainer) -> ConfigContainer:
     for key, value in asked.items():
         if value is not None:
             raise ConfigError(
-                f"{key}={value} is for onstep.finetune; a Trainer trains the model that it is given: load the weights "
-                f"into it, and put peft around it, before."
+                f"{key}={value} is only for onstep.finetune; a Trainer trains the model that it is given: load the "
+                f"weights and apply peft before passing it."
             )
     return config
 
 
-def shown_arguments(args: TrainingArguments, folder: str | None) -> TrainingArguments:
-    """The arguments as callbacks see them: with the folder that the run really has, where journals go too."""
+def shown_arguments(args: TrainingArguments, directory: str | None) -> TrainingArguments:
+    """The arguments as callbacks see them: with the directory that the run actually has, which also holds the
+    metrics logs.
+    """
     shown = copy.copy(args)
-    if folder is not None:
-        shown.output_dir = folder
+    if directory is not None:
+        shown.output_dir = directory
     if shown.logging_dir is None:
         shown.logging_dir = shown.output_dir
     return shown

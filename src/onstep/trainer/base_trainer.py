@@ -1,4 +1,4 @@
-"""What a Trainer is made of: everything the user gave, and the loss that it computes."""
+"""Holds a Trainer's constructor arguments, and computes its loss."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from onstep.trainer.loss_convention import NUM_ITEMS, accepts_num_items, of_mode
 from onstep.trainer.model_step import function_loss, model_loss
 from onstep.trainer.predictions import EvalPrediction
 from onstep.training.bridge.global_state import GlobalState
-from onstep.training.runs.run_dir import RunFolder
+from onstep.training.runs.run_dir import RunDir
 
 Collate = Callable[[Sequence[Any]], Any]
 
 
 class BaseTrainer:
-    """Holds what the user gave; `Trainer` trains and evaluates with it."""
+    """Stores what the user passed; `Trainer` trains and evaluates with it."""
 
     loss_is_scaled_for_ga: bool | None = None
-    """What a `compute_loss` of your own returns: True is a share of the step's loss, already divided by
-    `num_items_in_batch`; False is the mean of its micro-batch; None finds out from its code."""
+    """What your own `compute_loss` returns: True means a share of the step's loss, already divided by
+    `num_items_in_batch`; False means the mean of its micro-batch; None detects it from the code."""
 
     def __init__(
         self,
@@ -58,34 +58,34 @@ class BaseTrainer:
         self.processing_class = processing_class
         self.compute_loss_func = compute_loss_func
         self._known_function: tuple[Any, bool] = (None, False)
-        """What `accepts_num_items` said of the function that was asked about last, not asked at every micro-batch."""
+        """The cached result of `accepts_num_items`, so that it does not run for every micro-batch."""
         self._known_model: tuple[ref[nn.Module], bool] | None = None
-        """The same of a model that gives a share."""
+        """Likewise for a model that returns a share."""
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = optimizers
         self.made_optimizers: tuple[Any, Any] = (None, None)
-        """What the last training made where `optimizers` had None; `optimizer` and `lr_scheduler` show it."""
+        """What the last training created where `optimizers` had None; see `optimizer` and `lr_scheduler`."""
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         configured = ConfigContainer()
         merge(configured, self.args.config_overrides or {})
         has_defaults = default_callbacks and configured.run.default_callbacks
         self.callback_manager = _with_defaults(callbacks, has_defaults, disable_tqdm=bool(self.args.disable_tqdm))
         self.global_state: GlobalState | None = None
-        """State of the run that ran last, or runs now."""
+        """State of the current or most recent run."""
         self.session: Any = None
-        """What the run works with that is going on; None outside of one."""
-        self.owned_folders: dict[Path, RunFolder] = {}
-        """Run folders that this Trainer took, by the path that was asked for; it may train into them again."""
+        """The session of the current run; None outside of one."""
+        self.owned_dirs: dict[Path, RunDir] = {}
+        """Run directories that this Trainer claimed, by requested path; it may train into them again."""
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The loss of a micro-batch, and the outputs where asked for; override it for a loss of your own.
+        """The loss of a micro-batch, and the outputs if requested; override it for a custom loss.
 
-        An override that uses `num_items_in_batch` (the labels of the whole step over all ranks) returns its share
-        of the step's loss; one that does not returns a mean, weighted by the micro-batch's labels or samples.
-        `loss_is_scaled_for_ga` says which it is where its code does not tell.
+        An override that uses `num_items_in_batch` (the labels of the whole step over all ranks) returns its share of
+        the step's loss; one that does not returns a mean, weighted by the micro-batch's labels or samples. If its code
+        does not show which, set `loss_is_scaled_for_ga`.
         """
         function, further = self.compute_loss_func, {NUM_ITEMS: num_items_in_batch}
         if function is not None:
@@ -109,18 +109,18 @@ class BaseTrainer:
 
 def _check_model(model: Any, model_init: Any) -> None:
     if (model is None) == (model_init is None):
-        raise ConfigError("Trainer needs exactly one of model and model_init; pass the other as None.")
+        raise ConfigError("Trainer requires exactly one of model and model_init; pass the other as None.")
     if model is not None and not isinstance(model, nn.Module):
         kind = model.__name__ if isinstance(model, type) else type(model).__name__
-        raise ConfigError(f"model must be a torch.nn.Module, got {kind}; pass what makes one as model_init.")
+        raise ConfigError(f"model must be a torch.nn.Module, got {kind}; pass a function that makes one as model_init.")
     if model_init is not None and not callable(model_init):
         raise ConfigError(f"model_init must be a function that returns a model, got {type(model_init).__name__}.")
 
 
 def _with_defaults(callbacks: Any, wanted: bool, *, disable_tqdm: bool) -> CallbackManager:
-    """A manager with the defaults first, then the user's; an instance of a default's class takes its place.
+    """A manager with the defaults first, then the user's; an instance of a default's class replaces that default.
 
-    A `CallbackManager` of the user's is completed, not copied, so that what is registered with it later counts too.
+    A user's own `CallbackManager` is extended, not copied, so that callbacks registered later count too.
     """
     manager = normalize_callbacks(callbacks) or CallbackManager()
     if not wanted:

@@ -1,4 +1,4 @@
-"""Which loader reads a dataset, how its samples are collated, and which of their columns the model is given."""
+"""Selects the loader of a dataset, its collator, and the columns that are passed to the model."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from onstep.trainer.loss_convention import inner_module
 LABEL_COLUMNS = frozenset({"label", "label_ids", "labels"})
 
 
-class EpochTellingLoader(TrainLoader):
-    """A `TrainLoader` that tells the epoch to a dataset with `set_epoch`, at the start and wherever the epoch changes.
+class SetEpochLoader(TrainLoader):
+    """A `TrainLoader` that calls `set_epoch` of a dataset, at the start and whenever the epoch changes.
 
-    Workers that are kept over epochs have copies of the dataset, which are not told.
+    Workers that persist over epochs have copies of the dataset, which are not updated.
     """
 
     def __init__(self, dataset: Any, **options: Any) -> None:
@@ -38,7 +38,7 @@ class EpochTellingLoader(TrainLoader):
 
 
 class WholeLoader(EvalLoader):
-    """An `EvalLoader` that always gives the whole set: predictions are for every sample."""
+    """An `EvalLoader` that always reads the whole set: predictions cover every sample."""
 
     def batches(self, max_batches: int | None = None) -> Any:
         """The global batches from the start to the end of the dataset."""
@@ -49,7 +49,7 @@ def train_loader(dataset: Any, collate: Collate, config: ConfigContainer, world:
     """The loader of the training set.
 
     Raises:
-        DataError: for an empty dataset, or one smaller than a global batch that drops its tail.
+        DataError: for an empty dataset, or one smaller than a global batch if partial batches are dropped.
     """
     train, options = config.train, config.dataset
     seed = config.rng.seed if config.rng.data_seed is None else config.rng.data_seed
@@ -63,13 +63,13 @@ def train_loader(dataset: Any, collate: Collate, config: ConfigContainer, world:
     if not is_map_style(dataset):
         return IterableLoader(dataset, already_batched=isinstance(dataset, DataLoader), **common)
     persistent = options.persistent_workers and options.num_workers > 0
-    return EpochTellingLoader(dataset, shuffle=options.shuffle, persistent_workers=persistent, **common)
+    return SetEpochLoader(dataset, shuffle=options.shuffle, persistent_workers=persistent, **common)
 
 
 def eval_loader(
     dataset: Any, collate: Collate, config: ConfigContainer, world: World, *, is_test: bool = False
 ) -> EvalLoader:
-    """The loader of an evaluation set: every sample once, in order; of a test set always all of it."""
+    """The loader of an evaluation set: every sample once, in order; a test set is always read completely."""
     micro, batch = config.validation.eval_micro_batch_size, config.validation.eval_global_batch_size
     assert micro is not None
     assert batch is not None
@@ -84,7 +84,7 @@ def eval_loader(
 
 
 def collator(trainer: BaseTrainer, module: nn.Module) -> Collate:
-    """The user's collator, or the one that suits the processing class; unused columns are left out before it."""
+    """The user's collator, or the one that suits the processing class; unused columns are removed before it."""
     collate = trainer.data_collator or _default_collator(trainer.processing_class)
     if not trainer.args.remove_unused_columns:
         return collate
@@ -111,7 +111,7 @@ def _default_collator(processing_class: Any) -> Collate:
 
 
 def num_samples_of(dataset: Any) -> int | None:
-    """Samples of a dataset; None where it has no length."""
+    """Number of samples of a dataset; None if it has no length."""
     samples: Any = dataset.dataset if isinstance(dataset, DataLoader) else dataset
     try:
         return len(samples)
@@ -120,9 +120,9 @@ def num_samples_of(dataset: Any) -> int | None:
 
 
 class ColumnFilter:
-    """A collator that drops the columns which `forward` has no parameter for, then collates as `collate` does.
+    """A collator that drops the columns for which `forward` has no parameter, then calls `collate`.
 
-    Labels are kept whatever `forward` takes. A `forward` that names no parameter (`*args, **kwargs`) takes everything.
+    Labels are always kept. A `forward` that names no parameter (`*args, **kwargs`) accepts every column.
     """
 
     def __init__(
@@ -139,28 +139,28 @@ class ColumnFilter:
         """Collate a list of samples.
 
         Raises:
-            DataError: when no column is left.
+            DataError: if no column is left.
         """
         if self._parameters and samples and isinstance(samples[0], (dict, Mapping)):
             wanted = self._wanted
             if all(map(wanted.issuperset, samples)):
-                samples = list(map(dict, samples))  # copies, since a collator may change what it is given
+                samples = list(map(dict, samples))  # copies, since a collator may modify its input
             else:
                 samples = [{key: value for key, value in sample.items() if key in wanted} for sample in samples]
             if not samples[0]:
-                raise DataError(f"The samples have no column that {self._model_name}.forward takes.")
+                raise DataError(f"The samples have no column that {self._model_name}.forward accepts.")
         return self._collate(samples)
 
     def check(self, dataset: Any) -> None:
-        """Check that a dataset has a column for the model, by its `column_names` or its first sample.
+        """Check that a dataset has a column for the model, using its `column_names` or its first sample.
 
         Raises:
-            DataError: when it has none.
+            DataError: if it has none.
         """
         columns = _columns_of(dataset)
         if not self._parameters or columns is None or (self._parameters - self._labels).intersection(columns):
             return
-        if not self._parameters - self._labels:  # the model takes labels alone
+        if not self._parameters - self._labels:  # the model expects only labels
             return
         raise DataError(
             f"No column of the dataset ({', '.join(columns)}) is a parameter of {self._model_name}.forward "

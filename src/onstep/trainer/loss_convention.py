@@ -1,7 +1,7 @@
-"""What kind of loss a model, a `compute_loss` or a `compute_loss_func` gives: a mean, or a share of the step's loss.
+"""Determines whether a model, a `compute_loss` or a `compute_loss_func` returns a mean or a share of the step's loss.
 
-A mean is always right to assume of code that is not handed `num_items_in_batch`: it is weighted by the micro-batch's
-labels, which are found and counted here too. Only code that is certain to divide by the number is handed it.
+Assuming a mean is always safe for code that does not receive `num_items_in_batch`: the mean is weighted by the
+micro-batch's labels, which are found and counted here too. Only code that certainly divides by the number receives it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Convention = Literal["share", "mean"]
 NUM_ITEMS = "num_items_in_batch"
 
 MAPPING = (dict, Mapping)
-"""For `isinstance`, which knows a dictionary at once and asks Python code about everything else."""
+"""For `isinstance`, which recognizes a dictionary at once and runs Python code for everything else."""
 
 
 def of_model(model: nn.Module) -> Convention:
-    """A model whose `forward` names `num_items_in_batch`, or hands its keywords to its `loss_function`, gives a share.
+    """A model whose `forward` names `num_items_in_batch`, or passes keywords to its `loss_function`, returns a share.
 
-    A model's own `accepts_loss_kwargs` decides where it is set.
+    A model's own `accepts_loss_kwargs` decides if it is set.
     """
     model = inner_module(model)
     stated = getattr(model, "accepts_loss_kwargs", None)
@@ -41,9 +41,9 @@ def of_model(model: nn.Module) -> Convention:
 
 
 def of_function(function: Callable[..., Any]) -> Convention:
-    """A function that reads its `num_items_in_batch` divides by it; one that ignores it gives a mean.
+    """A function that reads its `num_items_in_batch` divides by it; one that ignores it returns a mean.
 
-    Many overridden `compute_loss` have the parameter only because the base class has, and return a plain mean.
+    Many overrides of `compute_loss` have the parameter only because the base class does, and return a plain mean.
     """
     function = _plain(function)
     parameters = inspect.signature(function).parameters
@@ -54,9 +54,9 @@ def of_function(function: Callable[..., Any]) -> Convention:
 
 
 def hands_on(compute_loss: Callable[..., Any]) -> bool:
-    """Whether an overridden `compute_loss` hands `num_items_in_batch`, or all its keywords, to another one.
+    """Whether an overridden `compute_loss` passes `num_items_in_batch`, or all its keywords, to another function.
 
-    What `super().compute_loss(...)` gives then decides what the override gives.
+    The result of `super().compute_loss(...)` then determines the result of the override.
     """
     function = _plain(compute_loss)
     code = getattr(function, "__code__", None)
@@ -78,7 +78,7 @@ def _divides_by_items(forward: Callable[..., Any]) -> bool:
         return True
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
-    except (OSError, SyntaxError, TypeError):  # no source to look at
+    except (OSError, SyntaxError, TypeError):  # no source to inspect
         return False
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     return any(
@@ -103,13 +103,13 @@ def _takes_keywords(function: Callable[..., Any]) -> bool:
 
 
 def _loads(code: CodeType, name: str) -> bool:
-    """Whether code reads a local variable; a nested function takes it from there too."""
+    """Whether code reads a local variable; a nested function reads it from there too."""
     loads = (step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD"))
     return any(name in value if isinstance(value, tuple) else value == name for value in loads)
 
 
 def _spells(code: CodeType, text: str) -> bool:
-    """Whether code has a text among its constants, or in a tuple of keyword names."""
+    """Whether code contains a string among its constants, or in a tuple of keyword names."""
     constants = [const for value in code.co_consts for const in (value if isinstance(value, tuple) else (value,))]
     return text in constants or any(isinstance(const, CodeType) and _spells(const, text) for const in constants)
 
@@ -118,8 +118,9 @@ class Labels:
     """Finds and counts the labels of micro-batches.
 
     Args:
-        names: keys of the labels in a mapping; of a tuple the last element is the labels.
-        shifted: the model shifts its labels to predict the next token, so that the first of each row is not trained on.
+        names: keys of the labels in a mapping; in a tuple, the last element is the labels.
+        shifted: the model shifts its labels to predict the next token, so the first label of each row is not trained
+            on.
     """
 
     def __init__(self, names: list[str] | None = None, *, shifted: bool = False) -> None:
@@ -127,7 +128,7 @@ class Labels:
         self._shifted = shifted
 
     def of(self, batch: Any) -> Any:
-        """The labels: a tensor, a tuple of them where there are several names, None unless all are there."""
+        """The labels: a tensor, a tuple of them for several names, None unless all are present."""
         if isinstance(batch, MAPPING):
             if len(self._names) == 1:
                 return batch.get(self._names[0])
@@ -136,11 +137,11 @@ class Labels:
         return batch[-1] if isinstance(batch, (list, tuple)) and len(batch) > 1 else None
 
     def count(self, batch: Any) -> Tensor | None:
-        """Labels that are trained on, as a 0-d tensor; None where they are not whole numbers."""
+        """Number of labels that are trained on, as a 0-d tensor; None if they are not integers."""
         return self.measure(batch)[0]
 
     def measure(self, batch: Any) -> tuple[Tensor | None, bool]:
-        """`count`, and whether there is a label for each position of a sequence, rather than one for each sample."""
+        """`count`, and whether there is one label per position of a sequence, rather than one per sample."""
         labels = self.of(batch)
         known = labels if isinstance(labels, Tensor) and _is_class_ids(labels) else None
         are_tokens = known is not None and known.ndim > 1

@@ -1,4 +1,4 @@
-"""The Trainer's forward step: any module, any batch, through `compute_loss`; and the loss that the model gives."""
+"""Implements the Trainer's forward step for any module and batch through `compute_loss`, and finds the model's loss."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from onstep.training.compute.step import MicroBatches, to_device
 class ModelStep:
     """A forward step in Megatron Bridge's form around Hugging Face's `compute_loss`.
 
-    While training, `num_items_in_batch` is the number of labels of the whole step over all ranks, so that the shares of
-    micro-batches and ranks add up to the loss of one big batch. In evaluation it is the micro-batch's own.
+    In training, `num_items_in_batch` is the number of labels of the whole step over all ranks, so that the shares of
+    micro-batches and ranks add up to the loss of one large batch. In evaluation it is the micro-batch's own number.
 
     Args:
-        convention: what `compute_loss` gives; a mean is never handed `num_items_in_batch`.
+        convention: the kind of loss that `compute_loss` returns; for a mean it never receives `num_items_in_batch`.
         weighting: `train.loss_weighting`, for means.
     """
 
@@ -38,7 +38,7 @@ class ModelStep:
         self._weighting = weighting
         self._world = world
         self.collector: PredictionCollector | None = None
-        """Takes the outputs of an evaluation, where somebody wants them."""
+        """Receives the outputs of an evaluation, if needed."""
 
     def __call__(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
         """Run one micro-batch; returns `(loss, loss function)`. The loss is None for a test without labels."""
@@ -70,7 +70,7 @@ class ModelStep:
             if not isinstance(result, tuple) or len(result) != 2:
                 raise ConfigError(
                     f"compute_loss(..., return_outputs=True) must return (loss, outputs), got {type(result).__name__}; "
-                    f"the outputs are what compute_metrics and predict are made from."
+                    f"the outputs are needed for compute_metrics and predict."
                 )
             loss, outputs = result
         is_filler = isinstance(data_iterator, MicroBatches) and data_iterator.is_filler()
@@ -88,7 +88,7 @@ class ModelStep:
         return counted
 
     def _count_step(self, micro_batches: MicroBatches) -> Tensor:
-        """Labels of the whole step over all ranks. Collective: called with the first micro-batch of a step."""
+        """Count the labels of the whole step over all ranks. Collective: called with a step's first micro-batch."""
         step = micro_batches.batches
         counted = [
             self._labels.count(batch)
@@ -102,27 +102,27 @@ class ModelStep:
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
-    """The model's outputs: a mapping is handed over as keywords, a tuple or list by position, a tensor as it is."""
+    """The model's outputs: a mapping is passed as keywords, a tuple or list by position, a tensor directly."""
     if isinstance(inputs, MAPPING):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (list, tuple)) else model(inputs)
 
 
 def model_loss(model: nn.Module, inputs: Any, further: dict[str, Any]) -> tuple[Tensor, Any]:
-    """The loss that the model itself gives, and its outputs. A mapping of inputs is completed by `further`.
+    """The loss that the model itself returns, and its outputs. A mapping of inputs is extended with `further`.
 
     Raises:
-        ConfigError: when it gives none.
+        ConfigError: if the model returns no loss.
     """
     if further and isinstance(inputs, MAPPING):
         inputs = {**inputs, **further}
     outputs = model(**inputs) if type(inputs) is dict else call_model(model, inputs)
     loss = find_loss(outputs)
     if loss is None:
-        given = f" It was given {', '.join(inputs)}." if isinstance(inputs, MAPPING) else ""
+        given = f" It received {', '.join(inputs)}." if isinstance(inputs, MAPPING) else ""
         raise ConfigError(
             f"{type(model).__name__} returned no loss but {_described(outputs)}.{given} Return a dict with a 0-d "
-            f"'loss' or a tuple that starts with it, give the labels that the model needs, or pass "
+            f"'loss' or a tuple that starts with it, pass the labels that the model needs, or use "
             f"compute_loss_func(outputs, labels)."
         )
     return loss, outputs
@@ -131,9 +131,9 @@ def model_loss(model: nn.Module, inputs: Any, further: dict[str, Any]) -> tuple[
 def function_loss(
     compute_loss_func: Callable[..., Any], model: nn.Module, inputs: Any, further: dict[str, Any]
 ) -> tuple[Tensor, Any]:
-    """The loss that a user's function gives for the outputs, the labels and `further` keywords, and the outputs.
+    """The loss that a user's function returns for the outputs, labels and `further` keywords, and the outputs.
 
-    The labels, `labels` of a mapping or the last element of a tuple, are not handed to the model.
+    The labels, `labels` of a mapping or the last element of a tuple, are not passed to the model.
     """
     labels = None
     if isinstance(inputs, MAPPING):
@@ -161,6 +161,6 @@ def find_loss(outputs: Any) -> Tensor | None:
 
 def _described(outputs: Any) -> str:
     if isinstance(outputs, MAPPING):
-        return f"a mapping with {', '.join(outputs) or 'nothing in it'}"
+        return f"a mapping with {', '.join(outputs) or 'no entries'}"
     shape = f" of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else ""
     return f"a {type(outputs).__name__}{shape}"

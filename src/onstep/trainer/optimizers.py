@@ -1,4 +1,4 @@
-"""The optimizer and scheduler of a training: the user's own, or those that the configuration asks for."""
+"""Builds the optimizer and scheduler of a training: the user's own, or the configured ones."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from onstep.training.setup.setup import scheduler_for
 
 
 def check_optimizers(trainer: BaseTrainer) -> None:
-    """Refuse (ConfigError) what the user gave that does not go together."""
+    """Reject (ConfigError) incompatible arguments for optimizer and scheduler."""
     optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
     if trainer.optimizer_cls_and_kwargs is not None and optimizer is not None:
         raise ConfigError("Pass the optimizer through optimizers or optimizer_cls_and_kwargs, not both.")
     if trainer.model_init is not None and (_is_object(optimizer) or _is_object(scheduler)):
         raise ConfigError(
-            "model_init makes new parameters for every train(), and an optimizer or scheduler object has old ones; "
+            "model_init creates new parameters for every train(), but an optimizer or scheduler object holds old ones; "
             "pass factories: optimizers=(lambda parameters: ..., lambda optimizer: ...)."
         )
     if _is_object(scheduler) and not _is_object(optimizer):
@@ -40,14 +40,14 @@ def check_optimizers(trainer: BaseTrainer) -> None:
 
 
 def make_optimizer(trainer: BaseTrainer, module: nn.Module, config: ConfigContainer) -> Any:
-    """What the loop drives: the user's optimizer, what a factory or class makes, or the configured one.
+    """The optimizer for the loop: the user's, one made by a factory or class, or the configured one.
 
-    A factory gets the trainable parameters; a class of `optimizer_cls_and_kwargs` gets them in two groups, with
-    `weight_decay` for matrices only (biases of stacked experts are none), unless its keywords say what it is.
+    A factory is called with the trainable parameters; a class in `optimizer_cls_and_kwargs` with two groups, so that
+    `weight_decay` applies to matrices only (excluding biases of stacked experts), unless its keywords set it.
 
     Raises:
-        ConfigError: for an optimizer that has none of the model's parameters, or beside settings of groups that only
-            the configured one has.
+        ConfigError: for an optimizer that has none of the model's parameters, or if group settings are used that only
+            apply to the configured optimizer.
     """
     given = trainer.optimizer
     if trainer.optimizer_cls_and_kwargs is not None:
@@ -72,7 +72,7 @@ def make_optimizer(trainer: BaseTrainer, module: nn.Module, config: ConfigContai
 
 
 def show_made(trainer: BaseTrainer, optimizer: Any, scheduler: Any) -> None:
-    """Let `trainer.optimizer` and `lr_scheduler` be what was made for this training, where the user gave none."""
+    """Set `trainer.optimizer` and `lr_scheduler` to the objects made for this training, if the user passed none."""
     trainer.made_optimizers = (
         optimizer if trainer.optimizer is None else None,
         scheduler if trainer.lr_scheduler is None else None,
@@ -84,7 +84,7 @@ def show_made(trainer: BaseTrainer, optimizer: Any, scheduler: Any) -> None:
 
 
 def forget_made(trainer: BaseTrainer) -> None:
-    """Take back what `show_made` set, unless the user has put something else there: the next training makes its own."""
+    """Undo `show_made`, unless the user has set other objects meanwhile: the next training makes its own."""
     optimizer, scheduler = trainer.made_optimizers
     if trainer.optimizer is optimizer:
         trainer.optimizer = None
@@ -101,11 +101,10 @@ def make_scheduler(
     world_size: int = 1,
     num_samples: int | None = None,
 ) -> Any:
-    """What the loop steps: the user's scheduler, what a factory makes, or the configured schedule.
+    """The scheduler for the loop: the user's, one made by a factory, or the configured schedule.
 
-    The last is made for `iters` steps over epochs of `num_samples`.
-    The configured schedule scales the learning rates of a user's optimizer and leaves its weight decay alone. A
-    scheduler that is a callback is registered as one.
+    The configured schedule is built for `iters` steps over epochs of `num_samples`; it scales the learning rates of a
+    user's optimizer and does not change its weight decay. A scheduler that is a callback is registered as one.
     """
     given = trainer.lr_scheduler
     if given is not None and not _is_object(given):
@@ -121,7 +120,7 @@ def make_scheduler(
 
 
 def _is_object(given: Any) -> bool:
-    """Whether it is an optimizer or scheduler, not something that makes one."""
+    """Whether `given` is an optimizer or scheduler, rather than a factory."""
     return given is not None and not isinstance(given, type) and hasattr(given, "step")
 
 
@@ -145,7 +144,7 @@ def _check_parameters(optimizer: Any, module: nn.Module) -> None:
     if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         return
     raise ConfigError(
-        f"The optimizer has no parameter of {type(module).__name__}, so it would train nothing; make it from the "
+        f"The optimizer has no parameter of {type(module).__name__}, so it would train nothing; build it from the "
         f"parameters of the Trainer's model, or pass a factory: optimizers=(lambda parameters: ..., None)."
     )
 
@@ -154,13 +153,13 @@ def _check_groups_are_free(config: ConfigContainer) -> None:
     options = config.optimizer
     if options.optimizer == "muon":
         raise ConfigError(
-            "optimizer.optimizer=muon is the configured optimizer, and the Trainer was given one; keep one of them."
+            "optimizer.optimizer=muon configures an optimizer, but the Trainer was given one; keep one of them."
         )
     for name in ("param_groups", "decoupled_lr", "decoupled_min_lr"):
         if getattr(options, name):
             raise ConfigError(
-                f"optimizer.{name}={getattr(options, name)} groups the parameters of the configured optimizer, and the "
-                f"Trainer was given one that has its own groups; give it its groups, or leave the key out."
+                f"optimizer.{name}={getattr(options, name)} groups the parameters of the configured optimizer, but the "
+                f"Trainer was passed one with its own groups; set the groups there, or drop the key."
             )
 
 

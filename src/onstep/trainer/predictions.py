@@ -1,4 +1,4 @@
-"""What the Trainer's methods give back, under Hugging Face's names, and what collects logits and labels for it."""
+"""Defines the results of the Trainer's methods, under Hugging Face's names, and collects logits and labels for them."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class PredictionOutput(NamedTuple):
     """Result of `Trainer.predict`."""
 
     predictions: Any
-    """Array, or tuple of arrays, one row a sample in the order of the dataset."""
+    """Array, or tuple of arrays, with one row per sample in dataset order."""
     label_ids: Any
     metrics: dict[str, Any]
 
 
 @dataclass
 class EvalPrediction:
-    """What `compute_metrics` is called with.
+    """The argument of `compute_metrics`.
 
-    It unpacks to `(predictions, label_ids)`, followed by the inputs and losses that `include_for_metrics` asks for.
+    It unpacks to `(predictions, label_ids)`, followed by the inputs and losses that `include_for_metrics` requests.
     """
 
     predictions: Any
@@ -58,7 +58,7 @@ class EvalPrediction:
 
 
 class Collected(NamedTuple):
-    """What an evaluation saw, as arrays with one row a sample, in the order of the dataset; None where not kept."""
+    """The data of an evaluation, as arrays with one row per sample in dataset order; None if not kept."""
 
     predictions: Any = None
     label_ids: Any = None
@@ -68,14 +68,14 @@ class Collected(NamedTuple):
 
 
 class PredictionCollector:
-    """Takes each micro-batch's outputs off the device and puts all ranks' rows back into the order of the dataset.
+    """Moves each micro-batch's outputs off the device and restores the dataset order of all ranks' rows.
 
     Args:
-        labels: where the labels are.
-        ignore_keys: outputs that are no predictions.
+        labels: locates the labels.
+        ignore_keys: outputs that are not predictions.
         preprocess_logits: called with logits and labels on the device, before anything is kept.
         input_name: the input to keep; None keeps none.
-        is_test: a set that may have no labels.
+        is_test: whether the set may have no labels.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class PredictionCollector:
         self._rows: list[Collected | None] = []
 
     def add(self, inputs: Any, outputs: Any, loss: Tensor | None, is_filler: bool) -> None:
-        """Take up a micro-batch; a filler only holds its place."""
+        """Record a micro-batch; a filler only keeps its place."""
         if is_filler:
             self._rows.append(None)
             return
@@ -107,7 +107,7 @@ class PredictionCollector:
         self._rows.append(Collected(_to_numpy(logits), _to_numpy(labels), _to_numpy(kept), losses))
 
     def gather(self, world: World) -> Collected:
-        """Everything of the whole set, on every rank. Collective."""
+        """The data of the whole set, on every rank. Collective."""
         by_rank = world.gather(self._rows)
         rows = [row for same_place in zip(*by_rank, strict=True) for row in same_place if row is not None]
         return Collected(*(concatenate(list(column)) for column in zip(*rows, strict=True)))
@@ -136,7 +136,7 @@ def _to_numpy(value: Any) -> Any:
 
 
 def concatenate(rows: list[Any], pad: int = -100) -> Any:
-    """Join arrays, or tuples or dicts of arrays, along the first axis; the second is padded where lengths differ."""
+    """Join arrays, or tuples or dicts of arrays, along the first axis; the second is padded if lengths differ."""
     first = rows[0]
     if first is None:
         return None

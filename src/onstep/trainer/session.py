@@ -1,4 +1,4 @@
-"""What one call of the Trainer works with: set up before it, taken apart after it."""
+"""Sets up one call of the Trainer, and tears it down afterwards."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from onstep.training.bridge.global_state import GlobalState
 from onstep.training.features import SETUP
 from onstep.training.lifecycle.endings import Endings
 from onstep.training.opening import already_finished, claim_for_all, open_run
-from onstep.training.run import Door
-from onstep.training.runs.run_dir import FINISHED, Claim, RunFolder, RunLock
+from onstep.training.run import EntryPoint
+from onstep.training.runs.run_dir import FINISHED, Claim, RunDir, RunLock
 from onstep.training.setup.model_and_data import idle_parameters
 from onstep.training.setup.setup import (
     DATA_TIMER,
@@ -51,39 +51,39 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Session:
-    """Everything of one `train`, `evaluate` or `predict`."""
+    """The objects of one `train`, `evaluate` or `predict` call."""
 
     state: GlobalState
     module: nn.Module
     """The user's module."""
     model: list[nn.Module]
-    """The chunks that the loop trains: the module, wrapped where there are several ranks."""
+    """The chunks that the loop trains: the module, wrapped if there are several ranks."""
     forward_step: ModelStep
     labels: Labels
     collate: Collate
-    tell: Dispatcher
+    notify: Dispatcher
     optimizer: Any = None
     scheduler: Any = None
     train_data: Any = None
 
     def release(self) -> None:
-        """End worker processes and let go of the data-parallel wrapper."""
+        """End worker processes and release the data-parallel wrapper."""
         if self.train_data is not None:
             self.train_data.close()
-        self.model = self.tell.model = [self.module]
+        self.model = self.notify.model = [self.module]
 
 
 def check_training(trainer: BaseTrainer, resume_from_checkpoint: Any = None) -> None:
-    """Refuse (ConfigError, DataError) a `train()` that lacks something; the message names it."""
+    """Reject (ConfigError, DataError) a `train()` that lacks something; the message names it."""
     args, dataset = trainer.args, trainer.train_dataset
     if trainer.session is not None:
-        raise ConfigError("This Trainer is training or evaluating already; a callback may evaluate, but not train.")
+        raise ConfigError("This Trainer is already training or evaluating; a callback may evaluate, but not train.")
     if dataset is None:
-        raise ConfigError("Trainer.train needs a train_dataset; pass one to the constructor.")
+        raise ConfigError("Trainer.train requires a train_dataset; pass one to the constructor.")
     if not isinstance(resume_from_checkpoint, (bool, str, os.PathLike, NoneType)):
         raise ConfigError(
             f"resume_from_checkpoint={resume_from_checkpoint!r} must be the path of a checkpoint, True or None (the "
-            f"run's newest, where there is one), or False (do not continue)."
+            f"run's newest, if any), or False (do not continue)."
         )
     num_samples = num_samples_of(dataset)
     if num_samples is None and args.max_steps <= 0:
@@ -94,14 +94,14 @@ def check_training(trainer: BaseTrainer, resume_from_checkpoint: Any = None) -> 
     asked = {f"eval_strategy={args.eval_strategy!r}": args.eval_strategy != "no", **asked}
     if trainer.eval_dataset is None and any(asked.values()):
         name = next(name for name, value in asked.items() if value)
-        raise ConfigError(f"{name} needs an eval_dataset; pass one to the constructor.")
+        raise ConfigError(f"{name} requires an eval_dataset; pass one to the constructor.")
     forget_made(trainer)
     check_optimizers(trainer)
 
 
 @contextmanager
 def training_session(trainer: BaseTrainer, resume_from_checkpoint: Any = None) -> Iterator[Session]:
-    """Set up the ranks, the run's folder, the model, optimizer, scheduler and data. Collective."""
+    """Set up the ranks, the run's directory, the model, optimizer, scheduler and data. Collective."""
     num_samples = num_samples_of(trainer.train_dataset)
     size = world_size_from_environment()
     config = config_of(trainer.args, num_samples=num_samples, world_size=size, for_training=True)
@@ -109,24 +109,24 @@ def training_session(trainer: BaseTrainer, resume_from_checkpoint: Any = None) -
         config.checkpoint.resume = False
     elif isinstance(resume_from_checkpoint, (str, os.PathLike)):
         config.checkpoint.load, config.checkpoint.exit_on_missing_checkpoint = os.fspath(resume_from_checkpoint), True
-    door = Door(trainer=trainer, processing_class=trainer.processing_class)
+    entry_point = EntryPoint(trainer=trainer, processing_class=trainer.processing_class)
 
     def claim_run(config: ConfigContainer, world: World) -> tuple[Claim | None, RunLock | None]:
-        claim, lock = claim_folder(trainer, config, world)
-        door.given_args = shown_arguments(trainer.args, None if claim is None else str(claim.folder.path))
+        claim, lock = acquire_dir(trainer, config, world)
+        entry_point.given_args = shown_arguments(trainer.args, None if claim is None else str(claim.directory.path))
         return claim, lock
 
-    with open_run(config, trainer.callback_manager, _world, claim_run, door, takes_finished=True) as opened:
+    with open_run(config, trainer.callback_manager, _world, claim_run, entry_point, accepts_finished=True) as opened:
         run = opened.run
-        with _session(trainer, run, opened.tell, seeds=True) as session:
+        with _session(trainer, run, opened.notify, seeds=True) as session:
             _build_training(trainer, session, num_samples)
-            end_set_up(run, session.tell)
+            end_set_up(run, session.notify)
             yield session
 
 
 @contextmanager
 def evaluation_session(trainer: BaseTrainer) -> Iterator[Session]:
-    """Set up what an evaluation takes; inside a run, for a callback that evaluates, what that run has. Collective."""
+    """Set up an evaluation; inside a run, for a callback that evaluates, reuse that run's objects. Collective."""
     if trainer.session is not None:
         yield trainer.session
         return
@@ -134,28 +134,35 @@ def evaluation_session(trainer: BaseTrainer) -> Iterator[Session]:
     config = config_of(trainer.args, num_samples=None, world_size=size, for_training=False)
     attach_trackers(trainer.callback_manager, config)
     before = trainer.global_state
-    folder = None if before is None else before.run_folder
-    door = Door(trainer=trainer, processing_class=trainer.processing_class)
-    door.given_args = shown_arguments(trainer.args, None if folder is None else str(folder.path))
-    state = GlobalState(cfg=config, run_folder=folder, door=door)
+    directory = None if before is None else before.run_dir
+    entry_point = EntryPoint(trainer=trainer, processing_class=trainer.processing_class)
+    entry_point.given_args = shown_arguments(trainer.args, None if directory is None else str(directory.path))
+    state = GlobalState(cfg=config, run_dir=directory, entry_point=entry_point)
     with state.features.open(SETUP, state, state.world), _world(config) as world:
         state.world, state.control = world, Control(rank=world.rank)
-        tell = Dispatcher(trainer.callback_manager, state, [])
-        door.fire = tell.fire
+        notify = Dispatcher(trainer.callback_manager, state, [])
+        entry_point.fire = notify.fire
         if before is None:
             count_steps(state, None)
-            state.trackers.join(trainer.callback_manager)
-        else:  # an evaluation shows the progress of the training before it, and adds to its trackers
-            state.train_state, state.facts, state.trackers = before.train_state, before.facts, before.trackers
+            state.bridge_trackers.join(trainer.callback_manager)
+        else:  # an evaluation shows the progress of the preceding training, and adds to its trackers
+            state.train_state, state.info, state.bridge_trackers = (
+                before.train_state,
+                before.info,
+                before.bridge_trackers,
+            )
         rows = (Watching, Endings)
-        with state.features.open(rows, state, world), _session(trainer, state, tell, trainer.model is None) as session:
-            session.tell.on_init_end()
+        with (
+            state.features.open(rows, state, world),
+            _session(trainer, state, notify, trainer.model is None) as session,
+        ):
+            session.notify.on_init_end()
             yield session
 
 
 @contextmanager
 def _world(config: ConfigContainer) -> Iterator[World]:
-    """The ranks. A group of one goes at once; one of several stays for the next call, until the process ends."""
+    """The ranks. A group of one is closed at once; one of several is kept for the next call, until the process ends."""
     world = open_world(config.dist)
     try:
         yield world
@@ -167,7 +174,7 @@ def _world(config: ConfigContainer) -> Iterator[World]:
 
 
 @contextmanager
-def _session(trainer: BaseTrainer, state: GlobalState, tell: Dispatcher, seeds: bool) -> Iterator[Session]:
+def _session(trainer: BaseTrainer, state: GlobalState, notify: Dispatcher, seeds: bool) -> Iterator[Session]:
     trainer.global_state = state
     if seeds:
         seed_everything(state.cfg.rng.seed)
@@ -175,11 +182,11 @@ def _session(trainer: BaseTrainer, state: GlobalState, tell: Dispatcher, seeds: 
         if trainer.model is None:
             trainer.model = _made_by(trainer.model_init)
         module = trainer.model.to(state.world.device)
-    tell.model = [module]
+    notify.model = [module]
     state.sums.flops_per_token = 6.0 * _active_parameters(module)
     labels = Labels(trainer.args.label_names, shifted=shifts_labels(module))
     forward_step = _forward_step(trainer, module, labels, state)
-    session = Session(state, module, [module], forward_step, labels, collator(trainer, module), tell)
+    session = Session(state, module, [module], forward_step, labels, collator(trainer, module), notify)
     trainer.session = session
     try:
         yield session
@@ -189,7 +196,7 @@ def _session(trainer: BaseTrainer, state: GlobalState, tell: Dispatcher, seeds: 
 
 
 def _made_by(model_init: Any) -> nn.Module:
-    """What `model_init` returns; one that takes an argument is given None, as there is no trial of a search."""
+    """The result of `model_init`; if it has a parameter, None is passed, since no hyperparameter search is running."""
     parameters = inspect.signature(model_init).parameters.values()
     takes_trial = any(
         p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters
@@ -206,14 +213,14 @@ def _forward_step(trainer: BaseTrainer, module: nn.Module, labels: Labels, state
     if weighting != "auto":
         convention = "mean"
     if state.world.is_main:
-        unit = "labels where they have some, else by their samples" if weighting == "auto" else weighting
+        unit = "labels if they have any, else by their samples" if weighting == "auto" else weighting
         means = f"means of micro-batches, weighted by their {unit} (train.loss_weighting)"
-        logger.info("loss: %s gives %s", source, "a share of the step's loss" if convention == "share" else means)
+        logger.info("loss: %s returns %s", source, "a share of the step's loss" if convention == "share" else means)
     return ModelStep(trainer.compute_loss, labels, convention=convention, weighting=weighting, world=state.world)
 
 
 def _convention(trainer: BaseTrainer, module: nn.Module) -> tuple[Convention, str]:
-    """What `compute_loss` gives, and whose code says so."""
+    """The kind of loss that `compute_loss` returns, and whose code determines it."""
     stated = trainer.loss_is_scaled_for_ga
     if stated is not None:
         return "share" if stated else "mean", "loss_is_scaled_for_ga"
@@ -227,60 +234,62 @@ def _convention(trainer: BaseTrainer, module: nn.Module) -> tuple[Convention, st
 
 
 def _build_training(trainer: BaseTrainer, session: Session, num_samples: int | None) -> None:
-    state, config, tell = session.state, session.state.cfg, session.tell
+    state, config, notify = session.state, session.state.cfg, session.notify
     if isinstance(session.collate, ColumnFilter):
         session.collate.check(trainer.train_dataset)
     with state.timers(MODEL_TIMER).measure(barrier=True):
-        session.model = tell.model = data_parallel([session.module], state.world, config.ddp)
-        session.optimizer = tell.optimizer = make_optimizer(trainer, session.module, config)
+        session.model = notify.model = data_parallel([session.module], state.world, config.ddp)
+        session.optimizer = notify.optimizer = make_optimizer(trainer, session.module, config)
         iters = train_iters(config, num_samples, world_size=state.world.size)
-        session.scheduler = tell.scheduler = make_scheduler(
+        session.scheduler = notify.scheduler = make_scheduler(
             trainer, session.optimizer, config, iters, state.world.size, num_samples
         )
     show_made(trainer, session.optimizer, session.scheduler)
-    load_checkpoint(state, tell)
-    tell.on_data_init_start()
+    load_checkpoint(state, notify)
+    notify.on_data_init_start()
     with state.timers(DATA_TIMER).measure(barrier=True):
         session.train_data = train_loader(trainer.train_dataset, session.collate, config, state.world)
-    state.door.train_dataloader = session.train_data
+    state.entry_point.train_dataloader = session.train_data
     state.train_state.do_train = True
     state.train_state.do_valid = trainer.eval_dataset is not None and config.validation.eval_iters != 0
-    state.door.evaluates_last_step = config.validation.eval_after_training and not config.validation.eval_each_epoch
+    state.entry_point.evaluates_last_step = (
+        config.validation.eval_after_training and not config.validation.eval_each_epoch
+    )
     count_steps(state, session.train_data)
     seed_everything(config.rng.seed + state.world.rank)
 
 
 def _active_parameters(module: nn.Module) -> int:
-    """Parameters that a token meets, outside of embeddings."""
+    """Number of parameters that a token uses, outside of embeddings."""
     embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
     total = sum(p.numel() for p in module.parameters() if id(p) not in embeddings)
     return total - idle_parameters(module.config) if isinstance(module, Transformer) else total
 
 
-def claim_folder(trainer: BaseTrainer, config: ConfigContainer, world: World) -> tuple[Claim | None, RunLock | None]:
-    """Take the run's folder: a new one, one to continue, or again the one that this Trainer completed. Collective.
+def acquire_dir(trainer: BaseTrainer, config: ConfigContainer, world: World) -> tuple[Claim | None, RunLock | None]:
+    """Claim the run's directory: a new one, one to continue, or again the one that this Trainer completed. Collective.
 
-    A Trainer that has completed its run and trains again starts a new one in the same folder; the checkpoints of the
-    run before are kept aside. A run that another process completed is taken as it is: its weights are loaded, and
-    there is nothing left to train.
+    A Trainer that has completed its run and trains again starts a new run in the same directory; the checkpoints of the
+    previous run are set aside. A run that another process completed is used as is: its weights are loaded, and nothing
+    is left to train.
 
     Raises:
-        RunExistsError: when the folder holds another run, or a completed one without checkpoints.
-        ConfigError: when it cannot be written.
+        RunExistsError: if the directory holds another run, or a completed one without checkpoints.
+        ConfigError: if it cannot be written.
     """
     if config.run.name is None:
         return None, None
     asked = Path(config.run.output_dir).absolute() / config.run.name
-    folder = trainer.owned_folders.get(asked)
-    if folder is not None and world.is_main and folder.read().get("status") in FINISHED:
-        folder.begin_again()
+    directory = trainer.owned_dirs.get(asked)
+    if directory is not None and world.is_main and directory.read().get("status") in FINISHED:
+        directory.begin_again()
     world.barrier()
-    claim, lock = _claim(config, world, asked, folder)
-    trainer.owned_folders[asked] = claim.folder
+    claim, lock = _claim(config, world, asked, directory)
+    trainer.owned_dirs[asked] = claim.directory
     return claim, lock
 
 
-def _claim(config: ConfigContainer, world: World, asked: Path, owned: RunFolder | None) -> tuple[Claim, RunLock | None]:
+def _claim(config: ConfigContainer, world: World, asked: Path, owned: RunDir | None) -> tuple[Claim, RunLock | None]:
     if owned is not None:
         config.run.fresh, config.run.name = False, owned.path.name
     beside = f"config_overrides={{'run.fresh': True}} for {asked.name}-2 beside it"
@@ -292,12 +301,13 @@ def _claim(config: ConfigContainer, world: World, asked: Path, owned: RunFolder 
     assert claim is not None
     if not claim.is_finished:
         return claim, lock
-    if not world.share(any(claim.folder.checkpoints.glob("checkpoint-*"))):
+    if not world.share(any(claim.directory.checkpoints.glob("checkpoint-*"))):
         raise RunExistsError(
-            f"{claim.folder.path} holds a completed run of the same arguments, and no checkpoint to take its weights "
+            f"{claim.directory.path} holds a completed run with the same arguments, but no checkpoint to load its "
+            "weights "
             f"from. Nothing was touched. {ways_out}"
         )
     if world.is_main:
-        logger.warning("%s", already_finished(claim.folder))
-        lock = RunLock(claim.folder.lock)
+        logger.warning("%s", already_finished(claim.directory))
+        lock = RunLock(claim.directory.lock)
     return claim, lock

@@ -1,4 +1,4 @@
-"""`Trainer`: Hugging Face's constructor and methods over the one training loop."""
+"""`Trainer`: Hugging Face's constructor and methods on top of the training loop."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from onstep.training.train import train
 
 
 class Trainer(BaseTrainer):
-    """Trains any `nn.Module` on any map-style or iterable dataset, or a `transformers` model as it comes.
+    """Trains any `nn.Module` on any map-style or iterable dataset, or an unmodified `transformers` model.
 
-    The arguments are those of `transformers.Trainer`. Batches are mappings, handed to the model as keywords, or tuples,
-    handed over by position; with `compute_loss_func(outputs, labels)` the last element of a tuple is the labels.
+    The arguments are those of `transformers.Trainer`. Batches are mappings, passed to the model as keywords, or tuples,
+    passed by position; with `compute_loss_func(outputs, labels)` the last element of a tuple is the labels.
 
     Args:
-        model: the module to train; or `model_init`, which makes a new one for every `train()`.
+        model: the module to train; or `model_init`, which creates a new one for every `train()`.
         args: `onstep.TrainingArguments`, or an instance of Hugging Face's.
         eval_dataset: one dataset, or a dict of them by name.
         callbacks: added after the defaults (DefaultMetrics, ProgressCallback, InfoCallback); an instance of a default's
-            class replaces it. A `CallbackManager` is taken as it is, and completed.
-        optimizers: an optimizer and a scheduler, or factories: a callable that makes an optimizer from parameters, one
-            that makes a scheduler from an optimizer.
-        default_callbacks: False leaves the defaults out.
+            class replaces it. A `CallbackManager` is used as is, and extended.
+        optimizers: an optimizer and a scheduler, or factories: a callable that creates an optimizer from parameters,
+            and one that creates a scheduler from an optimizer.
+        default_callbacks: False disables the defaults.
 
     Raises:
-        ConfigError: arguments that do not go together.
+        ConfigError: for incompatible arguments.
     """
 
     @property
@@ -52,11 +52,11 @@ class Trainer(BaseTrainer):
 
     @property
     def control(self) -> Any:
-        """Where to ask the running loop for something; None before the first run."""
+        """Accepts requests to the running loop; None before the first run."""
         return None if self.global_state is None else self.global_state.control
 
     def add_callback(self, callback: Any) -> None:
-        """Register a callback, or a class of one."""
+        """Register a callback, or a callback class."""
         self.callback_manager.add(callback)
 
     def pop_callback(self, callback: Any) -> Any:
@@ -67,19 +67,19 @@ class Trainer(BaseTrainer):
             return None
 
     def remove_callback(self, callback: Any) -> None:
-        """Remove the first callback that is this instance, or exactly of this class; nothing happens if none is."""
+        """Remove the first callback that is this instance, or exactly of this class; does nothing without a match."""
         self.pop_callback(callback)
 
     def train(
         self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: list[str] | None = None
     ) -> TrainOutput:
-        """Train as `args` say. Collective; may be called again, which trains on from the model's weights.
+        """Train as `args` specify. Collective; may be called again to continue training from the model's weights.
 
         Raises:
             ConfigError: before anything is built.
             DataError: for a dataset that cannot be trained on.
-            RunExistsError: when `output_dir` holds another run.
-            NonFiniteError: when a loss or gradient norm is NaN or infinite.
+            RunExistsError: if `output_dir` holds another run.
+            NonFiniteError: if a loss or gradient norm is NaN or infinite.
         """
         check_training(self, resume_from_checkpoint)
         if self.model_init is not None:
@@ -104,20 +104,20 @@ class Trainer(BaseTrainer):
             )
             load_best_model(session.state, session.model)
             write_final_weights(
-                session.state, lambda folder: save_model(session.module, folder.model, self.processing_class)
+                session.state, lambda directory: save_model(session.module, directory.model, self.processing_class)
             )
             return _train_output(session.state)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, Any]:
-        """Metrics of a dataset, or of each in a dict of them under `<prefix>_<name>`. Collective.
+        """Compute the metrics of a dataset, or of each in a dict of them under `<prefix>_<name>`. Collective.
 
-        A callback may call it while training. `eval_dataset` may be a name in the dict that the constructor was given.
+        A callback may call it during training. `eval_dataset` may be a key of the dict passed to the constructor.
         """
         dataset = self.eval_dataset if eval_dataset is None else self._named(eval_dataset)
         if dataset is None:
-            raise ConfigError("Trainer.evaluate needs an eval_dataset; pass one here or to the constructor.")
+            raise ConfigError("Trainer.evaluate requires an eval_dataset; pass one here or to the constructor.")
         if isinstance(eval_dataset, str):
             metric_key_prefix = f"{metric_key_prefix}_{eval_dataset}"
         with evaluation_session(self) as session:
@@ -128,30 +128,33 @@ class Trainer(BaseTrainer):
     ) -> PredictionOutput:
         """Predictions, labels and metrics of a whole dataset, in its order. Collective.
 
-        A set without labels has no loss and no `compute_metrics`. With `prediction_loss_only` only the loss is there.
+        A set without labels has no loss, and `compute_metrics` is not called. `prediction_loss_only` returns only the
+        loss.
         """
         with evaluation_session(self) as session:
             return _evaluate_dataset(self, session, test_dataset, metric_key_prefix, ignore_keys, is_test=True)
 
     def log(self, logs: dict[str, Any]) -> None:
-        """Add a record of your own to the log, for example from `compute_loss`: callbacks are told `on_log`.
+        """Add your own record to the log, for example from `compute_loss`, and fire `on_log`.
 
         Raises:
             ConfigError: outside of a run.
         """
         if self.session is None:
-            raise ConfigError("Trainer.log needs a run: call it while training or evaluating.")
+            raise ConfigError("Trainer.log requires a run; call it during training or evaluation.")
         state: GlobalState = self.session.state
-        publish(state, {"epoch": state.trainer_state.epoch, **logs}, self.session.tell)
+        publish(state, {"epoch": state.trainer_state.epoch, **logs}, self.session.notify)
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write the weights, and the processing class, to `output_dir` (default: `args.output_dir`), on rank 0.
 
         Raises:
-            ConfigError: when `model_init` has not made a model yet.
+            ConfigError: if `model_init` has not created a model yet.
         """
         if self.model is None:
-            raise ConfigError("There is no model to save yet: model_init runs when training starts.")
+            raise ConfigError(
+                "Trainer has no model to save yet: model_init runs when training starts; call train() first."
+            )
         if self.global_state is None or self.global_state.world.is_main:
             save_model(self.model, Path(output_dir or str(self.args.output_dir)), self.processing_class)
 
@@ -170,22 +173,22 @@ class Trainer(BaseTrainer):
             return eval_dataset
         known = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
         if eval_dataset not in known:
-            names = ", ".join(known) or "the constructor was given no dict of them"
-            raise ConfigError(f"eval_dataset={eval_dataset!r} is no name of an evaluation set; known: {names}.")
+            names = ", ".join(known) or "the constructor was not passed a dict of them"
+            raise ConfigError(f"eval_dataset={eval_dataset!r} is not the name of an evaluation set; known: {names}.")
         return known[eval_dataset]
 
 
 def _train_output(state: GlobalState) -> TrainOutput:
-    records = reversed(state.facts.log_history)
+    records = reversed(state.info.log_history)
     final: dict[str, Any] = next((record for record in records if "train_runtime" in record), {})
     loss = state.mean_loss()
     return TrainOutput(state.train_state.step, loss, {**final, "train_loss": loss})
 
 
 def save_model(model: nn.Module, directory: Path, processing_class: Any = None) -> None:
-    """Write `model` to `directory`: by its own `save_pretrained`, as a Hugging Face directory, or as safetensors.
+    """Write `model` to `directory`: with its own `save_pretrained`, as a Hugging Face directory, or as safetensors.
 
-    A plain module, and a `Transformer` that `transformers` has no architecture for, is read with
+    A plain module, and a `Transformer` without an architecture in `transformers`, can be loaded with
     `safetensors.torch.load_model(module, directory / "model.safetensors")`.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -209,9 +212,10 @@ def _evaluate_dataset(
     *,
     is_test: bool = False,
 ) -> PredictionOutput:
-    """Evaluate a dataset with the loop's `evaluate`, and collect predictions where somebody wants them. Collective.
+    """Evaluate a dataset with the loop's `evaluate`, and collect predictions if needed. Collective.
 
-    `ignore_keys` are outputs of the model that are no predictions; a test has all of the set, maybe without labels.
+    `ignore_keys` are outputs of the model that are not predictions; a test reads the whole set, possibly without
+    labels.
     """
     state, step = session.state, session.forward_step
     collector = _collector(trainer, session, ignore_keys or [], is_test)
@@ -224,9 +228,9 @@ def _evaluate_dataset(
         collected = collector.gather(state.world)
         return _computed_metrics(trainer, collected, f"{prefix}_")
 
-    before = state.door.eval_dataloader, step.collector
+    before = state.entry_point.eval_dataloader, step.collector
     loader = eval_loader(dataset, session.collate, state.cfg, state.world, is_test=is_test)
-    state.door.eval_dataloader, step.collector = loader, collector
+    state.entry_point.eval_dataloader, step.collector = loader, collector
     try:
         means, _, _ = evaluate(
             state,
@@ -236,16 +240,16 @@ def _evaluate_dataset(
             None,
             state.cfg.model,
             is_test=is_test,
-            tell=session.tell,
+            notify=session.notify,
             metric_key_prefix=prefix,
             extra_metrics=computed_metrics,
         )
     finally:
-        state.door.eval_dataloader, step.collector = before
-    if means and state.trackers.takers:
-        # what trackers with Megatron Bridge's tags call the set: `validation`, or `validation <name>` of several
+        state.entry_point.eval_dataloader, step.collector = before
+    if means and state.bridge_trackers.takers:
+        # the name of the set in trackers with Megatron Bridge's tags: `validation`, or `validation <name>` of several
         kind, own = ("test", "test") if is_test else ("validation", "eval")
-        with state.trackers.held(lambda: state.ending.ended):
+        with state.bridge_trackers.held(lambda: state.ending.ended):
             write_evaluation(state, means, f"{kind} {prefix.removeprefix(own).removeprefix('_')}".rstrip())
     return PredictionOutput(collected.predictions, collected.label_ids, state.evaluated.last_metrics)
 
@@ -255,7 +259,7 @@ def _collector(
 ) -> PredictionCollector | None:
     if trainer.args.prediction_loss_only or not (is_test or trainer.compute_metrics is not None):
         return None
-    # outputs, such as a key/value cache, that a `transformers` model says are no predictions
+    # outputs, such as a key/value cache, that a `transformers` model declares not to be predictions
     config: Any = getattr(inner_module(session.module), "config", None)
     no_predictions = getattr(config, "keys_to_ignore_at_inference", None) or ["past_key_values"]
     keeps_inputs = "inputs" in trainer.args.include_for_metrics

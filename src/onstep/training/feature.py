@@ -1,4 +1,4 @@
-"""What a feature of the loop is, and how the features of a run are put together."""
+"""Defines the features of the loop: their hooks, and how the features of a run are combined."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from onstep.distributed import World, attempt
 from onstep.errors import ConfigError
 from onstep.events import Request
-from onstep.events.dispatch import NOTHING
-from onstep.training.compute.losses import MicroLoss, Weight
+from onstep.events.dispatch import NO_OP
+from onstep.training.compute.losses import MicroLoss, Scalar
 from onstep.training.compute.step import Step
 
 Host = TypeVar("Host")
@@ -21,8 +21,8 @@ Found = TypeVar("Found")
 Function = TypeVar("Function", bound=Callable[..., object])
 
 Interruption = Literal["evaluate", "score", "save", "write", "finalize", "compare", "replay"]
-"""Work that belongs to no step: an evaluation inside the loop, and any evaluation; a checkpoint, its writing, and
-making an asynchronous one durable; a comparison of weights; computing a bad step's gradients again."""
+"""Work outside of any step: an evaluation inside the loop, and any evaluation; a checkpoint, writing it, and making an
+asynchronous one durable; a comparison of weights; recomputing the gradients of a bad step."""
 
 Work = Literal["iterate", "read", "step", "compute", "forward", "backward", "update", "score"]
 """The loop's own work that a feature may wrap: a whole iteration, reading its micro-batches, training on them, all
@@ -31,13 +31,13 @@ of an evaluation."""
 
 
 class Hooks:
-    """The points of the loop at which features do their part, in the order in which a run meets them."""
+    """The points of the loop at which features run, in the order in which a run reaches them."""
 
     def begin(self) -> None:
-        """The state of a checkpoint is loaded and the data is in place; before the first step."""
+        """The state of a checkpoint is loaded and the data is ready; before the first step."""
 
     def ready(self) -> None:
-        """Every feature has begun; what the set-up took is over."""
+        """Every feature has begun; the set-up is over."""
 
     def restart_interval(self) -> None:
         """A logging interval begins: at the first step, and after a rollback."""
@@ -46,20 +46,20 @@ class Hooks:
         """Before the next step is read or skipped."""
 
     def after_zero_grad(self) -> None:
-        """The gradients of the last step are gone."""
+        """The last step's gradients have been cleared."""
 
     def before_micro_batch(self, is_filler: bool) -> None:
         """A micro-batch is on the device."""
 
-    def before_backward(self, step: Step, micro: MicroLoss, start: Weight | None) -> None:
+    def before_backward(self, step: Step, micro: MicroLoss, start: Scalar | None) -> None:
         """The loss of a micro-batch is known, and what its backward pass starts from."""
 
     def admits(self, step: Step) -> bool:
-        """Whether the update may be applied. Every feature is asked, on every rank, so that it may be collective."""
+        """Whether the update may be applied. Every feature is asked on every rank, so the hook may be collective."""
         return True
 
     def after_update(self, step: Step) -> None:
-        """The update was applied or refused; before the schedule moves on."""
+        """The update was applied or rejected; the schedule has not advanced yet."""
 
     def after_train_step(self, step: Step) -> None:
         """`on_train_step_end` has fired; the counters still hold the step before."""
@@ -71,74 +71,74 @@ class Hooks:
         """The ranks have agreed on what is due or asked for."""
 
     def settle(self) -> None:
-        """Judge what the device has not answered yet: a log, an evaluation or a save is about to rely on it."""
+        """Resolve what the device has not answered yet: a log, an evaluation or a save is about to rely on it."""
 
     def before_log(self) -> None:
         """A step is about to be logged."""
 
     def add_to_read(self, unread: dict[str, dict[str, Tensor]]) -> None:
-        """A step is logged: put 0-d device tensors beside its loss, to be read with it. Called on all ranks."""
+        """A step is logged: add 0-d device tensors to be read together with its loss. Called on all ranks."""
 
     def after_read(self) -> None:
         """The logging interval was read, and the next one begins."""
 
     def before_exit_decision(self) -> None:
-        """The ranks are about to decide whether the process leaves."""
+        """The ranks are about to decide whether the process exits."""
 
     def after_iteration(self, step: Step) -> None:
-        """Everything of the step is done, saves included."""
+        """The step is complete, saves included."""
 
     def after_skip(self) -> None:
         """A step of `train.iterations_to_skip` was counted without being trained on."""
 
     def pause(self, work: Interruption) -> AbstractContextManager[object]:
-        """Around work that belongs to no step."""
+        """Context around work outside of any step."""
         return nullcontext()
 
     def before_rollback(self, bad_step: int, request: Request) -> None:
         """The run is about to go back to a checkpoint before `bad_step`."""
 
     def rolled_back(self) -> None:
-        """It has."""
+        """The rollback is complete."""
 
     def failing(self, error: BaseException) -> None:
-        """An error is ending the run; callbacks are yet to hear of it."""
+        """An error is ending the run; callbacks have not been notified yet."""
 
     def end(self) -> None:
-        """Training ended well."""
+        """Training ended without an error."""
 
 
 class Feature(Hooks, Generic[Host]):
-    """Something that the loop can do beside training. One that is off is not built, and costs nothing.
+    """An addition to the training loop. A feature that is off is not built, and costs nothing.
 
-    A subclass overrides the hooks that it needs, and the loop calls no others. A `wrap_<work>(function)` gets the
-    loop's own work and returns what is called in its place. With `has_state` it has a state in checkpoints. After an
-    error no hook may start a collective, and the world refuses one.
+    A subclass overrides the hooks that it needs; the loop calls no others. A `wrap_<work>(function)` receives the
+    loop's own work and returns what is called in its place. With `has_state`, its state is saved in checkpoints. After
+    an error no hook may start a collective; the world refuses to run one.
     """
 
     name: ClassVar[str]
     """Its key in checkpoints, and its name in `onstep why --features`."""
     when: ClassVar[str] = "always"
-    """Configuration keys that decide whether it is wanted, for the documentation."""
+    """Configuration keys that enable it, for the documentation."""
     collective: ClassVar[bool] = False
-    """Some hook talks to the other ranks: wanted on one rank, it is built on all."""
+    """Some hook communicates with other ranks: wanted on one rank, it is built on all."""
     per_rank: ClassVar[bool] = False
-    """Each rank has a state of its own; otherwise the state is the same on all ranks."""
+    """Each rank has its own state; otherwise the state is the same on all ranks."""
     needs_grad_norm: bool = False
-    """It looks at the gradient norm of every step."""
+    """It uses the gradient norm of every step."""
     has_state: bool = False
-    """Its `state_dict()` is in checkpoints, and `load_state_dict()` takes it back."""
+    """Checkpoints save its `state_dict()` and restore it with `load_state_dict()`."""
 
     @classmethod
     def wanted(cls, host: Host) -> bool:
-        """Whether this rank wants it: by the configuration, the callbacks or the model."""
+        """Whether this rank wants it, given the configuration, the callbacks or the model."""
         raise NotImplementedError
 
     def __init__(self, host: Host) -> None:
         self.host = host
 
     def session(self) -> AbstractContextManager[object]:
-        """Around the whole training; leaving, it sees the error that ends it."""
+        """Context around the whole training; on exit, it sees the error that ended the training."""
         return nullcontext()
 
 
@@ -146,22 +146,22 @@ HOOKS = ("session", *(name for name in vars(Hooks) if not name.startswith("_")))
 
 
 class Features(Hooks):
-    """The features of a run. Each hook is one function that calls theirs, in the order of the table."""
+    """The features of a run. Each hook is one function that calls theirs, in table order."""
 
     def __init__(self) -> None:
         self.built: list[Feature[Any]] = []
         self._open: set[int] = set()
         self._rooms: dict[type[object], object] = {}
         self.of_the_loop: dict[str, Any] = {}
-        """What the loop itself remembers between steps, by its key in checkpoints."""
+        """The loop's own state between steps, by its key in checkpoints."""
         self._compose()
 
     @contextmanager
     def open(self, table: Sequence[type[Feature[Host]]], host: Host, world: World) -> Iterator[None]:
-        """Build the wanted features of a table, and hold their sessions. Collective.
+        """Build the wanted features of a table, and enter their sessions. Collective.
 
-        Sessions open in the order of the table and close in reverse, each with the error if there is one. Where one
-        does not open on one rank, no rank goes on.
+        Sessions open in table order and close in reverse, each with the error if there is one. If one fails to open on
+        one rank, no rank continues.
         """
         made = self.build(table, host, world)
         with ExitStack() as stack:
@@ -175,9 +175,9 @@ class Features(Hooks):
             yield
 
     def build(self, table: Sequence[type[Feature[Host]]], host: Host, world: World) -> list[Feature[Host]]:
-        """Build the wanted features of a table that are not open already, and compose the hooks. Collective.
+        """Build the wanted features of a table that are not open yet, and compose the hooks. Collective.
 
-        Those of a table that an earlier training has left are replaced.
+        Features of the table that an earlier training left behind are replaced.
         """
         self.built = [one for one in self.built if id(one) in self._open or type(one) not in table]
         rows = [kind for kind in table if self.find(kind) is None]
@@ -193,18 +193,18 @@ class Features(Hooks):
         return made
 
     def find(self, kind: type[Found]) -> Found | None:
-        """The feature of that class; None where it is off."""
+        """The feature of that class; None if it is off."""
         return next((one for one in self.built if isinstance(one, kind)), None)
 
     def room(self, kind: type[Found]) -> Found:
-        """What a room keeps for this run also while its feature is off, made when it is first asked for."""
+        """An object that lives as long as the run, created on first use; available even while its feature is off."""
         found = self._rooms.get(kind)
         if not isinstance(found, kind):
             found = self._rooms[kind] = kind()
         return found
 
     def wrap(self, work: Work, function: Function) -> Function:
-        """`function` inside what features put around this work; the first of the table is outermost."""
+        """`function` wrapped by the features for this work; the first row of the table is outermost."""
         for one in reversed(self.built):
             wrapper = getattr(one, f"wrap_{work}", None)
             function = function if wrapper is None else wrapper(function)
@@ -212,14 +212,14 @@ class Features(Hooks):
 
     @contextmanager
     def pause(self, work: Interruption) -> Iterator[None]:
-        """What the features put around work that belongs to no step."""
+        """Enter the features' contexts for work outside of any step."""
         with ExitStack() as stack:
             for pause in self._pauses:
                 stack.enter_context(pause(work))
             yield
 
     def states(self, *, per_rank: bool) -> dict[str, Any]:
-        """What checkpoints hold of the features, by name: what is alike on all ranks, or each rank's own."""
+        """The features' states for checkpoints, by name: those common to all ranks, or each rank's own."""
         own = {} if per_rank else self.of_the_loop
         return own | {one.name: one for one in self.built if one.has_state and one.per_rank is per_rank}
 
@@ -237,19 +237,19 @@ class Features(Hooks):
 
 
 def _on_all_or_none(world: World, work: Callable[[], list[Found]]) -> list[Found]:
-    """What the work gives; where it fails on one rank, no rank goes on. Collective."""
+    """The result of the work; if it fails on one rank, no rank continues. Collective."""
     done, error = attempt(work)
     [failed] = world.agree([int(error is not None)])
     if error is not None:
         raise error
     if failed or done is None:
-        raise ConfigError("a feature of the run could not be set up on another rank; the error of that rank says why.")
+        raise ConfigError("a feature of the run could not be set up on another rank; see the error of that rank.")
     return done
 
 
 def _in_turn(functions: list[Callable[..., object]]) -> Callable[..., object]:
     if len(functions) < 2:
-        return functions[0] if functions else NOTHING
+        return functions[0] if functions else NO_OP
 
     def in_turn(*given: object) -> None:
         for function in functions:
@@ -259,5 +259,5 @@ def _in_turn(functions: list[Callable[..., object]]) -> Callable[..., object]:
 
 
 def _all_of(gates: list[Callable[[Step], bool]]) -> Callable[[Step], bool]:
-    """All gates are asked, whatever the first says: one that is collective must run on every rank."""
+    """Ask all gates, whatever the first says: a collective one must run on every rank."""
     return gates[0] if len(gates) == 1 else lambda step: all([gate(step) for gate in gates])  # noqa: C419 - a list: none is left out

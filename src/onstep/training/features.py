@@ -1,6 +1,6 @@
-"""The features of the loop: one table, which is their order in every hook, wrapper and session.
+"""Lists the features of the loop in one table, which is their order in every hook, wrapper and session.
 
-Of wrappers the first row is the outermost; sessions open in this order and close in reverse.
+The first row is the outermost wrapper; sessions open in this order and close in reverse.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from onstep.training.fault_tolerance.sections import FaultToleranceSections
 from onstep.training.feature import Feature
 from onstep.training.lifecycle.endings import Endings, TrainingEnd
 from onstep.training.lifecycle.environment import EnvironmentVariables, LogLevel, TrackerSessions
-from onstep.training.lifecycle.rampup import BatchGrowth
+from onstep.training.lifecycle.rampup import BatchRampup
 from onstep.training.lifecycle.signal_handling import DataTimeoutGuard, SignalHandling
 from onstep.training.profiling.attention_logits import AttentionLogits
 from onstep.training.profiling.instruments import (
@@ -39,23 +39,23 @@ from onstep.training.verification.weight_hash import WeightHashes
 from onstep.training.watchdog.watchdog import Watching
 
 SETUP: tuple[type[Feature[Run]], ...] = (EnvironmentVariables, LogLevel)
-"""Opened by a door before the ranks' group is."""
+"""Opened by an entry point before the process group is."""
 
 RUN: tuple[type[Feature[Run]], ...] = (
     SignalHandling,  # first: a signal during the set-up already counts
-    Watching,  # above the endings: it hears an error before the callbacks do, and outlives them
+    Watching,  # above the endings: it sees an error before the callbacks do, and outlives them
     TrackerSessions,  # above the endings: what `on_run_end` logs still arrives
     Endings,
     MemoryHistory,  # before the model is built
     MemoryRelease,
 )
-"""Opened by a door before it builds anything, else by `train()`."""
+"""Opened by an entry point before it builds anything, else by `train()`."""
 
 SECTIONS: tuple[type[Feature[Run]], ...] = (FaultToleranceSections,)
-"""Opened by a door where the run's checkpoints are known."""
+"""Opened by an entry point once the run's checkpoints are known."""
 
 TRAINING: tuple[type[Feature[Job]], ...] = (
-    TrainingEnd,  # hears an error before anything below closes
+    TrainingEnd,  # sees an error before anything below closes
     DataTimeoutGuard,
     IntervalTime,
     DeviceSync,
@@ -66,8 +66,8 @@ TRAINING: tuple[type[Feature[Job]], ...] = (
     NvrxStragglers,
     ForwardPreHooks,  # off around everything that reads weights
     AnomalyGate,  # keeps the buffers once, before the first of several runs of a step
-    RerunMachine,  # inside it: may compute the step again, or leave
-    Experts,  # inside it: every run of the step counts anew
+    RerunMachine,  # inside it: may recompute the step, or exit
+    Experts,  # inside it: every run of the step restarts the counts
     AttentionLogits,
     ModelParallelAgreement,
     BridgeLog,  # after the gate: sees what was applied
@@ -75,7 +75,7 @@ TRAINING: tuple[type[Feature[Job]], ...] = (
     WeightHashes,  # after a step: Megatron Bridge's order
     Profilers,
     ManualGarbageCollection,
-    BatchGrowth,  # last: saves where the next step is larger
+    BatchRampup,  # last: saves where the next step is larger
 )
 """Opened by `train()`."""
 
@@ -88,6 +88,6 @@ STEP: tuple[type[Feature[Job]], ...] = (
     AttentionLogits,
     ModelParallelAgreement,
 )
-"""What a step has that is trained without `train()`."""
+"""The features of a step that is trained without `train()`."""
 
 FEATURES: tuple[type[Feature[Any]], ...] = (*SETUP, *RUN, *SECTIONS, *TRAINING)

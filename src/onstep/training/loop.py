@@ -1,4 +1,4 @@
-"""The training loop, on one page. Whatever is optional is a feature: `features.py` lists them all, in their order."""
+"""The training loop, on one page. Everything optional is a feature: `features.py` lists them all, in order."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from onstep.training.stages.job import Job
 
 
 class Loop:
-    """Trains until the run is over. Collective. `on` is what features do at a point, `tell` fires the user's events."""
+    """Trains until the run is over. Collective. `on` runs the features' hooks, `notify` fires the user's events."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.run, self.tell, self.on = job, job.run, job.tell, job.run.features
+        self.job, self.run, self.notify, self.on = job, job.run, job.notify, job.run.features
         self.last, wrap = self.on.room(LastStep), self.on.wrap
         self.iterate: Callable[[], bool] = wrap("iterate", self.read_and_train)
         self.read: Callable[[], StepBatches | None] = wrap("read", lambda: job.reader.read(job.run.num_microbatches))
@@ -30,10 +30,10 @@ class Loop:
         self.update: Callable[[Step], None] = wrap("update", self.prepare_and_apply)
 
     def train(self) -> None:
-        """The whole training, from where the run stands; the features' sessions are open."""
+        """Run the training from the current position, with the features' sessions open."""
         run, on, job = self.run, self.on, self.job
         position.prepare(job)
-        self.tell.on_train_start()
+        self.notify.on_train_start()
         position.go_to(job)
         on.begin()
         on.ready()
@@ -43,17 +43,17 @@ class Loop:
             actions.restart_interval(job)
             while not run.is_over:
                 self.train_epoch()
-        except Leave as leave:  # decided on all ranks alike, so it may still save
+        except Leave as leave:  # decided identically on all ranks, so it may still save
             leave_early(job, leave)
         conclude(job)
         on.end()
         run.ending.train_ended = True
-        self.tell.on_train_end()
+        self.notify.on_train_end()
 
     def start_or_pick_up(self) -> None:
-        """Evaluate before the first step where that is wanted, or do what was still pending at the checkpoint."""
+        """Evaluate before the first step if configured, or do what was still pending at the checkpoint."""
         run = self.run
-        run.stage.was_concluded = False
+        run.stage.final_metrics_logged = False
         if run.stage.is_resumed:
             actions.act(self.job)
             if run.is_over and run.stage.epoch_is_open and not run.leaves:
@@ -63,10 +63,10 @@ class Loop:
             agree(run)
 
     def train_epoch(self) -> None:
-        """One pass over the data, or what is left of it; ends early when a stop is decided."""
+        """Train for one epoch, or the rest of one; ends early when a stop is decided."""
         run, control, reader, has_data = self.run, self.run.control, self.job.reader, True
         position.begin_epoch(run)
-        self.tell.on_epoch_start()
+        self.notify.on_epoch_start()
         agree(run)
         while has_data and not run.is_over and not control.should_epoch_stop:
             has_data = reader.has_next(run.num_microbatches) and self.iterate()
@@ -74,10 +74,10 @@ class Loop:
             self.end_epoch(has_data)
 
     def end_epoch(self, has_data: bool) -> None:
-        """Move to the next epoch if this one is over, and do what is due there."""
+        """Advance to the next epoch if this one is over, and do what is due then."""
         position.end_epoch(self.job, has_data)
         actions.mark_due_after_an_epoch(self.run)
-        self.tell.on_epoch_end()
+        self.notify.on_epoch_end()
         actions.act(self.job)
 
     def read_and_train(self) -> bool:
@@ -86,38 +86,38 @@ class Loop:
         on.before_iteration()
         if position.is_skipped(run):
             return position.skip_step(self.job, self.read())
-        self.tell.on_step_begin()
+        self.notify.on_step_begin()
         if (batches := self.read()) is None:
             return False
         step = self.last.begin(run.train_state.step + 1, batches)
-        self.tell.on_train_step_start(step)
+        self.notify.on_train_step_start(step)
         self.train_step(step)
-        self.tell.on_train_step_end(step)
+        self.notify.on_train_step_end(step)
         on.after_train_step(step)
         position.count(self.job, step)
         on.after_count(step)
         actions.mark_due(run)
-        self.tell.on_step_end()
+        self.notify.on_step_end()
         actions.act(self.job)
         on.after_iteration(step)
         return True
 
     def compute_and_update(self, step: Step) -> None:
         """Forward and backward passes, one update, and the schedule."""
-        job, tell = self.job, self.tell
+        job, notify = self.job, self.notify
         self.compute(step)
         step.total = reduce_step(step.micros, self.run.world)
         step.factor = compute.gradient_factor_of(job, step)
         self.update(step)
-        tell.on_optimizer_step(step)
+        notify.on_optimizer_step(step)
         self.on.after_update(step)
         if step.applied and job.scheduler is not None:
             job.scheduler.step(job.schedule_increment(step.batches))
-        tell.on_train_metrics(step)
+        notify.on_train_metrics(step)
 
     def forward_backward(self, step: Step) -> None:
-        """Forward and backward of each micro-batch; ranks exchange gradients with the last one."""
-        job, on, tell = self.job, self.on, self.tell
+        """Run forward and backward of each micro-batch; ranks exchange gradients with the last one."""
+        job, on, notify = self.job, self.on, self.notify
         compute.clear_gradients(job)
         on.after_zero_grad()
         micro_batches, step.micros = MicroBatches(step.batches, self.run.world.device), []
@@ -125,7 +125,7 @@ class Loop:
         for index in range(last + 1):
             batch, is_filler = micro_batches.stage(index), step.batches.is_filler[index]
             on.before_micro_batch(is_filler)
-            tell.on_forward_backward_start(micro_batch=batch)
+            notify.on_forward_backward_start(micro_batch=batch)
             with compute.exchanging(job.model, index == last):
                 micro = self.forward(micro_batches, batch, is_filler)
                 start = compute.backward_start_of(job, micro, last + 1)
@@ -133,17 +133,17 @@ class Loop:
                 self.backward(micro, start)
             micro.loss = micro.loss.detach()
             step.micros.append(micro)
-            if tell.on.on_forward_backward_end:
-                tell.on_forward_backward_end(micro_batch=batch, loss=mean_loss([micro]))
+            if notify.on.on_forward_backward_end:
+                notify.on_forward_backward_end(micro_batch=batch, loss=mean_loss([micro]))
             if index < last:
-                tell.on_substep_end()
+                notify.on_substep_end()
 
     def prepare_and_apply(self, step: Step) -> None:
-        """Unscale, measure and clip the gradients; then apply them, unless a gate keeps them out."""
+        """Unscale, measure and clip the gradients; then apply them, unless a gate rejects them."""
         optimizer = self.job.optimizer
         optimizer.observe_loss(step.total.numerator)
         norm = optimizer.prepare(step.factor, needs_norm=compute.needs_norm(self.job))
         step.grad_norm = None if optimizer.overflowed else norm
-        self.tell.on_pre_optimizer_step(step)
+        self.notify.on_pre_optimizer_step(step)
         step.applied = self.on.admits(step) and optimizer.apply()
         step.grad_norm, step.num_zeros = optimizer.grad_norm, optimizer.num_zeros

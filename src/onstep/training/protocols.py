@@ -1,4 +1,4 @@
-"""Types of what the training layer meets at its seams, named once."""
+"""Defines the types at the interfaces of the training layer."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from onstep.data.loaders.iterable_loader import is_stateful
 from onstep.optim.protocol import HasParamGroups, HasState, ParamScheduler
 
 StateDict = dict[str, Any]
-"""What a `state_dict()` gives: tensors, numbers, texts, and containers of these."""
+"""The result of a `state_dict()`: tensors, numbers, strings, and containers of these."""
 
 Metrics = dict[str, Any]
-"""A record of the log by name: numbers, and what callbacks add."""
+"""A record of the log by name: numbers, and values that callbacks add."""
 
 ForwardStep = Callable[..., tuple[object, Callable[..., object]]]
-"""`forward_step(data_iterator, model)`, optionally with the state first and `return_schedule_plan` last; gives
+"""`forward_step(data_iterator, model)`, optionally with the state first and `return_schedule_plan` last; returns
 `(output, loss_function)`."""
 
 
 class UserOptimizer(HasParamGroups, HasState, Protocol):
-    """An optimizer as callbacks and checkpoints know it: ours, torch's, or one of Megatron-Core's convention."""
+    """An optimizer as callbacks and checkpoints see it: Onstep's, torch's, or one with Megatron-Core's interface."""
 
 
 UserScheduler = ParamScheduler
-"""A schedule of the learning rate: ours, or an adapter of torch's."""
+"""A learning-rate schedule: Onstep's, or an adapter of torch's."""
 
 
 class Trained(NamedTuple):
-    """What a training changes, as checkpoints know it."""
+    """The objects that a training changes, as checkpoints see them."""
 
     model: list[nn.Module]
     optimizer: UserOptimizer | None
@@ -39,18 +39,18 @@ class Trained(NamedTuple):
 
 
 DataSource = EvalLoader | Iterator[Batch] | list[Iterator[Batch]]
-"""What an evaluation reads: the last is a list of one iterator of micro-batches."""
+"""Input of an evaluation; the last form is a list of one iterator of micro-batches."""
 
 NonLossFunction = Callable[..., object]
-"""A user's function that collects or shows data of an evaluation beside its losses."""
+"""A user's function that collects or displays evaluation data other than losses."""
 
 Loggers = Mapping[str, Any]
-"""Objects that take metrics, by the name of their tracker: each has the methods of its own client."""
+"""Objects that receive metrics, by the name of their tracker: each has the methods of its own client."""
 
 Values = Mapping[str, Any]
-"""Numbers and tensors of one element by name, perhaps still unread."""
+"""Numbers and tensors of one element by name, possibly not yet read from the device."""
 
 
 def has_state(owner: object) -> TypeGuard[HasState]:
-    """Whether an object has a state that can be saved and loaded; a class or a module of code has none of its own."""
+    """Whether an object has a state that can be saved and loaded; classes and modules have none."""
     return is_stateful(owner)

@@ -1,4 +1,4 @@
-"""Megatron Bridge's `train()` and `train_step()`: what they are handed becomes a job, and the loop trains it."""
+"""Provides Megatron Bridge's `train()` and `train_step()`, which build a job from their arguments and run the loop."""
 
 from __future__ import annotations
 
@@ -12,15 +12,42 @@ from onstep.data import Batch, IteratorReader, StepBatches, as_step_source
 from onstep.events import CallbackManager, Dispatcher
 from onstep.optim import ForeignOptimizer, TorchSchedulerAdapter
 from onstep.training.bridge.global_state import GlobalState, TrainStepResult
+from onstep.training.bridge.housekeeping import _finish_train as _finish_train
+from onstep.training.bridge.housekeeping import post_training_step_callbacks
+from onstep.training.bridge.model_parallel import _handle_mxfp8_param_buffer_copy as _handle_mxfp8_param_buffer_copy
+from onstep.training.bridge.model_parallel import (
+    disable_forward_pre_hook,
+    enable_forward_pre_hook,
+    should_disable_forward_pre_hook,
+)
 from onstep.training.checkpointing.writing import own_checkpoints
 from onstep.training.features import RUN, SECTIONS, STEP, TRAINING
 from onstep.training.loop import Loop
 from onstep.training.profiling.profilers import check_profilers
 from onstep.training.protocols import DataSource, ForwardStep, NonLossFunction, Trained, UserOptimizer, UserScheduler
-from onstep.training.stages.ending import Leave, leave_if_preempted
+from onstep.training.stages.ending import Leave, exit_if_preempted
+from onstep.training.stages.exits import checkpoint_and_decide_exit, save_checkpoint_and_time
 from onstep.training.stages.forward_step import prepare_forward_step_func
 from onstep.training.stages.job import Evaluation, Job, drive
+from onstep.training.stages.progress_log import (
+    compute_throughputs_and_append_to_progress_log,
+    get_start_time_from_progress_log,
+)
 from onstep.training.stages.record import RunStart
+
+__all__ = [
+    "checkpoint_and_decide_exit",
+    "compute_throughputs_and_append_to_progress_log",
+    "disable_forward_pre_hook",
+    "enable_forward_pre_hook",
+    "get_start_time_from_progress_log",
+    "post_training_step_callbacks",
+    "save_checkpoint_and_time",
+    "should_disable_forward_pre_hook",
+    "train",
+    "train_step",
+]
+"""The names of Megatron Bridge's page `training.train`."""
 
 
 def train(
@@ -39,29 +66,29 @@ def train(
     callback_manager: CallbackManager | None = None,
     evaluation: Evaluation | None = None,
 ) -> None:
-    """Train until the configured number of steps, or until somebody asks for a stop. Collective.
+    """Train until the configured number of steps, or until a stop is requested. Collective.
 
     Args:
-        forward_step_func: one of the documented signatures (`onstep.training.stages.forward_step`).
-        model: list of model chunks, wrapped for data parallelism where there are several ranks.
-        optimizer: a `TrainingOptimizer`, a torch optimizer (it is made one, with `optimizer.clip_grad`), or an object
-            whose `step()` returns `(successful, grad_norm, num_zeros)` and which clips by itself. Of the last kind loss
-            and gradients are read once before each `step()`: nothing that is not finite is handed to it.
+        forward_step_func: a function with one of the documented signatures (`onstep.training.stages.forward_step`).
+        model: list of model chunks, wrapped for data parallelism if there are several ranks.
+        optimizer: a `TrainingOptimizer`, a torch optimizer (which is wrapped in one, with `optimizer.clip_grad`), or an
+            object whose `step()` returns `(successful, grad_norm, num_zeros)` and which clips by itself. For the last
+            kind, loss and gradients are read once before each `step()`, so that it never sees non-finite values.
         scheduler: an object with `step(increment in samples)`, a torch scheduler, or None for a constant rate.
-        train_data_iterator: a loader of `onstep.data`, or an iterator of micro-batches, which is one endless epoch.
-        valid_data_iterator: an `EvalLoader` or iterator for evaluations inside the loop; None evaluates nothing.
-        global_state: state of the run.
-        checkpointing_context: kept for Megatron Bridge; checkpoints are the state's.
-        process_non_loss_data_func: handed to the evaluations inside the loop, as is
+        train_data_iterator: a loader of `onstep.data`, or an iterator of micro-batches, which forms one endless epoch.
+        valid_data_iterator: an `EvalLoader` or iterator for evaluations inside the loop; None disables them.
+        global_state: the run's state.
+        checkpointing_context: kept for Megatron Bridge; the state's checkpoints are used.
+        process_non_loss_data_func: passed to the evaluations inside the loop, as is
         non_loss_data_func: see `evaluate_and_print_results`.
         pg_collection: kept for Megatron Bridge.
-        callback_manager: whose callbacks are called.
-        evaluation: what an evaluation does, where one validation set is not all of it.
+        callback_manager: the callbacks to call.
+        evaluation: the evaluation to run, if it is more than one validation set.
 
     Raises:
-        NonFiniteError: when a loss or gradient norm is NaN or infinite; the update was not applied.
-        ReplicaMismatchError: when replicas differ (`train.check_weight_hash_across_dp_replicas_interval`).
-        ConfigError: where `profiling.use_pytorch_profiler` and a callback both profile.
+        NonFiniteError: if a loss or gradient norm is NaN or infinite; the update was not applied.
+        ReplicaMismatchError: if replicas differ (`train.check_weight_hash_across_dp_replicas_interval`).
+        ConfigError: if both `profiling.use_pytorch_profiler` and a callback profile.
     """
     run = global_state
     check_profilers(run.cfg.profiling, callback_manager)
@@ -69,11 +96,11 @@ def train(
     optimizer = optimizer if isinstance(driven, ForeignOptimizer) else driven
     if isinstance(scheduler, LRScheduler):
         scheduler = TorchSchedulerAdapter(scheduler)
-    tell = Dispatcher(callback_manager, run, model, optimizer, scheduler)
-    run.trackers.join(callback_manager)
+    notify = Dispatcher(callback_manager, run, model, optimizer, scheduler)
+    run.bridge_trackers.join(callback_manager)
     if not run.ending.in_run:
-        run.door.fire = tell.fire
-    with own_checkpoints(run, tell, Trained(model, optimizer, scheduler)):
+        run.entry_point.fire = notify.fire
+    with own_checkpoints(run, notify, Trained(model, optimizer, scheduler)):
         job = Job(
             run=run,
             forward_step_func=prepare_forward_step_func(forward_step_func, run),
@@ -83,7 +110,7 @@ def train(
             raw_optimizer=optimizer,
             scheduler=scheduler,
             reader=as_step_source(train_data_iterator, run.world.size),
-            tell=tell,
+            notify=notify,
             start=RunStart.now(run),
             valid_data_iterator=valid_data_iterator,
             evaluation=evaluation,
@@ -97,7 +124,7 @@ def train(
             run.world.no_collectives_after_an_error(),
         ):
             Loop(job).train()
-    leave_if_preempted(run)
+    exit_if_preempted(run)
 
 
 def train_step(
@@ -107,22 +134,22 @@ def train_step(
     optimizer: UserOptimizer,
     scheduler: UserScheduler | None,
     global_state: GlobalState,
-    tell: Dispatcher | None = None,
+    notify: Dispatcher | None = None,
 ) -> TrainStepResult:
     """Run forward and backward over the step's micro-batches and apply one update. Collective.
 
     Args:
-        forward_step_func: called as `(iterator, model chunk)`, its state already injected.
-        data_iterator: the step's `StepBatches`, or any iterator of micro-batches to take `num_microbatches` from.
+        forward_step_func: called as `(iterator, model chunk)`, with its state already injected.
+        data_iterator: the step's `StepBatches`, or any iterator of micro-batches, of which `num_microbatches` are read.
         model: list of model chunks; without pipelining there is one.
         optimizer: a `TrainingOptimizer`, or any object whose `step()` returns `(successful, grad_norm, num_zeros)`.
-        scheduler: stepped when the update succeeded, by the samples of a whole step also where the tail of an epoch
-            is shorter: the schedule is as long as the run. None keeps the learning rate.
-        global_state: state of the run.
+        scheduler: stepped after a successful update, by the samples of a full step even if the tail of an epoch is
+            shorter: the schedule is as long as the run. None keeps the learning rate.
+        global_state: the run's state.
         tell: fires the events inside the step; None fires none.
     """
     batches = step_batches(data_iterator, global_state.num_microbatches, global_state.world.size)
-    loop = _loop_of(forward_step_func, model, optimizer, scheduler, global_state, tell)
+    loop = _loop_of(forward_step_func, model, optimizer, scheduler, global_state, notify)
     step = loop.last.begin(global_state.train_state.step + 1, batches)
     try:
         loop.train_step(step)
@@ -132,8 +159,8 @@ def train_step(
 
 
 @dataclass
-class _OwnLoop:
-    """The loop of steps that are trained without `train()`: what its features know goes on from step to step."""
+class _StandaloneLoop:
+    """The loop of steps that are trained without `train()`; the state of its features continues from step to step."""
 
     given: tuple[object, ...] = ()
     loop: Loop | None = None
@@ -145,10 +172,10 @@ def _loop_of(
     optimizer: UserOptimizer,
     scheduler: UserScheduler | None,
     state: GlobalState,
-    tell: Dispatcher | None,
+    notify: Dispatcher | None,
 ) -> Loop:
-    room, built = state.features.room(_OwnLoop), state.features.built
-    given = (forward_step_func, *model, optimizer, scheduler, tell)
+    room, built = state.features.room(_StandaloneLoop), state.features.built
+    given = (forward_step_func, *model, optimizer, scheduler, notify)
     is_same = len(given) == len(room.given) - 1 and all(a is b for a, b in zip(given, room.given, strict=False))
     if room.loop is not None and is_same and room.given[-1] is built:
         return room.loop
@@ -161,7 +188,7 @@ def _loop_of(
         raw_optimizer=optimizer,
         scheduler=scheduler,
         reader=IteratorReader(iter(())),
-        tell=tell or Dispatcher(None, state),
+        notify=notify or Dispatcher(None, state),
         start=RunStart.now(state),
     )
     state.features.build(STEP, job, state.world)
@@ -173,10 +200,10 @@ def _loop_of(
 def step_batches(
     data_iterator: StepBatches | Iterator[Batch] | list[Iterator[Batch]], num_microbatches: int, world_size: int = 1
 ) -> StepBatches:
-    """The step's micro-batches, read now if they come as an iterator; fewer where it ends within the step.
+    """The step's micro-batches, read now if they come as an iterator; fewer if it ends within the step.
 
     Raises:
-        StopIteration: when the iterator is exhausted.
+        StopIteration: if the iterator is exhausted.
     """
     if isinstance(data_iterator, StepBatches):
         return data_iterator

@@ -1,1 +1,3 @@
-"""TODO."""
+"""Reading logs: `training_log.TrainingLog`, `files` finds logs, `reading` reads damaged ones, `record_file` holds
+records as columns, `run_status` says whether a run is alive, `export_tables` writes CSV and Parquet.
+"""

@@ -1,4 +1,4 @@
-"""Writes the records of a log as a table, a row a record: CSV and Parquet."""
+"""Exports the records of a log to CSV or Parquet, one row per record."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from onstep.analysis.logs.training_log import TrainingLog
 from onstep.errors import ConfigError, MissingExtraError
 
 _ROWS_A_GROUP = 100_000
-"""Of a Parquet file; one group is in memory at once."""
+"""Rows per group of a Parquet file; one group is in memory at a time."""
 
 
 def export(log: TrainingLog, path: str | Path) -> Path:
-    """Write CSV or Parquet, as the suffix of `path` says; see `export_csv` and `export_parquet`."""
+    """Write CSV or Parquet, depending on the suffix of `path`; see `export_csv` and `export_parquet`."""
     writers = {".csv": export_csv, ".parquet": export_parquet}
     suffix = Path(path).suffix.lower()
     if suffix not in writers:
-        raise ConfigError(f"a log is exported to a name that ends in {' or '.join(writers)}, got {str(path)!r}.")
+        raise ConfigError(f"the name of an export must end in {' or '.join(writers)}, got {str(path)!r}.")
     return writers[suffix](log, path)
 
 
 def export_csv(log: TrainingLog, path: str | Path) -> Path:
-    """Write the records as CSV: a heading with all keys, a line a record, nothing where a record lacks the key.
+    """Write the records as CSV: a header with all keys, one line per record, empty cells for missing keys.
 
-    Numbers are written so that reading them gives the same float (`nan` and `inf` where they are not finite); lists and
-    objects as JSON. A million records take little memory.
+    Numbers are written so that reading them returns the same float (`nan` and `inf` if not finite); lists and objects
+    are JSON. Memory use is small even for a million records.
 
     Returns:
         `path`.
@@ -49,23 +49,23 @@ def export_csv(log: TrainingLog, path: str | Path) -> Path:
 
 
 def export_parquet(log: TrainingLog, path: str | Path) -> Path:
-    """Write the records as Parquet: a column a key, null where a record lacks it.
+    """Write the records as Parquet: one column per key, null where a record lacks it.
 
-    Whole numbers, numbers, truth values, texts and lists of numbers keep their type; a key with values of several
-    kinds, or with objects, is a column of JSON texts. The log is read twice and takes little memory.
+    Integers, floats, booleans, strings and lists of numbers keep their type; a key with values of several types, or
+    with objects, becomes a column of JSON strings. The log is read twice; memory use is small.
 
     Returns:
         `path`.
 
     Raises:
-        MissingExtraError: without pyarrow.
+        MissingExtraError: if pyarrow is not installed.
     """
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
         raise MissingExtraError(
-            "writing Parquet needs pyarrow; install it with: pip install 'onstep[reports]', or export CSV."
+            "writing Parquet requires pyarrow; install it with: pip install 'onstep[reports]', or export CSV."
         ) from None
     keys = log.keys()
     kinds = _kinds(log, keys)
@@ -78,12 +78,12 @@ def export_parquet(log: TrainingLog, path: str | Path) -> Path:
 
 
 def _cells(values: list[Any]) -> list[Any]:
-    """What the csv writer does not write by itself as it should be."""
+    """Convert the values that the csv writer would not write as JSON."""
     return [json.dumps(value) if isinstance(value, bool | list | dict) else value for value in values]
 
 
 _Kind = frozenset[str]
-"""Names of the types under a key; lists by the types within."""
+"""Names of the types of a key's values; lists by the types of their elements."""
 
 
 def _kinds(log: TrainingLog, keys: list[str]) -> dict[str, _Kind]:
@@ -138,7 +138,7 @@ def _groups(log: TrainingLog, keys: list[str]) -> Iterator[dict[str, list[Any]]]
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A file to write that takes the name `path` once it is whole; its folder is made if needed."""
+    """A temporary file that is renamed to `path` once complete; its directory is created if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

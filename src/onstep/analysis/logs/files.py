@@ -1,4 +1,4 @@
-"""Finds the logs of a project, in Onstep's layout and in that of a folder per model, and names them by their places."""
+"""Finds the logs of a project, in `runs/<run>` and in one directory per model, and names them by their paths."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from pathlib import Path
 
 FILE_NAME = "trainer_logs.json"
 FOREIGN_FILE_NAME = "trainer_state.json"
-"""What the Trainer of Hugging Face leaves in each checkpoint; it holds the records so far."""
+"""The file with all records so far that Hugging Face's Trainer writes to each checkpoint."""
 _ANY = "*"
 
 
 def find_log_files(project_dir: str | Path, model_name: str | None = None) -> list[Path]:
-    """The logs of a project's runs, the newest first.
+    """The logs of a project's runs, newest first.
 
-    Looked for: ``runs/<run>/``, ``<model>/runs/<run>/`` (the Trainer's output folders),
-    ``output_models/<model>/runs/<run>/``, and the runs in `project_dir` itself where it is a folder of runs.
+    Searches ``runs/<run>/``, ``<model>/runs/<run>/`` (the Trainer's output directories),
+    ``output_models/<model>/runs/<run>/``, and the runs in `project_dir` itself if it is a directory of runs.
 
     Args:
-        project_dir: Where to look; one that does not exist has no logs.
+        project_dir: The project; the result is empty if it does not exist.
         model_name: Only the runs of this model.
     """
     return _newest_first(_found(Path(project_dir), FILE_NAME, model_name))
 
 
-def find_foreign_log(folder: str | Path) -> Path | None:
-    """The `trainer_state.json` of a folder, else of the checkpoint of the highest step in it; None where is none."""
-    here = Path(folder) / FOREIGN_FILE_NAME
-    found = [here] if here.is_file() else [*Path(folder).glob(f"checkpoint-*/{FOREIGN_FILE_NAME}")]
+def find_foreign_log(directory: str | Path) -> Path | None:
+    """The `trainer_state.json` in a directory, or else in its checkpoint of the highest step; None if there is none."""
+    here = Path(directory) / FOREIGN_FILE_NAME
+    found = [here] if here.is_file() else [*Path(directory).glob(f"checkpoint-*/{FOREIGN_FILE_NAME}")]
     return max(found, key=_step_of, default=None)
 
 
@@ -38,24 +38,24 @@ def _step_of(path: Path) -> int:
 
 
 def find_diagnostic_logs(project_dir: str | Path, *file_names: str) -> list[Path]:
-    """The files of some names (``parameter_norms.json``, ``gradient_norms.json``) in a project's runs.
+    """The files with the given names (``parameter_norms.json``, ``gradient_norms.json``) in a project's runs.
 
-    All in one list, the newest first, whichever name they have. Looked for where `find_log_files` looks.
+    Returns a single list, newest first. Searches the same places as `find_log_files`.
     """
     return _newest_first(path for name in file_names for path in _found(Path(project_dir), name, None))
 
 
-def _found(folder: Path, file_name: str, model_name: str | None) -> set[Path]:
+def _found(directory: Path, file_name: str, model_name: str | None) -> set[Path]:
     model = _ANY if model_name is None else glob.escape(model_name)
     patterns = [f"output_models/{model}/runs/*", f"{model}/runs/*"]
     if model_name is None:
         patterns += ["runs/*", "*"]
     name = glob.escape(file_name)
-    return {path for pattern in patterns for path in folder.glob(f"{pattern}/{name}") if path.is_file()}
+    return {path for pattern in patterns for path in directory.glob(f"{pattern}/{name}") if path.is_file()}
 
 
 def _newest_first(paths: Iterable[Path]) -> list[Path]:
-    """By the time they were last written; by name where that is the same."""
+    """Sort by time of last modification, then by name."""
     return sorted(paths, key=lambda path: (-_modified(path), str(path)))
 
 
@@ -68,13 +68,13 @@ def _modified(path: Path) -> float:
 
 _RUNS = "runs"
 _USUAL_FILES = ("trainer_logs", "trainer_state")
-"""What logs are called in any run."""
+"""Log file names that do not identify a run."""
 
 
 def names_in_path(path: Path) -> tuple[str | None, str | None]:
-    """The run's and the model's name, as the folders on the way to a log say them.
+    """The names of run and model, derived from the path of a log.
 
-    Beside a `run.json` the folder is the run, and what is above ``runs`` is no model's folder.
+    If there is a `run.json` next to the log, its directory is the run, and the directory above ``runs`` is not a model.
     """
     if (path.parent / "run.json").is_file():
         return path.absolute().parent.name, None
@@ -87,13 +87,13 @@ def names_in_path(path: Path) -> tuple[str | None, str | None]:
 
 
 def name_of_place(path: Path, num_above: int = 0) -> str:
-    """What a log is called by that has no other name: its file's, or its folder's where every run has such a file.
+    """Name a log by its path: by its file name, or by its directory if every run has a file with that name.
 
-    A checkpoint of Hugging Face's Trainer is named with the folder above it: ``<folder>/checkpoint-500``.
+    A checkpoint of Hugging Face's Trainer includes the directory above it: ``<directory>/checkpoint-500``.
 
     Args:
         path: The log.
-        num_above: How many more folders the name begins with.
+        num_above: Number of additional parent directories in the name.
     """
     parts = path.absolute().with_suffix("").parts[1:]
     if len(parts) > 1 and parts[-1] in _USUAL_FILES:

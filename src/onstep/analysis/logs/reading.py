@@ -1,4 +1,4 @@
-"""Reads the log of a run in whatever form and state it is, with notes on what could not be read; or only its end."""
+"""Reads logs of runs in any supported format, recovering damaged ones, and follows growing logs."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from onstep.metrics_log import Record
 
 _HEAD_BYTES = 1 << 16
 _HISTORY = "log_history"
-"""Where the Trainer of Hugging Face keeps its records, in trainer_state.json."""
+"""Key of the records in the trainer_state.json of Hugging Face's Trainer."""
 _STEP, _FOREIGN_STEP = "global_step", "step"
 _RECORD_KEYS = (_STEP, _FOREIGN_STEP, "loss", "train_loss", "eval_loss")
-"""A single object with one of them is a record."""
-_REMEDY = "give the trainer_logs.json of a run, JSON lines, or the trainer_state.json of Hugging Face's Trainer."
+"""A single object with one of these keys is a record."""
+_REMEDY = "pass the trainer_logs.json of a run, JSON lines, or the trainer_state.json of Hugging Face's Trainer."
 _BINARY = re.compile(rb"[\x00-\x08\x0e-\x1f\x7f]")
 
 
 def read_log(path: Path) -> tuple[Sequence[Record], list[str]]:
-    """The records of a log, and what had to be recovered, in words.
+    """Read the records of a log, with notes on what had to be recovered.
 
     Raises:
-        DataError: when the file holds no records.
+        DataError: if the file does not contain records.
     """
     if path.is_dir():
-        raise DataError(f"{path} is a folder, not a log; TrainingLog.from_run_dir reads the log in it.")
+        raise DataError(f"{path} is a directory, not a log; to read the log in it, use TrainingLog.from_run_dir.")
     source = FileSource(path)
     head = source.read(0, _HEAD_BYTES)
     if not head.strip(BLANK) and not source.read(_HEAD_BYTES, source.size).strip(BLANK):
-        return [], ["the file is empty: nothing was logged yet"]
+        return [], ["the file is empty: nothing has been logged yet"]
     _require_json(path, head)
     if not _has_record_a_line(source):
         return _read_whole(path, source)
@@ -42,20 +42,20 @@ def read_log(path: Path) -> tuple[Sequence[Record], list[str]]:
 
 
 def _require_json(path: Path, head: bytes) -> None:
-    """Refuse what cannot be JSON before much of it is read."""
+    """Reject files that cannot be JSON before reading much of them."""
     text = head.removeprefix(BYTE_ORDER_MARK).lstrip(BLANK)
     if text[:1] in (b"[", b"{"):
         return
     kind = ""
     if "tfevents" in path.name:
-        kind = "; it is TensorBoard's event file, which `tensorboard --logdir` shows"
+        kind = "; it is a TensorBoard event file, to be viewed with `tensorboard --logdir`"
     elif _BINARY.search(text):
         kind = "; it is a binary file"
     raise DataError(f"Invalid JSON in log file: {path}: it begins with {_shown(text)} instead of '['{kind}; {_REMEDY}")
 
 
 def _has_record_a_line(source: FileSource) -> bool:
-    """Whether the first line with a brace is a whole record, whose step has the key that it has in a journal."""
+    """Whether the first line with a brace is a complete record with the keys of a metrics log."""
     head, size = b"", _HEAD_BYTES
     while len(head) < source.size and head.strip(BLANK + b"[").count(b"\n") == 0:
         head, size = source.read(0, size), size * 4
@@ -67,7 +67,7 @@ def _has_record_a_line(source: FileSource) -> bool:
 
 
 def _notes(records: RecordFile) -> list[str]:
-    """What is not as it should be in the lines of a file."""
+    """Notes on damaged or missing parts of a file."""
     notes = []
     recovered = f"Recovered {len(records)} records"
     cut = records.bad_lines[-1] if records.is_cut_short and records.num_bad_lines == len(records.bad_lines) else None
@@ -75,16 +75,16 @@ def _notes(records: RecordFile) -> list[str]:
     if within:
         shown = ", ".join(f"{bad.number} ({_shown(bad.text)} at byte {bad.offset})" for bad in within[:3])
         more = records.num_bad_lines - (cut is not None) - len(within[:3])
-        notes.append(f"{recovered}; damaged lines were left out: {shown}" + (f" and {more} more" if more else ""))
+        notes.append(f"{recovered}; skipped damaged lines: {shown}" + (f" and {more} more" if more else ""))
     if cut is not None:
-        notes.append(f"{recovered}; the last one is cut short at byte {cut.offset} and was left out")
+        notes.append(f"{recovered}; the last one is truncated at byte {cut.offset} and was skipped")
     elif records.is_opened and not records.is_closed:
-        notes.append(f"{recovered}; the closing ']' is missing: the writer is at work, or was killed")
+        notes.append(f"{recovered}; the closing ']' is missing: the writer is still running, or was killed")
     return notes
 
 
 def _read_whole(path: Path, source: FileSource) -> tuple[list[Record], list[str]]:
-    """The records of a file of another layout (indented, all on one line, another program's), and notes."""
+    """The records of a file in another layout (indented, all on one line, another program's), with notes."""
     text = source.read(0, source.size).removeprefix(BYTE_ORDER_MARK).decode("utf-8", errors="replace")
     content, notes = _content(path, text.strip(BLANK.decode()))
     num_entries = len(content)
@@ -92,17 +92,17 @@ def _read_whole(path: Path, source: FileSource) -> tuple[list[Record], list[str]
     if len(content) < num_entries:
         if not content:
             raise DataError(f"{path} must contain a JSON array of records (objects); {_REMEDY}")
-        notes.append(f"Recovered {len(content)} records; {num_entries - len(content)} entries that are none left out")
+        notes.append(f"Recovered {len(content)} records; skipped {num_entries - len(content)} other entries")
     if any(_FOREIGN_STEP in record for record in content) and not any(_STEP in record for record in content):
-        notes.append("the log is another program's: its 'step' is read as 'global_step'")
-        for row, record in enumerate(content):  # one by one, so that not all of them are in memory twice
+        notes.append("the log was written by another program: its 'step' is read as 'global_step'")
+        for row, record in enumerate(content):  # one by one, to avoid holding all of them in memory twice
             if _FOREIGN_STEP in record:
                 content[row] = {_STEP: record[_FOREIGN_STEP], **record}
     return content, notes
 
 
 def _content(path: Path, text: str) -> tuple[list[Any], list[str]]:
-    """The entries of the file's array, and notes."""
+    """The entries of the file's array, with notes."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -112,12 +112,12 @@ def _content(path: Path, text: str) -> tuple[list[Any], list[str]]:
     if isinstance(content, dict) and any(key in content for key in _RECORD_KEYS):
         return [content], []
     if not isinstance(content, list):
-        raise DataError(f"Log file must contain a JSON array: {path} holds one object of other keys; {_REMEDY}")
+        raise DataError(f"Log file must contain a JSON array: {path} contains an object with other keys; {_REMEDY}")
     return content, []
 
 
 def _recovered(path: Path, text: str, error: Exception) -> tuple[list[Any], list[str]]:
-    """What can be read of a text that is no JSON: objects one after another, then whole lines."""
+    """Recover records from invalid JSON: consecutive objects first, then complete lines."""
     history = re.search(rf'"{_HISTORY}"\s*:\s*\[', text)
     begin = history.end() if history else len(text) - len(text.lstrip("[" + BLANK.decode()))
     entries, end = _entries(text, begin)
@@ -130,15 +130,15 @@ def _recovered(path: Path, text: str, error: Exception) -> tuple[list[Any], list
         ]
         entries, end = (by_line, len(text)) if len(by_line) > len(entries) else (entries, end)
     if entries:
-        rest = "" if end == len(text) else f"; from character {end} on ({_shown(text[end:])}) nothing could be read"
+        rest = "" if end == len(text) else f"; nothing could be read from character {end} on ({_shown(text[end:])})"
         return entries, [f"Recovered {len(entries)} records{rest or '; the file is damaged'}"]
     if re.match(r'\[\s*(\{\s*("[^\n]*)?)?\Z', text):
-        return [], ["Recovered 0 records; the first one is cut short: the writer is at work, or was killed"]
+        return [], ["Recovered 0 records; the first one is truncated: the writer is still running, or was killed"]
     raise DataError(f"Invalid JSON in log file: {path}: {error}, and no record could be recovered; {_REMEDY}") from None
 
 
 def _entries(text: str, position: int) -> tuple[list[Any], int]:
-    """The values that stand one after another from `position` on, and where the first other thing stands."""
+    """Parse consecutive objects from `position` on; also returns the position after the last one."""
     decoder = json.JSONDecoder()
     entries: list[Any] = []
     separator = re.compile(r"[\s,\x00]*")
@@ -164,17 +164,17 @@ _PIECE_BYTES = 1 << 20
 
 
 class LogTail:
-    """Reads a log from its end on: `last` once, then `news` again and again.
+    """Reads a log from its end: call `last` once, then `news` repeatedly.
 
-    The log has one record a line, as a journal has; of another layout there is nothing to read. A record that is just
-    being written is read when it is whole.
+    The log must have one record per line, as metrics logs do; in other layouts, nothing is read. A record that is being
+    written is read once it is complete.
 
     Attributes:
-        was_rewritten: whether the last `news` found other records in place of some that were read before, as after a
-            resume or a rollback.
+        was_rewritten: whether the last `news` found that records read before had been replaced, as after a resume or a
+            rollback.
 
     Raises:
-        FileNotFoundError: when there is no such file.
+        FileNotFoundError: if the file does not exist.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -182,10 +182,10 @@ class LogTail:
         self.was_rewritten = False
         self._source = FileSource(self.path)
         self._position = 0
-        """Behind the last record that was read."""
+        """Position after the last record read."""
 
     def last(self, number: int) -> list[Record]:
-        """The last records, the newest last; `news` gives those that follow."""
+        """The last `number` records, newest last; `news` returns those that follow."""
         size = _TAIL_BYTES
         while True:
             start = max(0, self._source.size - size)
@@ -196,11 +196,11 @@ class LogTail:
             size *= 8
 
     def news(self) -> list[Record]:
-        """The records that came since; where the log was cut back or begun anew, those from there on."""
+        """The records added since the last call; if the log was truncated or restarted, those from there on."""
         self.was_rewritten = False
         try:
             source = FileSource(self.path)
-        except FileNotFoundError:  # between being set aside and being begun anew
+        except FileNotFoundError:  # just moved aside, and not restarted yet
             return []
         same = self._common_with(source)
         if same < self._position:
@@ -211,7 +211,7 @@ class LogTail:
         return self._read(line)
 
     def _read(self, start: int) -> list[Record]:
-        """The whole records in the bytes from `start` on that end behind the position."""
+        """The complete records in the bytes from `start` on that end after the current position."""
         records: list[Record] = []
         for line in self._source.read(start, self._source.size).split(b"\n"):
             text = line.strip(BLANK + b",[]")
@@ -223,7 +223,7 @@ class LogTail:
         return records
 
     def _common_with(self, source: FileSource) -> int:
-        """Up to where the log is still what was read before."""
+        """The position up to which the log is unchanged."""
         if source.identity == self._source.identity:
             return self._position if source.size >= self._position else 0
         for start in range(0, self._position, _PIECE_BYTES):

@@ -1,4 +1,4 @@
-"""The records of a log with one record a line: numbers as columns, records decoded when they are asked for."""
+"""Reads logs with one record per line: numbers as columns, records decoded on access."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ Numbers = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 BLANK = b" \t\r\n\x00"
-"""White space, and the zeros that some file systems leave after a power cut."""
+"""White space, and the zeros that some file systems leave after a power failure."""
 _BETWEEN = BLANK + b","
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""What some editors put before UTF-8."""
+"""Written by some editors at the start of UTF-8 files."""
 _PIECE_BYTES = 1 << 22
-"""How much of the file is looked at at once."""
+"""Bytes of the file processed at once."""
 _MOST_NOTES = 50
 _MOST_BAD_LINES = 1000
-"""Of more, only the number is kept."""
+"""Of further bad lines, only the number is kept."""
 
 
 class ListColumns:
-    """The columns of records that are in memory."""
+    """The columns of records in memory."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         self._records = records
 
     def keys(self) -> list[str]:
-        """All keys, in the order in which they first appear."""
+        """All keys, in order of first appearance."""
         return list({key: None for record in self._records for key in record})
 
     def has(self, key: str) -> Mask:
@@ -51,16 +51,16 @@ class ListColumns:
         return np.fromiter((key in record for record in self._records), bool, len(self._records))
 
     def column(self, key: str) -> Numbers:
-        """The numbers under the key; NaN where there is none."""
+        """The numbers of the key; NaN where there is none."""
         return _numbers([record.get(key) for record in self._records])
 
     def blocks(self, keys: Sequence[str]) -> Iterator[dict[str, list[Any]]]:
-        """The values under the keys of all records; None where a record lacks the key."""
+        """The values of the keys for all records; None where a record lacks the key."""
         yield {key: [record.get(key) for record in self._records] for key in keys}
 
 
 def number(value: Any) -> float:
-    """A number as a float, infinite where it is too large for one; NaN for what is no number (also true and false)."""
+    """Convert a number to a float, infinite on overflow; NaN for anything else, including true and false."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return float("nan")
     try:
@@ -71,13 +71,13 @@ def number(value: Any) -> float:
 
 def _numbers(values: Sequence[Any]) -> Numbers:
     if {*map(type, values)} <= {float, int}:
-        with suppress(OverflowError):  # of an integer too large for a float
+        with suppress(OverflowError):  # an integer too large for a float
             return np.array(values, float)
     return np.fromiter(map(number, values), float, len(values))
 
 
 class FileSource:
-    """A file as it was when it was opened, also where another takes its name later."""
+    """A file that stays the one that was opened, even if it is replaced by another."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
@@ -88,44 +88,44 @@ class FileSource:
         weakref.finalize(self, os.close, self._descriptor)
 
     def open(self) -> BinaryIO:
-        """The file, to be read from its beginning."""
+        """The file, positioned at its start."""
         os.lseek(self._descriptor, 0, os.SEEK_SET)
         return open(self._descriptor, "rb", closefd=False)
 
     def read(self, start: int, stop: int) -> bytes:
-        """The bytes from `start` to `stop`, fewer where the file ends before."""
+        """The bytes from `start` to `stop`, fewer if the file ends before."""
         return os.pread(self._descriptor, max(0, stop - start), start)
 
 
 class Line(NamedTuple):
-    """A line of a file, without the brackets of the array and what stands between records."""
+    """A line of a file, without the array's brackets and separators."""
 
     number: int
     """Counted from 1."""
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
     text: bytes
 
 
 @dataclass(frozen=True)
 class _Alike:
-    """Records that follow one another, up to some thousand, of which those that have the same keys are taken."""
+    """The records with the same keys within a block of up to a few thousand consecutive records."""
 
     rows: NDArray[np.int64]
     keys: tuple[str, ...]
     numbers: dict[str, Numbers]
-    """Of the keys with a number in any of the records."""
+    """Columns of the keys with a number in any of the records."""
 
 
 class RecordFile(Sequence[Record]):
-    """The records of a file with one record a line. The file is read once; then records are decoded as they are needed.
+    """The records of a file with one record per line. The file is read once; records are decoded again on access.
 
     Attributes:
-        bad_lines: the first lines that are no records.
-        num_bad_lines: how many there are.
+        bad_lines: the first lines that are not records.
+        num_bad_lines: number of such lines.
         is_opened: whether the file begins with '['.
         is_closed: whether it ends with ']'.
-        notes: what had to be recovered within records, in words.
+        notes: remarks on values that had to be recovered within records.
     """
 
     def __init__(self, source: FileSource) -> None:
@@ -146,7 +146,7 @@ class RecordFile(Sequence[Record]):
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether the last line is a bad one."""
+        """Whether the last line is bad."""
         return self._last_bad == self._last_line > 0
 
     def __len__(self) -> int:
@@ -168,7 +168,7 @@ class RecordFile(Sequence[Record]):
         return chain.from_iterable(self._read())
 
     def keys(self) -> list[str]:
-        """All keys, in the order in which they first appear."""
+        """All keys, in order of first appearance."""
         return list({key: None for alike in self._alike for key in alike.keys})
 
     def has(self, key: str) -> Mask:
@@ -182,7 +182,7 @@ class RecordFile(Sequence[Record]):
         return self._masks[key]
 
     def column(self, key: str) -> Numbers:
-        """The numbers under the key, shape (num_records,), read-only; NaN where there is none."""
+        """The numbers of the key, shape (num_records,), read-only; NaN where there is none."""
         if key not in self._columns:
             column = np.full(len(self), np.nan)
             for alike in self._alike:
@@ -192,12 +192,12 @@ class RecordFile(Sequence[Record]):
         return self._columns[key]
 
     def blocks(self, keys: Sequence[str]) -> Iterator[dict[str, list[Any]]]:
-        """The decoded values under the keys, some thousand records at a time; None where a record lacks the key."""
+        """The decoded values of the keys, a few thousand records at a time; None where a record lacks the key."""
         for records in self._read():
             yield {key: [record.get(key) for record in records] for key in keys}
 
     def _read(self) -> Iterator[list[Record]]:
-        """The records, decoded again, a few megabytes at a time."""
+        """Decode the records again, a few megabytes at a time."""
         row = 0
         while row < len(self):
             offset = int(self._starts[row])
@@ -209,7 +209,7 @@ class RecordFile(Sequence[Record]):
             row = end
 
     def _stripped(self, offset: int, whole_lines: list[bytes]) -> list[Line]:
-        """The lines with something in them beside the array's brackets; notes where these stand."""
+        """The non-empty lines without the array's brackets; records where the brackets are."""
         lines: list[Line] = []
         for number, line in enumerate(whole_lines, self._num_lines + 1):
             text = line.rstrip(_BETWEEN)
@@ -231,7 +231,7 @@ class RecordFile(Sequence[Record]):
         return lines
 
     def _add(self, lines: list[Line]) -> NDArray[np.int64]:
-        """Take in the records of some lines; where each begins and ends, shape (2, num_records)."""
+        """Add the records of some lines; returns their start and end offsets, shape (2, num_records)."""
         records = _decoded_together([line.text for line in lines])
         if records is None:
             lines, records = self._decoded_one_by_one(lines)
@@ -248,7 +248,7 @@ class RecordFile(Sequence[Record]):
         return np.stack([starts, starts + np.array([len(line.text) for line in lines], np.int64)])
 
     def _decoded_one_by_one(self, lines: list[Line]) -> tuple[list[Line], list[Record]]:
-        """The lines that are records, and these; notes what is damaged."""
+        """The lines that are records, and the records; notes damage."""
         good: list[Line] = []
         records: list[Record] = []
         for line in lines:
@@ -270,12 +270,14 @@ class RecordFile(Sequence[Record]):
     def _decoded(self, row: int, text: bytes) -> Record:
         record, _ = _decoded_or_mended(text)
         if record is None:
-            raise DataError(f"record {row} of {self._source.name} was overwritten while it was read; read it again.")
+            raise DataError(
+                f"record {row} of {self._source.name} was overwritten while it was being read; read it again."
+            )
         return record
 
 
 def _decoded_together(texts: list[bytes]) -> list[Record] | None:
-    """The records of lines that are all whole, which is faster than one by one; None where one is not."""
+    """Decode lines together, which is faster than one by one; None if one of them is not a record."""
     try:
         records = json.loads((b"[" + b",\n".join(texts) + b"]").decode("utf-8", errors="replace"))
     except (ValueError, RecursionError):
@@ -284,7 +286,7 @@ def _decoded_together(texts: list[bytes]) -> list[Record] | None:
 
 
 def decoded(text: bytes) -> Any:
-    """What a piece of JSON says; None where it is not JSON."""
+    """Decode a piece of JSON; None if it is invalid."""
     try:
         return json.loads(text.decode("utf-8", errors="replace"))
     except (ValueError, RecursionError):
@@ -295,12 +297,12 @@ _PAIR = re.compile(
     rb'[{,][ \t]*"(?P<key>[^"\\]*)"[ \t]*:[ \t]*'
     rb'(?P<value>"(?:[^"\\]|\\[^"])*"|[^"{}\[\],\\ \t]+|(?P<nested>[{\[]))'
 )
-"""A key without escapes, and a value: a text without quotes in it, a number, or the start of a list or an object."""
+"""A key without escapes, and a value: a string without quotes, a number, or the start of a list or object."""
 _BRACKET = re.compile(rb'"[^"]*"|(?P<open>[{\[])|[}\]]')
 
 
 def _decoded_or_mended(line: bytes) -> tuple[Record | None, dict[str, bytes]]:
-    """The record, with NaN for values that are not JSON, and these values by their keys; None where more is damaged."""
+    """Decode a record, with NaN for values that are not JSON, and these values by key; None if it is beyond repair."""
     record = decoded(line)
     if record is not None:
         return (record if isinstance(record, dict) else None), {}
@@ -318,7 +320,7 @@ def _decoded_or_mended(line: bytes) -> tuple[Record | None, dict[str, bytes]]:
 
 
 def _end_of_value(line: bytes, start: int) -> int:
-    """Behind the bracket that closes the one at `start`; the end of the line where none does."""
+    """The position after the bracket that closes the one at `start`; the end of the line if there is none."""
     depth = 0
     for mark in _BRACKET.finditer(line, start):
         if not mark[0].startswith(b'"'):

@@ -1,4 +1,4 @@
-"""Whether more can come to a run's log: from run.json, and from the locks that a live run holds."""
+"""Determines whether a run is live, from its run.json and the locks that a live run holds."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ _LOCKS = Path("/proc/locks")
 
 
 def ending_of(log_path: Path) -> str | None:
-    """How the run of a log ended, in words; None while it goes on, or where nothing tells.
+    """How the run of a log ended, in words; None while it is running or if unknown.
 
-    A run whose process was killed says "running" for ever; on the machine it ran on, that nobody holds its lock any
-    more tells otherwise.
+    The run.json of a killed run says "running" forever; on the machine where it ran, its released lock shows that it
+    has ended.
     """
     run_json = run_record(log_path.parent)
     status = run_json.get("status")
     if status is not None and status not in _RUNNING:
         return f"the run {_VERBS.get(str(status), str(status))}"
     if status is not None and _is_held(log_path) is False:
-        return "the run's process is gone without an end, as after a kill; the same command may continue it"
+        return "the run's process is gone without ending the run, as after a kill; the same command resumes it"
     return None
 
 
 def status_of(log_path: Path) -> str | None:
-    """How the run of a log stands, in a word or two; None where it has no run.json that says so.
+    """The status of the run of a log, in a word or two; None without a run.json that contains it.
 
-    For a run that never said that it ended: "killed" where its process is gone, "running" where it is there, and
-    "running or killed" where nothing tells, as on another machine than the one it ran on.
+    A run without a recorded end is "killed" if its process is gone, "running" if it exists, and "running or killed" if
+    unknown, such as on a machine other than the one where it ran.
     """
     status = run_record(log_path.parent).get("status")
     if status not in _RUNNING:
@@ -41,7 +41,7 @@ def status_of(log_path: Path) -> str | None:
 
 
 def _is_held(log_path: Path) -> bool | None:
-    """Whether the run's process is there; None where nothing tells."""
+    """Whether the run's process exists; None if unknown."""
     lock = log_path.parent / ".run.lock"
     try:
         holder = lock.read_text(encoding="utf-8", errors="replace")
@@ -52,9 +52,9 @@ def _is_held(log_path: Path) -> bool | None:
 
 
 def is_locked(path: Path) -> bool | None:
-    """Whether a process of this machine has the file locked; None where the system does not tell.
+    """Whether a process of this machine holds a lock on the file; None if the system does not provide this.
 
-    Reads the system's table: trying the lock could keep a run from starting at that moment.
+    Reads the system's lock table, since trying to lock the file could keep a run from starting at that time.
     """
     try:
         status, table = path.stat(), _LOCKS.read_text(encoding="ascii", errors="replace")
@@ -67,16 +67,16 @@ def is_locked(path: Path) -> bool | None:
 _VERBS = {
     "completed": "completed",
     "stopped": "was stopped",
-    "paused": "left before its end",
+    "paused": "exited before its end",
     "preempted": "was preempted",
     "failed": "failed",
 }
 
 
-def run_record(folder: Path) -> dict[str, Any]:
-    """The content of the `run.json` in `folder`; {} where there is none that can be read."""
+def run_record(directory: Path) -> dict[str, Any]:
+    """The content of the `run.json` in `directory`; {} if there is no readable one."""
     try:
-        content = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        content = json.loads((directory / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -1,4 +1,4 @@
-"""The log of one run: its records, its columns of numbers, and what can be asked of them."""
+"""Defines `TrainingLog`, the log of one run: its records, columns of numbers, and queries on them."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class TrainingLog:
-    """The log of one run, also of one that is going on or was killed.
+    """The log of one run, which may be finished, running or killed.
 
-    Columns (`column`, `has`, `keys`) are arrays that are filled while the file is read once, so that a log of a million
-    records can be summed up in seconds and in less memory than its size; `records` decodes what it is asked for. This
-    holds for files with one record a line, as journals have; a file of another layout (indented, all on one line) is
-    decoded as a whole, which takes several times its size in memory.
+    Columns (`column`, `has`, `keys`) are arrays filled while the file is read once, so a log of a million records
+    can be summarized in seconds, with less memory than its size; `records` are decoded on access. This applies to files
+    with one record per line, such as metrics logs; other layouts (indented, all on one line) are decoded as a whole,
+    which needs several times their size in memory.
 
-    Where the path has a part ``runs``, the part after it names the run, and the part before it the model
-    (``output_models/<model>/runs/<run>/trainer_logs.json``); a run that stands in a plain ``runs/<run>/`` has no model.
+    If the path contains ``runs``, the next part is the name of the run, and the previous one that of the model
+    (``output_models/<model>/runs/<run>/trainer_logs.json``); a run in a plain ``runs/<run>/`` has no model.
     """
 
     log_path: Path
     records: Sequence[Record]
-    """Lazily decoded: iterating and indexing give dictionaries."""
+    """Decoded lazily: iterating and indexing return dictionaries."""
     run_name: str | None = None
     model_name: str | None = None
     label: str | None = None
-    """What legends and tables call the log; None: see `get_label`."""
+    """Name of the log in legends and tables; None: see `get_label`."""
     notes: list[str] = field(default_factory=list)
-    """What had to be recovered, in words; empty for a whole file. Reading values may find more."""
+    """Remarks on what had to be recovered; empty for an intact file. Reading values may add more."""
 
     def __post_init__(self) -> None:
         self.log_path = Path(self.log_path)
@@ -55,13 +55,13 @@ class TrainingLog:
 
     @classmethod
     def from_file(cls, log_path: str | Path) -> TrainingLog:
-        """Read a journal, JSON lines, or the `trainer_state.json` of Hugging Face's Trainer.
+        """Read a metrics log, JSON lines, or the `trainer_state.json` of Hugging Face's Trainer.
 
-        What can be read of a damaged file is read; `notes` says what was left out.
+        Damaged files are read as far as possible; `notes` lists what was skipped.
 
         Raises:
-            FileNotFoundError: when there is no such file.
-            DataError: a ValueError; when nothing can be read, or the file holds something other than records.
+            FileNotFoundError: if the file does not exist.
+            DataError: a ValueError; if nothing can be read, or the file does not contain records.
         """
         path = Path(log_path)
         if not path.exists():
@@ -73,50 +73,50 @@ class TrainingLog:
 
     @classmethod
     def from_run_dir(cls, run_dir: str | Path) -> TrainingLog:
-        """Read the `trainer_logs.json` of a run's folder; raises what `from_file` raises."""
+        """Read the `trainer_logs.json` in a run's directory; raises the same errors as `from_file`."""
         return cls.from_file(Path(run_dir) / FILE_NAME)
 
     @property
     def num_records(self) -> int:
-        """How many records the log has."""
+        """Number of records."""
         return len(self.records)
 
     def get_label(self, index: int = 0) -> str:
         """`label`, else the model's name, else the run's, else ``Run <index + 1>``.
 
-        Two runs of a model share that name: `distinct_labels` tells several logs apart.
+        Runs of the same model share that label; use `distinct_labels` for several logs.
         """
         return self.label or self.model_name or self.run_name or f"Run {index + 1}"
 
     def keys(self) -> list[str]:
-        """All keys of the records, in the order in which they first appear."""
+        """All keys of the records, in order of first appearance."""
         return self._columns.keys()
 
     def column(self, key: str) -> NDArray[np.float64]:
-        """The numbers under `key`, shape (num_records,), read-only; NaN where a record has no number there."""
+        """The numbers of `key`, shape (num_records,), read-only; NaN where a record has no number."""
         return self._columns.column(key)
 
     def has(self, key: str) -> NDArray[np.bool_]:
-        """Which records have `key`, whatever its value, shape (num_records,), read-only."""
+        """Mask of the records that have `key` with any value, shape (num_records,), read-only."""
         return self._columns.has(key)
 
     def load_columns(self, keys: Iterable[str]) -> None:
-        """Have several columns at hand, as `column` has one once it was asked for it."""
+        """Load several columns, which are then cached as by `column`."""
         for key in keys:
             self.column(key)
 
     def blocks(self, keys: Sequence[str]) -> Iterator[dict[str, list[Any]]]:
-        """The decoded values under the keys, some thousand records at a time; None where a record lacks the key."""
+        """The decoded values of the keys, a few thousand records at a time; None where a record lacks the key."""
         return self._columns.blocks(keys)
 
     @property
     def is_training(self) -> NDArray[np.bool_]:
-        """Which records tell of training: they have `loss` and no `eval_loss`."""
+        """Mask of the training records: those with `loss` and without `eval_loss`."""
         return self.has("loss") & ~self.has("eval_loss")
 
     @property
     def is_evaluation(self) -> NDArray[np.bool_]:
-        """Which records tell of an evaluation: they have `eval_loss`."""
+        """Mask of the evaluation records: those with `eval_loss`."""
         return self.has("eval_loss")
 
     def get_training_records(self) -> list[Record]:
@@ -128,7 +128,7 @@ class TrainingLog:
         return self._decoded(self.is_evaluation)
 
     def get_final_record(self) -> Record | None:
-        """The last record with `train_runtime`: the final metrics; None while the run goes on."""
+        """The last record with `train_runtime`, which contains the final metrics; None while the run is running."""
         rows = np.flatnonzero(self.has("train_runtime"))
         return self.records[int(rows[-1])] if len(rows) else None
 
@@ -137,8 +137,8 @@ class TrainingLog:
 
         Args:
             metric: The key.
-            records: Where to look; None: all records. Records without the key are passed over, so two such lists do
-                not belong together row by row: filter the records first, or use `column`.
+            records: Records to search; None: all. Records without the key are skipped, so two such lists do not
+                correspond row by row: filter the records first, or use `column`.
         """
         if records is None:
             records = self._decoded(self.has(metric))
@@ -153,25 +153,25 @@ class TrainingLog:
         return self.get_metric_values("epoch", records)
 
     def get_timestamps(self, records: Sequence[Record] | None = None) -> list[float]:
-        """`timestamp` (unix seconds) of each record that has it; see `get_metric_values`."""
+        """`timestamp` (Unix seconds) of each record that has it; see `get_metric_values`."""
         return self.get_metric_values("timestamp", records)
 
     def get_points(self, metric: str, x: str = "global_step") -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """`x` and `metric` of the records that have both, row by row: two arrays of one length; `metric` may be NaN."""
+        """`x` and `metric` of the records that have both: two arrays of the same length; `metric` may be NaN."""
         across, up = self.column(x), self.column(metric)
         belongs = self.has(metric) & ~np.isnan(across)
         return across[belongs], up[belongs]
 
     def find_best_step(self, metric: str, mode: str = "min") -> tuple[int, float] | None:
-        """Step and value of the best record of `metric`; None where no record has a number that is not NaN.
+        """Step and value of the best record of `metric`; None if all values are missing or NaN.
 
         Args:
             metric: The key.
-            mode: "min" or "max": which values are the better ones.
+            mode: "min" or "max": which values are better.
 
         Raises:
-            ConfigError: for another mode.
-            KeyError: when the best record has no `global_step`.
+            ConfigError: for an unknown mode.
+            KeyError: if the best record has no `global_step`.
         """
         if mode not in ("min", "max"):
             raise ConfigError(f"mode must be 'min' or 'max', got {mode!r}.")
@@ -191,10 +191,10 @@ class TrainingLog:
 
 
 def distinct_labels(logs: Sequence[TrainingLog]) -> list[str]:
-    """A label for each log that no other of them has, for legends and tables.
+    """A unique label for each log, for legends and tables.
 
-    A log without a label or a name in its path is called as its folder or file. Logs of one label are told apart by
-    ``<model>/<run>``, and where that is not enough by a number.
+    A log without a label or a name in its path is named after its directory or file. Logs with the same label are
+    distinguished by ``<model>/<run>`` and, if that is not enough, by a number.
     """
     is_named = [bool(log.label or log.model_name or log.run_name) for log in logs]
     labels = [
@@ -214,16 +214,16 @@ def distinct_labels(logs: Sequence[TrainingLog]) -> list[str]:
 
 
 def _longer(log: TrainingLog, label: str, is_named: bool) -> str:
-    """The label with the run's name; that of a place with the folder above it."""
+    """The label with the run's name; for a path-based label, with the directory above."""
     if not is_named:
         return name_of_place(log.log_path, 1)
     return label if log.run_name is None or log.run_name == label else f"{label}/{log.run_name}"
 
 
 def natural_order(logs: Sequence[TrainingLog]) -> list[TrainingLog]:
-    """The runs with lr2 before lr10, where they came in the order of the alphabet, as a shell lists files.
+    """Sort alphabetically ordered runs, as from a shell's glob, in natural order: lr2 before lr10.
 
-    Any other order is somebody's choice and stays.
+    Any other order was chosen by the user and is kept.
     """
     paths = [log.log_path.parts for log in logs]
     if paths != sorted(paths):
@@ -232,6 +232,6 @@ def natural_order(logs: Sequence[TrainingLog]) -> list[TrainingLog]:
 
 
 def _key(text: str) -> list[tuple[int, int, str]]:
-    """Numbers by their value, before letters."""
+    """Sort key: numbers by value, before letters."""
     parts = re.split(r"(\d+)", text)
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts if part]

@@ -1,1 +1,3 @@
-"""TODO."""
+"""Figures: `plots` (metrics, losses, gradient norm), `heatmap` (per-parameter norms), `series` and `smoothing`
+(curves), `axes` and `output` (looks and files).
+"""

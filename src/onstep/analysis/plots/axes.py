@@ -1,4 +1,4 @@
-"""Curves on axes: the look of all figures, lines and markers, the scales of both axes, a note on what does not show."""
+"""Draws curves on axes: the style of all figures, lines and markers, axis scales, and notes on hidden values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import Formatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from onstep.analysis.plots.series import PlotOptions, Shape, Values, has_outliers, is_loss
-from onstep.analysis.plots.smoothing import outlier_limits, thin
+from onstep.analysis.plots.smoothing import downsample, outlier_limits
 from onstep.analysis.text_tables import shortened
 
 Dash = Literal["-", "--", ":"]
@@ -32,38 +32,38 @@ PALETTE = (
     "#332288",
     "#000000",
 )
-"""One colour a run: Okabe and Ito's, filled up from Paul Tol's."""
+"""One color per run: Okabe and Ito's palette, extended from Paul Tol's."""
 TRAINING_COLOUR, VALIDATION_COLOUR, RATE_COLOUR = "#0072B2", "#009E73", "#E69F00"
 _DASHES: tuple[Dash, ...] = ("-", "--", ":")
-"""The palette begins again with the next of these."""
+"""Line styles; each repetition of the palette uses the next."""
 TEXT_COLOUR, QUIET_COLOUR, GRID_COLOUR = "#222222", "#767676", "#e6e6e6"
 FONT_SIZE, TITLE_SIZE, NOTE_SIZE = 11.0, 13.0, 9.0
 LABEL_LENGTH = 60
-"""Characters of a label that a legend shows."""
+"""Maximum length of a label in a legend."""
 _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"))
 
 
 @dataclass(frozen=True)
 class Look:
-    """How one run is drawn."""
+    """Color and line style of a run."""
 
     colour: str
     dash: Dash = "-"
 
 
 def look_of(index: int) -> Look:
-    """The look of the run with that place in the list."""
+    """The look of the run with this index."""
     return Look(PALETTE[index % len(PALETTE)], _DASHES[index // len(PALETTE) % len(_DASHES)])
 
 
 def plain(text: str, length: int | None = None) -> str:
-    """A text from a log as matplotlib shows it as it is: no formula, no line break, at most `length` characters."""
+    """Escape a text for matplotlib: no math, no line breaks, at most `length` characters."""
     text = "".join(letter if letter.isprintable() else " " for letter in text)
     return (text if length is None else shortened(text, length)).replace("$", r"\$")
 
 
 class ShortNumbers(Formatter):
-    """Tick labels: thousands separators, or K, M, G from `si_from` on; 3e-4 below a thousandth."""
+    """Tick labels with thousands separators, or K, M, G from `si_from` on; 3e-4 below 0.001."""
 
     def __init__(self, si_from: float = 1e6) -> None:
         self._si_from = si_from
@@ -72,7 +72,7 @@ class ShortNumbers(Formatter):
         return self.format_ticks([x])[0]
 
     def format_ticks(self, values: Sequence[float]) -> list[str]:
-        """One label a tick, with as many decimals as tell neighbours apart."""
+        """One label per tick, with enough decimals to distinguish neighbors."""
         greatest = max((abs(value) for value in values), default=0.0)
         gaps = [abs(after - before) for before, after in pairwise(values) if after != before]
         if greatest >= self._si_from:
@@ -85,14 +85,14 @@ class ShortNumbers(Formatter):
 
 
 class LogNumbers(ShortNumbers):
-    """Tick labels of a logarithmic axis: each in its own unit."""
+    """Tick labels of a logarithmic axis, each with its own unit."""
 
     def format_ticks(self, values: Sequence[float]) -> list[str]:
         return [_exponential(value) if 0 < abs(value) < 1e-3 or abs(value) >= 1e5 else f"{value:g}" for value in values]
 
 
 def style_axes(axes: Axes) -> None:
-    """Take away what is not data, and keep a faint grid."""
+    """Remove all decoration except a faint grid."""
     axes.tick_params(colors=TEXT_COLOUR, length=0, labelsize=FONT_SIZE - 1)
     axes.grid(color=GRID_COLOUR, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -102,15 +102,15 @@ def style_axes(axes: Axes) -> None:
 
 
 def number_axis(axis: Axis, *, is_integer: bool = False, si_from: float = 1e6) -> None:
-    """Few round ticks with short labels."""
-    least = 1 if is_integer else 2  # of a single step there is one tick, and none between two
+    """Use few round ticks with short labels."""
+    least = 1 if is_integer else 2  # a single step gets one tick, and none between steps
     locator = MaxNLocator("auto", integer=is_integer, min_n_ticks=least, steps=[1, 2, 2.5, 5, 10])
     axis.set_major_locator(locator)
     axis.set_major_formatter(ShortNumbers(si_from))
 
 
 def log_axis(axis: Axis, low: float, high: float) -> None:
-    """Ticks of a logarithmic axis that shows `low` to `high`: also where these are less than a decade apart."""
+    """Set the ticks of a logarithmic axis from `low` to `high`, even if they are less than a decade apart."""
     decades = math.log10(high / low) if 0 < low < high else 1.0
     if decades < 0.7:
         axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
@@ -122,7 +122,7 @@ def log_axis(axis: Axis, low: float, high: float) -> None:
 
 
 def _decimal(value: float, gap: float) -> str:
-    """With the decimals that a step of `gap` needs."""
+    """Format with the decimals that a spacing of `gap` requires."""
     decimals = max(0, min(6, math.ceil(-math.log10(gap) - 1e-9))) if gap > 0 else 0
     digits = gap * 10**decimals
     if gap > 0 and decimals < 6 and abs(digits - round(digits)) >= 1e-6 * max(1.0, abs(digits)):
@@ -140,7 +140,7 @@ def _exponential(value: float) -> str:
 
 
 def _scale_y(axes: Axes, shapes: Sequence[Shape], options: PlotOptions) -> None:
-    """Scale, limits and ticks that fit the shapes; bounds that were given win over all."""
+    """Set scale, limits and ticks to fit the shapes; given bounds take precedence."""
     values = np.concatenate([*(shape.raw.y for shape in shapes), np.empty(0)])
     values = values[np.isfinite(values)]
     is_log = options.log_scale and bool((values > 0).any())
@@ -160,7 +160,7 @@ def _scale_y(axes: Axes, shapes: Sequence[Shape], options: PlotOptions) -> None:
 
 
 def _bounded(limits: tuple[float, float], options: PlotOptions, *, is_log: bool) -> tuple[float, float]:
-    """The limits with the given bounds; where a bound is beyond all of the data, the other end moves away from it."""
+    """The limits with the given bounds; if a bound is beyond all data, the other limit is moved away from it."""
     low = limits[0] if options.y_min is None else options.y_min
     high = limits[1] if options.y_max is None else options.y_max
     if low < high:
@@ -189,11 +189,11 @@ NAMES = {
 }
 _X_NAMES = {"step": "step", "epoch": "epoch", "tokens": "tokens", "flops": "floating-point operations"}
 _MARKERS_UP_TO = 50
-"""Points of a curve that get a marker each."""
+"""Curves with at most this many points have markers."""
 
 
 def metric_name(metric: str, options: PlotOptions) -> str:
-    """What a figure calls a metric; `plain` makes it fit for matplotlib."""
+    """Name of a metric in figures; escape it with `plain` for matplotlib."""
     name = NAMES.get(metric, metric)
     if options.perplexity and is_loss(metric):
         return name.removesuffix("loss") + "perplexity"
@@ -201,16 +201,16 @@ def metric_name(metric: str, options: PlotOptions) -> str:
 
 
 def draw(axes: Axes, shape: Shape, look: Look, label: str) -> None:
-    """Draw a curve: a line with markers where there are few points; a faint line below a smoothed one."""
+    """Draw a curve: a line, with markers if there are few points; a smoothed line has the raw line faintly below."""
     if len(shape.raw) == 0:
         return
     x = shape.raw.x
     faint = shape.smoothed is not None
     if faint:
-        axes.plot(*thin(x, shape.raw.y), color=look.colour, linewidth=0.7, alpha=0.28, zorder=2)
+        axes.plot(*downsample(x, shape.raw.y), color=look.colour, linewidth=0.7, alpha=0.28, zorder=2)
     has_markers = len(shape.raw) <= _MARKERS_UP_TO
     axes.plot(
-        *thin(x, shape.shown),
+        *downsample(x, shape.shown),
         color=look.colour,
         linestyle=look.dash,
         linewidth=1.8 if faint or has_markers else 1.2,
@@ -222,12 +222,12 @@ def draw(axes: Axes, shape: Shape, look: Look, label: str) -> None:
         zorder=3,
     )
     if not has_markers:
-        _draw_alone(axes, *thin(x, shape.raw.y), look)
+        _draw_alone(axes, *downsample(x, shape.raw.y), look)
     _mark_gaps(axes, x[np.isnan(shape.raw.y) & shape.is_inside], look)
 
 
 def finish_axes(axes: Axes, shapes: Sequence[Shape], options: PlotOptions, *, neighbours: Sequence[Shape] = ()) -> None:
-    """Scale, limits, ticks and the note of axes on which `shapes` were drawn; `neighbours` share the y limits."""
+    """Set scale, limits, ticks and the note of axes with `shapes`; `neighbours` share their y limits."""
     style_axes(axes)
     _scale_y(axes, [*shapes, *neighbours], options)
     axes.margins(x=0.02)
@@ -248,9 +248,9 @@ def finish_axes(axes: Axes, shapes: Sequence[Shape], options: PlotOptions, *, ne
 
 
 def add_legend(figure: Figure, handles: Sequence[Line2D], labels: Sequence[str]) -> None:
-    """One legend for a whole figure, below it, in as many columns as there is room for."""
+    """Add one legend below a figure, in as many columns as fit."""
     shown = [plain(label, LABEL_LENGTH) for label in labels]
-    shown = [f" {label}" if label.startswith("_") else label for label in shown]  # which matplotlib leaves out
+    shown = [f" {label}" if label.startswith("_") else label for label in shown]  # matplotlib omits these
     room = int(figure.get_figwidth() * 10.5)
     columns = max(1, min(len(shown), room // (max(map(len, shown)) + 7)))
     legend = figure.legend(
@@ -261,14 +261,14 @@ def add_legend(figure: Figure, handles: Sequence[Line2D], labels: Sequence[str])
 
 
 def legend_line(look: Look, *, has_markers: bool = False) -> Line2D:
-    """What stands for a run in a legend."""
+    """The legend handle of a run."""
     return Line2D(
         [], [], color=look.colour, linestyle=look.dash, linewidth=2.2, marker="o" if has_markers else "", markersize=5
     )
 
 
 def _draw_alone(axes: Axes, x: Values, y: Values, look: Look) -> None:
-    """Dots for points between two gaps, which no line reaches."""
+    """Draw dots for isolated points between two gaps."""
     is_gap = np.concatenate([[True], np.isnan(y), [True]])
     alone = is_gap[:-2] & ~is_gap[1:-1] & is_gap[2:]
     if alone.any():
@@ -276,7 +276,7 @@ def _draw_alone(axes: Axes, x: Values, y: Values, look: Look) -> None:
 
 
 def _mark_gaps(axes: Axes, x: Values, look: Look) -> None:
-    """Small crosses on the x axis where a metric was not finite."""
+    """Draw small crosses on the x axis where a metric is not finite."""
     if len(x):
         across = axes.get_xaxis_transform()
         places = np.unique(x)[:: max(1, len(x) // 500)]
@@ -295,7 +295,7 @@ def _mark_gaps(axes: Axes, x: Values, look: Look) -> None:
 
 
 def _note(axes: Axes, shapes: Sequence[Shape]) -> str:
-    """What the axes do not show: values that are not finite, and those beyond the limits."""
+    """A note on values that the axes do not show: not finite, or beyond the limits."""
     notes = []
     missing = sum(shape.inside.num_not_finite for shape in shapes)
     if missing:

@@ -1,4 +1,4 @@
-"""Heat maps of what is logged for each parameter: norms, spectral norms, gradient norms."""
+"""Plots heat maps of per-parameter metrics: norms, spectral norms and gradient norms."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from onstep.analysis.plots.series import check_figsize, check_range
 from onstep.errors import ConfigError, DataError
 
 KEYS = {"norm": "norms", "spectral_norm": "spectral_norms", "grad_norm": "grad_norms"}
-"""Metrics, and under which key a record holds the values of all parameters."""
+"""Metric -> key of a record that contains the values of all parameters."""
 NAMES = {"norm": "parameter norm", "spectral_norm": "spectral norm", "grad_norm": "gradient norm"}
 
 
 @dataclass(frozen=True)
 class ParameterTable:
-    """One number for each parameter and step."""
+    """One value per parameter and step."""
 
     log_path: Path
     metric: str
@@ -43,18 +43,18 @@ class ParameterTable:
 def read_table(
     log_path: str | Path, metric: str | None = None, filter_pattern: str | None = None, step_stride: int = 1
 ) -> ParameterTable:
-    """The table of a `parameter_norms.json` or `gradient_norms.json`; the parameters as they first appear.
+    """Read the table of a `parameter_norms.json` or `gradient_norms.json`, with parameters in order of appearance.
 
     Args:
-        log_path: The file, also of a run that is going on or was killed.
-        metric: A key of `KEYS`; None takes the first of them that the file has.
-        filter_pattern: Only parameters in whose names this regular expression is found.
-        step_stride: Take every so many records.
+        log_path: The file; the run may be running or killed.
+        metric: A key of `KEYS`; None uses the first one that the file has.
+        filter_pattern: A regular expression; only parameters whose name matches are included.
+        step_stride: Use every `step_stride`-th record.
 
     Raises:
-        FileNotFoundError: when there is no such file.
-        ConfigError: for an unknown metric, a stride below 1, a pattern that is no regular expression.
-        DataError: when there are no records, none has the metric, or no parameter fits the pattern.
+        FileNotFoundError: if the file does not exist.
+        ConfigError: for an unknown metric, a stride below 1, or an invalid regular expression.
+        DataError: if there are no records, none has the metric, or no parameter matches the pattern.
     """
     if step_stride < 1:
         raise ConfigError(f"step_stride must be at least 1, got {step_stride}.")
@@ -71,7 +71,7 @@ def read_table(
     if not kept:
         there = ", ".join(parameters[:5])
         raise DataError(
-            f"{log.log_path} has no parameter that {filter_pattern!r} is found in; there are {len(parameters)}: {there}"
+            f"{log.log_path} has no parameter that matches {filter_pattern!r}; it has {len(parameters)}: {there}"
             f"{', ...' if len(parameters) > 5 else ''}."
         )
     steps = np.array([number(record.get("global_step")) for record in records])
@@ -83,7 +83,7 @@ def _chosen(log: TrainingLog, metric: str | None) -> str:
     if metric is not None and metric not in KEYS:
         raise ConfigError(f"metric must be one of {', '.join(KEYS)}, got {metric!r}.")
     if log.num_records == 0:
-        raise DataError(f"{log.log_path} has no records yet; such a file gets one at each evaluation.")
+        raise DataError(f"{log.log_path} has no records yet; one is written at each evaluation.")
     known = [name for name, key in KEYS.items() if log.has(key).any()]
     if not known:
         keys = ", ".join(log.keys())
@@ -95,14 +95,14 @@ def _chosen(log: TrainingLog, metric: str | None) -> str:
 
 DPI = 200
 _MOST_PIXELS = 40e6
-"""A picture of 40 by 60 inches is drawn with fewer dots an inch, so that drawing it takes no gigabytes."""
+"""Large figures (up to 40 by 60 inches) are drawn at a lower resolution to limit memory use."""
 LABEL_LENGTH = 60
 _HEAD, _LONGEST_HEAD = 19, 34
-"""Characters of the beginning of a name that is shortened: without a layer's number, and at the most."""
+"""Leading characters kept of a shortened name: if it has no layer number, and at most."""
 _MANY_STEPS, _STEP_TICKS = 30, 20
 _MISSING_COLOUR = "#d0d0d0"
 _BAR_LENGTH, _BAR_WIDTH = 6.0, 0.2
-"""Inches, the length at the most."""
+"""In inches; the length is a maximum."""
 _LEAST_LABEL_SIZE, _POINTS_PER_INCH = 4.0, 72.0
 
 
@@ -119,29 +119,29 @@ def plot_parameter_heatmap(
     figsize: tuple[float, float] | None = None,
     show: bool = False,
 ) -> Figure:
-    """A row for each parameter, a column for each logged step, a colour for the value; grey where there is none.
+    """Plot a row per parameter and a column per logged step, with the value as color; missing values are gray.
 
     Args:
-        log_path: A `parameter_norms.json` or `gradient_norms.json`, also of a run that is going on or was killed.
-        metric: "norm", "spectral_norm" or "grad_norm"; None takes the first of them that the file has.
-        filter_pattern: A regular expression; only parameters in whose names it is found are shown.
-        step_stride: Show every so many records.
-        log_scale: Whether the colours are logarithmic; what is not positive is grey then.
-        vmin: Value of the lowest colour; None: the least value (on a logarithmic scale the least positive one). Where
-            values lie beyond this or the next, the colour bar ends in a point.
-        vmax: Value of the highest colour; None: the greatest value.
-        title: Above the figure; None: the metric and the run's folder.
-        output_path: The picture (.png, .svg, .pdf); None writes none.
-        figsize: Width and height in inches; None: as many as rows and columns need, 10 to 40 by 6 to 60.
-        show: Whether to open the picture in the system's viewer.
+        log_path: A `parameter_norms.json` or `gradient_norms.json`; the run may be running or killed.
+        metric: "norm", "spectral_norm" or "grad_norm"; None uses the first one that the file has.
+        filter_pattern: A regular expression; only parameters whose name matches are shown.
+        step_stride: Show every `step_stride`-th record.
+        log_scale: Whether the color scale is logarithmic; values that are not positive are then gray.
+        vmin: Value of the lowest color; None: the minimum (on a logarithmic scale, the smallest positive value). If
+            there are values beyond `vmin` or `vmax`, that end of the color bar is pointed.
+        vmax: Value of the highest color; None: the maximum.
+        title: Title of the figure; None: the metric and the run's directory.
+        output_path: The image to write (.png, .svg, .pdf); None writes none.
+        figsize: Width and height in inches; None: as needed for the rows and columns, 10 to 40 by 6 to 60.
+        show: Whether to open the image in the system's viewer.
 
     Returns:
-        The figure, a `matplotlib.figure.Figure` that pyplot knows nothing of.
+        The figure, a `matplotlib.figure.Figure` that is not registered with pyplot.
 
     Raises:
-        FileNotFoundError: when there is no such file.
-        ConfigError: a ValueError; for an option that cannot be.
-        DataError: a ValueError; for a file without records, without the metric, or without a parameter that fits.
+        FileNotFoundError: if the file does not exist.
+        ConfigError: a ValueError; for an invalid option.
+        DataError: a ValueError; for a file without records, without the metric, or without a matching parameter.
     """
     check_range("v", vmin, vmax)
     table = read_table(log_path, metric, filter_pattern, step_stride)
@@ -162,7 +162,7 @@ def plot_parameter_heatmap(
 
 
 def _draw_cells(axes: Axes, values: NDArray[np.float64], colours: Normalize) -> QuadMesh:
-    """A rectangle for each value around its row and column; the first row is on top."""
+    """Draw a cell per value, centered on its row and column; the first row is at the top."""
     rows, columns = values.shape
     cells = axes.pcolormesh(
         np.arange(columns + 1) - 0.5,
@@ -177,7 +177,7 @@ def _draw_cells(axes: Axes, values: NDArray[np.float64], colours: Normalize) -> 
 
 
 def short_label(name: str) -> str:
-    """A parameter's name; of one longer than 60 characters the beginning with the layer's number, dots, and the end."""
+    """Shorten a parameter name of more than 60 characters: its start up to the layer number, dots, and its end."""
     if len(name) <= LABEL_LENGTH:
         return name
     numbers = [found.end() for found in re.finditer(r"(?<![^.])\d+(?![^.])", name)]
@@ -202,7 +202,7 @@ def _colours(table: ParameterTable, log_scale: bool, vmin: float | None, vmax: f
 
 
 def _check_colours(values: NDArray[np.float64], vmin: float | None, vmax: float | None) -> None:
-    """Refuse bounds that would give all values one colour."""
+    """Reject bounds that would give all values the same color."""
     if len(values) == 0:
         return
     least, most = float(values.min()), float(values.max())
@@ -212,7 +212,7 @@ def _check_colours(values: NDArray[np.float64], vmin: float | None, vmax: float 
 
 
 def _label_rows(axes: Axes, table: ParameterTable, height: float) -> None:
-    """Every name, as large as its row allows; where rows are too low for letters, every second, third, ... name."""
+    """Label every row as large as it allows; if rows are too low for text, every second, third, ... row."""
     points = height * _POINTS_PER_INCH / max(len(table.parameters), 1) * 0.7
     every = max(1, int(np.ceil(_LEAST_LABEL_SIZE / points)))
     rows = range(0, len(table.parameters), every)
@@ -221,7 +221,7 @@ def _label_rows(axes: Axes, table: ParameterTable, height: float) -> None:
 
 
 def _label_steps(axes: Axes, table: ParameterTable) -> None:
-    """All steps, or about twenty of many."""
+    """Label all steps, or about twenty if there are many."""
     num = len(table.steps)
     every = 1 if num <= _MANY_STEPS else max(1, num // _STEP_TICKS)
     columns = range(0, num, every)
@@ -252,12 +252,12 @@ def _add_bar(figure: Figure, axes: Axes, cells: QuadMesh, name: str) -> None:
 
 
 def _beyond(cells: QuadMesh) -> Literal["neither", "both", "min", "max"]:
-    """At which ends of the colours there are values that lie beyond."""
+    """The ends of the color scale that have values beyond them."""
     values = np.asarray(np.ma.asarray(cells.get_array()).compressed(), dtype=np.float64)
     norm = cells.norm
     if norm.vmin is None or norm.vmax is None or len(values) == 0:
         return "neither"
-    is_below = values.min() < norm.vmin and not isinstance(norm, LogNorm)  # what is not positive is grey there
+    is_below = values.min() < norm.vmin and not isinstance(norm, LogNorm)  # values that are not positive are gray there
     is_above = values.max() > norm.vmax
     return "both" if is_below and is_above else "min" if is_below else "max" if is_above else "neither"
 
@@ -268,4 +268,4 @@ def _put_title(axes: Axes, table: ParameterTable, title: str | None) -> None:
     axes.set_title(plain(shown, 90), loc="left", color=TEXT_COLOUR, fontsize=TITLE_SIZE, fontweight="bold")
     missing = int(np.isnan(table.values).sum())
     if missing:
-        axes.set_title(f"grey: no value ({missing:,})", loc="right", color=QUIET_COLOUR, fontsize=NOTE_SIZE)
+        axes.set_title(f"gray: no value ({missing:,})", loc="right", color=QUIET_COLOUR, fontsize=NOTE_SIZE)

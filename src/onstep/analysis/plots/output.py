@@ -1,4 +1,4 @@
-"""Figures on their way out: fonts for every script, files, the screen."""
+"""Saves and shows figures, with fallback fonts for all scripts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ FALLBACKS = (
     "Noto Sans", "Noto Sans Arabic", "Noto Sans Hebrew", "Noto Sans Devanagari", "Noto Sans Thai", "Noto Emoji",
     "Segoe UI Emoji", "Unifont",
 )  # fmt: skip
-"""Font families that are asked in this order for a letter that the usual font lacks, those of them that are there."""
+"""Font families to try, in this order, for characters that the default font lacks."""
 
 
 def _use_fallback_fonts(figure: Figure) -> None:
-    """Let the texts of a figure that need it take further fonts; say once what no font of this machine can write."""
+    """Add fallback fonts to texts that need them; warn about characters that no installed font has."""
     usual = _glyphs(None)
     texts = [text for text in figure.findobj(Text) if isinstance(text, Text) and _lacking(text.get_text(), usual)]
     if not texts:
@@ -45,13 +45,13 @@ def _use_fallback_fonts(figure: Figure) -> None:
         text.set_fontfamily([*text.get_fontfamily(), *(one for one in families if one not in text.get_fontfamily())])
     if missing:
         logger.warning(
-            "no font of this machine can write %s; boxes stand for them. Install one that can, such as Noto Sans CJK.",
+            "no installed font has the characters %s, shown as boxes; install one that does, such as Noto Sans CJK.",
             " ".join(missing[:20]) + (" ..." if len(missing) > 20 else ""),
         )
 
 
 def _glyphs(family: str | None) -> set[int]:
-    """What a font family, or the usual one, can write."""
+    """The code points of a font family, or of the default one."""
     return set(font_manager.get_font(font_manager.findfont(font_manager.FontProperties(family))).get_charmap())
 
 
@@ -64,7 +64,7 @@ DPI = 300
 
 
 def new_figure(figsize: tuple[float, float]) -> Figure:
-    """An empty figure that belongs to nobody else; pyplot does not know it."""
+    """An empty figure that is not registered with pyplot."""
     layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.04, hspace=0.06)
     figure = Figure(figsize=figsize, layout=layout)
     FigureCanvasAgg(figure)
@@ -72,39 +72,39 @@ def new_figure(figsize: tuple[float, float]) -> Figure:
 
 
 def finish(figure: Figure, output_path: str | Path | None, *, show: bool, dpi: int = DPI) -> Figure:
-    """Save and show a figure as asked, and return it."""
+    """Save and show a figure as requested, and return it."""
     if output_path is not None:
         save(figure, output_path, dpi=dpi)
-    if show:  # without a screen, or a viewer, say where it is
+    if show:  # without a display or viewer, log the path
         path = output_path
         if path is None:
             path = save(figure, Path(tempfile.mkdtemp(prefix="onstep-")) / "figure.png", dpi=150)
         if not open_file(path):
-            logger.warning("there is no screen, or no viewer, to show %s on", path)
+            logger.warning("cannot show %s: there is no display, or no viewer", path)
     return figure
 
 
 def save(figure: Figure, output_path: str | Path, *, dpi: int = DPI) -> Path:
-    """Write a figure; the suffix says the format, and folders are made if needed.
+    """Write a figure in the format given by the suffix, creating directories if needed.
 
     Raises:
-        ConfigError: for a suffix that no picture has.
+        ConfigError: for an unknown suffix.
     """
     path = Path(output_path)
     known = figure.canvas.get_supported_filetypes()
     if path.suffix.lower().removeprefix(".") not in known:
-        raise ConfigError(f"{path} must end in .png, .svg or .pdf, so that the format is known.")
+        raise ConfigError(f"the file name must end in .png, .svg or .pdf, got {path}.")
     path.parent.mkdir(parents=True, exist_ok=True)
     _use_fallback_fonts(figure)
-    with warnings.catch_warnings(), rc_context({"pdf.fonttype": 42}):  # fonts that printers and journals accept
-        # said once for all letters, and not for each and each time that it is drawn
+    with warnings.catch_warnings(), rc_context({"pdf.fonttype": 42}):  # TrueType, which printers and publishers accept
+        # reported once for all characters, instead of for each one at every draw
         warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from", category=UserWarning)
         figure.savefig(path, dpi=dpi, bbox_inches="tight")
     return path
 
 
 def open_file(path: str | Path) -> bool:
-    """Open a file in the program that the system has for it; whether there was one."""
+    """Open a file in the system's default program; False if there is none."""
     command = {"darwin": "open", "linux": "xdg-open"}.get(sys.platform)
     if sys.platform == "win32":
         os.startfile(path)

@@ -1,4 +1,4 @@
-"""Figures of one run or of several: any metrics, the losses, the gradient norm."""
+"""Plots metrics of one or more runs: any metrics, the losses, or the gradient norm."""
 
 from __future__ import annotations
 
@@ -65,35 +65,35 @@ def plot_training_metrics(
     y_min: float | None = None,
     y_max: float | None = None,
 ) -> Figure:
-    """One axes for each metric, in two columns, with a curve for each run.
+    """Plot one axes per metric, in two columns, with a curve per run.
 
     Args:
-        logs: The runs, or one run.
-        metrics: Keys of their records; None: loss, eval_loss and learning_rate, those of them that a run has.
-        x_axis: "step", "epoch", "time" (since the first record that is plotted: minutes, or hours where it is long),
-            "tokens" or "flops" (both in total; an evaluation stands at the total of its step).
-        smooth_window: Points that a centred moving mean spans, drawn over the raw line; 1 draws the raw line alone;
+        logs: The runs, or a single run.
+        metrics: Keys of their records; None: loss, eval_loss and learning_rate, if logged.
+        x_axis: "step", "epoch", "time" (since the first plotted record, in minutes, or hours for long runs), "tokens"
+            or "flops" (both cumulative; an evaluation is placed at the total of its step).
+        smooth_window: Window of a centered moving mean in points, drawn over the raw line; 1 draws only the raw line;
             None chooses by the number of points. Evaluations and learning rates are not smoothed.
         log_scale: Whether the y axes are logarithmic.
-        output_path: The picture (.png, .svg, .pdf); None writes none.
+        output_path: The image to write (.png, .svg, .pdf); None writes none.
         figsize: Width and height in inches.
-        show: Whether to open the picture in the system's viewer.
-        title: Above the figure; None: the label of the run where there is one.
-        ignore_outliers: Whether a few points far outside leave the y limits of losses and gradient norms alone, and a
-            lone one the moving mean; a note says how far they reach. Logarithmic axes show them.
-        perplexity: Whether to show exp(loss) in place of a loss; a smoothed one is that of the mean loss.
-        x_min: Left end, in the unit of the axis (minutes for "time").
-        x_max: Right end.
-        y_min: Lower end of every axes; wins over what the data and `ignore_outliers` would make it.
-        y_max: Upper end.
+        show: Whether to open the image in the system's viewer.
+        title: Title of the figure; None: the label of the run, if there is only one.
+        ignore_outliers: Whether a few outliers are ignored in the y limits of losses and gradient norms, and isolated
+            ones in the moving mean; a note gives their range. Logarithmic axes show them.
+        perplexity: Whether to plot exp(loss) instead of the loss; a smoothed perplexity is that of the mean loss.
+        x_min: Lower limit of the x axis, in its unit (minutes for "time").
+        x_max: Upper limit of the x axis.
+        y_min: Lower limit of every y axis; overrides the data and `ignore_outliers`.
+        y_max: Upper limit of every y axis.
 
     Returns:
-        The figure, a `matplotlib.figure.Figure` that pyplot knows nothing of.
+        The figure, a `matplotlib.figure.Figure` that is not registered with pyplot.
 
     Raises:
-        ConfigError: a ValueError; for an option that cannot be, for bounds of the x axis with no point between them,
-            and for no logs.
-        DataError: when no run has one of the metrics, or one has nothing to place a metric on the x axis by.
+        ConfigError: a ValueError; for an invalid option, for x limits without any point between them, and for an empty
+            list of logs.
+        DataError: if no run has one of the metrics, or its records have no value for the x axis.
     """
     options = PlotOptions(
         x_axis, smooth_window, log_scale, output_path, figsize, show, title, ignore_outliers, perplexity,
@@ -119,9 +119,9 @@ def plot_loss_curves(
     y_min: float | None = None,
     y_max: float | None = None,
 ) -> Figure:
-    """The losses: of one run with its learning rate, of several runs side by side for training and validation.
+    """Plot the losses: for a single run with its learning rate, for several with training and validation side by side.
 
-    The parameters, the result and what is raised are those of `plot_training_metrics`.
+    Parameters, result and exceptions are those of `plot_training_metrics`.
     """
     options = PlotOptions(
         x_axis, smooth_window, log_scale, output_path, figsize, show, title, ignore_outliers, perplexity,
@@ -149,9 +149,9 @@ def plot_grad_norm(
     y_min: float | None = None,
     y_max: float | None = None,
 ) -> Figure:
-    """The gradient norm before clipping; of one run also its maximum between two logged steps, where it was logged.
+    """Plot the gradient norm before clipping; for a single run, also its maximum between logged steps, if logged.
 
-    The parameters, the result and what is raised are those of `plot_training_metrics`.
+    Parameters, result and exceptions are those of `plot_training_metrics`.
     """
     options = PlotOptions(
         x_axis, smooth_window, log_scale, output_path, figsize, show, title, ignore_outliers, False,
@@ -164,7 +164,7 @@ def plot_grad_norm(
 
 
 def default_metrics(logs: Sequence[TrainingLog], x_axis: str = "step") -> list[str]:
-    """Those of `DEFAULT_METRICS` that a run has; all of them where no run has any."""
+    """The metrics of `DEFAULT_METRICS` that a run has; all of them if no run has any."""
     check_x_axis(x_axis)
     known = [metric for metric in DEFAULT_METRICS if any(rows_of(log, metric).any() for log in logs)]
     return known or list(DEFAULT_METRICS)
@@ -173,12 +173,12 @@ def default_metrics(logs: Sequence[TrainingLog], x_axis: str = "step") -> list[s
 def _as_list(logs: Sequence[TrainingLog] | TrainingLog) -> list[TrainingLog]:
     found = [logs] if isinstance(logs, TrainingLog) else list(logs)
     if not found:
-        raise ConfigError("there is no log to plot; give at least one.")
+        raise ConfigError("there is no log to plot; pass at least one.")
     return found
 
 
 def _draw_grid(logs: list[TrainingLog], metrics: list[str], options: PlotOptions, *, share_y: bool = False) -> Figure:
-    """A grid of axes of two columns; an odd last one is as wide as both."""
+    """Draw a grid of axes in two columns; the last of an odd number spans both."""
     of_metric, options = found_curves(logs, metrics, options)
     rows = [[shaped(one, metric, options) for one in row] for metric, row in zip(metrics, of_metric, strict=True)]
     neighbours = [shape for row in rows for shape in row] if share_y else []
@@ -194,7 +194,7 @@ def _draw_grid(logs: list[TrainingLog], metrics: list[str], options: PlotOptions
 
 
 def _draw_one_run(log: TrainingLog, looks: Mapping[str, Look], y_name: str, options: PlotOptions) -> Figure:
-    """Several metrics of one run on the left axis; with losses the learning rate on the right one."""
+    """Draw metrics of one run on the left axis and, with losses, the learning rate on the right axis."""
     with_rate = "loss" in looks
     metrics = [*looks, "learning_rate"] if with_rate else [*looks]
     of_metric, options = found_curves([log], metrics, options, need=len(looks))
@@ -211,7 +211,7 @@ def _draw_one_run(log: TrainingLog, looks: Mapping[str, Look], y_name: str, opti
 def _draw_together(
     axes: Axes, found: Mapping[str, Curve], looks: Mapping[str, Look], options: PlotOptions
 ) -> dict[str, Line2D]:
-    """Several metrics of one run on one axes; what stands for each in a legend, by name."""
+    """Draw metrics of one run on one axes; returns the legend handles by name."""
     shapes = [shaped(points, metric, options) for metric, points in found.items()]
     lines = {}
     for shape in shapes:
@@ -226,7 +226,7 @@ def _draw_together(
 def _draw_rate(axes: Axes, rate: Curve, options: PlotOptions) -> Line2D:
     right = axes.twinx()
     seen, look = rate.within(options.x_min, options.x_max), Look(RATE_COLOUR, "--")
-    marker = "o" if len(rate) == 1 else ""  # which no line would show
+    marker = "o" if len(rate) == 1 else ""  # a line of one point is invisible
     right.plot(
         seen.x, seen.y, color=look.colour, linestyle=look.dash, linewidth=1.4, marker=marker, markersize=5, zorder=1
     )
@@ -252,7 +252,7 @@ def _grid(figure: Figure, num: int) -> list[Axes]:
 
 
 def _finished(figure: Figure, logs: list[TrainingLog], legend: Mapping[str, Line2D], options: PlotOptions) -> Figure:
-    """The figure with its title and its legend, saved and shown as asked."""
+    """Add title and legend to the figure, then save and show it as requested."""
     title = options.title if options.title is not None else distinct_labels(logs)[0] if len(logs) == 1 else ""
     if title:
         _put_title(figure, plain(title, _TITLE_LENGTH))
@@ -265,33 +265,35 @@ def _put_title(figure: Figure, title: str) -> None:
     figure.suptitle(title, x=0.01, ha="left", color=TEXT_COLOUR, fontsize=TITLE_SIZE, fontweight="bold")
 
 
-def plot_loss(journal_path: str | Path, output_path: str | Path) -> Path:
-    """Draw training and validation loss over optimizer steps, as `onstep train` does when it is done.
+def plot_loss(metrics_log_path: str | Path, output_path: str | Path) -> Path:
+    """Plot training and validation loss over optimizer steps, as `onstep train` does at the end.
 
-    Many training points get a centred moving mean over the raw line. Losses that are NaN or infinite leave a gap.
-    `plot_loss_curves` draws more, and takes options.
+    With many points, a centered moving mean is drawn over the raw line. NaN or infinite losses leave a gap.
+    `plot_loss_curves` has more options.
 
     Args:
-        journal_path: A `trainer_logs.json`, also of a run that is going on or was killed.
-        output_path: The picture; its suffix says the format (.png, .svg, .pdf). Its folder is made if needed.
+        metrics_log_path: A `trainer_logs.json`; the run may be running or killed.
+        output_path: The image; its suffix gives the format (.png, .svg, .pdf). Its directory is created if needed.
 
     Returns:
         `output_path`.
 
     Raises:
-        FileNotFoundError: when there is no such journal.
-        DataError: when the file is no journal, or has no loss to draw.
+        FileNotFoundError: if the metrics log does not exist.
+        DataError: if the file is not a metrics log, or has no loss to plot.
     """
-    log = TrainingLog.from_file(journal_path)
+    log = TrainingLog.from_file(metrics_log_path)
     options = PlotOptions(ignore_outliers=False)
     found = {metric: row[0] for metric, row in zip(LOSS_LOOKS, curves([log], list(LOSS_LOOKS), "step"), strict=True)}
     if not any(map(len, found.values())):
-        raise DataError(f"{journal_path} has no record with 'loss' or 'eval_loss'; log at least one step, then plot.")
+        raise DataError(
+            f"{metrics_log_path} has no record with 'loss' or 'eval_loss'; log at least one step, then plot."
+        )
     figure = new_figure((9, 5.2))
     axes = figure.add_subplot()
     lines = _draw_together(axes, found, LOSS_LOOKS, options)
     axes.set_ylabel("loss", color=TEXT_COLOUR, fontsize=FONT_SIZE)
-    name = plain(Path(journal_path).resolve().parent.name, 60)
+    name = plain(Path(metrics_log_path).resolve().parent.name, 60)
     _put_title(figure, f"Loss of {name}")
     last = [one.y[np.isfinite(one.y)] for one in found.values() if len(one)]
     ends = [f"(last {finite[-1]:.4f})" if len(finite) else "(not finite)" for finite in last]

@@ -1,4 +1,4 @@
-"""One metric of one run as a curve: which records have it, where they stand on the x axis, and what of it is drawn."""
+"""Extracts metrics of runs as curves: selects records, places them on the x axis and prepares them to be drawn."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ X_COLUMNS = {
     "tokens": "total_tokens",
     "flops": "total_flos",
 }
-"""What the x axis can show, and the key of the records that it is read from."""
+"""x axis -> key of the records that it is read from."""
 _ALSO_COLUMNS = {"tokens": "num_input_tokens_seen"}
-"""Read where a log has none of the above: the key of Hugging Face's Trainer."""
+"""Keys of Hugging Face's Trainer, read if a log has none of the above."""
 TRAINING_METRICS = ("loss", "grad_norm", "max_grad_norm", "learning_rate")
-"""Read from records of training only, whatever an evaluation tells under these names."""
+"""Metrics read from training records only, even if evaluations report the same names."""
 NOT_METRICS = ("timestamp", "global_step", "step", "epoch")
-"""What a record says of its place in the run."""
+"""Keys of a record for its position in the run."""
 _TOTALS = ("tokens", "flops")
-"""Counted up by training; an evaluation stands at the total of its step."""
+"""Cumulative axes; an evaluation is placed at the total of its step."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Points of a metric, in order; two arrays of one length."""
+    """Points of a metric, in order; two arrays of the same length."""
 
     x: Values
-    """Finite and not falling. Minutes since the start on the axis "time"."""
+    """Finite and non-decreasing. On the axis "time", minutes since the start."""
     y: Values
     """NaN where the metric was not finite."""
 
@@ -49,27 +49,27 @@ class Curve:
 
     @property
     def num_not_finite(self) -> int:
-        """How many points are gaps."""
+        """Number of points that are gaps."""
         return int(np.isnan(self.y).sum())
 
     def inside(self, x_min: float | None, x_max: float | None) -> NDArray[np.bool_]:
-        """Which points lie between two bounds, shape (num_points,)."""
+        """Mask of the points between two bounds, shape (num_points,)."""
         return (self.x >= (-np.inf if x_min is None else x_min)) & (self.x <= (np.inf if x_max is None else x_max))
 
     def within(self, x_min: float | None, x_max: float | None) -> Curve:
-        """The part that shows between two bounds, with the neighbour on either side so that lines go on to the edge."""
+        """The part between two bounds, plus a neighbor on either side so that lines extend to the edge."""
         first = 0 if x_min is None else max(int(np.searchsorted(self.x, x_min)) - 1, 0)
         end = len(self.x) if x_max is None else int(np.searchsorted(self.x, x_max, side="right")) + 1
         return Curve(self.x[first:end], self.y[first:end])
 
 
 def x_axes(log: TrainingLog) -> list[str]:
-    """The x axes that a log has anything for."""
+    """The x axes for which a log has values."""
     return [axis for axis in X_COLUMNS if np.isfinite(_x_column(log, axis)).any()]
 
 
 def check_x_axis(x_axis: str) -> None:
-    """Refuse an x axis that does not exist, by a ConfigError with those there are."""
+    """Raise a ConfigError that lists the valid x axes if `x_axis` is not one of them."""
     if x_axis not in X_COLUMNS:
         raise ConfigError(f"Invalid x_axis: {x_axis!r}; choose one of {', '.join(X_COLUMNS)}.")
 
@@ -80,24 +80,24 @@ def is_loss(metric: str) -> bool:
 
 
 def is_of_evaluation(metric: str) -> bool:
-    """Whether the metric is told by an evaluation or a test."""
+    """Whether the metric is reported by an evaluation or a test."""
     return metric.startswith(("eval_", "test_"))
 
 
 def rows_of(log: TrainingLog, metric: str) -> NDArray[np.bool_]:
-    """Which records count for the metric, shape (num_records,)."""
+    """Mask of the records that count for the metric, shape (num_records,)."""
     rows = log.has(metric)
     return rows & ~log.is_evaluation if metric in TRAINING_METRICS else rows
 
 
 def metrics_of(log: TrainingLog) -> list[str]:
-    """The keys of a log that hold numbers in some record, in the order in which they first appear."""
-    keys = [key for key in log.keys() if key not in NOT_METRICS]  # noqa: SIM118 - a log is no dictionary
+    """The keys of a log that have a number in some record, in order of first appearance."""
+    keys = [key for key in log.keys() if key not in NOT_METRICS]  # noqa: SIM118 - a log is not a dictionary
     return [key for key in keys if np.isfinite(log.column(key)).any()]
 
 
 def first_timestamp(log: TrainingLog, metrics: Iterable[str]) -> float:
-    """Time (unix seconds) of the first record that has one of the metrics; NaN where none has."""
+    """Time (Unix seconds) of the first record that has one of the metrics; NaN if there is none."""
     times = [log.column("timestamp")[rows_of(log, metric)] for metric in metrics]
     found = np.concatenate([*times, np.empty(0)])
     found = found[np.isfinite(found)]
@@ -105,20 +105,20 @@ def first_timestamp(log: TrainingLog, metrics: Iterable[str]) -> float:
 
 
 def curve(log: TrainingLog, metric: str, x_axis: str = "step", start: float | None = None) -> Curve:
-    """The points of `metric`, empty where the log has none.
+    """The points of `metric`; empty if the log has none.
 
-    Where a run went back to an earlier step, and its log still holds what came after that step, only the newer branch
-    is kept.
+    If a run was rolled back to an earlier step and its log still contains the records after that step, only the newer
+    branch is kept.
 
     Args:
         log: The run.
         metric: A key of its records.
         x_axis: "step", "epoch", "time" (minutes), "tokens" or "flops".
-        start: Where the axis "time" begins (unix seconds); None: at the first record of the metric.
+        start: Origin of the axis "time" (Unix seconds); None: the first record of the metric.
 
     Raises:
-        ConfigError: for another x axis.
-        DataError: when the log has the metric and nothing to place it on that axis by.
+        ConfigError: for an unknown x axis.
+        DataError: if the log has the metric, but no values for that x axis.
     """
     check_x_axis(x_axis)
     rows = rows_of(log, metric)
@@ -127,7 +127,7 @@ def curve(log: TrainingLog, metric: str, x_axis: str = "step", start: float | No
     x = places(log, x_axis)[rows]
     if not np.isfinite(x).any():
         known = x_axes(log)
-        instead = f"choose another x axis: {', '.join(known)}" if known else "its records have no place in the run"
+        instead = f"choose another x axis: {', '.join(known)}" if known else "its records have no position in the run"
         keys = " or ".join(repr(key) for key in (X_COLUMNS[x_axis], _ALSO_COLUMNS.get(x_axis)) if key)
         raise DataError(
             f"{log.log_path}: the records with {metric!r} have no {keys} for the x axis {x_axis!r}; {instead}."
@@ -140,14 +140,14 @@ def curve(log: TrainingLog, metric: str, x_axis: str = "step", start: float | No
 
 
 def curves(logs: Sequence[TrainingLog], metrics: Sequence[str], x_axis: str) -> list[list[Curve]]:
-    """For each metric the curve of each log; on the axis "time" the curves of a log begin together."""
+    """For each metric, the curve of each log; on the axis "time", the curves of a log share their origin."""
     check_x_axis(x_axis)
     starts = [first_timestamp(log, metrics) if x_axis == "time" else None for log in logs]
     return [[curve(log, metric, x_axis, start) for log, start in zip(logs, starts, strict=True)] for metric in metrics]
 
 
 def places(log: TrainingLog, x_axis: str) -> Values:
-    """Where each record stands on the x axis (time in unix seconds), shape (num_records,); NaN where not known."""
+    """The position of each record on the x axis (time in Unix seconds), shape (num_records,); NaN if unknown."""
     found = _x_column(log, x_axis)
     if x_axis not in _TOTALS:
         return found
@@ -159,7 +159,7 @@ def places(log: TrainingLog, x_axis: str) -> Values:
 
 
 def newest_rows(x: Values) -> NDArray[np.intp]:
-    """The places of the newest branch: where they fall back, what came before and stands further right is left out."""
+    """Indices of the newest branch: where positions go back, earlier records further right are dropped."""
     known = np.flatnonzero(np.isfinite(x))
     falls = np.where(np.diff(x[known]) < 0, x[known][1:], np.inf)
     lowest_later = np.append(np.minimum.accumulate(falls[::-1])[::-1], np.inf)[: len(known)]
@@ -167,7 +167,7 @@ def newest_rows(x: Values) -> NDArray[np.intp]:
 
 
 def _x_column(log: TrainingLog, x_axis: str) -> Values:
-    """What the records say of their place; NaN where they say nothing."""
+    """The x values of the records; NaN where there is none."""
     found = log.column(X_COLUMNS[x_axis])
     if x_axis in _ALSO_COLUMNS and not np.isfinite(found).any():
         return log.column(_ALSO_COLUMNS[x_axis])
@@ -175,7 +175,7 @@ def _x_column(log: TrainingLog, x_axis: str) -> Values:
 
 
 def _between(steps: Values, known_steps: Values, known_totals: Values) -> Values:
-    """The total at each step: in between and before the first in proportion, beyond the last at the last rate."""
+    """The total at each step: interpolated up to the last known step, extrapolated beyond it at the last rate."""
     known_steps, last_of_step = np.unique(known_steps[::-1], return_index=True)
     known_totals = known_totals[::-1][last_of_step]
     if known_steps[0] > 0:
@@ -189,7 +189,7 @@ def _between(steps: Values, known_steps: Values, known_totals: Values) -> Values
 
 @dataclass(frozen=True)
 class PlotOptions:
-    """How curves are drawn; the same for every axes of a figure."""
+    """Options for drawing curves, shared by all axes of a figure."""
 
     x_axis: str = "step"
     smooth_window: int | None = None
@@ -205,7 +205,7 @@ class PlotOptions:
     y_min: float | None = None
     y_max: float | None = None
     in_hours: bool = False
-    """Whether the axis "time" counts hours, curves and bounds as well, and not minutes."""
+    """Whether the axis "time", including curves and bounds, is in hours instead of minutes."""
 
     def __post_init__(self) -> None:
         check_x_axis(self.x_axis)
@@ -220,7 +220,7 @@ class PlotOptions:
 
 
 def check_range(name: str, low: float | None, high: float | None) -> None:
-    """Refuse bounds that show nothing, by a ConfigError that names both."""
+    """Raise a ConfigError that names both bounds if nothing lies between them."""
     for bound in (low, high):
         if bound is not None and not math.isfinite(bound):
             raise ConfigError(f"{name}_min and {name}_max must be finite, got {bound}.")
@@ -229,34 +229,34 @@ def check_range(name: str, low: float | None, high: float | None) -> None:
 
 
 def check_figsize(figsize: tuple[float, float]) -> None:
-    """Refuse a size in inches that no picture can have, by a ConfigError that names it."""
+    """Raise a ConfigError for an invalid figure size in inches."""
     if len(figsize) != 2 or not all(0.5 <= side <= 200 for side in figsize):
         raise ConfigError(f"figsize must be width and height in inches, each from 0.5 to 200, got {figsize}.")
 
 
 OUTLIER_METRICS = ("grad_norm", "max_grad_norm")
-"""Shown without their outliers, as losses are."""
+"""Metrics shown without their outliers, like losses."""
 _HOURS_FROM = 180.0
-"""Minutes from which on a time axis counts hours."""
+"""Minutes from which on a time axis is in hours."""
 _X_ROOM = 0.02
-"""Room beside the data where only the other end of the x axis was given, in parts of what shows."""
+"""Margin of the x axis on a side without a given limit, as a fraction of the visible range."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A curve made ready to be drawn."""
+    """A curve prepared for drawing."""
 
     metric: str
     raw: Curve
-    """What shows, with a neighbour on either side where the x axis is bounded."""
+    """The visible points, plus a neighbor on either side if the x axis is bounded."""
     smoothed: Values | None
-    """In place of `raw.y`; None where nothing is smoothed."""
+    """Replaces `raw.y`; None if not smoothed."""
     is_inside: NDArray[np.bool_]
-    """Which points of `raw` lie between the bounds of the x axis."""
+    """Mask of the points of `raw` between the bounds of the x axis."""
 
     @property
     def shown(self) -> Values:
-        """The values that the reader looks at."""
+        """The values of the main line."""
         return self.raw.y if self.smoothed is None else self.smoothed
 
     @property
@@ -266,12 +266,12 @@ class Shape:
 
 
 def has_outliers(metric: str) -> bool:
-    """Whether a few points far outside are left out of the limits of the metric."""
+    """Whether outliers are excluded from the y limits of the metric."""
     return is_loss(metric) or metric in OUTLIER_METRICS
 
 
 def shaped(curve: Curve, metric: str, options: PlotOptions) -> Shape:
-    """A curve smoothed and cut to what shows. An evaluation's values are means already, and a learning rate is exact.
+    """Smooth a curve and cut it to the visible range. Evaluations (already means) and learning rates are not smoothed.
 
     A smoothed perplexity is that of the mean loss.
     """
@@ -286,10 +286,10 @@ def shaped(curve: Curve, metric: str, options: PlotOptions) -> Shape:
 
 
 def with_x_bounds(options: PlotOptions, curves: Iterable[Curve]) -> PlotOptions:
-    """The options with both ends of the x axis where one was given, the other at the end of the data.
+    """The options with both limits of the x axis if one is given; the other is taken from the data.
 
     Raises:
-        ConfigError: when no point of the curves lies between the bounds; with the range that the data have.
+        ConfigError: if no point of the curves lies between the bounds; the message gives the range of the data.
     """
     if options.x_min is None and options.x_max is None:
         return options
@@ -299,7 +299,9 @@ def with_x_bounds(options: PlotOptions, curves: Iterable[Curve]) -> PlotOptions:
         bounds = (("x_min", options.x_min), ("x_max", options.x_max))
         given = [f"{name}={bound:g}" for name, bound in bounds if bound is not None]
         unit = "minutes" if options.x_axis == "time" else options.x_axis
-        raise ConfigError(f"no point lies where {' and '.join(given)}; the x axis ({unit}) has {least:g} to {most:g}.")
+        raise ConfigError(
+            f"there are no points with {' and '.join(given)}; the x axis ({unit}) ranges from {least:g} to {most:g}."
+        )
     low = least if options.x_min is None else options.x_min
     high = most if options.x_max is None else options.x_max
     room = _X_ROOM * (high - low) or 0.05 * abs(high) or 0.5
@@ -308,7 +310,7 @@ def with_x_bounds(options: PlotOptions, curves: Iterable[Curve]) -> PlotOptions:
 
 
 def _smoothed(curve: Curve, metric: str, options: PlotOptions) -> Values | None:
-    """The moving mean, which no lone spike widens unless outliers are wanted."""
+    """The moving mean, without isolated spikes unless outliers are requested."""
     window = automatic_window(len(curve)) if options.smooth_window is None else options.smooth_window
     if not 1 < window <= len(curve) or is_of_evaluation(metric) or metric.startswith("learning_rate"):
         return None
@@ -325,13 +327,13 @@ def _perplexity(losses: Values) -> Values:
 def found_curves(
     logs: list[TrainingLog], metrics: list[str], options: PlotOptions, need: int | None = None
 ) -> tuple[list[list[Curve]], PlotOptions]:
-    """A row of curves for each metric, and the options with both ends of a bounded x axis.
+    """A row of curves for each metric, and the options with both limits of a bounded x axis.
 
     Args:
         logs: The runs.
-        metrics: What to draw.
-        options: What was asked for.
-        need: None: some run must have each of the metrics; else one of so many first metrics is enough.
+        metrics: Metrics to draw.
+        options: The requested options.
+        need: None: each metric must be in some run; n: one of the first n metrics is enough.
     """
     if not metrics:
         raise ConfigError(f"metrics must name at least one key, got {metrics}.")
@@ -352,7 +354,7 @@ def found_curves(
 
 
 def _nothing(logs: list[TrainingLog], metrics: list[str]) -> str:
-    """What to say where no run has what was asked for."""
+    """The error message if no run has the requested metrics."""
     known = list(dict.fromkeys(name for log in logs for name in metrics_of(log)))
     where = str(logs[0].log_path) if len(logs) == 1 else "none of the logs"
     wanted = " or ".join(map(repr, metrics))
@@ -361,4 +363,4 @@ def _nothing(logs: list[TrainingLog], metrics: list[str]) -> str:
         return f"{head}, and no other metric yet; log at least one step first."
     near = difflib.get_close_matches(metrics[0], known, 1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"{head}.{hint} There is {', '.join(known)}."
+    return f"{head}.{hint} Available: {', '.join(known)}."

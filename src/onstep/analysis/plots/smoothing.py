@@ -1,4 +1,4 @@
-"""Series made readable: smoothed, without outliers, thinned to what a picture can hold."""
+"""Smooths series, determines limits without outliers, and downsamples curves to the resolution of a figure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 Values = NDArray[np.float64]
 
 _BELOW, _ABOVE = 0.05, 0.15
-"""Room beyond the percentiles, in parts of the span between them."""
+"""Margin beyond the percentiles, as a fraction of the span between them."""
 
 
 def outlier_limits(series: Iterable[Values]) -> tuple[float, float] | None:
-    """Lowest and highest y that shows the bulk of all series; None where there is nothing finite.
+    """The y limits that show the bulk of all series; None if nothing is finite.
 
-    For each series: the 5th and 95th percentile of its finite values, widened by 5 % of their span below and 15 %
-    above; of these the least and the greatest. An outlier lies beyond a percentile by more than their span: where a
-    side has none, all of it shows, so that neither the end of a loss nor the first of ten evaluations is cut off.
+    For each series, these are the 5th and 95th percentiles of its finite values, widened by 5 % of their span below and
+    15 % above; the result is the union. An outlier is farther from a percentile than their span. A side without
+    outliers is shown in full, so neither the end of a loss curve nor the first of ten evaluations is cut off.
     """
     found = [limits for limits in map(bulk_limits, series) if limits is not None]
     if not found:
@@ -28,7 +28,7 @@ def outlier_limits(series: Iterable[Values]) -> tuple[float, float] | None:
 
 
 def bulk_limits(values: Values) -> tuple[float, float] | None:
-    """The limits of one series, also where they are the same; None where there is nothing finite."""
+    """The limits of one series, possibly equal; None if nothing is finite."""
     values = values[np.isfinite(values)]
     if len(values) == 0:
         return None
@@ -41,20 +41,20 @@ def bulk_limits(values: Values) -> tuple[float, float] | None:
 
 
 SMOOTHED_FROM = 40
-"""Points from which on a curve is smoothed when nobody says how much."""
+"""Minimum number of points for automatic smoothing."""
 SMOOTHING_SHARE = 25
-"""A window that nobody chose spans one in this many of the points."""
+"""An automatic window spans one in this many points."""
 
 
 def smooth_values(values: Sequence[float] | Values, window: int, left_out: NDArray[np.bool_] | None = None) -> Values:
-    """Centred moving mean of `values`, over `window // 2` neighbours on either side and fewer at the edges.
+    """Centered moving mean of `values`, over `window // 2` neighbors on either side and fewer at the edges.
 
-    So a window of 10 averages 11 points. What is not finite stays as it is and counts in no mean.
+    A window of 10 therefore averages 11 points. Values that are not finite are unchanged and excluded from all means.
 
     Args:
         values: Shape (num_points,).
-        window: The width in points; the values come back unchanged where it is at most 1 or longer than they are.
-        left_out: Points that count in no mean, the same shape; they get the mean of those around them.
+        window: The width in points; if it is at most 1 or longer than `values`, they are returned unchanged.
+        left_out: Points excluded from all means, same shape; they get the mean of their neighbors.
     """
     array = np.asarray(values, dtype=np.float64)
     if window <= 1 or window > len(array):
@@ -68,10 +68,10 @@ def smooth_values(values: Sequence[float] | Values, window: int, left_out: NDArr
 
 
 def spikes(values: Values, window: int) -> NDArray[np.bool_]:
-    """Which points a moving mean of that window should leave out, shape (num_points,): lone ones far outside.
+    """Isolated outliers that a moving mean of this window should exclude, shape (num_points,).
 
-    A spike of one step would be a plateau as wide as the window. They lie outside the limits of the bulk
-    (`bulk_limits`), and no more than half of the window around them does: a divergence is no spike.
+    A spike of one step would otherwise become a plateau as wide as the window. Spikes are outside the limits of the
+    bulk (`bulk_limits`), with at most half of the surrounding window outside: a divergence is not a spike.
     """
     limits = bulk_limits(values)
     if limits is None or window <= 1:
@@ -85,7 +85,7 @@ def spikes(values: Values, window: int) -> NDArray[np.bool_]:
 
 
 def automatic_window(num_points: int) -> int:
-    """A window for a curve of that many points: 1, which smooths nothing, for a short one."""
+    """The window for a curve with this many points; 1 (no smoothing) for a short curve."""
     return 1 if num_points < SMOOTHED_FROM else max(3, num_points // SMOOTHING_SHARE)
 
 
@@ -94,10 +94,10 @@ def _width(window: int) -> int:
 
 
 def _window_sums(values: Values, width: int) -> Values:
-    """Sums of the `width` (odd) values around each place, what is beyond the ends counting as 0.
+    """Sums over the `width` (odd) values around each position; values beyond the ends count as 0.
 
-    A window touches at most two blocks of `width` values: the end of one and the beginning of the next. Sums that run
-    within a block, instead of over everything, keep a spike of 1e20 from spoiling what comes after it.
+    A window overlaps at most two blocks of `width` values: the end of one and the start of the next. Cumulative sums
+    within blocks, instead of over everything, keep a spike of 1e20 from destroying the precision of later sums.
     """
     half, num = width // 2, len(values)
     padded = np.zeros(-(-(num + width) // width) * width)
@@ -110,31 +110,31 @@ def _window_sums(values: Values, width: int) -> Values:
 
 
 COLUMNS = 2000
-"""Columns that a curve is reduced to: about the pixels across a printed figure."""
+"""Number of columns that a curve is reduced to: about the pixels across a printed figure."""
 
 
-def thin(x: Values, y: Values, columns: int = COLUMNS) -> tuple[Values, Values]:
-    """The points of a curve that `thinned_rows` keeps."""
-    rows = thinned_rows(x, y, columns)
+def downsample(x: Values, y: Values, columns: int = COLUMNS) -> tuple[Values, Values]:
+    """Downsample a curve to the points that `downsampled_rows` keeps."""
+    rows = downsampled_rows(x, y, columns)
     return x[rows], y[rows]
 
 
-def thinned_rows(x: Values, y: Values, columns: int = COLUMNS) -> NDArray[np.intp]:
-    """Which points make the same picture: at most five for each of `columns` columns.
+def downsampled_rows(x: Values, y: Values, columns: int = COLUMNS) -> NDArray[np.intp]:
+    """Indices of the points that yield the same picture: at most five in each of `columns` columns.
 
-    Each column keeps its first, last, lowest and highest point, so that no spike is lost, and its first NaN, which is a
-    gap. A curve that is short enough keeps all.
+    Each column keeps its first, last, lowest and highest point, so no spike is lost, and its first NaN, which is a gap.
+    A short curve keeps all points.
 
     Args:
-        x: Finite and not falling, shape (num_points,).
+        x: Finite and non-decreasing, shape (num_points,).
         y: The same shape; NaN where the curve has a gap.
-        columns: How many equally wide columns to divide the range of `x` into.
+        columns: Number of equally wide columns that the range of `x` is divided into.
     """
     if len(x) <= 4 * columns:
         return np.arange(len(x))
     span = x[-1] - x[0]
     column = np.floor((x - x[0]) / (span if span > 0 else 1.0) * columns)
-    starts = np.flatnonzero(np.concatenate([[True], column[1:] != column[:-1]]))  # of each column that holds a point
+    starts = np.flatnonzero(np.concatenate([[True], column[1:] != column[:-1]]))  # of each non-empty column
     kept = np.zeros(len(x), dtype=bool)
     kept[starts] = True
     kept[np.append(starts[1:], len(x)) - 1] = True
@@ -146,9 +146,9 @@ def thinned_rows(x: Values, y: Values, columns: int = COLUMNS) -> NDArray[np.int
 
 
 def column_means(x: Values, y: Values, columns: int) -> tuple[Values, Values]:
-    """Middle and mean of each column of a long curve; NaN where a column holds nothing finite.
+    """Mean x and mean y of each column of a long curve; NaN where a column has no finite value.
 
-    A curve of at most `columns` points comes back as it is.
+    A curve of at most `columns` points is returned unchanged.
     """
     if len(x) <= columns:
         return x, y
@@ -167,7 +167,7 @@ def _spread(reduce: np.ufunc, values: Values, starts: NDArray[np.intp]) -> Value
 
 
 def _first_where(chosen: NDArray[np.bool_], starts: NDArray[np.intp]) -> NDArray[np.intp]:
-    """The first chosen index of each column that has one."""
+    """The first chosen index in each column that has one."""
     rows = np.flatnonzero(chosen)
     column = np.searchsorted(starts, rows, side="right")
     return rows[np.concatenate([[True], column[1:] != column[:-1]])] if len(rows) else rows

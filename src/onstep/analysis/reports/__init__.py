@@ -1,1 +1,1 @@
-"""TODO."""
+"""Summaries, comparisons and the interactive report page: `summary`, `comparison`, `report`."""

@@ -1,4 +1,4 @@
-"""Several runs side by side: how they did, in what their configurations differ; as text, Markdown and JSON."""
+"""Compares runs by their metrics and configurations, and formats the comparison as text, Markdown or JSON."""
 
 from __future__ import annotations
 
@@ -20,56 +20,56 @@ from onstep.errors import ConfigError
 
 RUN_FILE = "run.json"
 ABSENT = "(absent)"
-"""Stands for the value of a key that a configuration does not have."""
+"""Placeholder for the value of a key that a configuration does not have."""
 _OWN_KEYS = ("run.name",)
-"""Differ between any two runs, and tell nothing that the labels do not."""
+"""Keys that differ between any two runs and are redundant with the labels."""
 _NO_RESULT = ("_runtime", "_per_second", "_samples", "_steps")
-"""Ends of keys of an evaluation that say nothing of how good the model is."""
+"""Suffixes of evaluation keys that do not measure the quality of the model."""
 
 
 @dataclass(frozen=True)
 class MetricRow:
-    """One number of each run."""
+    """One metric of each run."""
 
     name: str
     values: list[float | None]
-    """None where the run does not tell."""
+    """None if the run does not have the metric."""
     steps: list[int | None]
-    """Where in the run it was so; None where it is no matter of one step."""
+    """The step of each value; None if it does not belong to a single step."""
     best: list[int] = field(default_factory=list)
-    """Places of the best runs; empty where none is better, or only one run tells."""
+    """Indices of the best runs; empty if there is no better one, or only one run has the metric."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A key of the configuration whose values are not the same in all runs."""
+    """A configuration key whose values differ between runs."""
 
     key: str
     values: list[Any]
-    """None also for a run whose configuration is not known; `ABSENT` where the configuration lacks the key."""
+    """None also for a run whose configuration is unknown; `ABSENT` if the configuration does not have the key."""
     changes_learning: bool
-    """Whether what is learned depends on it."""
+    """Whether the key affects training results."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs side by side; every list has an entry for each run, in their order."""
+    """A comparison of runs; every per-run list is in the order of the runs."""
 
     labels: list[str]
     paths: list[Path]
     statuses: list[str | None]
-    """How each run stands, as `status_of` says; None where it has no run.json."""
+    """The status of each run, as in `status_of`; None if it has no run.json."""
     configs: list[dict[str, Any] | None]
-    """The whole configuration of each run by dotted key; None where it is not known."""
+    """The full configuration of each run by dotted key; None if unknown."""
     metrics: list[MetricRow]
     differences: list[Difference]
     notes: list[str]
-    """What was not known or had to be recovered, in words."""
+    """Remarks on what was unknown or had to be recovered."""
 
 
 @dataclass(frozen=True)
 class _Row:
-    """How a number of a run is found."""
+    """How to look up a metric of a run."""
 
     name: str
     key: str
@@ -95,13 +95,13 @@ _ROWS = (
 
 
 def compare_runs(logs: Sequence[TrainingLog]) -> Comparison:
-    """Compare runs by their logs and by the configurations in the `run.json` beside them.
+    """Compare runs by their logs and the configurations in the `run.json` next to each.
 
     Raises:
-        ConfigError: when there is no log.
+        ConfigError: if there are no logs.
     """
     if not logs:
-        raise ConfigError("there is no log to compare; give two or more.")
+        raise ConfigError("there is no log to compare; pass at least two.")
     labels = distinct_labels(logs)
     stored = [run_record(log.log_path.parent).get("config") for log in logs]
     configs = [dict(flat(config)) if isinstance(config, Mapping) and config else None for config in stored]
@@ -121,10 +121,10 @@ def compare_runs(logs: Sequence[TrainingLog]) -> Comparison:
 
 
 def differences(configs: Sequence[Mapping[str, Any] | None]) -> list[Difference]:
-    """The keys that not all known configurations have with the same value: first what changes learning, then the rest.
+    """The keys whose values differ between the known configurations: first those that affect training results.
 
     Args:
-        configs: Values by dotted key; None for a configuration that is not known.
+        configs: Values by dotted key; None for an unknown configuration.
     """
     known = [config for config in configs if config is not None]
     keys = dict.fromkeys(key for config in known for key in config if key not in _OWN_KEYS)
@@ -138,7 +138,7 @@ def differences(configs: Sequence[Mapping[str, Any] | None]) -> list[Difference]
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested dictionaries by dotted key; lists and empty dictionaries are values."""
+    """Flatten nested dictionaries to dotted keys; lists and empty dictionaries are values."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{name}.")
@@ -150,34 +150,34 @@ def _changes_learning(key: str) -> bool:
     try:
         return classify(key) is not ChangeClass.SAFE
     except ConfigError:
-        return True  # a key of another version
+        return True  # a key of another version of Onstep
 
 
 def _without_config(labels: Sequence[str], logs: Sequence[TrainingLog], configs: Sequence[Any]) -> list[str]:
-    """One note for all runs whose configuration is not known."""
+    """A single note for all runs whose configuration is unknown."""
     found = [(label, log) for label, log, config in zip(labels, logs, configs, strict=True) if config is None]
     if len(found) < 2:
-        return [f"{label}: no {RUN_FILE} with a configuration beside {log.log_path}" for label, log in found]
-    return [f"no {RUN_FILE} with a configuration beside the logs of {', '.join(label for label, _ in found)}"]
+        return [f"{label}: no {RUN_FILE} with a configuration next to {log.log_path}" for label, log in found]
+    return [f"no {RUN_FILE} with a configuration next to the logs of {', '.join(label for label, _ in found)}"]
 
 
 def _metric_rows(logs: Sequence[TrainingLog], summaries: Sequence[Summary]) -> list[MetricRow]:
-    told = [_numbers(log, summary) for log, summary in zip(logs, summaries, strict=True)]
-    further = dict.fromkeys(key for numbers in told for key in numbers if key.startswith("eval_"))
+    figures = [_numbers(log, summary) for log, summary in zip(logs, summaries, strict=True)]
+    further = dict.fromkeys(key for numbers in figures for key in numbers if key.startswith("eval_"))
     rows = [*_ROWS, *(_Row(f"final {key}", key) for key in further)]
-    found = [_metric_row(row, told) for row in rows]
+    found = [_metric_row(row, figures) for row in rows]
     return [row for row in found if any(value is not None for value in row.values)]
 
 
 def _numbers(log: TrainingLog, summary: Summary) -> dict[str, Any]:
-    """The summary of a run, its tokens, and the last value of each further metric of its evaluations."""
+    """The summary of a run, its token count, and the last value of each other metric of its evaluations."""
     numbers = {key: value for key, value in summary.items() if key != "eval_sets"}
     if "best_eval_loss" in numbers:
         numbers["best_eval_perplexity"] = get_perplexity(numbers["best_eval_loss"])
     tokens = log.column("total_tokens")
     if np.isfinite(tokens).any():
         numbers["total_tokens"] = float(tokens[np.isfinite(tokens)][-1])
-    for key in log.keys():  # noqa: SIM118 - a log is no dictionary
+    for key in log.keys():  # noqa: SIM118 - a log is not a dictionary
         if key.startswith("eval_") and key not in ("eval_loss", "eval_perplexity") and not key.endswith(_NO_RESULT):
             values = log.column(key)[log.has(key)]
             if len(values):
@@ -185,9 +185,9 @@ def _numbers(log: TrainingLog, summary: Summary) -> dict[str, Any]:
     return numbers
 
 
-def _metric_row(row: _Row, told: Sequence[Mapping[str, Any]]) -> MetricRow:
-    values = [as_number(numbers.get(row.key)) for numbers in told]
-    steps = [None if row.step_key is None else as_step(numbers.get(row.step_key)) for numbers in told]
+def _metric_row(row: _Row, figures: Sequence[Mapping[str, Any]]) -> MetricRow:
+    values = [as_number(numbers.get(row.key)) for numbers in figures]
+    steps = [None if row.step_key is None else as_step(numbers.get(row.step_key)) for numbers in figures]
     finite = [value for value in values if value is not None and math.isfinite(value)]
     best: list[int] = []
     if row.better is not None and len(finite) > 1:
@@ -199,14 +199,14 @@ def _metric_row(row: _Row, told: Sequence[Mapping[str, Any]]) -> MetricRow:
 _VALUE_LENGTH = 40
 _UNKNOWN = "-"
 _HUGE = 1e7
-"""From here on a number that is not whole is told by its exponent."""
+"""Numbers from here on that are not integers are shown with an exponent."""
 
 
 def format_comparison(comparison: Comparison, form: str = "text") -> str:
-    """The comparison in one of `FORMATS`: "text", "md" or "json".
+    """Format a comparison as "text", "md" or "json".
 
     Raises:
-        ConfigError: for another form.
+        ConfigError: for an unknown format.
     """
     if form not in FORMATS:
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, got {form!r}.")
@@ -214,7 +214,7 @@ def format_comparison(comparison: Comparison, form: str = "text") -> str:
 
 
 def metric_cells(comparison: Comparison) -> list[list[str]]:
-    """The table of metrics: a heading, how each run stands, a row for each metric with the best marked by ``*``."""
+    """The table of metrics: a heading, the status of each run, and a row per metric with the best marked by ``*``."""
     rows = [["", *comparison.labels]]
     if any(comparison.statuses):
         rows.append(["status", *(status or _UNKNOWN for status in comparison.statuses)])
@@ -228,7 +228,7 @@ def metric_cells(comparison: Comparison) -> list[list[str]]:
 
 
 def difference_cells(comparison: Comparison) -> list[list[str]]:
-    """The table of differences: a heading, then a row for each key."""
+    """The table of differences: a heading, then a row per key."""
     rows = []
     for one in comparison.differences:
         configs = zip(one.values, comparison.configs, strict=True)
@@ -237,13 +237,13 @@ def difference_cells(comparison: Comparison) -> list[list[str]]:
 
 
 def value_text(value: Any, length: int = _VALUE_LENGTH) -> str:
-    """A value of a configuration in at most `length` characters."""
+    """A configuration value in at most `length` characters."""
     text = value if isinstance(value, str) and value else json.dumps(value, default=str)
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def number_text(value: float | None) -> str:
-    """A whole number with separators, any other with four digits: 1,234.5, and 1.234e+20 where it is huge."""
+    """Integers with separators, other numbers with four digits: 1,234.5, or 1.234e+20 if huge."""
     if value is None:
         return _UNKNOWN
     if not math.isfinite(value):
@@ -256,9 +256,9 @@ def number_text(value: float | None) -> str:
 def _as_text(comparison: Comparison) -> str:
     lines = _side_by_side(metric_cells(comparison))
     if any(row.best for row in comparison.metrics):
-        lines += ["", "* the best of the runs; @ the step at which it was so"]
+        lines += ["", "* best of the runs; @ step of the value"]
     if comparison.differences:
-        lines += ["", "Configuration, where it differs:", "", *_side_by_side(difference_cells(comparison))]
+        lines += ["", "Configuration differences:", "", *_side_by_side(difference_cells(comparison))]
     else:
         lines += ["", _no_differences(comparison)]
     return "\n".join([*lines, *_notes(comparison, "note: ")])
@@ -303,7 +303,7 @@ def _as_json(comparison: Comparison) -> str:
 
 
 def _side_by_side(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The first column to the left, the runs to the right; lines of any length."""
+    """A table with the first column left-aligned and the runs right-aligned, without a width limit."""
     return table(rows, "<" + ">" * (len(rows[0]) - 1), indent="")
 
 
@@ -313,4 +313,4 @@ def _markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 FORMATS: dict[str, Callable[[Comparison], str]] = {"text": _as_text, "md": _as_markdown, "json": _as_json}
-"""Name of a form, and what writes it."""
+"""Format name -> function that writes it."""

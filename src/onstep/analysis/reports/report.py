@@ -1,4 +1,4 @@
-"""An interactive report of one run or several, in one HTML file that needs no network."""
+"""Writes an interactive report of one or more runs as a self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from onstep.analysis.plots.series import (
     rows_of,
     x_axes,
 )
-from onstep.analysis.plots.smoothing import automatic_window, bulk_limits, column_means, spikes, thinned_rows
+from onstep.analysis.plots.smoothing import automatic_window, bulk_limits, column_means, downsampled_rows, spikes
 from onstep.analysis.reports.comparison import Comparison, compare_runs, difference_cells, metric_cells, value_text
 from onstep.errors import DataError, MissingExtraError
 
@@ -43,28 +43,28 @@ GROUPS = (
     ("Speed", ("per_second", "per_sec", "runtime", "mfu", "time", "tok_s", "flops", "throughput", "goodput")),
     ("Progress", ("tokens", "total_tokens", "total_flos", "num_input_tokens_seen", "samples")),
 )
-"""Groups in the order in which they are shown, and the words by which a metric belongs to one; the first that fits."""
+"""Groups in display order, and the words that assign a metric to a group; the first match counts."""
 OTHER, EVALUATION = "Other", "Evaluation"
 _GROUP_NAMES = (GROUPS[0][0], EVALUATION, *(name for name, _ in GROUPS[1:]), OTHER)
 MOST_POINTS = 120_000
-"""Points of all curves together: a file of a few megabytes."""
+"""Maximum number of points of all curves together, for a file of a few megabytes."""
 _FEWEST_COLUMNS, _MOST_COLUMNS = 100, 500
 _POINTS_PER_COLUMN = 6
-"""At the most: five of a thinned curve, and a mean."""
+"""Maximum: five of a downsampled curve, and a mean."""
 
 _DASHES = {"-": "solid", "--": "dash", ":": "dot"}
 
 
 def report_data(logs: Sequence[TrainingLog], labels: Sequence[str]) -> dict[str, Any]:
-    """Everything that the page draws, as JSON takes it; metrics with a single value everywhere are left to the tables.
+    """The data of all charts of the page, as JSON values; metrics with only one value appear in the tables only.
 
-    {"runs": [{label, colour, dash}], "axes": [...], "groups": [{name, metrics: [{key, name, evaluation, series}]}]}, a
-    series being {run, points, missing, range, bulk, raw: {step, ..., y}, means: the same for column means, or None}:
-    `missing` values that are not finite, `range` and `bulk` the lowest and highest y of all of them and of those that
-    are no outliers. Means of a curve with spikes have `calm` beside `y`, those without them; the raw points of a short
-    one have `spikes`, their places.
+    {"runs": [{label, colour, dash}], "axes": [...], "groups": [{name, metrics: [{key, name, evaluation, series}]}]}. A
+    series is {run, points, missing, range, bulk, raw: {step, ..., y}, means: the same for column means, or None}:
+    `missing` is the number of values that are not finite; `range` and `bulk` are the lowest and highest y of all values
+    and of those that are not outliers. For curves with spikes, means have `calm` in addition to `y`, the means without
+    spikes; raw points of a short curve have `spikes`, the indices of the spikes.
     """
-    known = list(NAMES)  # which come first; the rest in the order in which it was met
+    known = list(NAMES)  # these come first; the rest in order of appearance
     metrics = list(dict.fromkeys(metric for log in logs for metric in metrics_of(log)))
     metrics.sort(key=lambda metric: known.index(metric) if metric in known else len(known))
     starts = [first_timestamp(log, metrics) for log in logs]
@@ -91,7 +91,7 @@ def report_data(logs: Sequence[TrainingLog], labels: Sequence[str]) -> dict[str,
 
 
 def group_of(metric: str) -> str:
-    """The group that a metric is shown in: `a/b` in group a, others by their words."""
+    """The group of a metric: group a for `a/b`, others by their words."""
     prefix, slash, _ = metric.partition("/")
     if slash and prefix:
         return next((name for name, words in GROUPS if prefix in words), OTHER)
@@ -107,13 +107,13 @@ def group_of(metric: str) -> str:
 
 
 def _rows(log: TrainingLog, metric: str) -> NDArray[np.intp]:
-    """The records that count for the metric, of the newest branch."""
+    """The records that count for the metric, on the newest branch."""
     rows = np.flatnonzero(rows_of(log, metric) & np.isfinite(log.column("global_step")))
     return rows[newest_rows(log.column("global_step")[rows])]
 
 
 def _columns_of(lengths: Iterable[int]) -> int:
-    """How many columns each long curve may have, so that all fit."""
+    """Number of columns per long curve so that all curves fit."""
     lengths = list(lengths)
     columns = _MOST_COLUMNS
     while columns > _FEWEST_COLUMNS and sum(min(one, columns * _POINTS_PER_COLUMN) for one in lengths) > MOST_POINTS:
@@ -128,7 +128,7 @@ def _series(
     y = np.where(np.isfinite(y), y, np.nan)
     found = {axis: places(log, axis)[rows] for axis in X_COLUMNS}
     found["time"] = (found["time"] - start) / 60
-    kept = thinned_rows(found["step"], y, columns)
+    kept = downsampled_rows(found["step"], y, columns)
     is_spike = spikes(y, automatic_window(len(y)))
     raw: dict[str, Any] = {axis: _short(x[kept]) for axis, x in found.items()}
     raw["y"] = _short(y[kept])
@@ -136,18 +136,20 @@ def _series(
     if len(kept) < len(rows):
         means = {axis: _short(column_means(x, y, columns)[0]) for axis, x in found.items()}
         means["y"] = _short(column_means(found["step"], y, columns)[1])
-        if is_spike.any():  # the means without spikes
+        if is_spike.any():  # means without spikes
             means["calm"] = _short(column_means(found["step"], np.where(is_spike, np.nan, y), columns)[1])
     elif is_spike.any():
         raw["spikes"] = np.flatnonzero(is_spike).tolist()
     finite = y[np.isfinite(y)]
     limits = {"range": (float(finite.min()), float(finite.max())) if len(finite) else None, "bulk": bulk_limits(y)}
-    told = {name: _short(np.array(pair)) if pair and np.isfinite(pair).all() else None for name, pair in limits.items()}
-    return {"run": index, "points": len(rows), "missing": len(y) - len(finite), **told, "raw": raw, "means": means}
+    notified = {
+        name: _short(np.array(pair)) if pair and np.isfinite(pair).all() else None for name, pair in limits.items()
+    }
+    return {"run": index, "points": len(rows), "missing": len(y) - len(finite), **notified, "raw": raw, "means": means}
 
 
 def _short(values: Values) -> list[float | int | None] | None:
-    """Numbers with six digits (whole ones with all), None for NaN; None where there is no number at all."""
+    """Round to six digits (integers are exact), with None for NaN; None if there are no numbers at all."""
     if not np.isfinite(values).any():
         return None
     return [_number(value) for value in values.tolist()]
@@ -160,41 +162,41 @@ def _number(value: float) -> float | int | None:
 
 
 STYLE, SCRIPT, _PAGE = (
-    files("onstep.analysis").joinpath(f"report.{suffix}").read_text("utf-8") for suffix in ("css", "js", "html")
+    files("onstep.analysis.reports").joinpath(f"report.{suffix}").read_text("utf-8") for suffix in ("css", "js", "html")
 )
 
 
 def write_report(logs: Sequence[TrainingLog] | TrainingLog, path: str | Path, title: str | None = None) -> Path:
-    """Write a page with the summary of the runs, the differences of their configurations, and a chart for each metric.
+    """Write a page with a summary of the runs, the differences of their configurations, and a chart for each metric.
 
-    The charts can be zoomed, smoothed, and drawn over steps, epochs, time, tokens or operations. The plotly library is
-    in the file, about 5 MB; logs of any length add a few megabytes to it. Text from logs and configurations is shown as
-    text, and the page's own policy forbids every script but its own and every connection.
+    Charts can be zoomed, smoothed, and drawn over steps, epochs, time, tokens or operations. The file contains the
+    plotly library (about 5 MB); logs of any length add at most a few megabytes. Text from logs and configurations is
+    escaped, and the page's content security policy blocks foreign scripts and all connections.
 
     Args:
-        logs: The runs, or one run.
-        path: The HTML file; its folder is made if needed.
-        title: The heading; None: the label of the run, or how many runs there are.
+        logs: The runs, or a single run.
+        path: The HTML file; its directory is created if needed.
+        title: The heading; None: the label of the run, or the number of runs.
 
     Returns:
         `path`.
 
     Raises:
-        MissingExtraError: when plotly is not installed.
-        ConfigError: a ValueError; when there is no log.
-        DataError: a ValueError; when no run has a metric with two values.
+        MissingExtraError: if plotly is not installed.
+        ConfigError: a ValueError; if there are no logs.
+        DataError: a ValueError; if no run has a metric with two values.
     """
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise MissingExtraError(
-            f"the report needs plotly ({error}); install it by: pip install 'onstep[reports]'"
+            f"the report requires plotly ({error}); install it with: pip install 'onstep[reports]'"
         ) from error
     logs = [logs] if isinstance(logs, TrainingLog) else list(logs)
     comparison = compare_runs(logs)
     data = report_data(logs, comparison.labels)
     if not data["groups"]:
-        raise DataError(f"{logs[0].log_path} has no metric with two values to draw; log more steps first.")
+        raise DataError(f"{logs[0].log_path} has no metric with two values to plot; log more steps first.")
     heading = title or (comparison.labels[0] if len(logs) == 1 else f"{len(logs)} runs")
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -205,12 +207,12 @@ def write_report(logs: Sequence[TrainingLog] | TrainingLog, path: str | Path, ti
 def _page(heading: str, comparison: Comparison, data: dict[str, Any], library: str) -> str:
     digests = (hashlib.sha256(script.encode()).digest() for script in (library, SCRIPT))
     hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
-    policy = (  # only these scripts may run, and nothing may be loaded from anywhere
+    policy = (  # only these scripts may run, and nothing may be loaded
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'"
     )
     content = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    for letter in "&<>":  # so that no text can end the script element that it stands in
+    for letter in "&<>":  # so that no text can end its script element
         content = content.replace(letter, f"\\u{ord(letter):04x}")
     notes = "".join(f"<li>{escape(note)}</li>" for note in comparison.notes)
     return Template(_PAGE).substitute(
@@ -241,7 +243,7 @@ def _summary(comparison: Comparison) -> str:
 
 
 def _configuration(comparison: Comparison) -> str:
-    """What differs; of a single run the whole configuration, folded."""
+    """The differences of the configurations; for a single run, the whole configuration, collapsed."""
     if len(comparison.labels) == 1:
         config = comparison.configs[0]
         if config is None:
@@ -251,10 +253,10 @@ def _configuration(comparison: Comparison) -> str:
         return f"<details><summary><h2>Configuration</h2></summary>{table}</details>"
     head, *rows_ = difference_cells(comparison)
     if not rows_:
-        return "<section><h2>Configuration differences</h2><p>None that is known.</p></section>"
+        return "<section><h2>Configuration differences</h2><p>None known.</p></section>"
     classes = ["" if one.changes_learning else "safe" for one in comparison.differences]
     body = [[(cell, name) for cell in row] for row, name in zip(rows_, classes, strict=True)]
-    quiet = '<p class="quiet">Grey: what is learned does not depend on it.</p>' if "safe" in classes else ""
+    quiet = '<p class="quiet">Gray: does not affect training results.</p>' if "safe" in classes else ""
     return f"<section><h2>Configuration differences</h2>{quiet}{_table(head, body)}</section>"
 
 

@@ -1,4 +1,4 @@
-"""What a run came to: its last, best and mean values, and these as text, Markdown, JSON and one line."""
+"""Summarizes a run by its last, best and mean values, and formats summaries as text, Markdown, JSON or one line."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ _FINAL_KEYS = (
     "effective_batch_size",
 )
 _LOSS_OF_SET = re.compile(r"eval_(.+)_loss")
-"""Key of the loss on one of several evaluation sets."""
+"""Key of the loss on a named evaluation set."""
 _MOST_KEYS = 12
-"""Keys that are named where nothing could be summed up."""
+"""Maximum number of keys to list if there is nothing to summarize."""
 
 
 def compute_summary_statistics(log: TrainingLog) -> Summary:
-    """The figures of a run; a key is absent where the log has nothing for it.
+    """Compute the summary of a run; keys for which the log has no data are absent.
 
     Always: `run_name`, `log_path`. With training records: `total_steps`, `final_epoch`, `final_loss`, `avg_loss`,
     `min_loss`, `best_loss`, `best_loss_step`; `avg_grad_norm`, `max_grad_norm_value`, `max_grad_norm_step`;
     `initial_lr`, `final_lr`. With evaluations: `final_eval_loss`, `final_eval_loss_step`, `best_eval_loss`,
     `best_eval_loss_step`. After the end: `train_runtime` (seconds), `train_samples`, `train_samples_per_second`,
-    `train_steps_per_second`, `effective_batch_size`. With several evaluation sets (`eval_<set>_loss`): `eval_sets`, for
-    each the same four figures of evaluations. `notes`: what to know of the figures, in words.
+    `train_steps_per_second`, `effective_batch_size`. With several evaluation sets (`eval_<set>_loss`): `eval_sets`,
+    with the same four evaluation values for each. `notes`: remarks on the values.
 
-    Where a run went back to an earlier step, and its log still holds what came after that step, only the newer branch
-    counts, as in figures.
+    If a run was rolled back to an earlier step and its log still contains the records after that step, only the newer
+    branch counts, as in plots.
 
-    The last value is what was logged, also NaN; mean, least and best are taken over the finite values, and
-    `nonfinite_losses` and `nonfinite_grad_norms` count the others where there are any.
+    Final values are those that were logged, including NaN; mean, minimum and best are over finite values, and
+    `nonfinite_losses` and `nonfinite_grad_norms` count the others, if any.
     """
     summary: Summary = {"run_name": log.run_name, "log_path": str(log.log_path)}
-    # name of each evaluation set, and the key of the loss on it
-    found = [_LOSS_OF_SET.fullmatch(key) for key in log.keys()]  # noqa: SIM118 - a log is no dictionary
+    # evaluation set -> key of its loss
+    found = [_LOSS_OF_SET.fullmatch(key) for key in log.keys()]  # noqa: SIM118 - a log is not a dictionary
     sets = {match[1]: match[0] for match in found if match is not None}
     training, evaluation = log.is_training, log.is_evaluation
     for key in sets.values():
@@ -76,7 +76,7 @@ def compute_summary_statistics(log: TrainingLog) -> Summary:
 
 
 def get_perplexity(loss: float) -> float:
-    """exp(loss); infinite where that is too large for a float."""
+    """exp(loss); infinite on overflow."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -84,7 +84,7 @@ def get_perplexity(loss: float) -> float:
 
 
 def _newest(log: TrainingLog, rows: Mask) -> Mask:
-    """Which records are not of a branch that was left; those of an unknown step are not."""
+    """Mask of the records that are not on an abandoned branch; includes those without a step."""
     steps = np.where(rows, log.column("global_step"), np.nan)
     newest: Mask = ~np.isfinite(steps)
     newest[newest_rows(steps)] = True
@@ -95,8 +95,8 @@ def _notes(log: TrainingLog, num_left: int, more_losses: list[str]) -> list[str]
     notes = []
     if num_left:
         notes.append(
-            f"the run went back to an earlier step: {num_left} records of training of the branch that it left are not "
-            "counted"
+            f"the run was rolled back to an earlier step: {num_left} training records of the abandoned branch are "
+            "excluded"
         )
     if not any(log.has(key).any() for key in ("loss", "eval_loss", *more_losses)):
         keys = log.keys()
@@ -147,54 +147,54 @@ def _evaluation(log: TrainingLog, key: str, rows: Mask) -> Summary:
 
 
 def _logged(log: TrainingLog, key: str, rows: Mask, place: int) -> float | None:
-    """The value of the first (`place` 0) or the last (-1) of the rows that has the key."""
+    """The value in the first (`place` 0) or last (-1) of the rows that have the key."""
     chosen = np.flatnonzero(rows & log.has(key))
     return _value(log, key, int(chosen[place])) if len(chosen) else None
 
 
 def _value(log: TrainingLog, key: str, row: int | None) -> float | None:
-    """The number of one record as it was logged: whole, or a float."""
+    """The number in a record as it was logged: an integer or a float."""
     return None if row is None else as_number(log.records[row].get(key))
 
 
 def as_number(value: Any) -> float | None:
-    """The value if it is a number, else None."""
+    """The value if it is a number, otherwise None."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def as_step(value: float | None) -> int | None:
-    """A step as a whole number; None where it is not known."""
+    """A step as an integer; None if unknown."""
     return int(value) if value is not None and math.isfinite(value) else None
 
 
 def _num_not_finite(log: TrainingLog, key: str, rows: Mask) -> int | None:
-    """How many values are NaN or infinite; None for none."""
+    """Number of NaN or infinite values; None if there are none."""
     having = rows & log.has(key)
     return int(np.count_nonzero(~np.isfinite(log.column(key)[having]))) or None
 
 
 def _mean(log: TrainingLog, key: str, rows: Mask) -> float | None:
-    """Of the finite values."""
+    """Mean of the finite values."""
     values = log.column(key)[rows]
     values = values[np.isfinite(values)]
     return float(values.mean()) if len(values) else None
 
 
 def _extreme_row(values: Numbers, rows: Mask, best_of: Callable[[Numbers], Any]) -> int | None:
-    """The first of the rows with the least or the largest finite value."""
+    """The first of the rows with the smallest or largest finite value."""
     chosen = np.flatnonzero(rows & np.isfinite(values))
     return int(chosen[int(best_of(values[chosen]))]) if len(chosen) else None
 
 
 ONE_LINE_HEADER = f"{'run':<32} | steps | time | loss | eval | samp/s"
-"""What stands above several lines of `format_summary_one_line`."""
+"""Header for lines of `format_summary_one_line`."""
 
 _NAME_LENGTH = 30
 _MISSING = "N/A"
 
 
 def format_summary_text(summary: Summary) -> str:
-    """A summary for a terminal, in sections, and notes; what is not known is left out."""
+    """Format a summary for a terminal, in sections, with notes; unknown values are omitted."""
     lines = [f"Summary of {_name(summary)}", f"  {summary['log_path']}"]
     for title, entries in _sections(summary):
         lines += ["", title, *(f"  {label + ':':<24} {text}{_at(step)}" for label, text, step in entries)]
@@ -203,7 +203,7 @@ def format_summary_text(summary: Summary) -> str:
 
 
 def format_summary_markdown(summary: Summary) -> str:
-    """A summary as Markdown: a table of the losses with their steps, and a list of the rest."""
+    """Format a summary as Markdown: a table of the losses with their steps, and a list of the rest."""
     lines = [f"## Summary of {_name(summary)}", "", f"Log: `{summary['log_path']}`", ""]
     sections = dict(_sections(summary))
     metrics = sections.pop("Metrics", [])
@@ -218,13 +218,13 @@ def format_summary_markdown(summary: Summary) -> str:
 
 
 def format_summary_json(summaries: Summary | Sequence[Summary]) -> str:
-    """One summary as a JSON object, several as an array; what is not finite is null, as JSON has no NaN."""
+    """Format one summary as a JSON object, several as an array; values that are not finite become null."""
     content = summaries if isinstance(summaries, dict) else list(summaries)
     return json.dumps(_strict(content), indent=2)
 
 
 def format_summary_one_line(summary: Summary) -> str:
-    """A summary in one line: name, steps, time, loss, evaluation loss, samples per second; N/A where not known."""
+    """Format a summary in one line: name, steps, time, loss, evaluation loss, samples per second; N/A if unknown."""
     name = _name(summary)[:_NAME_LENGTH]
     steps, runtime = summary.get("total_steps"), summary.get("train_runtime")
     fields = [
@@ -239,7 +239,7 @@ def format_summary_one_line(summary: Summary) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """``MM:SS``, with hours in front from one hour on: ``01:30``, ``2:00:05``."""
+    """Format as ``MM:SS``, or ``H:MM:SS`` from one hour on: ``01:30``, ``2:00:05``."""
     if not math.isfinite(seconds):
         return _MISSING
     minutes, rest = divmod(max(0, round(seconds)), 60)
@@ -248,7 +248,7 @@ def format_duration(seconds: float) -> str:
 
 
 _Entry = tuple[str, str, int | None]
-"""Label, text, and the step the value is of."""
+"""Label, text, and step of the value."""
 _Row = tuple[str, str, str, str | None]
 """Label, key, format, and the key of the step."""
 
@@ -283,7 +283,7 @@ _LEARNING_RATE: tuple[_Row, ...] = (("Initial", "initial_lr", ".3e", None), ("Fi
 
 
 def _sections(summary: Summary) -> list[tuple[str, list[_Entry]]]:
-    """The known figures of each section; a section without any is left out."""
+    """The known values of each section; empty sections are omitted."""
     metrics = _entries(summary, (*_METRICS, *_EVALUATION))
     if summary.get("best_eval_loss") is not None:
         perplexity = get_perplexity(summary["best_eval_loss"])
@@ -315,7 +315,7 @@ def _at(step: int | None) -> str:
 
 
 def _number(value: Any, form: str) -> str:
-    """A number in a form; as it is where it is none or the form does not suit it."""
+    """Format a value; a value that the format does not apply to is converted to a string."""
     if value is None:
         return _MISSING
     try:
@@ -325,7 +325,7 @@ def _number(value: Any, form: str) -> str:
 
 
 def _name(summary: Summary) -> str:
-    """The run's name, else that of the file or the folder that the log stands in."""
+    """The run's name, or else the name of the log's file or directory."""
     return str(summary.get("run_name") or name_of_place(Path(summary["log_path"])))
 
 
@@ -335,7 +335,7 @@ def _note_lines(summary: Summary) -> list[str]:
 
 
 def _strict(value: Any) -> Any:
-    """A value without what JSON has no form for."""
+    """Replace values that JSON cannot represent by None."""
     if isinstance(value, dict):
         return {key: _strict(one) for key, one in value.items()}
     if isinstance(value, list):

@@ -1,1 +1,1 @@
-"""TODO."""
+"""The checkpoints of a directory: `discovery` finds the newest valid one, `retention` decides which are kept."""

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: the last k, every n-th step and the best n, each in addition to the others."""
+"""Decides which checkpoints to keep: the last k, every n-th step and the best n, each in addition to the others."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from onstep.checkpoint.catalog.discovery import ASIDE, CheckpointInfo, checkpoints, named_folders, verify_shown
+from onstep.checkpoint.catalog.discovery import ASIDE, CheckpointInfo, checkpoints, named_dirs, verify_shown
 from onstep.checkpoint.storage.store import FileStore
 from onstep.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True)
 class Retention:
-    """What to keep. The rules add up: a checkpoint stays if any of them wants it.
+    """Rules for which checkpoints to keep. They add up: a checkpoint is kept if any rule keeps it.
 
     Raises:
-        ConfigError: for a number that has no meaning.
+        ConfigError: for a number that is out of range.
     """
 
     most_recent_k: int = -1
-    """How many of the newest; -1 keeps all. The newest one stays in any case."""
+    """How many of the newest to keep; -1 keeps all. The newest one is always kept."""
     keep_every_n: int | None = None
-    """Those of steps that are a multiple of this."""
+    """Keep checkpoints whose step is a multiple of this."""
     keep_best_n: int = 0
-    """How many of the best by `metric`."""
+    """How many of the best by `metric` to keep."""
     metric: str = "loss"
-    """With or without its `eval_` prefix; the value of an evaluation counts before one of training."""
+    """With or without its `eval_` prefix; a value from evaluation has priority over one from training."""
     greater_is_better: bool | None = None
-    """None is False for names that end in `loss` or `perplexity`, else True."""
+    """None means False for names ending in `loss` or `perplexity`, else True."""
 
     def __post_init__(self) -> None:
         if self.most_recent_k < -1:
             raise ConfigError(f"most_recent_k must be >= 0, or -1 to keep all, got {self.most_recent_k}.")
         if self.keep_every_n is not None and self.keep_every_n < 1:
-            raise ConfigError(f"keep_every_n must be >= 1, or None for no such rule, got {self.keep_every_n}.")
+            raise ConfigError(f"keep_every_n must be >= 1, or None to disable the rule, got {self.keep_every_n}.")
         if self.keep_best_n < 0:
             raise ConfigError(f"keep_best_n must be >= 0, got {self.keep_best_n}.")
 
@@ -52,16 +52,16 @@ def to_delete(
 ) -> list[CheckpointInfo]:
     """The checkpoints that no rule keeps, oldest first.
 
-    Of those that are not persistent only the newest is kept, by no other rule. The newest checkpoint is never among the
-    result, and neither is anything newer than `newest`: what lies there was refused or belongs to a branch that the
-    run has left, and must not count as recent.
+    Of the non-persistent checkpoints only the newest is kept; no other rule applies to them. The result never contains
+    the newest checkpoint, nor anything newer than `newest`: such a checkpoint was rejected or belongs to an abandoned
+    branch, and must not count as recent.
 
     Args:
-        infos: what is there.
+        infos: the existing checkpoints.
         retention: the rules.
-        protected: steps that stay.
-        newest: step of the newest verified checkpoint; None is the newest of all.
-        run_id: leave checkpoints of other runs alone; None is one run.
+        protected: steps to keep regardless of the rules.
+        newest: step of the newest verified checkpoint; None means the newest of all.
+        run_id: ignore checkpoints of other runs; None means all belong to one run.
     """
     own = sorted((info for info in infos if run_id in (None, info.manifest.run_id)), key=lambda info: info.step)
     own = [info for info in own if newest is None or info.step <= newest]
@@ -73,13 +73,13 @@ def to_delete(
 
 
 def best(infos: Iterable[CheckpointInfo], retention: Retention) -> CheckpointInfo | None:
-    """The checkpoint with the best value of the metric, of equal ones the oldest; None if none has a value."""
+    """The checkpoint with the best value of the metric, the oldest in case of a tie; None if none has a value."""
     ranked = _ranked(infos, retention)
     return ranked[0] if ranked else None
 
 
 def metric_value(info: CheckpointInfo, name: str) -> float | None:
-    """The value a checkpoint is judged by; None where it has none, or NaN."""
+    """The value by which a checkpoint is ranked; None if it is missing or NaN."""
     bare = name.removeprefix("eval_")
     for key in (f"eval_{bare}", bare):
         value = info.manifest.metrics.get(key)
@@ -107,15 +107,15 @@ def _ranked(infos: Iterable[CheckpointInfo], retention: Retention) -> list[Check
 
 
 def best_verified(root: Path, retention: Retention, report: Callable[[str], None]) -> CheckpointInfo | None:
-    """The checkpoint with the best metric whose every file is as it was written, or None.
+    """The checkpoint with the best metric that passes verification, or None.
 
     Args:
-        root: the folder of the checkpoints.
+        root: directory of the checkpoints.
         retention: names the metric and its direction.
-        report: told of each better one that is refused, and why.
+        report: called with a message for each better checkpoint that is rejected.
 
     Raises:
-        CheckpointError: when the folder cannot be listed.
+        CheckpointError: if the directory cannot be listed.
     """
     infos = checkpoints(root)
     while (info := best(infos, retention)) is not None:
@@ -124,21 +124,24 @@ def best_verified(root: Path, retention: Retention, report: Callable[[str], None
         except CheckpointError as error:
             infos.remove(info)
             then = "falling back to the next best" if best(infos, retention) else "and no other has the metric"
-            report(f"Checkpoint {info.path.name} is refused, {then}: {error}")
+            report(f"Checkpoint {info.path.name} is rejected, {then}: {error}")
         else:
             return info
     return None
 
 
 def set_aside(store: FileStore, root: Path, step: int) -> Path | None:
-    """Move all checkpoints after `step`, damaged ones too, into a new folder of `aside`; gives it if there were any.
+    """Move all checkpoints after `step`, including damaged ones, into a new directory below `aside`.
 
-    The newest goes first: after a crash in between, what is left is the nearest to `step`.
+    The newest is moved first: after a crash in between, those nearest to `step` remain.
+
+    Returns:
+        The new directory; None if there was nothing to move.
 
     Raises:
-        CheckpointError: when one cannot be moved.
+        CheckpointError: if one cannot be moved.
     """
-    newer = [folder for found, kind, folder in named_folders(root) if found > step and not kind]
+    newer = [directory for found, kind, directory in named_dirs(root) if found > step and not kind]
     if not newer:
         return None
     branches = (root / ASIDE / f"branch-{number}" for number in count(1))
@@ -146,6 +149,6 @@ def set_aside(store: FileStore, root: Path, step: int) -> Path | None:
     store.make_root(branch)
     for path in newer:
         store.rename(path, branch / path.name)
-    store.sync_folder(branch)
-    store.sync_folder(root)
+    store.sync_dir(branch)
+    store.sync_dir(root)
     return branch

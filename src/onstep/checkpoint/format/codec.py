@@ -1,8 +1,8 @@
-"""The one form of a state in a checkpoint: tensors by name, and a typed JSON document for everything else.
+"""Encodes a state as named tensors plus a typed JSON document for everything else, and decodes it again.
 
-A document is plain JSON where JSON is exact (None, bools, short integers, finite floats, text, lists); anything else
+A document is plain JSON where JSON is exact (None, bools, short integers, finite floats, text, lists). Anything else
 is an object with one member, whose name is a kind from a fixed table: `{"tuple": [1, 2]}`, `{"tensor": "exp_avg"}`.
-Reading one therefore imports and calls nothing that it names; what does not fit the table is refused.
+Reading a document therefore never imports or calls anything it names; whatever is not in the table is refused.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ MAX_NAME_LENGTH = 500
 FACTORIES: dict[str, Callable[[], Any]] = {
     kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)
 }
-"""What a defaultdict may make."""
+"""Permitted default factories of a defaultdict."""
 KEY_TYPES = {*VALUE_ENCODERS, tuple, frozenset}
 
 
 def encode_state(state: Any, where: str = "state") -> tuple[dict[str, Tensor], Any]:
-    """The tensors of a state by name, and the document of all the rest.
+    """The tensors of a state by name, and the document that holds everything else.
 
-    Exact are: None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, deque, dict with any hashable
-    keys of these, OrderedDict, defaultdict of a built-in type, Counter, dense tensors, torch.Size, dtype and device,
-    NumPy arrays and scalars of plain items, paths, dates. A tensor's name is its path in the state, so the tensors of
-    a model keep their parameter names. The same tensor, or the same view of the same memory, is stored once and comes
-    back as one object. `requires_grad` is not kept.
+    Stored exactly: None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, deque, dict with any
+    hashable keys of these types, OrderedDict, defaultdict of a built-in type, Counter, dense tensors, torch.Size, dtype
+    and device, NumPy arrays and scalars of plain items, paths, dates. A tensor's name is its path in the state, so the
+    tensors of a model keep their parameter names. A tensor that occurs several times, or as identical views of the same
+    memory, is stored once and comes back as one object. `requires_grad` is not kept.
 
     The tensors share the state's memory: copy them before the state changes.
 
     Args:
         state: what to save.
-        where: what it is called in errors.
+        where: the name used for the state in errors.
 
     Raises:
-        UnsupportedStateError: for what has no exact form, with its path and what to do.
+        UnsupportedStateError: for a value that cannot be stored exactly, with its path and a remedy.
     """
     encoder = _Encoder(where)
     node = encoder.node(state)
@@ -70,37 +70,37 @@ def encode_state(state: Any, where: str = "state") -> tuple[dict[str, Tensor], A
 
 
 def check_encodable(state: Any, where: str = "state") -> None:
-    """Raise what `encode_state` would raise; for the start of training, where nothing is lost yet.
+    """Raise whatever `encode_state` would raise; call it before training starts, when nothing can be lost yet.
 
     Raises:
-        UnsupportedStateError: for what has no exact form, with its path and what to do.
+        UnsupportedStateError: for a value that cannot be stored exactly, with its path and a remedy.
     """
     encode_state(state, where)
 
 
 def decode_state(tensors: Mapping[str, Tensor], document: Any, where: str = "state") -> Any:
-    """The state that `encode_state` was given. It takes over the tensors: their memory becomes the state's.
+    """Rebuild the state that was passed to `encode_state`. The result uses the memory of the tensors passed in.
 
     Raises:
-        CheckpointError: for a document that is malformed, or does not fit the tensors.
+        CheckpointError: for a document that is malformed or does not match the tensors.
     """
     decoder = _Decoder(tensors, where)
     if not isinstance(document, dict) or set(document) != {"onstep_state", "state"}:
-        decoder.refuse("a state has the members 'onstep_state' and 'state'")
+        decoder.refuse("a state must have the members 'onstep_state' and 'state'")
     if type(document["onstep_state"]) is not int or document["onstep_state"] != FORMAT:
         raise CheckpointError(
-            f"{where}: its format is {shown(document['onstep_state'])}, this version reads {FORMAT}; load it with the "
-            f"version of Onstep that wrote it."
+            f"{where}: its format is {shown(document['onstep_state'])}, but this version reads {FORMAT}; load it with "
+            f"the version of Onstep that wrote it."
         )
     state = decoder.node(document["state"])
     unused = sorted(set(tensors) - decoder.used)
     if unused:
-        raise CheckpointError(f"{where}: {len(unused)} tensors are not in its document, the first is {unused[0]!r}.")
+        raise CheckpointError(f"{where}: its document does not mention {len(unused)} tensors, first {unused[0]!r}.")
     return state
 
 
 def document_to_bytes(document: Any, where: str = "state") -> bytes:
-    """A document as the bytes of a JSON file.
+    """Serialize a document to the bytes of a JSON file.
 
     Raises:
         UnsupportedStateError: if it is too large.
@@ -108,25 +108,25 @@ def document_to_bytes(document: Any, where: str = "state") -> bytes:
     text = json.dumps(document, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode()
     if len(text) > MAX_DOCUMENT_BYTES:
         raise UnsupportedStateError(
-            f"{where}: its values besides tensors need {len(text)} bytes of JSON, allowed are {MAX_DOCUMENT_BYTES}; "
-            f"keep long lists as tensors or NumPy arrays."
+            f"{where}: its non-tensor values need {len(text)} bytes of JSON, but at most {MAX_DOCUMENT_BYTES} are "
+            f"allowed; store long lists as tensors or NumPy arrays."
         )
     return text
 
 
 def document_from_bytes(text: bytes, where: str = "state") -> Any:
-    """A document from the bytes of a JSON file, for `decode_state`.
+    """Parse the bytes of a JSON file into a document for `decode_state`.
 
     Raises:
         CheckpointError: for anything but strict JSON.
     """
     if len(text) > MAX_DOCUMENT_BYTES:
-        raise CheckpointError(f"{where}: {len(text)} bytes of JSON are more than the {MAX_DOCUMENT_BYTES} allowed.")
+        raise CheckpointError(f"{where}: {len(text)} bytes of JSON exceed the limit of {MAX_DOCUMENT_BYTES}.")
     return load_strict(text, where)
 
 
 def step_name(key: Any) -> str:
-    """How a key or index stands in a path; long ones are cut."""
+    """Format a key or index as a step of a path; long ones are truncated."""
     if type(key) is str:
         return key[:MAX_NAME_LENGTH]
     is_short = type(key) in (bool, type(None), float) or (type(key) is int and abs(key) < 2**64)
@@ -134,14 +134,14 @@ def step_name(key: Any) -> str:
 
 
 def _is_key(value: Any, depth: int = 0) -> bool:
-    """Whether a value can be a key of a dictionary, or in a set, of a checkpoint."""
+    """Whether a value can be saved as a dictionary key or a set member."""
     if type(value) is tuple or type(value) is frozenset:
         return depth < MAX_DEPTH and all(_is_key(item, depth + 1) for item in value)
     return type(value) in KEY_TYPES
 
 
 class _Walk:
-    """A walk over a state or a document, which knows where it is."""
+    """A walk over a state or a document that tracks its current path."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -161,7 +161,7 @@ class _Walk:
 
 
 class _Encoder(_Walk):
-    """A state taken apart: what has a form becomes tensors and a JSON tree, all else is refused."""
+    """Splits a state into tensors and a JSON tree; refuses values that cannot be stored."""
 
     def __init__(self, where: str) -> None:
         super().__init__(where)
@@ -183,13 +183,13 @@ class _Encoder(_Walk):
         }
 
     def node(self, value: Any) -> Any:
-        """The JSON tree of a value; its tensors are collected under their paths."""
+        """The JSON tree of a value; collects its tensors under their paths."""
         encode = VALUE_ENCODERS.get(type(value)) or self._containers.get(type(value))
         if encode is None:
             self._refuse(value)
         if len(self._path) > MAX_DEPTH:
             raise UnsupportedStateError(
-                f"{self._at()}: it is nested deeper than {MAX_DEPTH} levels, or contains itself; flatten it."
+                f"{self._at()}: it is nested more than {MAX_DEPTH} levels deep or contains itself; flatten it."
             )
         try:
             return encode(value)
@@ -202,7 +202,7 @@ class _Encoder(_Walk):
         return [self._child(index, value) for index, value in enumerate(values)]
 
     def _mapping(self, value: dict[Any, Any]) -> Any:
-        """An object if all keys are text, else a list of pairs; both keep the order."""
+        """An object if all keys are strings, else a list of pairs; both preserve the order."""
         pairs = [(self._key(key), self._child(key, item)) for key, item in value.items()]
         if all(type(key) is str for key, _ in pairs):
             return dict(pairs)
@@ -212,18 +212,18 @@ class _Encoder(_Walk):
         items = self._mapping(value)
         if not hasattr(value, "_metadata"):
             return {"OrderedDict": items}
-        # Module.state_dict() hangs the versions of the modules on its result, and load_state_dict reads them there.
+        # Module.state_dict() attaches the modules' versions to its result, and load_state_dict reads them from there.
         return {"state_dict": {"items": items, "versions": self._child("_metadata", value._metadata)}}
 
     def _defaultdict(self, value: defaultdict[Any, Any]) -> Any:
         factory = value.default_factory
         name = next((name for name, known in FACTORIES.items() if known is factory), None)
         if factory is not None and name is None:
-            raise MalformedError(f"a defaultdict that makes {factory!r} has no form in a checkpoint; save dict(it)")
+            raise MalformedError(f"cannot save a defaultdict with factory {factory!r}; convert it with dict(...)")
         return {"defaultdict": {"factory": name, "items": self._mapping(value)}}
 
     def _sorted(self, values: Iterable[Any]) -> list[Any]:
-        """Equal sets become equal documents, in whatever order they are walked."""
+        """Sorted items, so that equal sets give equal documents whatever their iteration order."""
         return sorted((self._key(value) for value in values), key=lambda node: json.dumps(node, sort_keys=True))
 
     def _key(self, key: Any) -> Any:
@@ -236,7 +236,7 @@ class _Encoder(_Walk):
         if plain.layout is not torch.strided or plain.is_quantized or plain.is_meta or plain.dtype not in DTYPE_NAMES:
             self._refuse(tensor)
         if plain.numel() and plain.data_ptr() == 0:
-            raise MalformedError("the memory of this tensor was freed; save it while its values are there")
+            raise MalformedError("the memory of this tensor has been freed; save it while it still has values")
         place = (plain.data_ptr(), plain.device, plain.dtype, plain.shape, plain.stride())
         view = (*place, plain.is_conj(), plain.is_neg())
         return {"tensor": self._store(plain, view if plain.numel() else id(tensor))}
@@ -251,7 +251,7 @@ class _Encoder(_Walk):
         return {"ndarray": {"dtype": array.dtype.str, "shape": list(array.shape), "tensor": name}}
 
     def _store(self, tensor: Tensor, identity: Any) -> str:
-        """The name under which a tensor is stored; equal identities are the same elements of the same memory."""
+        """The name under which a tensor is stored; equal identities mean the same elements of the same memory."""
         known = self._names.get(identity)
         if known is None:
             known = self._names[identity] = self._unused_name()
@@ -259,7 +259,7 @@ class _Encoder(_Walk):
         return known
 
     def _unused_name(self) -> str:
-        """The path, made valid text and unique."""
+        """The path, made valid Unicode and unique."""
         name = ".".join(map(step_name, self._path)) or "value"
         name = name.encode("utf-8", "replace").decode()[:MAX_NAME_LENGTH]
         while name in self.tensors or name == METADATA_KEY:
@@ -268,17 +268,17 @@ class _Encoder(_Walk):
 
     def _refuse(self, value: Any, role: str = "") -> NoReturn:
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-        what = f"a checkpoint has no form for {kind} {role}".rstrip()
+        what = f"cannot save {kind} {role}".rstrip()
         raise UnsupportedStateError(f"{self._at()}: {what}; {remedy_for(value)}.")
 
 
 class _Decoder(_Walk):
-    """A state put together again; whatever the JSON tree says, the worst is an error."""
+    """Rebuilds a state; a malicious JSON tree can cause nothing worse than an error."""
 
     def __init__(self, tensors: Mapping[str, Tensor], where: str) -> None:
         super().__init__(where)
         self.used: set[str] = set()
-        """Names of the tensors met so far."""
+        """Names of the tensors used so far."""
         self._tensors = tensors
         self._arrays: dict[Any, np.ndarray[Any, Any]] = {}
         self._kinds: dict[str, Callable[[Any], Any]] = {
@@ -305,45 +305,45 @@ class _Decoder(_Walk):
             self.refuse(str(error))
 
     def refuse(self, reason: str) -> NoReturn:
-        """Raise the one error of decoding, with the path."""
-        raise CheckpointError(f"{self._at()}: {reason}; the document is damaged or not one of ours.")
+        """Raise the decoding error, with the path."""
+        raise CheckpointError(f"{self._at()}: {reason}; the document is damaged or was not written by Onstep.")
 
     def _tagged(self, node: dict[str, Any]) -> Any:
-        expect(len(node) == 1, f"an object of a document has one member, its kind, got {len(node)}")
+        expect(len(node) == 1, f"an object in a document must have one member, its kind, got {len(node)}")
         ((kind, payload),) = node.items()
         decode = self._kinds.get(kind)
         if decode is None:
-            raise MalformedError(f"{shown(kind)} is no kind of value that this version knows")
+            raise MalformedError(f"{shown(kind)} is not a kind of value known to this version")
         return decode(payload)
 
     def _child(self, key: Any, node: Any) -> Any:
-        expect(len(self._path) < MAX_DEPTH, f"it is nested deeper than {MAX_DEPTH} levels")
+        expect(len(self._path) < MAX_DEPTH, f"it is nested more than {MAX_DEPTH} levels deep")
         return super()._child(key, node)
 
     def _items(self, payload: Any) -> list[Any]:
-        expect(isinstance(payload, list), "items are written as a list")
+        expect(isinstance(payload, list), "items must be written as a list")
         if are_plain_numbers(payload):
             return list(payload)
         return [self._child(index, node) for index, node in enumerate(payload)]
 
     def _unique(self, payload: Any) -> list[Any]:
-        expect(isinstance(payload, list), "items are written as a list")
+        expect(isinstance(payload, list), "items must be written as a list")
         values = [self._key(node) for node in payload]
-        expect(len(set(values)) == len(values), "an item of a set occurs twice")
+        expect(len(set(values)) == len(values), "a set contains an item twice")
         return values
 
     def _key(self, node: Any) -> Any:
         key = self._child("key", node)
-        expect(_is_key(key), f"a {type(key).__name__} cannot be a key or in a set")
+        expect(_is_key(key), f"a {type(key).__name__} cannot be a key or a set member")
         return key
 
     def _mapping(self, payload: Any) -> dict[Any, Any]:
         if isinstance(payload, dict):
             return {key: self._child(key, node) for key, node in payload.items()}
-        expect(isinstance(payload, list), "a mapping is written as an object or a list of pairs")
+        expect(isinstance(payload, list), "a mapping must be written as an object or a list of pairs")
         result: dict[Any, Any] = {}
         for pair in payload:
-            expect(isinstance(pair, list) and len(pair) == 2, "a mapping is written as a list of pairs")
+            expect(isinstance(pair, list) and len(pair) == 2, "a mapping must be written as a list of pairs")
             key = self._key(pair[0])
             expect(key not in result, "a key occurs twice")
             result[key] = self._child(key, pair[1])
@@ -358,7 +358,7 @@ class _Decoder(_Walk):
     def _defaultdict(self, payload: Any) -> defaultdict[Any, Any]:
         expect_members(payload, {"factory", "items"})
         name = payload["factory"]
-        expect(name is None or (isinstance(name, str) and name in FACTORIES), "a defaultdict makes a plain type")
+        expect(name is None or (isinstance(name, str) and name in FACTORIES), "a defaultdict must make a plain type")
         return defaultdict(None if name is None else FACTORIES[name], self._mapping(payload["items"]))
 
     def _deque(self, payload: Any) -> deque[Any]:
@@ -369,7 +369,7 @@ class _Decoder(_Walk):
         return deque(items, maxlen)
 
     def _tensor(self, name: Any) -> Tensor:
-        expect(isinstance(name, str), "a tensor is written as its name")
+        expect(isinstance(name, str), "a tensor must be written as its name")
         expect(name in self._tensors, f"its tensor {shown(name)} is missing")
         self.used.add(name)
         return self._tensors[name]
@@ -377,10 +377,13 @@ class _Decoder(_Walk):
     def _array(self, payload: Any) -> np.ndarray[Any, Any]:
         expect_members(payload, {"dtype", "shape", "tensor"})
         raw, dtype, shape = self._tensor(payload["tensor"]), numpy_dtype(payload["dtype"]), payload["shape"]
-        expect(raw.dtype == torch.uint8 and raw.dim() == 1, "an array lies in a tensor of bytes")
+        expect(raw.dtype == torch.uint8 and raw.dim() == 1, "an array must be stored in a tensor of bytes")
         valid = isinstance(shape, list) and len(shape) <= 32 and all(type(n) is int and 0 <= n < 2**31 for n in shape)
-        expect(valid and math.prod(max(n, 1) for n in shape) < 2**48, "an array has a shape of at most 32 sizes")
-        expect(math.prod(shape) * dtype.itemsize == raw.numel(), f"{raw.numel()} bytes are no {dtype} of shape {shape}")
+        expect(valid and math.prod(max(n, 1) for n in shape) < 2**48, "an array must have at most 32 dimensions")
+        expect(
+            math.prod(shape) * dtype.itemsize == raw.numel(),
+            f"{raw.numel()} bytes are not an array of {dtype} with shape {shape}",
+        )
         identity = (payload["tensor"], dtype.str, tuple(shape))
         if identity not in self._arrays:
             array = raw.cpu().contiguous().numpy().view(dtype).reshape(shape)

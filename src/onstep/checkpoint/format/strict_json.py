@@ -1,4 +1,4 @@
-"""JSON from a file that nobody vouches for: what Python's reader lets through by courtesy is refused."""
+"""Parses JSON from untrusted files strictly: refuses NaN, repeated names and other leniencies of Python's parser."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 from onstep.errors import CheckpointError
 
 MAX_DIGITS = 20
-"""Enough for 64 bits; the time to read an integer grows with the square of its length."""
+"""Enough for 64 bits; the time to parse an integer grows with the square of its length."""
 
 
 def load_strict(text: bytes, where: str) -> Any:
-    """The value of a JSON text in UTF-8, without repeated names, NaN, infinities or integers beyond 20 characters.
+    """Parse UTF-8 JSON without repeated names, NaN, infinities or integers of more than 20 characters.
 
     Raises:
         CheckpointError: for anything else, with the reason.
@@ -26,11 +26,11 @@ def load_strict(text: bytes, where: str) -> Any:
         )
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise CheckpointError(f"{where} is no valid JSON: {reason}.") from error
+        raise CheckpointError(f"{where} is not valid JSON: {reason}.") from error
 
 
 def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """`object_pairs_hook` that refuses a name which occurs twice."""
+    """An `object_pairs_hook` that refuses repeated names."""
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("a name occurs twice in one object")
@@ -39,9 +39,9 @@ def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _short_int(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
-        raise ValueError(f"an integer of {len(digits)} digits, at most {MAX_DIGITS} are allowed")
+        raise ValueError(f"an integer of {len(digits)} digits; at most {MAX_DIGITS} are allowed")
     return int(digits)
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")

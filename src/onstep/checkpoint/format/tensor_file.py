@@ -1,4 +1,4 @@
-"""Tensors in one safetensors file: streamed out in bounded memory, read back only after every bound was checked.
+"""Writes tensors to a safetensors file in bounded memory, and reads them back after checking every bound.
 
 Other programs read these files too: `safetensors.torch.load_file`, and `HuggingFaceStorageReader` of
 torch.distributed.checkpoint, which shards and reshards them.
@@ -31,17 +31,17 @@ from onstep.errors import CheckpointError
 __all__ = ["BinaryWriter", "FileDigest", "TensorInfo", "read_header", "read_tensors", "write_tensors"]
 
 CHUNK_BYTES = 8 * 1024**2
-"""What is staged at a time."""
+"""Bytes staged at a time."""
 WRITE_BYTES = 64 * 1024**2
-"""What is handed over at a time: each hand-over waits for Python's lock, which a training loop is loath to give."""
+"""Bytes passed to the writer at a time: each call waits for the GIL, which a training loop rarely releases."""
 SMALL_BYTES = 256 * 1024
-"""Tensors below this are joined before they are written: an optimizer has thousands of them."""
+"""Tensors smaller than this are joined before they are written: an optimizer has thousands of them."""
 READ_BYTES = 256 * 1024**2
 
 
 @dataclass(frozen=True)
 class FileDigest:
-    """What a manifest says about a file."""
+    """Size and hash of a file, as its manifest records them."""
 
     size: int
     """Bytes."""
@@ -50,7 +50,7 @@ class FileDigest:
 
 
 class BinaryWriter(Protocol):
-    """Takes the bytes of a file in order; it may keep a buffer after the call, the writer of tensors reuses none."""
+    """Receives the bytes of a file in order. It may keep a buffer after the call: `write_tensors` never reuses one."""
 
     def write(self, buffer: bytes | memoryview, /) -> object:
         """Append all bytes of the buffer."""
@@ -65,21 +65,21 @@ def write_tensors(
     offsets: Mapping[str, Sequence[int]] | None = None,
     full_shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> None:
-    """Write one tensor file; memory beyond the tensors themselves stays at a few chunks.
+    """Write one tensor file; beyond the tensors themselves, memory use is limited to a few chunks.
 
-    The bytes of a contiguous CPU tensor are handed over as they lie, without a copy: leave it alone until the file is
-    closed. Anything else (strided, on an accelerator) is staged in chunks.
+    The bytes of a contiguous CPU tensor are passed on without a copy: do not modify it until the file is closed.
+    Anything else (strided, on an accelerator) is staged in chunks.
 
     Args:
         file: where the bytes go.
-        tensors: by name, dense, of the dtypes in `DTYPE_NAMES`.
-        metadata: text by name, kept in the header.
-        offsets: for a tensor that is a part of a larger one, its first element's index in the full tensor.
-        full_shapes: the full tensors' shapes, to check the parts against.
+        tensors: dense tensors by name, of the dtypes in `DTYPE_NAMES`.
+        metadata: strings by name, stored in the header.
+        offsets: for a tensor that is a shard of a larger one, the index of its first element in the full tensor.
+        full_shapes: shapes of the full tensors, to check the shards against.
 
     Raises:
-        UnsupportedStateError: for what the format cannot hold; nothing was written.
-        CheckpointError: for a part that does not lie in its full tensor; nothing was written.
+        UnsupportedStateError: for anything the format cannot hold; nothing is written.
+        CheckpointError: for a shard that exceeds its full tensor; nothing is written.
     """
     described = dict(metadata or {})
     if offsets is not None or full_shapes is not None:
@@ -99,7 +99,7 @@ def _buffers(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
 
 
 def _runs(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in order; neighbours in one piece of memory come together, as the copies of a snapshot do."""
+    """The tensors in order, grouped by adjacency in memory: the copies of a snapshot form long runs."""
     run: list[Tensor] = []
     for tensor in tensors:
         if run and not (_is_plain(tensor) and _is_plain(run[-1]) and _are_neighbours(run[-1], tensor)):
@@ -125,13 +125,13 @@ def _memory_of_run(run: list[Tensor]) -> memoryview:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor's bytes lie in host memory in the order of its elements."""
+    """Whether the tensor's bytes are in host memory in the order of its elements."""
     is_on_host = tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.nbytes > 0
     return is_on_host and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _joined(buffers: Iterator[memoryview]) -> Iterator[bytes | memoryview]:
-    """The same bytes; runs of small buffers become one."""
+    """The same bytes, with runs of small buffers joined."""
     waiting: list[memoryview] = []
     waiting_bytes = 0
     for buffer in buffers:
@@ -149,7 +149,7 @@ def _joined(buffers: Iterator[memoryview]) -> Iterator[bytes | memoryview]:
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Parts of a tensor in the order of its elements; those that must be staged are of one chunk at most."""
+    """Pieces of a tensor in the order of its elements; pieces that must be staged are at most one chunk."""
     if _is_plain(tensor) or tensor.nbytes <= CHUNK_BYTES:
         yield tensor
         return
@@ -162,7 +162,7 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor: its own memory if that is plain, else that of a copy."""
+    """The bytes of a tensor: its own memory if contiguous on the host, else that of a copy."""
     return _memory(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous())
 
 
@@ -177,7 +177,7 @@ def _chunks(buffer: memoryview) -> Iterator[memoryview]:
 
 
 def read_header(path: str | Path) -> dict[str, TensorInfo]:
-    """Dtype, shape and place of every tensor of a file, in the file's order; no tensor is read.
+    """Dtype, shape and position of every tensor in a file, in file order; reads no tensor data.
 
     Raises:
         CheckpointError: for a file that is missing or not exactly a tensor file.
@@ -187,7 +187,7 @@ def read_header(path: str | Path) -> dict[str, TensorInfo]:
 
 
 def read_tensors(path: str | Path, *, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """All tensors of a file, in memory of their own; nothing is allocated before the header was checked.
+    """All tensors of a file, in freshly allocated memory; nothing is allocated before the header is checked.
 
     Raises:
         CheckpointError: for a file that is missing or not exactly a tensor file.
@@ -198,14 +198,14 @@ def read_tensors(path: str | Path, *, device: torch.device | str = "cpu") -> dic
 
 
 def read_tensor(path: str | Path, name: str, info: TensorInfo) -> Tensor:
-    """One tensor of a file, as `read_header` describes it; raises as `read_tensors`."""
+    """One tensor of a file, as described by `read_header`; raises like `read_tensors`."""
     with _opened(path) as file:
         file.seek(info.start)
         return _read_next(file, path, name, info)
 
 
 def _opened(path: str | Path) -> FileIO:
-    """The file, if it is a regular one: neither a link, which may lead anywhere, nor a pipe, which would block."""
+    """Open a regular file: neither a link, which may point anywhere, nor a pipe, which would block."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -214,7 +214,7 @@ def _opened(path: str | Path) -> FileIO:
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return FileIO(descriptor, "r")
     os.close(descriptor)
-    raise CheckpointError(f"{path} is no tensor file: it is not a regular file.")
+    raise CheckpointError(f"{path} is not a tensor file: it is not a regular file.")
 
 
 def _header_of(file: FileIO, path: str | Path) -> dict[str, TensorInfo]:
@@ -230,7 +230,7 @@ def _read_next(file: FileIO, path: str | Path, name: str, info: TensorInfo) -> T
     _fill(file, path, _memory(tensor))
     if info.dtype == torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
         raise CheckpointError(
-            f"{path} is no tensor file: {name[:100]!r} is of bools, but has bytes other than 0 and 1."
+            f"{path} is not a tensor file: {name[:100]!r} is a bool tensor with bytes other than 0 and 1."
         )
     return tensor
 
@@ -241,7 +241,7 @@ def _fill(file: FileIO, path: str | Path, buffer: memoryview) -> None:
         try:
             count = file.readinto(buffer[position : position + READ_BYTES])
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}; check the disk it lies on.") from error
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}; check the disk it is on.") from error
         if not count:
-            raise CheckpointError(f"{path} ended before its last tensor; it was cut while it was read.")
+            raise CheckpointError(f"{path} ended before its last tensor; it was truncated while being read.")
         position += count

@@ -1,7 +1,7 @@
-"""The header of a safetensors file: built for what we write, and checked to the last byte for what we read.
+"""Builds the header of a safetensors file, and validates the header of a file to be read down to the last byte.
 
-The format: eight bytes with the length of the header (little-endian), the header as JSON, then the tensors' bytes, one
-after the other without a gap. Source: https://huggingface.co/docs/safetensors (section "Format").
+The format: eight bytes with the length of the header (little-endian), the header as JSON, then the tensors' bytes,
+contiguous and without gaps. Source: https://huggingface.co/docs/safetensors (section "Format").
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.int64: "I64",
     torch.uint64: "U64",
 }
-"""What a tensor file can hold, under the format's names."""
+"""The dtypes that a tensor file can hold, with their names in the format."""
 
 DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 METADATA_KEY = "__metadata__"
 SHARDING_KEY = "DCP_SHARDING_INFO"
-"""The key under which torch.distributed.checkpoint keeps, as JSON text, where each tensor stands in the full one."""
+"""The key under which torch.distributed.checkpoint keeps, as JSON text, the offsets of each tensor in the full one."""
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 64 * 1024**2
-"""About half a million tensors; the format itself ends at 100 MB."""
+"""Enough for about half a million tensors; the format's own limit is 100 MB."""
 MAX_DIMENSIONS = 64
 MAX_ITEMS = 2**58
-"""More than any disk holds; torch counts bytes in 63 bits."""
+"""More than any disk can hold; torch counts bytes in 63 bits."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What the header says about one tensor."""
+    """The header's entry for one tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -67,21 +67,21 @@ class TensorInfo:
 def ordered_names(tensors: Mapping[str, Tensor]) -> list[str]:
     """The order on disk: large items first, so that every tensor is aligned to its own item size.
 
-    Of one item size, tensors of odd lengths come last: the copies of a snapshot then lie side by side, and are written
-    as one.
+    Within one item size, tensors of odd lengths come last: the copies of a snapshot are then adjacent in memory and are
+    written together.
     """
     return sorted(tensors, key=lambda name: (-tensors[name].element_size(), tensors[name].nbytes % 64 != 0, name))
 
 
 def build_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """Length and header of a file that holds these tensors, padded so that their bytes start at a multiple of 8.
+    """Length prefix and header of a file with these tensors, padded so that their bytes start at a multiple of 8.
 
     Raises:
         UnsupportedStateError: for a tensor, name or metadata that the format cannot hold.
     """
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
-            raise UnsupportedStateError(f"metadata of a tensor file maps text to text, got {key!r}: {value!r}.")
+            raise UnsupportedStateError(f"metadata of a tensor file must map str to str, got {key!r}: {value!r}.")
     header: dict[str, Any] = {METADATA_KEY: {"format": "pt", **metadata}}
     dtypes = {name: _dtype_name(name, tensor) for name, tensor in tensors.items()}
     position = 0
@@ -93,27 +93,27 @@ def build_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> 
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise UnsupportedStateError(
-            f"the name of a tensor or a metadata value is no valid text ({error.reason}); use names without lone "
+            f"a tensor name or metadata value is not valid Unicode ({error.reason}); use names without unpaired "
             f"surrogates."
         ) from error
     text += b" " * (-len(text) % LENGTH_BYTES)
     if len(text) > MAX_HEADER_BYTES:
         raise UnsupportedStateError(
-            f"{len(tensors)} tensors need a header of {len(text)} bytes, a tensor file takes {MAX_HEADER_BYTES}; join "
-            f"small tensors into larger ones."
+            f"{len(tensors)} tensors need a header of {len(text)} bytes, but a tensor file allows {MAX_HEADER_BYTES}; "
+            f"join small tensors into larger ones."
         )
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def _dtype_name(name: str, tensor: Tensor) -> str:
     if name == METADATA_KEY:
-        raise UnsupportedStateError(f"a tensor cannot be called {METADATA_KEY}, the format reserves it; rename it.")
+        raise UnsupportedStateError(f"a tensor cannot be named {METADATA_KEY}, which the format reserves; rename it.")
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         raise UnsupportedStateError(f"{name}: only plain tensors can be written, got {type(tensor).__name__}.")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise UnsupportedStateError(f"{name}: only dense tensors with values can be written, got {tensor.layout}.")
     if tensor.dtype not in DTYPE_NAMES:
-        raise UnsupportedStateError(f"{name}: a tensor file has no form for {tensor.dtype}; convert the tensor.")
+        raise UnsupportedStateError(f"{name}: a tensor file cannot hold {tensor.dtype}; convert the tensor.")
     return DTYPE_NAMES[tensor.dtype]
 
 
@@ -122,16 +122,16 @@ def sharding_metadata(
     offsets: Mapping[str, Sequence[int]],
     full_shapes: Mapping[str, Sequence[int]],
 ) -> dict[str, str]:
-    """The metadata by which torch.distributed.checkpoint puts together tensors whose parts lie in several files.
+    """The metadata from which torch.distributed.checkpoint assembles tensors whose shards are in several files.
 
-    A tensor without an entry stands at the origin of its full tensor, and is all of it.
+    A tensor without an entry starts at the origin of its full tensor and is all of it.
 
     Raises:
-        CheckpointError: for an entry of an unknown tensor, or a part that leaves its full tensor.
+        CheckpointError: for an entry of an unknown tensor, or a shard that exceeds its full tensor.
     """
     unknown = sorted((set(offsets) | set(full_shapes)) - set(tensors))
     if unknown:
-        raise CheckpointError(f"offsets or full shapes were given for {unknown}, which are not among the tensors.")
+        raise CheckpointError(f"offsets or full_shapes name {unknown}, which are not among the tensors.")
     sharding: dict[str, dict[str, list[int]]] = {}
     for name, tensor in tensors.items():
         offset = list(offsets.get(name, [0] * tensor.dim()))
@@ -141,20 +141,20 @@ def sharding_metadata(
         )
         if not fits:
             raise CheckpointError(
-                f"{name}: a part of shape {list(tensor.shape)} at {offset} does not lie in a tensor of shape {full}."
+                f"{name}: a shard of shape {list(tensor.shape)} at {offset} exceeds a tensor of shape {full}."
             )
         sharding[name] = {"saved_offsets": offset, "full_shape": full}
     return {SHARDING_KEY: json.dumps(sharding, separators=(",", ":"))}
 
 
 def header_length(where: str, first_bytes: bytes, file_size: int) -> int:
-    """Length of the header in bytes, checked against the file's size and the limit before anything is read.
+    """Length of the header in bytes, checked against the file size and the limit before anything is read.
 
     Raises:
         CheckpointError: for a file that cannot be a tensor file.
     """
     if len(first_bytes) < LENGTH_BYTES:
-        _refuse(where, f"it has {file_size} bytes, a tensor file has at least {LENGTH_BYTES + 2}")
+        _refuse(where, f"it has {file_size} bytes, but a tensor file has at least {LENGTH_BYTES + 2}")
     length = int.from_bytes(first_bytes, "little")
     if length > file_size - LENGTH_BYTES:
         _refuse(where, f"its header should have {length} bytes, but the file has {file_size}")
@@ -164,17 +164,17 @@ def header_length(where: str, first_bytes: bytes, file_size: int) -> int:
 
 
 def parse_header(where: str, text: bytes, file_size: int) -> dict[str, TensorInfo]:
-    """The tensors in the order in which they lie in the file; together they fill it exactly.
+    """The tensors in file order; together they fill the file exactly.
 
     Raises:
         CheckpointError: for anything else, with the file and the reason.
     """
-    header = load_strict(text, f"{where} is no tensor file: its header")
+    header = load_strict(text, f"{where} is not a tensor file: its header")
     if not isinstance(header, dict):
-        _refuse(where, "its header is no JSON object")
+        _refuse(where, "its header is not a JSON object")
     metadata = header.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        _refuse(where, f"{METADATA_KEY} does not map text to text")
+        _refuse(where, f"{METADATA_KEY} does not map strings to strings")
     start = LENGTH_BYTES + len(text)
     infos = {name: _tensor_info(where, name, entry, start) for name, entry in header.items()}
     ordered = dict(sorted(infos.items(), key=lambda item: (item[1].start, item[1].size_bytes)))
@@ -185,25 +185,25 @@ def parse_header(where: str, text: bytes, file_size: int) -> dict[str, TensorInf
             _refuse(where, f"{name[:100]!r} {kind}")
         position += info.size_bytes
     if position != file_size:
-        _refuse(where, f"it has {file_size} bytes, its header accounts for {position}; it was cut short or added to")
+        _refuse(where, f"it has {file_size} bytes, but its header describes {position}; it was truncated or added to")
     return ordered
 
 
 def _tensor_info(where: str, full_name: str, entry: Any, data_start: int) -> TensorInfo:
     name = full_name[:100]
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        _refuse(where, f"the entry of {name!r} must have dtype, shape and data_offsets, and nothing else")
+        _refuse(where, f"the entry of {name!r} must have dtype, shape and data_offsets and nothing else")
     dtype = DTYPES_BY_NAME.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
-        _refuse(where, f"{name!r} has no dtype of the format")
+        _refuse(where, f"{name!r} has a dtype that is not part of the format")
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS or math.prod(max(size, 1) for size in shape) > MAX_ITEMS:
-        _refuse(where, f"{name!r} has no valid shape")
+        _refuse(where, f"{name!r} has an invalid shape")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        _refuse(where, f"{name!r} has no valid data_offsets")
+        _refuse(where, f"{name!r} has invalid data_offsets")
     size_bytes = offsets[1] - offsets[0]
     if math.prod(shape) * dtype.itemsize != size_bytes:
-        _refuse(where, f"{name!r} of shape {shape} and {dtype} does not fill the {size_bytes} bytes it is given")
+        _refuse(where, f"{name!r} of shape {shape} and {dtype} does not fill its {size_bytes} bytes")
     return TensorInfo(dtype, tuple(shape), data_start + offsets[0], size_bytes)
 
 
@@ -212,4 +212,4 @@ def _are_sizes(value: Any) -> bool:
 
 
 def _refuse(where: str, reason: str) -> NoReturn:
-    raise CheckpointError(f"{where} is no tensor file: {reason}.")
+    raise CheckpointError(f"{where} is not a tensor file: {reason}.")

@@ -1,4 +1,4 @@
-"""The leaves of a state: values with one exact form in JSON, from a fixed table of kinds, and what to save for others.
+"""Encodes and decodes the leaf values of a state in JSON, exactly, by a fixed table of kinds; suggests substitutes.
 
 Nothing in a document is ever imported, looked up by name outside these tables, or called.
 """
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 MAX_PLAIN_INT = 2**53
-"""Up to here every JSON reader keeps an integer exact; beyond, it is written in hexadecimal."""
+"""Every JSON reader keeps integers exact up to this bound; larger ones are written in hexadecimal."""
 MAX_HEX_DIGITS = 2**18
 """An integer of a million bits."""
 
@@ -34,7 +34,7 @@ TORCH_DTYPES = {
 NUMPY_DTYPE = re.compile(
     r"[|<>](b1|[iu][1248]|f[248]|c(8|16)|[SU][1-9][0-9]{0,5}|[mM]8(\[[0-9]{0,9}[a-zA-Zμ]{1,7}\])?)"
 )
-"""Arrays of plain items; objects, structures and platform-dependent sizes are not among them."""
+"""Dtypes of plain items; excludes objects, structures and platform-dependent sizes."""
 DEVICE = re.compile(r"[a-z]{1,20}(:[0-9]{1,5})?")
 PATH_KINDS: dict[str, type[PurePath]] = {
     "path": Path,
@@ -44,27 +44,27 @@ PATH_KINDS: dict[str, type[PurePath]] = {
 
 
 class MalformedError(ValueError):
-    """Not what the kind takes; the codec adds the path to the message."""
+    """A payload that its kind does not accept; the codec adds the path to the message."""
 
 
 def expect(condition: object, rule: str) -> None:
-    """Refuse a payload that breaks the rule."""
+    """Refuse a payload that violates the rule."""
     if not condition:
         raise MalformedError(rule)
 
 
 def expect_members(payload: Any, members: set[str]) -> None:
     """Refuse a payload that is not an object of exactly these members."""
-    expect(isinstance(payload, dict) and set(payload) == members, f"it must have {sorted(members)} and nothing else")
+    expect(isinstance(payload, dict) and set(payload) == members, f"it must have exactly the members {sorted(members)}")
 
 
 def shown(payload: Any) -> str:
-    """A payload as it may stand in an error: cut, and never walked."""
+    """A payload in a form that is safe to show in an error: truncated, and never traversed."""
     return repr(payload[:100]) if isinstance(payload, str) else type(payload).__name__
 
 
 def are_plain_numbers(values: Sequence[Any]) -> bool:
-    """Whether all are short integers, or all finite floats: their JSON is themselves, and there may be millions."""
+    """Whether all are short integers, or all finite floats: a fast path, since there may be millions of them."""
     kinds = set(map(type, values))
     if kinds == {int}:
         return bool(max(values) <= MAX_PLAIN_INT and min(values) >= -MAX_PLAIN_INT)
@@ -72,13 +72,13 @@ def are_plain_numbers(values: Sequence[Any]) -> bool:
 
 
 def decode_plain(node: Any) -> Any:
-    """A value that stands in a document as itself."""
+    """A value that a document holds as plain JSON."""
     if type(node) is int:
-        expect(-MAX_PLAIN_INT <= node <= MAX_PLAIN_INT, "a long integer is written in hexadecimal")
+        expect(-MAX_PLAIN_INT <= node <= MAX_PLAIN_INT, "a long integer must be written in hexadecimal")
     elif type(node) is float:
-        expect(math.isfinite(node), "a float that is not finite is written as its bits")
+        expect(math.isfinite(node), "a float that is not finite must be written as its bits")
     elif node is not None and type(node) not in (bool, str):
-        raise MalformedError(f"{type(node).__name__} is no type of JSON")
+        raise MalformedError(f"{type(node).__name__} is not a JSON type")
     return node
 
 
@@ -88,29 +88,29 @@ def _encode_int(value: int) -> Any:
         return value
     digits = hex(value)
     if len(digits) > MAX_HEX_DIGITS:
-        raise MalformedError(f"an integer of {value.bit_length()} bits is too long for a checkpoint; use bytes")
+        raise MalformedError(f"an integer of {value.bit_length()} bits is too long for a checkpoint; save it as bytes")
     return {"int": digits}
 
 
 def _decode_int(payload: Any) -> int:
     is_short = isinstance(payload, str) and len(payload) <= MAX_HEX_DIGITS
-    expect(is_short and re.fullmatch("-?0x[0-9a-f]+", payload), "int takes a hexadecimal text of bounded length")
+    expect(is_short and re.fullmatch("-?0x[0-9a-f]+", payload), "int requires a hexadecimal string of bounded length")
     return int(payload, 16)
 
 
 def _encode_float(value: float) -> Any:
-    """A JSON number (Python writes the shortest text that reads back to the same bits), or the bits of NaN and inf."""
+    """A JSON number (Python writes the shortest text that round-trips to the same bits), or the bits of NaN and inf."""
     return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
 
 
 def _decode_float(payload: Any) -> float:
-    expect(isinstance(payload, str) and re.fullmatch("[0-9a-f]{16}", payload), "float takes 16 hex digits")
+    expect(isinstance(payload, str) and re.fullmatch("[0-9a-f]{16}", payload), "float requires 16 hex digits")
     (value,) = struct.unpack(">d", bytes.fromhex(payload))
     return float(value)
 
 
 def _encode_str(value: str) -> Any:
-    """A JSON text; one with lone surrogates, which no UTF-8 file can hold, as bytes."""
+    """A JSON string; one with unpaired surrogates, which UTF-8 cannot encode, is stored as bytes."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -122,7 +122,7 @@ def _decode_surrogates(payload: Any) -> str:
     try:
         return _unbase64(payload).decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:
-        raise MalformedError(f"surrogates takes UTF-8 bytes ({error.reason})") from error
+        raise MalformedError(f"surrogates requires UTF-8 bytes ({error.reason})") from error
 
 
 def _base64(value: bytes) -> str:
@@ -130,15 +130,15 @@ def _base64(value: bytes) -> str:
 
 
 def _unbase64(payload: Any) -> bytes:
-    expect(isinstance(payload, str), "bytes are written as base64 text")
+    expect(isinstance(payload, str), "bytes must be written as base64 text")
     try:
         return base64.b64decode(payload, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise MalformedError(f"this is no base64 ({error})") from error
+        raise MalformedError(f"not valid base64 ({error})") from error
 
 
 def _decode_complex(payload: Any) -> complex:
-    expect(isinstance(payload, list) and len(payload) == 2, "complex takes two numbers")
+    expect(isinstance(payload, list) and len(payload) == 2, "complex requires two numbers")
     real, imaginary = (part if type(part) is float and math.isfinite(part) else _decode_float(part) for part in payload)
     return complex(real, imaginary)
 
@@ -150,7 +150,7 @@ def _encode_complex(value: complex) -> Any:
 
 def _decode_size(payload: Any) -> torch.Size:
     valid = isinstance(payload, list) and all(type(size) is int and abs(size) < 2**63 for size in payload)
-    expect(valid, "torch.Size takes a list of integers")
+    expect(valid, "torch.Size requires a list of integers")
     return torch.Size(payload)
 
 
@@ -160,7 +160,7 @@ def _decode_torch_dtype(payload: Any) -> torch.dtype:
 
 
 def _decode_device(payload: Any) -> torch.device:
-    expect(isinstance(payload, str) and DEVICE.fullmatch(payload), "torch.device takes a name and an index")
+    expect(isinstance(payload, str) and DEVICE.fullmatch(payload), "torch.device requires a name and an index")
     try:
         return torch.device(payload)
     except RuntimeError as error:
@@ -168,9 +168,9 @@ def _decode_device(payload: Any) -> torch.device:
 
 
 def numpy_dtype(payload: Any) -> np.dtype[Any]:
-    """The dtype of that name, if it is one of plain items."""
+    """The dtype of that name, provided its items are plain."""
     is_plain = isinstance(payload, str) and NUMPY_DTYPE.fullmatch(payload)
-    expect(is_plain, f"NumPy dtype {shown(payload)} is not among the plain ones")
+    expect(is_plain, f"NumPy dtype {shown(payload)} is not a dtype of plain items")
     try:
         dtype: np.dtype[Any] = np.dtype(payload)
     except (TypeError, ValueError) as error:
@@ -179,30 +179,30 @@ def numpy_dtype(payload: Any) -> np.dtype[Any]:
 
 
 def is_plain_dtype(dtype: np.dtype[Any]) -> bool:
-    """Whether arrays of it can be stored."""
+    """Whether arrays of this dtype can be stored."""
     return dtype.fields is None and dtype.subdtype is None and NUMPY_DTYPE.fullmatch(dtype.str) is not None
 
 
 def check_items(items: np.ndarray[Any, Any]) -> None:
-    """Refuse bytes that are no value of the dtype: bools beyond 0 and 1, characters beyond Unicode."""
+    """Refuse bytes that are not a value of the dtype: bools other than 0 and 1, characters outside Unicode."""
     raw = np.ascontiguousarray(items).reshape(-1)
     if items.dtype.kind == "b":
         expect(not (raw.view(np.uint8) > 1).any(), "an array of bools has bytes other than 0 and 1")
     if items.dtype.kind == "U":
         codes = raw.view(np.dtype(items.dtype.byteorder + "u4"))
-        expect(not (codes > 0x10FFFF).any(), "an array of text has characters beyond Unicode")
+        expect(not (codes > 0x10FFFF).any(), "an array of text has characters outside Unicode")
 
 
 def _encode_numpy_scalar(value: np.generic) -> Any:
     if not is_plain_dtype(value.dtype):
-        raise MalformedError(f"a NumPy scalar of {value.dtype} has no exact form; convert it to a Python value")
+        raise MalformedError(f"cannot save a NumPy scalar of {value.dtype} exactly; convert it to a Python value")
     return {"numpy_scalar": [value.dtype.str, _base64(value.tobytes())]}
 
 
 def _decode_numpy_scalar(payload: Any) -> Any:
-    expect(isinstance(payload, list) and len(payload) == 2, "numpy_scalar takes a dtype and bytes")
+    expect(isinstance(payload, list) and len(payload) == 2, "numpy_scalar requires a dtype and bytes")
     dtype, raw = numpy_dtype(payload[0]), _unbase64(payload[1])
-    expect(len(raw) == dtype.itemsize, f"a scalar of {dtype} has {dtype.itemsize} bytes, got {len(raw)}")
+    expect(len(raw) == dtype.itemsize, f"a scalar of {dtype} must have {dtype.itemsize} bytes, got {len(raw)}")
     items = np.frombuffer(raw, dtype)
     check_items(items)
     return items[0]
@@ -215,7 +215,7 @@ def _encode_path(kind: str, value: PurePath) -> Any:
 def _decode_path(kind: str, payload: Any) -> PurePath:
     is_escaped = isinstance(payload, dict) and set(payload) == {"surrogates"}
     text = _decode_surrogates(payload["surrogates"]) if is_escaped else payload
-    expect(isinstance(text, str), f"{kind} takes a text")
+    expect(isinstance(text, str), f"{kind} requires a string")
     return PATH_KINDS[kind](text)
 
 
@@ -223,22 +223,24 @@ def _encode_datetime(value: datetime.datetime) -> Any:
     text = value.isoformat()
     read = datetime.datetime.fromisoformat(text)
     if repr(read) != repr(value):
-        raise MalformedError(f"{value!r} has no exact form; give it a fixed offset: .astimezone(datetime.timezone.utc)")
+        raise MalformedError(
+            f"cannot save {value!r} exactly; give it a fixed offset: .astimezone(datetime.timezone.utc)"
+        )
     return {"datetime": text}
 
 
-def _decode_moment(kind: type[datetime.date], payload: Any) -> datetime.date:
-    expect(isinstance(payload, str) and len(payload) <= 64, "a moment takes an ISO 8601 text")
+def _decode_datetime(kind: type[datetime.date], payload: Any) -> datetime.date:
+    expect(isinstance(payload, str) and len(payload) <= 64, "a date or time requires an ISO 8601 string")
     try:
         return kind.fromisoformat(payload)
     except ValueError as error:
-        raise MalformedError(f"{payload!r} is no moment in ISO 8601") from error
+        raise MalformedError(f"{payload!r} is not a valid ISO 8601 date or time") from error
 
 
 def _decode_timedelta(payload: Any) -> datetime.timedelta:
     valid = isinstance(payload, list) and [type(part) for part in payload] == [int, int, int]
     valid = valid and abs(payload[0]) <= 999_999_999 and 0 <= payload[1] < 86_400 and 0 <= payload[2] < 10**6
-    expect(valid, "timedelta takes days, seconds and microseconds")
+    expect(valid, "timedelta requires days, seconds and microseconds")
     return datetime.timedelta(*payload)
 
 
@@ -262,7 +264,7 @@ VALUE_ENCODERS: dict[type[Any], Callable[[Any], Any]] = {
     datetime.timedelta: lambda value: {"timedelta": [value.days, value.seconds, value.microseconds]},
     **dict.fromkeys({np.dtype(code).type for code in "?bBhHiIlLqQefdFDSUmM"}, _encode_numpy_scalar),
 }
-"""By exact type: a subclass may hold more than its base, so it is refused."""
+"""By exact type: a subclass may carry extra state, so it is refused."""
 
 VALUE_DECODERS: dict[str, Callable[[Any], Any]] = {
     "int": _decode_int,
@@ -274,14 +276,14 @@ VALUE_DECODERS: dict[str, Callable[[Any], Any]] = {
     "torch.dtype": _decode_torch_dtype,
     "torch.device": _decode_device,
     **{kind: partial(_decode_path, kind) for kind in PATH_KINDS},
-    "datetime": partial(_decode_moment, datetime.datetime),
-    "date": partial(_decode_moment, datetime.date),
+    "datetime": partial(_decode_datetime, datetime.datetime),
+    "date": partial(_decode_datetime, datetime.date),
     "timedelta": _decode_timedelta,
     "numpy_scalar": _decode_numpy_scalar,
 }
 
 
-_BY_NAME = "save a name for it, and look that name up in a table of your own when loading"
+_BY_NAME = "save a name for it, and look up that name in your own table when loading"
 _REMEDIES: tuple[tuple[Any, str], ...] = (
     (type, _BY_NAME),
     ((np.ndarray, np.generic), "convert it to plain items (numbers, bools, text, dates), or save it as a list"),
@@ -290,11 +292,11 @@ _REMEDIES: tuple[tuple[Any, str], ...] = (
     (random.Random, "save its getstate()"),
     (np.random.Generator, "save its .bit_generator.state"),
 )
-"""By type, the first that fits."""
+"""By type; the first match applies."""
 
 
 def remedy_for(value: Any) -> str:
-    """What to save in the place of a value that has no form."""
+    """What to save instead of a value that cannot be stored."""
     if isinstance(value, Tensor):
         return _remedy_for_tensor(value)
     for kinds, remedy in _REMEDIES:
@@ -309,16 +311,16 @@ def remedy_for(value: Any) -> str:
 
 def _remedy_for_tensor(tensor: Tensor) -> str:
     if tensor.is_meta:
-        return "it has no values on the meta device: materialise it first"
+        return "it has no values on the meta device: materialize it first"
     if tensor.is_quantized:
         return "save its int_repr(), scale and zero point"
     if tensor.layout is not torch.strided:
-        return "save to_dense(), or its indices and values"
+        return "save its to_dense(), or its indices and values"
     if tensor.dtype == torch.complex128:
         return "save torch.view_as_real(it)"
     if type(tensor) is Tensor:
-        return f"convert it from {tensor.dtype} to a dtype of the safetensors format"
-    return "save the plain tensor in it, for a DTensor to_local() or full_tensor()"
+        return f"convert it from {tensor.dtype} to a dtype that safetensors supports"
+    return "save the plain tensor inside it (for a DTensor: to_local() or full_tensor())"
 
 
 def _remedy_for_container(value: Any) -> str:
@@ -326,11 +328,11 @@ def _remedy_for_container(value: Any) -> str:
         return "save its _asdict()"
     for base in (bool, int, float, str, bytes, tuple, list, dict, set, frozenset):
         if isinstance(value, base):
-            return f"save {base.__name__}(it), a subclass may hold more than that"
+            return f"save {base.__name__}(it); a subclass may carry extra state"
     if isinstance(value, Mapping):
-        return "save dict(it); for a configuration of OmegaConf, OmegaConf.to_container(it)"
+        return "save dict(it); for an OmegaConf configuration, OmegaConf.to_container(it)"
     if isinstance(value, Sequence | bytearray | memoryview):
         return "save list(it) or bytes(it)"
     if callable(value):
         return _BY_NAME
-    return "keep it out of the state, or save plain values and tensors from which it can be built again"
+    return "keep it out of the state, or save plain values and tensors from which it can be rebuilt"

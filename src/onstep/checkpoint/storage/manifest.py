@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds, with size and hash of every file; a folder without a valid one is none."""
+"""Reads, writes and verifies the manifest, which lists a checkpoint's files with sizes and hashes and seals it."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from onstep.checkpoint.components import SharingPattern
 from onstep.checkpoint.format.strict_json import without_repetition
 from onstep.checkpoint.format.tensor_file import FileDigest
 from onstep.errors import CheckpointError
-from onstep.heartbeat import PULSE
+from onstep.heartbeat import HEARTBEAT
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 MANIFEST_BYTES = 64 * 1024**2
-"""A manifest of more bytes is refused unread; one of 100,000 files has about 15 MB."""
+"""Larger manifests are refused unread; one that lists 100,000 files has about 15 MB."""
 READ_BYTES = 8 * 1024**2
 Progress = Callable[[int], object]
-"""Told the bytes read since it was told last."""
+"""Called with the number of bytes read since the previous call."""
 _HASH = re.compile(r"[0-9a-f]{64}")
 _SEAL = re.compile(rb',\n  "blake3": "([0-9a-f]{64})"\n}\n\Z')
-"""The last entry of a manifest: the hash of the bytes before it."""
+"""The last entry of a manifest: the hash of all bytes before it."""
 _SEAL_BYTES = len(b',\n  "blake3": ""\n}\n') + 64
 
 
 @dataclass(frozen=True)
 class ComponentEntry:
-    """What the manifest says about one component."""
+    """The manifest's entry for one component."""
 
     sharing_pattern: str
     """A value of `SharingPattern`."""
@@ -58,26 +58,26 @@ class Manifest:
     world_size: int
     components: dict[str, ComponentEntry]
     files: dict[str, FileDigest]
-    """Every file of the checkpoint but the manifest, by its path relative to the checkpoint."""
+    """Every file of the checkpoint except the manifest, by its path relative to the checkpoint."""
     layout: dict[str, Any] = field(default_factory=dict)
-    """How the run was spread over its ranks."""
+    """How the run was distributed over its ranks."""
     config: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
-    """Of the libraries that wrote it."""
+    """Versions of the libraries that wrote it."""
     metrics: dict[str, float] = field(default_factory=dict)
     persistent: bool = True
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files but the manifest."""
+        """Total bytes of all files except the manifest."""
         return sum(digest.size for digest in self.files.values())
 
     def to_bytes(self) -> bytes:
         """The file's content: JSON whose last entry is the BLAKE3 hash of all bytes before it.
 
         Raises:
-            CheckpointError: for an entry that JSON has no form for, or that reading would refuse.
+            CheckpointError: for an entry that JSON cannot represent or that reading would refuse.
         """
         content = {"format": FORMAT, **asdict(self), "complete": True}
         try:
@@ -90,18 +90,18 @@ class Manifest:
         return sealed
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read and check the manifest of a checkpoint; its files are not looked at.
+def read_manifest(directory: Path) -> Manifest:
+    """Read and check the manifest of a checkpoint; does not check the files it lists.
 
     Raises:
-        CheckpointError: when there is none, or it is not exactly as it was written.
+        CheckpointError: if the manifest is missing or not exactly as it was written.
     """
-    path = folder / MANIFEST
+    path = directory / MANIFEST
     descriptor = _open_plain(path)
     try:
         size = os.fstat(descriptor).st_size
         if size > MANIFEST_BYTES:
-            raise CheckpointError(f"{path} has {size} bytes; a manifest has at most {MANIFEST_BYTES}.")
+            raise CheckpointError(f"{path} has {size} bytes; a manifest must have at most {MANIFEST_BYTES}.")
         with open(descriptor, "rb", closefd=False) as file:
             content = file.read(MANIFEST_BYTES)
     except OSError as error:
@@ -111,33 +111,33 @@ def read_manifest(folder: Path) -> Manifest:
     return _parse(content, path)
 
 
-def verify(folder: Path, *, progress: Progress | None = None) -> Manifest:
+def verify(directory: Path, *, progress: Progress | None = None) -> Manifest:
     """Check every file of a checkpoint against its manifest, by size and hash.
 
     Raises:
         CheckpointError: naming the first file that is missing or not as it was written.
     """
-    manifest = read_manifest(folder)
+    manifest = read_manifest(directory)
     for name, digest in manifest.files.items():
-        check_file(folder, name, digest, progress)
+        check_file(directory, name, digest, progress)
     return manifest
 
 
 def check_file(
-    folder: Path, name: str, expected: FileDigest, progress: Progress | None = None, *, hashed: bool = True
+    directory: Path, name: str, expected: FileDigest, progress: Progress | None = None, *, hashed: bool = True
 ) -> None:
     """Check one listed file by its size and, if `hashed`, its content.
 
     Raises:
-        CheckpointError: when it differs, is missing, or is reached through a symbolic link.
+        CheckpointError: if it differs, is missing, or is reached through a symbolic link.
     """
-    path = folder / name
-    _check_parents(folder, name)
+    path = directory / name
+    _check_parents(directory, name)
     descriptor = _open_plain(path)
     try:
         size = os.fstat(descriptor).st_size
         if size != expected.size:
-            raise CheckpointError(f"{path} has {size} bytes, its manifest says {expected.size}; it is damaged.")
+            raise CheckpointError(f"{path} has {size} bytes, but its manifest lists {expected.size}; it is damaged.")
         if hashed and _hash(descriptor, progress) != expected.blake3:
             raise CheckpointError(f"{path} does not have the BLAKE3 hash in its manifest; its content has changed.")
     except OSError as error:
@@ -146,19 +146,19 @@ def check_file(
         os.close(descriptor)
 
 
-def _check_parents(folder: Path, name: str) -> None:
+def _check_parents(directory: Path, name: str) -> None:
     for parent in list(PurePosixPath(name).parents)[:-1]:
-        path = folder / parent
+        path = directory / parent
         try:
             mode = os.lstat(path).st_mode
         except OSError as error:
-            raise CheckpointError(f"{path} is missing ({error.strerror}), but the manifest lists {name}.") from error
+            raise CheckpointError(f"cannot find {path} ({error.strerror}), but the manifest lists {name}.") from error
         if not stat.S_ISDIR(mode):
-            raise CheckpointError(f"{path} must be a folder of the checkpoint itself, not a file or symbolic link.")
+            raise CheckpointError(f"{path} must be a directory inside the checkpoint, not a file or symbolic link.")
 
 
 def _open_plain(path: Path) -> int:
-    """A descriptor of a regular file; neither links nor devices nor pipes are opened."""
+    """Open a regular file and return its descriptor; refuses links, devices and pipes."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -177,7 +177,7 @@ def _hash(descriptor: int, progress: Progress | None) -> str:
     with open(descriptor, "rb", buffering=0, closefd=False) as file:
         while count := file.readinto(buffer):
             hasher.update(buffer[:count])
-            PULSE.beats += 1
+            HEARTBEAT.beats += 1
             if progress is not None:
                 progress(count)
     return hasher.hexdigest()
@@ -186,28 +186,28 @@ def _hash(descriptor: int, progress: Progress | None) -> str:
 def _parse(content: bytes, path: Path) -> Manifest:
     seal = _SEAL.search(content[-_SEAL_BYTES:])
     if seal is None:
-        raise CheckpointError(f"{path} does not end with its own hash: it is cut short, damaged or no manifest.")
+        raise CheckpointError(f"{path} does not end with its own hash: it is truncated, damaged or not a manifest.")
     if blake3(content[:-_SEAL_BYTES]).hexdigest().encode() != seal[1]:
-        raise CheckpointError(f"{path} does not have the BLAKE3 hash that it ends with; its content has changed.")
+        raise CheckpointError(f"{path} does not match the BLAKE3 hash at its end; its content has changed.")
     try:
         document = json.loads(content, object_pairs_hook=without_repetition)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no valid JSON: {error}.") from None
+        raise CheckpointError(f"{path} is not valid JSON: {error}.") from None
     try:
         return _manifest(document)
     except _RefusedError as error:
-        raise CheckpointError(f"{path} is refused: {error}.") from None
+        raise CheckpointError(f"{path} is invalid: {error}.") from None
 
 
 class _RefusedError(ValueError):
-    """What is wrong in a manifest, before the path of the manifest is known."""
+    """A problem in a manifest; `_parse` adds the path."""
 
 
 def _manifest(document: Any) -> Manifest:
     _check_keys("the manifest", document, _KEYS)
     if document["format"] != FORMAT or type(document["format"]) is not int:
         raise _RefusedError(
-            f"format={document['format']!r} is not known to this version of Onstep, which reads {FORMAT}"
+            f"format={document['format']!r} is not supported by this version of Onstep, which reads {FORMAT}"
         )
     if document["complete"] is not True:
         raise _RefusedError("complete must be true")
@@ -215,7 +215,7 @@ def _manifest(document: Any) -> Manifest:
     for name in files:
         inside = [str(parent) for parent in PurePosixPath(name).parents if str(parent) in files]
         if inside:
-            raise _RefusedError(f"{name!r} lies in {inside[0]!r}, which is a file")
+            raise _RefusedError(f"{name!r} is inside {inside[0]!r}, which is a file")
     components = {key: _component(key, entry, files) for key, entry in _of(document, "components", dict).items()}
     return Manifest(
         step=_count(document, "step"),
@@ -241,7 +241,7 @@ def _digest(name: str, entry: Any) -> FileDigest:
     _check_keys(name, entry, {"size", "blake3"})
     digest = _of(entry, "blake3", str)
     if not _HASH.fullmatch(digest):
-        raise _RefusedError(f"blake3={digest[:80]!r} of {name} must be of 64 hexadecimal digits")
+        raise _RefusedError(f"blake3={digest[:80]!r} of {name} must be 64 hexadecimal digits")
     return FileDigest(_count(entry, "size"), digest)
 
 
@@ -256,7 +256,7 @@ def _component(key: str, entry: Any, files: dict[str, FileDigest]) -> ComponentE
     if unknown:
         raise _RefusedError(f"component {key} has {unknown[0]!r}, which `files` does not list")
     if any(type(rank) is not int or rank < 0 for rank in ranks):
-        raise _RefusedError(f"ranks of {key} must be whole numbers >= 0")
+        raise _RefusedError(f"ranks of {key} must be integers >= 0")
     size, required = _count(entry, "size_bytes"), _of(entry, "required", bool)
     return ComponentEntry(pattern, ranks, names, size, required, _of(entry, "metadata", dict))
 
@@ -264,9 +264,9 @@ def _component(key: str, entry: Any, files: dict[str, FileDigest]) -> ComponentE
 def _check_path(name: str) -> None:
     parts = name.split("/")
     if name == MANIFEST or any(part in ("", ".", "..") or len(part.encode(errors="replace")) > 255 for part in parts):
-        raise _RefusedError(f"path {name[:200]!r} must be relative and below the checkpoint, without '..'")
+        raise _RefusedError(f"path {name[:200]!r} must be relative and inside the checkpoint, without '..'")
     if len(name) > 4096 or not name.isprintable() or "\\" in name:
-        raise _RefusedError(f"path {name[:200]!r} must be of printable characters, without a backslash, at most 4096")
+        raise _RefusedError(f"path {name[:200]!r} must be at most 4096 printable characters, without a backslash")
 
 
 def _check_keys(where: str, entry: Any, expected: set[str]) -> None:
@@ -293,7 +293,7 @@ def _values(entry: dict[str, Any], key: str, kind: type[Any]) -> dict[str, Any]:
 def _count(entry: dict[str, Any], key: str) -> int:
     value = _of(entry, key, int)
     if not 0 <= value < 2**63:
-        _wrong(key, "a whole number from 0 to 2**63 - 1", value)
+        _wrong(key, "an integer from 0 to 2**63 - 1", value)
     return int(value)
 
 

@@ -1,4 +1,4 @@
-"""Copies of tensors in memory that is kept from save to save, so that training goes on while they are written."""
+"""Copies tensors into buffers that are reused across saves, so that training continues while they are written."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Bytes: each copy starts at a multiple, which suits every dtype and the processor's cache lines."""
+"""Alignment of each copy in bytes; suits every dtype and the processor's cache lines."""
 
 
 class WarmBuffers:
-    """Host memory that grows to the largest state it was given and stays.
+    """Host memory that grows to the size of the largest state and is reused.
 
-    Fresh memory costs a page fault every few kilobytes, several times the copy itself; memory that is kept costs it
-    once. What comes from a GPU is copied into page-locked memory, without waiting for it.
+    Fresh memory incurs a page fault every few kilobytes, which costs several times the copy itself; reused memory pays
+    this once. Tensors on a GPU are copied asynchronously into page-locked memory.
     """
 
     def __init__(self) -> None:
@@ -24,13 +24,13 @@ class WarmBuffers:
 
     @property
     def size_bytes(self) -> int:
-        """Memory held."""
+        """Bytes of memory held."""
         return self._plain.size_bytes + self._pinned.size_bytes
 
     def copy(self, tensors: Sequence[Tensor]) -> Snapshot:
-        """Copy the values as they are at this point of each device's stream; overwrites the copy before.
+        """Copy the values as of this point in each device's stream; overwrites the previous copy.
 
-        What is done to the tensors afterwards, in place and on the same stream, does not reach the copies.
+        Later in-place changes to the tensors on the same stream do not affect the copies.
         """
         on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
         on_host = [tensor for tensor in tensors if not tensor.is_cuda]
@@ -45,27 +45,27 @@ class WarmBuffers:
         return Snapshot(copies, events)
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._plain = _Arena(is_pinned=False)
         self._pinned = _Arena(is_pinned=True)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Copies that may still be under way from a GPU."""
+    """Copies whose transfer from a GPU may still be in flight."""
 
     copies: list[Tensor]
     events: list[torch.cuda.Event]
 
     def wait(self) -> list[Tensor]:
-        """The copies in the order of the tensors, once they are complete; may be called from another thread."""
+        """Wait for the copies and return them in the order of the tensors; may be called from another thread."""
         for event in self.events:
             event.synchronize()
         return self.copies
 
 
 class _Arena:
-    """One piece of memory, divided among the tensors of a state; the same tensors find their places again."""
+    """One block of memory divided among the tensors of a state; the division is reused for the same shapes."""
 
     def __init__(self, is_pinned: bool) -> None:
         self._is_pinned = is_pinned
@@ -90,7 +90,7 @@ class _Arena:
         sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
         needed = sum(sizes)
         if needed > self._memory.numel():
-            self._memory, self._places = self._memory[:0], []  # the old memory goes before the new is taken
+            self._memory, self._places = self._memory[:0], []  # free the old memory before allocating the new
             self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=self._is_pinned)
         places, start = [], 0
         for tensor, size in zip(tensors, sizes, strict=True):

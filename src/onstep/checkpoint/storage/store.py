@@ -1,4 +1,4 @@
-"""The one door through which checkpoint files are written: every operation can be logged, failed and replayed."""
+"""Performs all file operations of checkpoint writing, so that each can be logged, made to fail, and replayed."""
 
 from __future__ import annotations
 
@@ -18,75 +18,75 @@ from blake3 import blake3
 
 from onstep.checkpoint.format.tensor_file import FileDigest
 from onstep.errors import CheckpointError
-from onstep.heartbeat import PULSE
+from onstep.heartbeat import HEARTBEAT
 
 Result = TypeVar("Result")
 
 HASH_THREADS = min(4, os.cpu_count() or 1)
-"""A number and not the library's common pool, which a forked process would wait for in vain."""
+"""Explicit, to avoid BLAKE3's shared pool, on which a forked process would hang."""
 HASH_ASIDE_BYTES = 1024**2
-"""From this size on a buffer is hashed by a second thread while it is written; below it the hand-over costs more."""
+"""Buffers of at least this size are hashed in a second thread while being written; for smaller ones it costs more."""
 TRASH = ".trash-"
-"""Prefix of a folder on its way out: no checkpoint any more, and free to be removed by whoever finds it."""
+"""Prefix of a directory being deleted: no longer a checkpoint, and may be removed by any process that finds it."""
 TEMPORARY = ".tmp-"
-"""Prefix of what a save is still writing."""
+"""Prefix of a directory that a save is still writing."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One change of the file system, told to `on_operation` just before it is made."""
+    """One change of the file system, passed to `on_operation` just before it is made."""
 
-    kind: Literal["mkdir", "open", "write", "fsync", "fsync_folder", "rename", "unlink", "rmdir"]
+    kind: Literal["mkdir", "open", "write", "fsync", "fsync_dir", "rename", "unlink", "rmdir"]
     path: Path
     target: Path | None = None
-    """The new name, of a rename."""
+    """The new name, for a rename."""
     data: memoryview = field(default=memoryview(b""), repr=False, compare=False)
-    """What is written; valid only while the operation is told."""
+    """The bytes to write; valid only during the call of `on_operation`."""
 
     @property
     def size(self) -> int:
-        """Bytes written."""
+        """Number of bytes to write."""
         return self.data.nbytes
 
 
 class FileStore:
-    """File operations of one process; may be used from several threads.
+    """File operations of one process; thread-safe.
 
-    Whatever fails raises a CheckpointError that names the operation, the path and the cause.
+    A failing operation raises a CheckpointError that names the operation, the path and the cause.
 
     Args:
-        on_operation: told each operation before it is made; an OSError that it raises counts as the operation's own.
+        on_operation: called with each operation before it is made; an OSError it raises counts as the operation's own.
     """
 
     def __init__(self, on_operation: Callable[[Operation], None] | None = None) -> None:
         self._on_operation = on_operation
 
-    def make_folder(self, path: Path) -> None:
-        """Make a folder; one that exists is fine, other ranks make the same ones."""
-        if not _is_folder(path):
-            self._do(Operation("mkdir", path), lambda: _make_folder(path))
+    def make_dir(self, path: Path) -> None:
+        """Create a directory; it may already exist, since other ranks create the same ones."""
+        if not _is_dir(path):
+            self._do(Operation("mkdir", path), lambda: _make_dir(path))
 
     def make_root(self, path: Path) -> None:
-        """Make a folder with its parents, durably."""
-        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-        for folder in reversed(missing):
-            self.make_folder(folder)
-            self.sync_folder(folder.parent)
+        """Create a directory and its parents, durably."""
+        missing = [directory for directory in (path, *path.parents) if not directory.exists()]
+        for directory in reversed(missing):
+            self.make_dir(directory)
+            self.sync_dir(directory.parent)
 
-    def sync_folder(self, path: Path) -> None:
-        """Make the folder's entries durable: what was created, renamed or removed in it."""
-        self._do(Operation("fsync_folder", path), lambda: _sync_folder(path))
+    def sync_dir(self, path: Path) -> None:
+        """Make the directory's entries durable, i.e. creations, renames and removals in it."""
+        self._do(Operation("fsync_dir", path), lambda: _sync_dir(path))
 
     def open(self, path: Path) -> StoredFile:
-        """Create a file to write; there must be none of that name."""
+        """Create a file for writing; it must not exist yet."""
         return StoredFile(path, self._create(path, os.O_WRONLY), self._do)
 
     def open_lock(self, path: Path) -> int:
-        """Create an empty file to hold a lock on, and give its descriptor."""
+        """Create an empty lock file and return its descriptor."""
         return self._create(path, os.O_RDWR)
 
     def write_file(self, path: Path, content: bytes) -> FileDigest:
-        """Write a whole new file, durably (but for its entry in the folder)."""
+        """Write a complete new file, durably (except for its directory entry)."""
         with self.open(path) as file:
             file.write(content)
         return file.digest
@@ -96,40 +96,40 @@ class FileStore:
         self._do(Operation("rename", source, target), lambda: os.rename(source, target))
 
     def unlink(self, path: Path) -> None:
-        """Remove a file or a symbolic link; one that is gone already is fine."""
+        """Remove a file or symbolic link; it may already be gone."""
         self._do(Operation("unlink", path), lambda: path.unlink(missing_ok=True))
 
-    def remove_tree(self, folder: Path) -> None:
-        """Remove a folder and all in it, never following a symbolic link; one that is gone already is fine.
+    def remove_tree(self, directory: Path) -> None:
+        """Remove a directory tree, never following symbolic links; it may already be gone.
 
-        A checkpoint is renamed durably before its first file goes, so that a half-deleted one is none at any moment.
+        A checkpoint is durably renamed before its first file is removed, so a half-deleted one never counts as one.
         """
-        if not _is_folder(folder):
+        if not _is_dir(directory):
             return
-        if not folder.name.startswith((TRASH, TEMPORARY)):
-            folder = self._throw_away(folder)
-        self._empty(folder)
+        if not directory.name.startswith((TRASH, TEMPORARY)):
+            directory = self._throw_away(directory)
+        self._empty(directory)
 
     def _create(self, path: Path, access: int) -> int:
         flags = access | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return self._do(Operation("open", path), lambda: os.open(path, flags, 0o666))
 
-    def _throw_away(self, folder: Path) -> Path:
-        trash = folder.with_name(f"{TRASH}{folder.name.lstrip('.')}-{secrets.token_hex(4)}")
-        self.rename(folder, trash)
-        self.sync_folder(folder.parent)
+    def _throw_away(self, directory: Path) -> Path:
+        trash = directory.with_name(f"{TRASH}{directory.name.lstrip('.')}-{secrets.token_hex(4)}")
+        self.rename(directory, trash)
+        self.sync_dir(directory.parent)
         return trash
 
-    def _empty(self, folder: Path) -> None:
-        for path, is_folder in sorted(_entries(folder)):
-            if is_folder:
+    def _empty(self, directory: Path) -> None:
+        for path, is_dir in sorted(_entries(directory)):
+            if is_dir:
                 self._empty(path)
             else:
                 self.unlink(path)
-        self._do(Operation("rmdir", folder), lambda: _remove_folder(folder))
+        self._do(Operation("rmdir", directory), lambda: _remove_dir(directory))
 
     def _do(self, operation: Operation, act: Callable[[], Result]) -> Result:
-        """Every change passes here."""
+        """Perform an operation; every change goes through here."""
         try:
             if self._on_operation is not None:
                 self._on_operation(operation)
@@ -139,7 +139,7 @@ class FileStore:
 
 
 class StoredFile:
-    """A file being written, hashed on the way; as a context manager it is durable when the block ends well."""
+    """A file being written and hashed; as a context manager it is durable when the block exits without an error."""
 
     def __init__(
         self, path: Path, descriptor: int, do: Callable[[Operation, Callable[[], int | None]], int | None]
@@ -153,7 +153,7 @@ class StoredFile:
         self._aside: ThreadPoolExecutor | None = None
 
     def write(self, buffer: bytes | bytearray | memoryview, /) -> int:
-        """Append all bytes of the buffer, which may be used again when this returns; gives their number."""
+        """Append all bytes of the buffer and return their number; the buffer may be reused afterwards."""
         data = memoryview(buffer).cast("B")
         if data.nbytes < HASH_ASIDE_BYTES:
             self._write_all(data)
@@ -175,7 +175,7 @@ class StoredFile:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close the file as it is, without a promise; the digest stays unknown."""
+        """Close the file as it is, without making it durable; the digest stays unknown."""
         if self._aside is not None:
             self._aside.shutdown()
             self._aside = None
@@ -185,13 +185,13 @@ class StoredFile:
 
     @property
     def digest(self) -> FileDigest:
-        """Size and hash of what was written, once it is durable.
+        """Size and hash of the contents, available once they are durable.
 
         Raises:
             CheckpointError: before `close` has succeeded.
         """
         if self._digest is None:
-            raise CheckpointError(f"{self.path} is not durable; its digest is known after close().")
+            raise CheckpointError(f"{self.path} is not durable yet; its digest is available after close().")
         return self._digest
 
     def __enter__(self) -> StoredFile:
@@ -216,59 +216,59 @@ class StoredFile:
 
     def _write_all(self, data: memoryview) -> None:
         if self._descriptor is None:
-            raise CheckpointError(f"{self.path} is closed; open a new file to write.")
+            raise CheckpointError(f"{self.path} is closed; open a new file to write to.")
         descriptor = self._descriptor
         while data.nbytes:
             rest = data
             written = self._do(Operation("write", self.path, data=rest), lambda rest=rest: os.write(descriptor, rest))  # type: ignore[misc]
             data = data[written:]
-            PULSE.beats += 1
+            HEARTBEAT.beats += 1
 
 
-def _is_folder(path: Path) -> bool:
-    """Whether it is a folder itself, not a link to one."""
+def _is_dir(path: Path) -> bool:
+    """Whether the path is a directory itself, not a link to one."""
     try:
         return stat.S_ISDIR(os.lstat(path).st_mode)
     except OSError:
         return False
 
 
-def _make_folder(path: Path) -> None:
+def _make_dir(path: Path) -> None:
     try:
         os.mkdir(path)
     except FileExistsError:
-        if not _is_folder(path):
+        if not _is_dir(path):
             raise
 
 
-def _remove_folder(path: Path) -> None:
+def _remove_dir(path: Path) -> None:
     try:
         os.rmdir(path)
     except FileNotFoundError:
-        return  # another process sweeps the same debris
+        return  # another process is sweeping the same leftovers
 
 
-def _sync_folder(path: Path) -> None:
+def _sync_dir(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # the answer of network file systems that have no such thing as folder fsync
+        if error.errno != errno.EINVAL:  # raised by network file systems that do not support fsync of directories
             raise
     finally:
         os.close(descriptor)
 
 
-def _entries(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """Each entry, and whether it is a folder (a link to one is not)."""
+def _entries(directory: Path) -> Iterator[tuple[Path, bool]]:
+    """Each entry, and whether it is a directory (a link to one is not)."""
     try:
-        with os.scandir(folder) as entries:
+        with os.scandir(directory) as entries:
             for entry in entries:
                 yield Path(entry.path), entry.is_dir(follow_symlinks=False)
     except FileNotFoundError:
-        return  # another process sweeps the same debris
+        return  # another process is sweeping the same leftovers
     except OSError as error:
-        raise CheckpointError(f"{folder} cannot be listed ({error.strerror}); see to its permissions.") from error
+        raise CheckpointError(f"cannot list {directory}: {error.strerror}; check its permissions.") from error
 
 
 def _explained(operation: Operation, error: OSError) -> str:
@@ -279,10 +279,10 @@ def _explained(operation: Operation, error: OSError) -> str:
     if operation.target is not None:
         what += f" to {operation.target}"
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return f"{what} failed: {reason}; see to the disk, then save again."
+        return f"{what} failed: {reason}; check the disk, then save again."
     try:
         free: int | str = shutil.disk_usage(operation.path.parent).free
     except OSError:
         free = "unknown"
     needed = f"{operation.size} bytes are needed, {free} bytes are free"
-    return f"{what} failed: {reason}; {needed}: make room, or keep fewer checkpoints."
+    return f"{what} failed: {reason}; {needed}: free up space or keep fewer checkpoints."

@@ -1,4 +1,4 @@
-"""A save, from a temporary folder to a checkpoint: it becomes one by one rename, after all of it is durable."""
+"""Commits a save atomically: files go to a temporary directory, which a single rename turns into a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from onstep.forking import release_in_forked_children
 logger = logging.getLogger(__name__)
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
-"""What file systems without locks answer."""
+"""Error codes of file systems that do not support locks."""
 
 
 class SaveLock:
-    """A lock file beside the temporary folder of a save, held until `release` or the end of the process."""
+    """A lock file next to the temporary directory of a save, held until `release` or the end of the process."""
 
     def __init__(self, store: FileStore, path: Path, descriptor: int) -> None:
         self.path = path
@@ -34,7 +34,7 @@ class SaveLock:
 
     @classmethod
     def take(cls, store: FileStore, path: Path) -> SaveLock | None:
-        """Make the lock file and lock it; None if a sweep got hold of it in between, so that another name is needed."""
+        """Create the lock file and lock it; None if a sweep grabbed it in between: retry with another name."""
         descriptor = store.open_lock(path)
         lock = cls(store, path, descriptor)
         if _try_lock(path, descriptor) and _is_still_there(path, descriptor):
@@ -43,7 +43,7 @@ class SaveLock:
         return None
 
     def release(self) -> None:
-        """Remove the lock file and let go; releasing twice is harmless."""
+        """Remove the lock file and release the lock; releasing twice is harmless."""
         if self._descriptor is not None:
             try:
                 self._store.unlink(self.path)
@@ -57,27 +57,27 @@ class SaveLock:
 
 
 def _try_lock(path: Path, descriptor: int) -> bool:
-    """False if another process has the lock; a file system without locks gives none, and sweeps keep off then."""
+    """False if another process holds the lock; True on a file system without locks, where sweeps do not touch it."""
     try:
         return lock_descriptor(descriptor, blocking=False)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
-            raise CheckpointError(f"{path} cannot be locked ({error.strerror}); see to the file system.") from error
+            raise CheckpointError(f"cannot lock {path}: {error.strerror}; check the file system.") from error
     return True
 
 
 def is_held(path: Path) -> bool:
-    """Whether a live save holds the lock file; where the file system has no locks, whether the file exists."""
+    """Whether a live save holds the lock file; on a file system without locks, whether the file exists."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     except OSError:
-        return True  # not ours to open: what may be alive stays
+        return True  # no permission to open it: keep what may be alive
     try:
         return not lock_descriptor(descriptor, blocking=False)
     except OSError:
-        return True  # nobody can tell: what may be alive stays
+        return True  # unknown: keep what may be alive
     finally:
         os.close(descriptor)
 
@@ -90,18 +90,18 @@ def _is_still_there(path: Path, descriptor: int) -> bool:
 
 
 LATEST = "latest"
-"""Name of the file that names the newest checkpoint: a hint for people and scripts, never trusted here."""
+"""File that names the newest checkpoint: a hint for people and scripts, never trusted by Onstep itself."""
 SUPERSEDED = ".superseded-"
-"""Prefix of a checkpoint that makes way for one of the same step."""
+"""Prefix of a checkpoint moved aside for a new one of the same step."""
 _OF_A_SAVE = re.compile(r"\.(?P<kind>tmp|superseded)-(?P<save>checkpoint-[0-9]+-[0-9a-f]{8})(?P<end>|\.lock|\.latest)")
 _TRASH = re.compile(re.escape(TRASH) + r".+-[0-9a-f]{8}")
 
 
 class SaveTransaction:
-    """One save of one step, on the process that commits it.
+    """The save of one step, on the process that commits it.
 
-    `prepare`, write all files below `folder` (any rank may), then `commit`, or `abandon` after a failure. A lock file
-    beside the folder keeps sweeps of other processes away from it.
+    Call `prepare`, write all files below `directory` (from any rank), then call `commit`, or `abandon` after a failure.
+    A lock file next to the directory keeps sweeps of other processes away from it.
     """
 
     def __init__(self, store: FileStore, root: Path, step: int) -> None:
@@ -115,72 +115,72 @@ class SaveTransaction:
         self._unique = f"checkpoint-{self.step}-{secrets.token_hex(4)}"
 
     @property
-    def folder(self) -> Path:
-        """Where the files are written; no two saves share one."""
+    def directory(self) -> Path:
+        """Directory to write the files to; unique to this save."""
         return self._root / f"{TEMPORARY}{self._unique}"
 
     @property
     def target(self) -> Path:
-        """What the folder is called once it is a checkpoint."""
+        """The directory's final path as a checkpoint."""
         return self._root / f"checkpoint-{self.step}"
 
     def prepare(self) -> None:
-        """Make and lock the folder.
+        """Create and lock the directory.
 
         Raises:
-            CheckpointError: when something that is no checkpoint has the name of this one, or the disk refuses.
+            CheckpointError: if something that is not a checkpoint has the target's name, or on an I/O error.
         """
         self._check_not_foreign()
         self._store.make_root(self._root)
         while (lock := SaveLock.take(self._store, self._root / f"{TEMPORARY}{self._unique}.lock")) is None:
             self._name_anew()
         self._lock = lock
-        self._store.make_folder(self.folder)
+        self._store.make_dir(self.directory)
 
     def commit(self, manifest: Manifest, *, replace: bool = False) -> Path:
-        """Make the folder a checkpoint and give its path; on return it is durable.
+        """Turn the directory into a checkpoint and return its path; the checkpoint is durable on return.
 
         Args:
-            manifest: lists every file in the folder.
-            replace: take the place of a verified checkpoint of the same step; a damaged one always makes way.
+            manifest: lists every file in the directory.
+            replace: replace a verified checkpoint of the same step; a damaged one is always replaced.
 
         Raises:
-            CheckpointError: when a file is not there as listed, when a verified checkpoint of this step is in the way,
-                or when the disk refuses; the checkpoints before it are as they were.
+            CheckpointError: if a file is not present as listed, if a verified checkpoint of this step exists, or on an
+                I/O error; earlier checkpoints are left untouched.
         """
         if manifest.step != self.step:
-            raise CheckpointError(f"a manifest of step {manifest.step} cannot make a checkpoint of step {self.step}.")
+            raise CheckpointError(f"cannot commit a checkpoint of step {self.step} with a manifest of {manifest.step}.")
         for name, digest in manifest.files.items():
-            check_file(self.folder, name, digest, hashed=False)
+            check_file(self.directory, name, digest, hashed=False)
         if not replace:
             self._check_not_in_the_way()
-        below = [Path(path) for path, _, _ in os.walk(self.folder) if Path(path) != self.folder]
-        for folder in sorted(below, reverse=True):  # inner ones first
-            self._store.sync_folder(folder)
-        self._store.write_file(self.folder / MANIFEST, manifest.to_bytes())
-        self._store.sync_folder(self.folder)
+        below = [Path(path) for path, _, _ in os.walk(self.directory) if Path(path) != self.directory]
+        for directory in sorted(below, reverse=True):  # inner ones first
+            self._store.sync_dir(directory)
+        self._store.write_file(self.directory / MANIFEST, manifest.to_bytes())
+        self._store.sync_dir(self.directory)
         self._check_not_foreign()
         if os.path.lexists(self.target):
             self._store.rename(self.target, self._superseded)
-        self._store.rename(self.folder, self.target)
-        self._store.sync_folder(self._root)  # from here on it is a durable checkpoint
+        self._store.rename(self.directory, self.target)
+        self._store.sync_dir(self._root)  # from here on, the checkpoint is durable
         self._store.write_file(self._pointer, f"{self.target.name}\n".encode())
         self._store.rename(self._pointer, self._root / LATEST)
-        self._store.sync_folder(self._root)
+        self._store.sync_dir(self._root)
         self._store.remove_tree(self._superseded)
         self._release()
         return self.target
 
     def abandon(self) -> None:
-        """Remove what the save has left, after a failure; what cannot be removed is left to a later sweep."""
+        """Clean up after a failed save; whatever cannot be removed is left to a later sweep."""
         try:
             if os.path.lexists(self._superseded) and not os.path.lexists(self.target):
                 self._store.rename(self._superseded, self.target)
             self._store.remove_tree(self._superseded)
-            self._store.remove_tree(self.folder)
+            self._store.remove_tree(self.directory)
             self._store.unlink(self._pointer)
         except CheckpointError as error:
-            logger.warning("Leftovers of the save of step %s stay until the next start: %s", self.step, error)
+            logger.warning("Leftovers of the save of step %s remain until the next start: %s", self.step, error)
         self._release()
 
     @property
@@ -197,14 +197,14 @@ class SaveTransaction:
         try:
             self._lock.release()
         except CheckpointError as error:
-            logger.warning("A lock file of the save of step %s stays until the next start: %s", self.step, error)
+            logger.warning("A lock file of the save of step %s remains until the next start: %s", self.step, error)
 
     def _check_not_foreign(self) -> None:
         target = self.target
         if os.path.lexists(target) and (target.is_symlink() or not os.path.lexists(target / MANIFEST)):
             raise CheckpointError(
-                f"{target} exists and is no checkpoint (it has no {MANIFEST} of its own); move it away, or save to "
-                f"another folder."
+                f"{target} exists and is not a checkpoint (it does not contain a {MANIFEST}); move it away, or save to "
+                f"another directory."
             )
 
     def _check_not_in_the_way(self) -> None:
@@ -213,21 +213,21 @@ class SaveTransaction:
         try:
             verify(self.target)
         except CheckpointError as error:
-            logger.warning("A damaged checkpoint makes way for one of the same step: %s", error)
+            logger.warning("Replacing a damaged checkpoint of the same step: %s", error)
         else:
-            raise CheckpointError(f"{self.target} exists and is verified; commit with replace=True to take its place.")
+            raise CheckpointError(f"{self.target} exists and is verified; commit with replace=True to replace it.")
 
 
 def sweep(store: FileStore, root: Path, report: Callable[[str], None] = logger.warning) -> list[Path]:
-    """Remove what dead saves and interrupted deletions have left in `root`, and give what was removed.
+    """Remove leftovers of dead saves and interrupted deletions from `root`, and return what was removed.
 
-    Files of a live save, of any process, stay; so does everything that no save made. A checkpoint that had been moved
-    aside for one that never came is put back.
+    Files of a live save of any process are kept, and so is everything that was not made by a save. A checkpoint that
+    was moved aside for one that never completed is restored.
 
     Args:
-        store: what touches the files.
-        root: the folder of the checkpoints; it may be missing.
-        report: told what cannot be removed, and why.
+        store: performs the file operations.
+        root: directory of the checkpoints; it may be missing.
+        report: called with a message for whatever cannot be removed.
     """
     removed = []
     for path in _leftovers(root):
@@ -240,19 +240,19 @@ def sweep(store: FileStore, root: Path, report: Callable[[str], None] = logger.w
 
 
 def _leftovers(root: Path) -> list[Path]:
-    """What our naming says is no checkpoint (yet, or any more); lock files last, since they guard the rest."""
+    """Paths whose names mark them as not (or no longer) a checkpoint; lock files last, since they guard the rest."""
     try:
         names = sorted(os.listdir(root))
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CheckpointError(f"{root} cannot be listed ({error.strerror}); see to its permissions.") from error
+        raise CheckpointError(f"cannot list {root}: {error.strerror}; check its permissions.") from error
     ours = [name for name in names if _OF_A_SAVE.fullmatch(name) or _TRASH.fullmatch(name)]
     return [root / name for name in sorted(ours, key=lambda name: name.endswith(".lock"))]
 
 
 def _sweep_one(store: FileStore, root: Path, path: Path) -> bool:
-    """Whether it was removed."""
+    """Remove one leftover; False if it was kept or restored."""
     match = _OF_A_SAVE.fullmatch(path.name)
     if match is None:
         store.remove_tree(path)
@@ -264,8 +264,8 @@ def _sweep_one(store: FileStore, root: Path, path: Path) -> bool:
         return True
     stood_at = root / match["save"].rpartition("-")[0]
     if match["kind"] == "superseded" and not os.path.lexists(stood_at) and os.path.lexists(path / MANIFEST):
-        store.rename(path, stood_at)  # the checkpoint that it made way for never came
-        store.sync_folder(root)
+        store.rename(path, stood_at)  # its replacement never completed
+        store.sync_dir(root)
         return False
     store.remove_tree(path)
     return True

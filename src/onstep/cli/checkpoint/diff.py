@@ -1,4 +1,4 @@
-"""`onstep checkpoint diff`: two checkpoints side by side."""
+"""`onstep checkpoint diff`: compares two checkpoints side by side."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from onstep.checkpoint import CheckpointInfo
 from onstep.checkpoint.compare import Comparison, TensorDifference, ValueDifference, compare
 from onstep.cli.tables import counted, date_shown, number_shown, size_shown
 from onstep.config import ChangeClass, from_dict
+from onstep.config.derived import fill
 from onstep.config.differences import changes, describe
-from onstep.config.validate import fill
 from onstep.errors import ConfigError
 
 TENSORS_SHOWN = 10
-"""Of each component, and of each rank where there are several."""
+"""Per component, and per rank if a component is saved by several ranks."""
 VALUES_SHOWN = 8
 _VALUE_WIDTH = 40
 _INDEX = re.compile(r"\.[0-9]+(\.|$)")
 
 
 def report(a: CheckpointInfo, b: CheckpointInfo, *, everything: bool) -> tuple[list[str], bool]:
-    """Compare two verified checkpoints: what is printed, and whether they are the same.
+    """Compare two verified checkpoints: the lines to print, and whether the two are equal.
 
     Raises:
-        CheckpointError: for a file that is not what the writer writes.
+        CheckpointError: if a file is not in Onstep's checkpoint format.
     """
     found = compare(a, b, everything=everything)
     config_lines, same_config = _config(a, b)
@@ -46,12 +46,12 @@ def report(a: CheckpointInfo, b: CheckpointInfo, *, everything: bool) -> tuple[l
     ]
     lines = [line for section in sections if section for line in ("", *section)][1:]
     is_equal = found.is_equal and same_config
-    verdict = "The two are equal." if is_equal else "The two are different."
+    verdict = "The checkpoints are equal." if is_equal else "The checkpoints differ."
     return [printable(line) for line in lines] + ["", verdict + _left_out(found, everything)], is_equal
 
 
 def _config(a: CheckpointInfo, b: CheckpointInfo) -> tuple[list[str], bool]:
-    """The table of changed keys, and whether what is learned is the same."""
+    """The table of changed keys, and whether none of them affects training results."""
     if a.manifest.config == b.manifest.config:
         return ["configuration: the same"], True
     try:
@@ -60,8 +60,8 @@ def _config(a: CheckpointInfo, b: CheckpointInfo) -> tuple[list[str], bool]:
         return [f"configuration: different, but this version of Onstep cannot compare the two: {error}"], False
     is_same = all(one.kind is ChangeClass.SAFE for one in found)
     described = [f"  {line}" for line in describe(found).splitlines()]
-    title = "only in keys that nothing learned depends on" if is_same else "different"
-    return [f"configuration: {title} (A is what was, B what is)", *_fitting(described)], is_same
+    title = "differs only in keys that do not affect training results" if is_same else "different"
+    return [f"configuration: {title} (A: old, B: new)", *_fitting(described)], is_same
 
 
 def _components(found: Comparison) -> list[str]:
@@ -84,11 +84,15 @@ def _tensors(found: Comparison, everything: bool) -> list[str]:
     rows = [("tensor", "shape", "max |a-b|", "relative", "norm A", "norm B"), *map(_tensor_row, shown)]
     lines = [title, *table(rows, "<<>>>>", shrink=0)]
     more = len(different) - len(shown)
-    return [*lines, f"  ... and {more} that differ less; --all shows every one"] if not everything and more else lines
+    return (
+        [*lines, f"  ... and {more} with smaller differences; use --all to show them"]
+        if not everything and more
+        else lines
+    )
 
 
 def _most_different(found: list[TensorDifference]) -> list[TensorDifference]:
-    """Of each state the tensors with the largest relative differences, largest first."""
+    """The tensors of each state with the largest relative differences, largest first."""
     states = dict.fromkeys(one.state for one in found)
     return [
         one
@@ -98,14 +102,14 @@ def _most_different(found: list[TensorDifference]) -> list[TensorDifference]:
 
 
 def _by_difference(one: TensorDifference) -> tuple[bool, float]:
-    """Those that cannot be subtracted, or are NaN, come first."""
+    """Sort key; tensors that cannot be subtracted or contain NaN come first."""
     is_number = one.relative is not None and not math.isnan(one.relative)
     return (is_number, -one.relative if one.relative is not None and is_number else 0.0)
 
 
 def _tensor_row(one: TensorDifference) -> tuple[str, ...]:
-    told = ("not there" if shape is None else "x".join(map(str, shape)) or "()" for shape in one.shapes)
-    shapes = list(dict.fromkeys(told))
+    texts = ("missing" if shape is None else "x".join(map(str, shape)) or "()" for shape in one.shapes)
+    shapes = list(dict.fromkeys(texts))
     dtypes = list(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in one.dtypes if dtype is not None))
     shape = " / ".join(shapes) + (f" {' / '.join(dtypes)}" if len(dtypes) > 1 else "")
     largest = "equal" if one.is_equal else number_shown(one.largest)
@@ -123,7 +127,7 @@ def _values(found: Comparison, everything: bool) -> list[str]:
 
 
 def _values_of(found: list[ValueDifference], everything: bool) -> Iterable[str]:
-    """One line for each difference; without `everything`, one for those alike but for an index in their path."""
+    """One line per difference; without `everything`, differences whose paths differ only in an index are merged."""
     state = found[0].state
     alike = Counter((one.path if everything else _INDEX.sub(r".*\1", one.path), one.old, one.new) for one in found)
     incidental = {one.path for one in found if one.is_incidental}
@@ -133,15 +137,17 @@ def _values_of(found: list[ValueDifference], everything: bool) -> Iterable[str]:
         change = f"{shortened(old, _VALUE_WIDTH)} -> {shortened(new, _VALUE_WIDTH)}"
         yield f"  {f'{state} {path}'.rstrip()}: {change}{times}"
     if len(alike) > len(shown):
-        yield f"  {state}: ... and {len(alike) - len(shown)} more; --all shows every one"
+        yield f"  {state}: ... and {len(alike) - len(shown)} more; use --all to show them"
 
 
 def _left_out(found: Comparison, everything: bool) -> str:
     incidental = sum(one.is_incidental for one in found.values)
     if not incidental:
         return ""
-    where = "" if everything else "; --all shows them"
-    return f" Not counted: {counted(incidental, 'value')} of the clock or of the run's own folder{where}."
+    where = "" if everything else "; use --all to show them"
+    return (
+        f" Not counted: {counted(incidental, 'difference')} in timings or in paths of the run's own directory{where}."
+    )
 
 
 def _fitting(lines: list[str]) -> list[str]:

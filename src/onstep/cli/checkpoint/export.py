@@ -1,4 +1,4 @@
-"""`onstep checkpoint export`: the weights of a checkpoint for other programs."""
+"""`onstep checkpoint export`: writes the weights of a checkpoint in formats that other programs read."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from onstep.checkpoint.loading import read_weights
 from onstep.checkpoint.states import mismatches
 from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.checkpoint.storage.store import TEMPORARY
-from onstep.config import ConfigContainer, from_dict
-from onstep.config.parts import TokenizerConfig
+from onstep.config import ConfigContainer, TokenizerConfig, from_dict
 from onstep.data import Tokenizer, build_tokenizer, tokenizer_in_run
 from onstep.errors import CheckpointError, ConfigError, DataError, MissingExtraError
 from onstep.models import Transformer, save_hf
@@ -25,20 +24,20 @@ from onstep.models.transformer import empty_transformer
 from onstep.training.setup.lora import merged_state_dict
 
 _EXPORTED = (".json", ".safetensors", ".txt", ".model", ".jinja", ".md")
-"""Ends of the names of files in a Hugging Face directory; a folder with anything else in it is never replaced."""
+"""Suffixes of files in a Hugging Face model directory; a directory that contains anything else is never replaced."""
 
 
 def export_safetensors(info: CheckpointInfo, out: Path, *, force: bool) -> list[str]:
-    """Write the weights as one safetensors file, tied ones once; gives what there is to say about it.
+    """Write the weights as one safetensors file, tied weights once; returns notes for the user.
 
-    The names that tied weights lost stand in the file's metadata, each with the name that it is stored under, as
-    `safetensors.torch.save_model` has it, so that `safetensors.torch.load_model` fills the whole model.
+    As in `safetensors.torch.save_model`, the file's metadata maps each dropped name of a tied weight to the name it is
+    stored under, so `safetensors.torch.load_model` restores the whole model.
 
     Raises:
-        CheckpointError: when `out` is in the way, or the checkpoint has no weights in one piece.
+        CheckpointError: when `out` cannot be written or replaced, or the checkpoint has no unsharded weights.
     """
     if out.is_dir():
-        raise CheckpointError(f"{out} is a folder; give the name of a file, such as {out / 'model.safetensors'}.")
+        raise CheckpointError(f"{out} is a directory; name a file, such as {out / 'model.safetensors'}.")
     _check_target(out, force)
     tensors, tied = read_weights(info)
     store = FileStore()
@@ -52,13 +51,13 @@ def export_safetensors(info: CheckpointInfo, out: Path, *, force: bool) -> list[
 
 
 def export_hf(info: CheckpointInfo, out: Path, *, force: bool) -> list[str]:
-    """Write a folder that `transformers` opens, with the tokenizer's files; gives what there is to say about it.
+    """Write a directory that `transformers` can load, with the tokenizer's files; returns notes for the user.
 
     Raises:
-        CheckpointError: when `out` is in the way, or the weights are not those of the stored configuration's model.
+        CheckpointError: when `out` cannot be written or replaced, or the weights do not match the stored configuration.
     """
     if out.exists() and not out.is_dir():
-        raise CheckpointError(f"{out} is a file; give the name of a folder, or --format safetensors.")
+        raise CheckpointError(f"{out} is a file; name a directory, or use --format safetensors.")
     _check_target(out, force)
     config = _stored_config(info)
     model = _model(info, config)
@@ -72,7 +71,7 @@ def export_hf(info: CheckpointInfo, out: Path, *, force: bool) -> list[str]:
         for path in temporary.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-        store.sync_folder(temporary)
+        store.sync_dir(temporary)
 
     _put_in_place(store, out, write)
     return [f"{model.num_parameters():,} parameters", *notes]
@@ -80,7 +79,7 @@ def export_hf(info: CheckpointInfo, out: Path, *, force: bool) -> list[str]:
 
 def _stored_config(info: CheckpointInfo) -> ConfigContainer:
     if not info.manifest.config:
-        raise CheckpointError(f"{info.path} holds no configuration; {_INSTEAD}")
+        raise CheckpointError(f"{info.path} contains no configuration; {_INSTEAD}")
     try:
         return from_dict(info.manifest.config)
     except ConfigError as error:
@@ -100,9 +99,9 @@ def _model(info: CheckpointInfo, config: ConfigContainer) -> Transformer:
     problems = _why_not(config, state)
     if problems:
         raise CheckpointError(
-            f"{info.path} does not hold Onstep's own Transformer as its configuration describes it ({problems}), so no "
-            f"config.json of transformers can be written for it. A model of your own: {_INSTEAD} One of transformers: "
-            f"load that file into it and call its save_pretrained."
+            f"{info.path} does not contain the Onstep Transformer that its configuration describes ({problems}), so no "
+            f"config.json for transformers can be written. For your own model, {_INSTEAD} For a transformers model, "
+            f"load that file into it and call save_pretrained."
         )
     model = empty_transformer(config.model).to(state["embedding.weight"].dtype)
     ModelState([model]).load_state_dict(state)
@@ -110,9 +109,9 @@ def _model(info: CheckpointInfo, config: ConfigContainer) -> Transformer:
 
 
 def _why_not(config: ConfigContainer, state: dict[str, Tensor]) -> str:
-    """Why the weights are not the configured model's; '' if they are."""
+    """Why the weights do not fit the configured model; '' if they do."""
     if config.model.vocab_size is None:
-        return "its configuration names no model.vocab_size"
+        return "its configuration does not set model.vocab_size"
     try:
         model = empty_transformer(config.model)
     except ConfigError as error:
@@ -123,42 +122,46 @@ def _why_not(config: ConfigContainer, state: dict[str, Tensor]) -> str:
 
 
 def _tokenizer(config: TokenizerConfig, checkpoint: Path) -> tuple[Tokenizer | None, list[str]]:
-    """The tokenizer of the run that the checkpoint is of, and what to say about it."""
+    """The tokenizer of the checkpoint's run, and notes about it."""
     try:
         tokenizer = build_tokenizer(tokenizer_in_run(config, checkpoint))
     except (DataError, MissingExtraError) as error:
         return None, [f"without the tokenizer: {error}"]
     source = getattr(tokenizer, "path", None)
     return tokenizer, [
-        f"the tokenizer {config.tokenizer_type!r} has no files" if source is None else f"with the tokenizer of {source}"
+        f"the tokenizer {config.tokenizer_type!r} has no files"
+        if source is None
+        else f"with the tokenizer from {source}"
     ]
 
 
 def _check_target(out: Path, force: bool) -> None:
     if any((parent / MANIFEST).exists() for parent in (out.resolve(), *out.resolve().parents)):
-        raise CheckpointError(f"{out} lies in a checkpoint, where nothing else belongs; choose another place.")
+        raise CheckpointError(f"{out} is inside a checkpoint, where nothing may be written; choose another path.")
     if not os.path.lexists(out):
         return
     if not force:
-        raise CheckpointError(f"{out} exists; choose another name, or replace it with --force.")
+        raise CheckpointError(f"{out} already exists; choose another name, or pass --force to replace it.")
     if out.is_dir() and not out.is_symlink():
         foreign = sorted(path.name for path in out.iterdir() if path.is_dir() or path.suffix not in _EXPORTED)
         if foreign or (any(out.iterdir()) and not (out / "config.json").is_file()):
-            why = f"it holds {', '.join(foreign[:5])}" if foreign else "it has no config.json"
-            raise CheckpointError(f"{out} is no earlier export ({why}), so --force does not replace it; remove it.")
+            why = f"it contains {', '.join(foreign[:5])}" if foreign else "it has no config.json"
+            raise CheckpointError(
+                f"{out} is not an earlier export ({why}), so --force does not replace it; remove it yourself."
+            )
 
 
 def _put_in_place(store: FileStore, out: Path, write: Callable[[Path], None]) -> None:
-    """Make a file or folder beside `out`, durable, and give it its name; a failure leaves `out` as it was."""
+    """Write a temporary file or directory next to `out`, fsync it and rename it; a failure leaves `out` unchanged."""
     store.make_root(out.parent)
     temporary = out.with_name(f"{TEMPORARY}{out.name}-{secrets.token_hex(4)}")
     replaced = out.with_name(f"{temporary.name}-replaced")
     try:
         write(temporary)
-        if out.is_dir() and not out.is_symlink():  # a folder cannot be renamed over one that is not empty
+        if out.is_dir() and not out.is_symlink():  # a directory cannot be renamed onto a non-empty one
             store.rename(out, replaced)
         store.rename(temporary, out)
-        store.sync_folder(out.parent)
+        store.sync_dir(out.parent)
     finally:
         _remove(temporary)
         if replaced.exists() and not out.exists():

@@ -1,4 +1,4 @@
-"""`onstep checkpoint list|verify|diff|export`."""
+"""`onstep checkpoint list|verify|diff|export`: inspects checkpoints and exports their weights."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from onstep.errors import OnstepError
 
 app = application(
     no_args_is_help=True,
-    help="Look at the checkpoints of a run, check them, compare two, take the weights out of one.\n\n"
-    "PATH is a checkpoint, a folder of checkpoints or a run; a run may be named as below runs/. PATH@STEP is the "
-    "checkpoint of that step, PATH@best the best one; without either it is the newest.",
+    help="List, verify, compare and export the checkpoints of a run.\n\n"
+    "PATH is a checkpoint, a directory of checkpoints, or a run (a path, or a name below runs/). PATH@STEP selects the "
+    "checkpoint of that step, PATH@best the best one; the default is the newest.",
 )
 
 DIFFERENT = 1
-"""Exit code of `diff` for two checkpoints that are not the same."""
+"""Exit code of `diff` when the checkpoints differ."""
 TROUBLE = 2
-"""Exit code of `diff` for what cannot be compared; the three are those of diff(1)."""
+"""Exit code of `diff` when the comparison fails; the codes follow diff(1)."""
 
 
 class Format(StrEnum):
-    """What `export` writes."""
+    """Output formats of `export`."""
 
     SAFETENSORS = "safetensors"
     HF = "hf"
@@ -36,15 +36,15 @@ class Format(StrEnum):
 
 @app.command("list")
 def list_(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A run, or a folder of checkpoints.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A run, or a directory of checkpoints.")],
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: {root, resumes_from, checkpoints: [...]}.")
     ] = False,
-    quick: Annotated[bool, typer.Option(help="Look at sizes only, without hashing the newest one.")] = False,
+    quick: Annotated[bool, typer.Option(help="Check file sizes only; do not hash the newest checkpoint.")] = False,
 ) -> None:
     """List the checkpoints of a run, newest first.
 
-    Damaged and unfinished ones too; the best is marked, and the one that a resume would take.
+    Includes damaged and unfinished ones; marks the best one and the one that a resume would load.
     """
     from onstep.cli.checkpoint.listing import as_json as in_json
     from onstep.cli.checkpoint.listing import as_lines, read_listing
@@ -56,31 +56,31 @@ def list_(
 
 @app.command()
 def verify(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, or a run: its newest one.")],
-    everything: Annotated[bool, typer.Option("--all", help="All checkpoints of the run or folder.")] = False,
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, or a run (its newest checkpoint).")],
+    everything: Annotated[bool, typer.Option("--all", help="All checkpoints of the run or directory.")] = False,
 ) -> None:
-    """Compare every file with its hash in the manifest.
+    """Check every file against its hash in the manifest.
 
-    Each bad file is named. Exit code 1 if one is bad.
+    Lists each bad file. The exit code is 1 if any file is bad.
     """
-    from onstep.cli.checkpoint.listing import folders_to_verify, is_intact
+    from onstep.cli.checkpoint.listing import dirs_to_verify, is_intact
 
-    verdicts = [is_intact(folder) for folder in folders_to_verify(path, everything=everything)]
+    verdicts = [is_intact(directory) for directory in dirs_to_verify(path, everything=everything)]
     if not all(verdicts):
         raise typer.Exit(ERROR)
 
 
 @app.command()
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, as in runs/NAME@20.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
-    everything: Annotated[bool, typer.Option("--all", help="Show all, what is equal too.")] = False,
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, such as runs/NAME@20.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The checkpoint to compare it with.")],
+    everything: Annotated[bool, typer.Option("--all", help="Show everything, including what is equal.")] = False,
 ) -> None:
     """Compare two checkpoints.
 
-    Configuration, components, each tensor, counters and other values; both are verified first. Exit code 0: equal,
-    1: different, 2: they cannot be compared. What two equal runs differ in does not count: run id, dates, keys of the
-    configuration that nothing learned depends on, values of the clock and paths in the run's own folder.
+    Compares configuration, components, every tensor, counters and other values; both are verified first. Exit code
+    0: equal, 1: different, 2: comparison failed. Differences between otherwise identical runs do not count: run ids,
+    dates, timings, paths in the run's own directory, and configuration keys that do not affect training results.
     """
     try:
         from onstep.cli.checkpoint.diff import report
@@ -97,18 +97,18 @@ def diff(
 
 @app.command()
 def export(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, or a run: its newest verified one.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="File or folder to write.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, or a run (its newest verified one).")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="File or directory to write.")],
     form: Annotated[
         Format | None,
-        typer.Option("--format", help="Default: safetensors where OUT ends in .safetensors, else hf."),
+        typer.Option("--format", help="Default: safetensors if OUT ends in .safetensors, else hf."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
 ) -> None:
     """Write the weights of a checkpoint for other programs.
 
-    safetensors: one file of all weights. hf: a folder that AutoModelForCausalLM.from_pretrained of transformers opens,
-    with the tokenizer's files; for Onstep's own models.
+    safetensors: one file with all weights. hf: a directory for AutoModelForCausalLM.from_pretrained of transformers,
+    including the tokenizer's files; for Onstep's own models only.
     """
     from onstep.analysis.text_tables import printable
     from onstep.cli.checkpoint.export import export_hf, export_safetensors

@@ -1,4 +1,4 @@
-"""`onstep checkpoint list|verify`: what lies in a folder of checkpoints, and every file against its hash."""
+"""`onstep checkpoint list|verify`: lists a directory of checkpoints and checks files against their hashes."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from onstep.checkpoint.catalog.discovery import (
     unlisted_files,
 )
 from onstep.checkpoint.catalog.retention import metric_value
-from onstep.cli.checkpoint.paths import CHECKPOINT_NAME, folder_of, locate, retention_of
+from onstep.cli.checkpoint.paths import CHECKPOINT_NAME, dir_of, locate, retention_of
 from onstep.cli.tables import counted, date_shown, metric_shown, size_shown
 from onstep.errors import CheckpointError
 
 _NOISE = ("epoch", "runtime", "per_second")
-"""Ends of the names of metrics that say nothing of how good a checkpoint is."""
+"""Suffixes of metrics that do not measure a checkpoint's quality."""
 _METRICS_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Listing:
-    """A folder of checkpoints."""
+    """The contents of a directory of checkpoints."""
 
     root: Path
     entries: list[Entry]
     taken: Entry | None
-    """The one that a resume would take."""
+    """The one that a resume would load."""
     best: Entry | None
     judge: Retention
     branches: dict[str, list[int]]
     is_verified: bool
-    """Whether contents were hashed, from the newest on, until one was right."""
+    """Whether checkpoints were hashed, newest first, until an intact one was found."""
 
 
 def read_listing(root: Path, *, verifies: bool) -> Listing:
-    """Look at a folder of checkpoints.
+    """List a directory of checkpoints.
 
     Raises:
-        CheckpointError: when it cannot be listed.
+        CheckpointError: when the directory cannot be read.
     """
     entries = inventory(root)
     taken = next((entry for entry in entries if entry.info is not None), None)
@@ -65,7 +65,7 @@ def read_listing(root: Path, *, verifies: bool) -> Listing:
 
 
 def as_json(listing: Listing) -> dict[str, Any]:
-    """The same for programs; see `onstep checkpoint list --help`."""
+    """The listing for `--json`; see `onstep checkpoint list --help`."""
     return {
         "root": str(listing.root),
         "resumes_from": None if listing.taken is None else str(listing.taken.path),
@@ -77,14 +77,14 @@ def as_json(listing: Listing) -> dict[str, Any]:
 
 
 def as_lines(listing: Listing) -> list[str]:
-    """The table, with what needs more words below it."""
+    """The table, followed by its legend and remarks."""
     if not listing.entries:
         return [f"{listing.root} has no checkpoints.", *_branch_lines(listing)]
     total = size_shown(sum(entry.size_bytes for entry in listing.entries))
     heading = ("", "step", "date", "size", "ranks", "metrics", "state")
     rows = [heading, *(_row(listing, entry) for entry in listing.entries)]
     lines = [
-        f"{listing.root}: {counted(len(listing.entries), 'folder')}, {total}",
+        f"{listing.root}: {counted(len(listing.entries), 'directory')}, {total}",
         "",
         *table(rows, "<><>><<", indent="", shrink=5),
         "",
@@ -114,7 +114,7 @@ def _row(listing: Listing, entry: Entry) -> Sequence[str]:
 
 
 def _metrics(listing: Listing, entry: Entry) -> str:
-    """The metric that checkpoints are judged by, marked where it is the best; then others, as far as there is room."""
+    """The metric that ranks checkpoints, marked if it is the best; then others, as far as space allows."""
     assert entry.manifest is not None
     metrics, bare = entry.manifest.metrics, listing.judge.metric.removeprefix("eval_")
     others = [name for name in metrics if not name.endswith(_NOISE) and name.removeprefix("eval_") != bare]
@@ -129,20 +129,20 @@ def _metrics(listing: Listing, entry: Entry) -> str:
 def _legend(listing: Listing) -> list[str]:
     lines = []
     if listing.taken is None:
-        lines.append("   No checkpoint here can be resumed from.")
+        lines.append("   None of these checkpoints can be resumed from.")
     else:
         checked = "verified" if listing.is_verified else "not hashed"
-        lines.append(f"-> A resume takes this one ({checked}).")
+        lines.append(f"-> A resume loads this one ({checked}).")
     if listing.best is not None:
-        lines.append(f" * The best by {listing.judge.metric}.")
+        lines.append(f" * Best by {listing.judge.metric}.")
     if any(entry.state in (EntryState.UNFINISHED, EntryState.DELETING) for entry in listing.entries):
-        lines.append("   What is unfinished or half deleted is no checkpoint; the next start of the run removes it.")
+        lines.append("   Unfinished and half-deleted checkpoints are unusable; the next start of the run removes them.")
     return lines
 
 
 def _branch_lines(listing: Listing) -> list[str]:
     return [
-        f"   {listing.root / name}: {counted(len(steps), 'checkpoint')} of a branch that the run has left "
+        f"   {listing.root / name}: {counted(len(steps), 'checkpoint')} of a branch that the run abandoned "
         f"(steps {', '.join(map(str, steps))})"
         for name, steps in listing.branches.items()
     ]
@@ -166,44 +166,44 @@ def _record(listing: Listing, entry: Entry) -> dict[str, Any]:
     }
 
 
-def folders_to_verify(words: str, *, everything: bool) -> list[Path]:
-    """The newest checkpoint, or the one that is named; with `everything` all beside it.
+def dirs_to_verify(words: str, *, everything: bool) -> list[Path]:
+    """The newest checkpoint, or the one that is named; with `everything`, all in the same directory.
 
     Raises:
-        CheckpointError: when there is none.
+        CheckpointError: when no checkpoint is found.
     """
     if not everything:
-        return [folder_of(words)]
+        return [dir_of(words)]
     root = locate(words).root
-    folders = [entry.path for entry in inventory(root) if CHECKPOINT_NAME.fullmatch(entry.path.name)]
-    if not folders:
-        raise CheckpointError(f"{root} has no checkpoints to verify; give a run, or a folder of checkpoints.")
-    return folders
+    directories = [entry.path for entry in inventory(root) if CHECKPOINT_NAME.fullmatch(entry.path.name)]
+    if not directories:
+        raise CheckpointError(f"{root} has no checkpoints to verify; name a run or a directory of checkpoints.")
+    return directories
 
 
-def is_intact(folder: Path) -> bool:
-    """Hash a checkpoint, with a bar where there is a terminal, and print what is wrong with it."""
+def is_intact(directory: Path) -> bool:
+    """Hash a checkpoint, with a progress bar on a terminal, and print what is wrong with it."""
     try:
-        manifest = read_manifest(folder)
+        manifest = read_manifest(directory)
     except CheckpointError as error:
-        print(f"{folder}: BAD\n  {printable(str(error))}")
+        print(f"{directory}: BAD\n  {printable(str(error))}")
         return False
     with tqdm(
-        total=manifest.size_bytes, desc=folder.name, unit="B", unit_scale=True, leave=False, disable=None, delay=0.5
+        total=manifest.size_bytes, desc=directory.name, unit="B", unit_scale=True, leave=False, disable=None, delay=0.5
     ) as bar:
 
         def show(count: int) -> None:
             bar.update(count)
 
-        problems = damage(folder, show)
+        problems = damage(directory, show)
     files = counted(len(manifest.files), "file")
     if problems:
-        print(f"{folder}: BAD, {len(problems)} of {files}" if len(problems) > 1 else f"{folder}: BAD")
+        print(f"{directory}: BAD, {len(problems)} of {files}" if len(problems) > 1 else f"{directory}: BAD")
     else:
-        print(f"{folder}: good, {files}, {size_shown(manifest.size_bytes)}")
+        print(f"{directory}: good, {files}, {size_shown(manifest.size_bytes)}")
     for line in problems:
         print(f"  {printable(line)}")
-    extra = unlisted_files(folder, manifest)
+    extra = unlisted_files(directory, manifest)
     if extra:
-        print(f"  besides: {printable(', '.join(extra))}, not in the manifest, so never read")
+        print(f"  extra files: {printable(', '.join(extra))}; not in the manifest, never read")
     return not problems

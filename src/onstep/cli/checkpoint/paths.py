@@ -1,4 +1,4 @@
-"""Which checkpoint the words of a command line name."""
+"""Resolves `PATH`, `PATH@STEP` and `PATH@best` on the command line to a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onstep.checkpoint import CheckpointInfo, Retention, checkpoints, resolve, v
 from onstep.checkpoint.catalog.discovery import inventory
 from onstep.checkpoint.catalog.retention import best_verified
 from onstep.checkpoint.storage.manifest import MANIFEST
-from onstep.config.part import nearest
+from onstep.config.suggestions import nearest
 from onstep.errors import CheckpointError
 
 BEST = "best"
@@ -21,61 +21,63 @@ CHECKPOINT_NAME = re.compile(r"checkpoint-[0-9]+")
 
 @dataclass(frozen=True)
 class Location:
-    """A folder of checkpoints, or one of them."""
+    """A directory of checkpoints, or a single checkpoint."""
 
     root: Path
     checkpoint: Path | None = None
-    """The folder that was named, where it is a checkpoint's own; it may be damaged."""
+    """The named directory if it is itself a checkpoint, possibly damaged."""
     choice: str | None = None
-    """What stood behind the `@`: a step, or `best`."""
+    """The text after the `@`: a step, or `best`."""
 
 
 def locate(words: str) -> Location:
-    """What `PATH`, `PATH@STEP` or `PATH@best` names: a checkpoint, a folder of checkpoints, or a run.
+    """Locate `PATH`, `PATH@STEP` or `PATH@best`: a checkpoint, a directory of checkpoints, or a run.
 
-    A name that is no path here is looked for below `runs/`.
+    A name that is not an existing path is looked up below `runs/`.
 
     Raises:
-        CheckpointError: when there is nothing of that name, with names near it.
+        CheckpointError: when nothing has that name; the message suggests similar names.
     """
     match = None if Path(words).exists() else _CHOSEN.fullmatch(words)
     path, choice = (words, None) if match is None else (match["path"], match["choice"])
-    folder = _existing(path)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file; give a checkpoint, a folder of checkpoints, or a run.")
-    if (folder / MANIFEST).exists() or CHECKPOINT_NAME.fullmatch(folder.resolve().name):
-        return Location(folder.parent, folder, choice)
-    return Location(_root_of(folder), None, choice)
+    directory = _existing(path)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is a file; name a checkpoint, a directory of checkpoints, or a run.")
+    if (directory / MANIFEST).exists() or CHECKPOINT_NAME.fullmatch(directory.resolve().name):
+        return Location(directory.parent, directory, choice)
+    return Location(_root_of(directory), None, choice)
 
 
 def find(words: str) -> CheckpointInfo:
-    """The verified checkpoint that the words name; of several the newest.
+    """The verified checkpoint that `words` names; the newest if there are several.
 
     Raises:
-        CheckpointError: when there is none, or not every file of it is as it was written.
+        CheckpointError: when there is none, or one of its files is damaged.
     """
     place = locate(words)
     step = int(place.choice) if place.choice not in (None, BEST) else None
     if place.checkpoint is not None:
         manifest = verify(place.checkpoint)
         if place.choice == BEST or step not in (None, manifest.step):
-            raise CheckpointError(f"{place.checkpoint} is one checkpoint, of step {manifest.step}; leave @ away.")
+            raise CheckpointError(
+                f"{place.checkpoint} is a single checkpoint, of step {manifest.step}; drop @{place.choice}."
+            )
         return CheckpointInfo(place.checkpoint, manifest.step, manifest)
     if place.choice != BEST:
         return resolve(place.root, step)
     judge, refused = retention_of(checkpoints(place.root)), list[str]()
     info = best_verified(place.root, judge, refused.append)
     if info is None:
-        why = "; ".join(refused) or f"no checkpoint there has a value of {judge.metric!r}"
+        why = "; ".join(refused) or f"no checkpoint there has a value for {judge.metric!r}"
         raise CheckpointError(f"{place.root} has no best checkpoint: {why}. Choose a step: {place.root}@STEP.")
     return info
 
 
-def folder_of(words: str) -> Path:
-    """The one folder that the words name, whatever its state: of several that of the newest step.
+def dir_of(words: str) -> Path:
+    """The checkpoint directory that `words` names, whatever its state; the one of the newest step if there are several.
 
     Raises:
-        CheckpointError: when there is none.
+        CheckpointError: when no checkpoint is found.
     """
     place = locate(words)
     if place.checkpoint is not None:
@@ -87,12 +89,12 @@ def folder_of(words: str) -> Path:
     if not wanted:
         steps = ", ".join(str(entry.step) for entry in named) or "none"
         what = "checkpoint" if place.choice is None else f"checkpoint of step {place.choice}"
-        raise CheckpointError(f"{place.root} holds no {what}; it has those of steps: {steps}.")
+        raise CheckpointError(f"{place.root} has no {what}; it has checkpoints of steps: {steps}.")
     return wanted[0].path
 
 
 def retention_of(infos: list[CheckpointInfo]) -> Retention:
-    """By which metric the run judges its checkpoints, as the newest of them tells."""
+    """The metric by which the run ranks its checkpoints, read from the newest one."""
     validation = infos[0].manifest.config.get("validation") if infos else None
     stored = validation if isinstance(validation, dict) else {}
     metric, greater = stored.get("metric_for_best_model"), stored.get("greater_is_better")
@@ -104,29 +106,29 @@ def retention_of(infos: list[CheckpointInfo]) -> Retention:
 
 def _existing(path: str) -> Path:
     candidates = [Path(path)] + ([] if Path(path).is_absolute() else [Path("runs") / path])
-    for folder in candidates:
-        if folder.exists():
-            return folder
+    for directory in candidates:
+        if directory.exists():
+            return directory
     known = {
         sibling.name: sibling.parent
-        for folder in reversed(candidates)
-        if folder.parent.is_dir()
-        for sibling in folder.parent.iterdir()
+        for directory in reversed(candidates)
+        if directory.parent.is_dir()
+        for sibling in directory.parent.iterdir()
         if sibling.is_dir() and not sibling.name.startswith(".")
     }
     there = sorted(known)
-    listed = f" There are: {', '.join(there[:10])}{', ...' if len(there) > 10 else ''}." if there else ""
+    listed = f" Available: {', '.join(there[:10])}{', ...' if len(there) > 10 else ''}." if there else ""
     raise CheckpointError(f"{path} does not exist.{nearest(Path(path).name, there)}{listed}")
 
 
-def _root_of(folder: Path) -> Path:
-    """Where the checkpoints of a run's folder lie; the folder itself if it holds some, or nothing says otherwise."""
-    if inventory(folder):
-        return folder
-    if (folder / "checkpoints").is_dir():
-        return folder / "checkpoints"
+def _root_of(directory: Path) -> Path:
+    """The directory of a run's checkpoints: the given one if it contains any, or if no other is known."""
+    if inventory(directory):
+        return directory
+    if (directory / "checkpoints").is_dir():
+        return directory / "checkpoints"
     try:
-        save = run_record(folder)["config"]["checkpoint"]["save"]
+        save = run_record(directory)["config"]["checkpoint"]["save"]
     except (KeyError, TypeError):
-        return folder
-    return Path(save) if isinstance(save, str) and Path(save).is_dir() else folder
+        return directory
+    return Path(save) if isinstance(save, str) and Path(save).is_dir() else directory

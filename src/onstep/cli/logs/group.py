@@ -1,4 +1,4 @@
-"""`onstep logs list|summary|tail|plot|compare|report|replay`: the group; each command is imported when it is used."""
+"""`onstep logs list|summary|tail|plot|compare|report|replay`: the group; each command is imported on first use."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typer.core import TyperGroup
 from onstep.cli.application import application, application_at
 
 _COMMANDS = {
-    "list": "logs_summary:list_",
-    "summary": "logs_summary:summary",
-    "tail": "logs_tail:tail",
+    "list": "logs.summary:list_",
+    "summary": "logs.summary:summary",
+    "tail": "logs.tail:tail",
     "plot": "plot:plot",
-    "compare": "logs_summary:compare",
+    "compare": "logs.summary:compare",
     "report": "plot:report",
-    "replay": "logs_replay:replay",
+    "replay": "logs.replay:replay",
 }
 
 
 class _LateGroup(TyperGroup):
-    """Knows its commands by name, and imports one when it is asked for."""
+    """Knows its commands by name and imports one only when it is requested."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(_COMMANDS)
@@ -35,4 +35,4 @@ app = application(cls=_LateGroup, no_args_is_help=True)
 
 @app.callback()
 def logs() -> None:
-    """Read the logs of runs: list them, sum them up, follow, plot and compare them, send them to a tracker."""
+    """Read the logs of runs: list, summarize, follow, plot and compare them, or send them to a tracker."""

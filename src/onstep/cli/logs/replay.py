@@ -1,4 +1,4 @@
-"""`onstep logs replay`: fill a tracker from the journal of a run."""
+"""`onstep logs replay`: fills a tracker from the metrics log of a run."""
 
 from __future__ import annotations
 
@@ -18,70 +18,71 @@ from onstep.analysis.logs.files import FOREIGN_FILE_NAME, name_of_place
 from onstep.analysis.logs.run_status import is_locked
 from onstep.analysis.logs.training_log import TrainingLog
 from onstep.cli.logs.reading import find_log
-from onstep.config.reporting import name_list
+from onstep.config.trackers import name_list
 from onstep.errors import ConfigError, OnstepError
-from onstep.metrics_log import Journal
-from onstep.trackers import make_sink, recorded_run
+from onstep.metrics_log import MetricsLog
+from onstep.trackers import make_tracker, recorded_run
 from onstep.trackers import replay as send
 
 BAR_DELAY_SECONDS = 0.5
 _LOCAL = ("csv", "tensorboard")
-"""Trackers whose files in the run's folder a live run may be writing."""
+"""Trackers that write into the run's directory, possibly while the run is live."""
 
 
 def replay(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, its name below runs/, or a log.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's directory, its name below runs/, or a log file.")],
     to: Annotated[str, typer.Option("--to", metavar="NAME", help="csv, tensorboard, wandb, mlflow, comet or trackio.")],
     output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where local files go; without it, the run's folder.")
+        Path | None, typer.Option(metavar="DIR", help="Where to write local files; default: the run's directory.")
     ] = None,
     names: Annotated[
-        str, typer.Option(metavar="NAMES", help="What it shows: hf (train/loss), bridge (lm loss), or hf,bridge.")
+        str,
+        typer.Option(metavar="NAMES", help="Metric names to send: hf (train/loss), bridge (lm loss), or hf,bridge."),
     ] = "hf,bridge",
 ) -> None:
-    """Fill a tracker from the journal of a run, completely, as a run of its own.
+    """Send the whole metrics log of a run to a tracker, as a new run there.
 
-    For a tracker that was not there, was unreachable or dropped points while the run trained. Waits until everything is
-    handed over. Of a run that is still going on, csv and tensorboard take --output: its own files are in use.
+    Use it when a tracker was not configured, was unreachable or dropped points during training. Waits until everything
+    is delivered. While the run is still training, csv and tensorboard require --output: its own files are in use.
     """
-    journal = find_log(run)
-    sink = make_sink(to)
+    metrics_log = find_log(run)
+    tracker = make_tracker(to)
     shown = name_list([name.strip() for name in names.split(",")], "--names") or ()
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("onstep.trackers").setLevel(logging.INFO)  # trackers say there where they record
-    target = journal.parent if output is None else output
-    folder = journal.parent
-    is_live = to in _LOCAL and (is_locked(folder / ".run.lock") or is_locked(journal))
-    if is_live and target.resolve() == folder.resolve():
+    logging.getLogger("onstep.trackers").setLevel(logging.INFO)  # where trackers log their location
+    target = metrics_log.parent if output is None else output
+    directory = metrics_log.parent
+    is_live = to in _LOCAL and (is_locked(directory / ".run.lock") or is_locked(metrics_log))
+    if is_live and target.resolve() == directory.resolve():
         raise ConfigError(
-            f"{folder} is a live run, whose files this would replace; give another folder: --output DIR, or wait for "
-            f"its end."
+            f"{directory} is a live run, and this would replace its files; write elsewhere with --output DIR, or wait "
+            f"until the run has ended."
         )
-    run_sent = recorded_run(journal, target)
-    if journal.name == FOREIGN_FILE_NAME:
-        run_sent = dataclasses.replace(run_sent, name=name_of_place(journal).replace("/", "-"))
+    run_sent = recorded_run(metrics_log, target)
+    if metrics_log.name == FOREIGN_FILE_NAME:
+        run_sent = dataclasses.replace(run_sent, name=name_of_place(metrics_log).replace("/", "-"))
     bar = partial(tqdm, unit="record", leave=False, disable=None, delay=BAR_DELAY_SECONDS)
     try:
-        with _as_journal(journal) as readable:
-            num_sent = send(readable, sink, run_sent, names=shown, progress=bar)
+        with _as_metrics_log(metrics_log) as readable:
+            num_sent = send(readable, tracker, run_sent, names=shown, progress=bar)
     except OnstepError:
         raise
-    except Exception as error:  # any tracker's own
-        raise OnstepError(f"The tracker {to!r} could not be filled: {type(error).__name__}: {error}") from error
-    where = getattr(sink, "location", None) or f"{to} (its local files, if any, are below {target})"
-    print(f"{num_sent} records of {journal} sent to {where}")
+    except Exception as error:  # trackers raise exceptions of many types
+        raise OnstepError(f"cannot send to the tracker {to!r}: {type(error).__name__}: {error}") from error
+    where = getattr(tracker, "location", None) or f"{to} (local files, if any, are in {target})"
+    print(f"{num_sent} records of {metrics_log} sent to {where}")
 
 
 @contextmanager
-def _as_journal(path: Path) -> Iterator[Path]:
-    """The journal itself; of the log of Hugging Face's Trainer a copy in the form of one, for the time being."""
+def _as_metrics_log(path: Path) -> Iterator[Path]:
+    """The metrics log itself; for a log of Hugging Face's Trainer, a temporary copy in the format of a metrics log."""
     if path.name != FOREIGN_FILE_NAME:
         yield path
         return
-    written = path.stat().st_mtime  # its records have no time of their own
-    with tempfile.TemporaryDirectory() as folder:
-        with Journal.open(Path(folder) / "trainer_logs.json") as journal:
+    written = path.stat().st_mtime  # its records have no timestamps
+    with tempfile.TemporaryDirectory() as directory:
+        with MetricsLog.open(Path(directory) / "trainer_logs.json") as metrics_log:
             for record in TrainingLog.from_file(path).records:
                 head = {"timestamp": written, "global_step": 0}
-                journal.append({**head, **{key: value for key, value in record.items() if key != "step"}})
-        yield journal.path
+                metrics_log.append({**head, **{key: value for key, value in record.items() if key != "step"}})
+        yield metrics_log.path

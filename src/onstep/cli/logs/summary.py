@@ -1,4 +1,4 @@
-"""`onstep logs summary|compare|list`: what runs came to, and which there are."""
+"""`onstep logs summary|compare|list`: summarizes, compares and lists runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from onstep.errors import ConfigError, DataError
 
 
 class Format(StrEnum):
-    """How `summary` prints."""
+    """Output formats of `summary`."""
 
     TEXT = "text"
     JSON = "json"
@@ -42,30 +42,30 @@ class Format(StrEnum):
 
 def summary(
     path: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="A log, a run's folder, or its name; default: the newest.")
+        str | None, typer.Argument(metavar="[RUN]", help="A log, a run's directory or name; default: the newest log.")
     ] = None,
-    form: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.TEXT,
-    everything: Annotated[bool, typer.Option("--all", help="All logs of the project, newest first.")] = False,
+    form: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
+    everything: Annotated[bool, typer.Option("--all", help="Summarize all logs of the project, newest first.")] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write there instead of printing.")
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this file instead of printing.")
     ] = None,
     tables: Annotated[
         list[Path] | None,
         typer.Option(
             "--export",
             metavar="FILE",
-            help="Also write all records as a table: FILE.csv or FILE.parquet; may be given again.",
+            help="Also write all records as a table: FILE.csv or FILE.parquet; repeatable.",
         ),
     ] = None,
 ) -> None:
-    """Sum a run up: last and best losses, gradient norm, learning rate, speed.
+    """Summarize a run: last and best losses, gradient norm, learning rate, throughput.
 
-    Of a running, crashed or damaged log what can be read is summed up; what was left out is told on stderr.
+    Works on logs of running and crashed runs too. Damaged records are skipped and reported on stderr.
     """
     if everything and path is not None:
-        print(f"warning: --all takes every log of the project; {path} is ignored", file=sys.stderr)
+        print(f"warning: --all summarizes every log of the project; {path} is ignored", file=sys.stderr)
     if everything and tables:
-        raise ConfigError("--export writes one log; name it, without --all.")
+        raise ConfigError("--export writes a single log; name the log and drop --all.")
     logs = _all_logs() if everything else [TrainingLog.from_file(find_log(path))]
     text = _shown([compute_summary_statistics(log) for log in logs], form, with_header=everything)
     if output is None:
@@ -79,7 +79,7 @@ def summary(
 
 
 def _all_logs() -> list[TrainingLog]:
-    """The logs that can be read; what cannot is told on stderr."""
+    """The readable logs; the others are reported on stderr."""
     logs = []
     for path in find_log_files(Path()):
         try:
@@ -87,7 +87,7 @@ def _all_logs() -> list[TrainingLog]:
         except (DataError, OSError) as error:
             print(f"skipped: {error}", file=sys.stderr)
     if not logs:
-        raise ConfigError(f"no logs found in {Path().absolute()}; go to a project's folder, or name a log.")
+        raise ConfigError(f"no logs found in {Path().absolute()}; change to a project's directory, or name a log.")
     return logs
 
 
@@ -105,19 +105,20 @@ def compare(
     paths: Annotated[
         list[str],
         typer.Argument(
-            metavar="PATH PATH ...", help="Logs, run folders, names below runs/, or a folder of runs for all of them."
+            metavar="PATH PATH ...",
+            help="Logs, run directories, names below runs/, or a directory of runs (all of them).",
         ),
     ],
     form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="text, md or json.")] = "text",
     labels: Labels = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file.")] = None,
 ) -> None:
-    """Compare runs: last and best values side by side, and the keys of the configuration that differ."""
+    """Compare runs: last and best values side by side, and the configuration keys that differ."""
     from onstep.analysis.reports.comparison import compare_runs, format_comparison
 
     logs = read_logs(paths, labels or [], expand=True)
     if len(logs) < 2:
-        raise ConfigError(f"a comparison needs two runs or more, got {logs[0].log_path}.")
+        raise ConfigError(f"a comparison requires at least two runs, got {logs[0].log_path}.")
     text = format_comparison(compare_runs(logs), form)
     if output is None:
         print(text)
@@ -128,20 +129,24 @@ def compare(
 
 
 def list_(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="A project, or a folder of runs.")] = Path(),
+    directory: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="A project's directory, or a directory of runs.")
+    ] = Path(),
     model: Annotated[str | None, typer.Option(help="Only the runs of this model.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: a list of objects.")] = False,
 ) -> None:
     """List the logs of a project, newest first.
 
-    Those in runs/, in a Trainer's output folder and in output_models/; the first is the one that the other commands
-    take when none is named.
+    Searches runs/, Trainer output directories and output_models/. The first log listed is the default of the other
+    commands.
     """
-    logs = [_described(path) for path in find_log_files(folder, model)]
+    logs = [_described(path) for path in find_log_files(directory, model)]
     if as_json:
         print(json.dumps(logs, indent=2))
     elif not logs:
-        raise ConfigError(f"no logs found in {folder.absolute()}; give a project's folder or a folder of runs.")
+        raise ConfigError(
+            f"no logs found in {directory.absolute()}; name a project's directory or a directory of runs."
+        )
     else:
         rows = [["#", "model/run", "status", "modified", "size", "log"]]
         for number, log in enumerate(logs, 1):

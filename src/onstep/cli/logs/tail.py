@@ -1,4 +1,4 @@
-"""`onstep logs tail`: the newest records of a log, and those to come."""
+"""`onstep logs tail`: shows the newest records of a log and follows new ones."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from onstep.metrics_log import Record
 
 POLL_SECONDS = 0.5
 _POLLS_TO_END = 2
-"""So many times nothing new is read after a run's end before the end is told."""
+"""Polls without news after a run's end before the end is reported."""
 _QUIET_POLLS = 10
-"""The same for a log without run.json, after its final record."""
+"""The same after the final record of a log without run.json."""
 _LONGEST_VALUE = 60
 _HEAD_KEYS = ("timestamp", "global_step", "bridge")
 
 
 def tail(
     path: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="A log, a run's folder, or its name; default: the newest.")
+        str | None, typer.Argument(metavar="[RUN]", help="A log, a run's directory or name; default: the newest log.")
     ] = None,
-    number: Annotated[int, typer.Option("-n", metavar="N", min=0, help="How many records.")] = 10,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show what comes, until the run has ended.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print each record as a line of JSON.")] = False,
+    number: Annotated[int, typer.Option("-n", metavar="N", min=0, help="Number of records to show.")] = 10,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show new records until the run ends.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each record as one line of JSON.")] = False,
 ) -> None:
-    """Show the newest records of a log, the newest last.
+    """Show the newest records of a log, newest last.
 
-    With --follow those to come as well, through resumes and rollbacks, until the run has ended or Ctrl-C.
+    With --follow, keeps showing new records, across resumes and rollbacks, until the run ends or Ctrl-C.
     """
     log = LogTail(find_log(path))
     as_text = json.dumps if as_json else one_line
@@ -47,32 +47,32 @@ def tail(
     if not records and number:
         records = list(TrainingLog.from_file(log.path).records[-number:])
         if records and follow:
-            raise ConfigError(f"{log.path} has no record a line, so it cannot be followed; leave --follow out.")
+            raise ConfigError(f"{log.path} does not have one record per line, so it cannot be followed; drop --follow.")
     try:
         _show(records, as_text)
         if follow:
             _follow(log, as_text, has_final=any(map(_is_final, records)))
     except KeyboardInterrupt:
         return
-    except BrokenPipeError:  # the reader of the pipe has seen enough
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def one_line(record: Record) -> str:
-    """A record for people: time, step, and each key with a short value."""
+    """A record in human-readable form: time, step, and each key with a short value."""
     head = [_time(record.get("timestamp")), f"step {record.get('global_step', '?'):>6}"]
     rest = [f"{key} {_value(value)}" for key, value in record.items() if key not in _HEAD_KEYS]
     return printable("  ".join([*head, *rest]))
 
 
 def _follow(log: LogTail, as_text: Callable[[Record], str], *, has_final: bool) -> None:
-    """Show what comes until nothing more can."""
+    """Show new records until the run has ended."""
     num_quiet = 0
     while True:
-        ending = ending_of(log.path)  # first, so that what a run wrote before its end is read
+        ending = ending_of(log.path)  # asked before reading, so that no record written before the end is missed
         records = log.news()
         if log.was_rewritten:
-            _tell("the log is another from here on: the run went back, was continued or begun anew")
+            _print_note("the log was rewritten: the run was rolled back, resumed or restarted")
             has_final = False
         _show(records, as_text)
         has_final = has_final or any(map(_is_final, records))
@@ -80,7 +80,7 @@ def _follow(log: LogTail, as_text: Callable[[Record], str], *, has_final: bool) 
         if ending is None and has_final and num_quiet >= _QUIET_POLLS and not is_locked(log.path):
             ending = "the final record is written"
         if ending is not None and num_quiet >= _POLLS_TO_END:
-            _tell(ending)
+            _print_note(ending)
             return
         time.sleep(POLL_SECONDS)
 
@@ -90,7 +90,7 @@ def _show(records: Sequence[Record], as_text: Callable[[Record], str]) -> None:
         print(as_text(record), flush=True)
 
 
-def _tell(text: str) -> None:
+def _print_note(text: str) -> None:
     print(f"-- {text} --", file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Training sequences of conversations, with a loss on the answers, and the token files that they are cut from."""
+"""Builds token files of conversations and training sequences from them, with a loss on the answers only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from onstep.data.chat.records import ChatSource
 from onstep.data.chat.template import EncodedChat, template_for
-from onstep.data.corpus.build_cache import made_once
+from onstep.data.corpus.build_cache import build_cached
 from onstep.data.corpus.token_file import TokenFile, check_ids, find_token_file, token_dtype, write_tokens
 from onstep.data.corpus.tokenizers import Tokenizer
 from onstep.data.token_dataset import IGNORE_INDEX
@@ -32,27 +32,27 @@ _NEVER = np.iinfo(np.int64).max
 
 @dataclass
 class ChatFile:
-    """Conversations of a corpus. It travels to workers by its paths.
+    """The tokenized conversations of a corpus. Pickled to workers as paths only.
 
-    `values` holds ``2 * id + (1 if trained on)`` for each token, one conversation after the other; `index` holds where
-    each ends and where its first token stands that is trained on.
+    `values` holds ``2 * id + (1 if trained on)`` for each token of all conversations in turn; `index` holds the end of
+    each conversation and the position of its first trained token.
     """
 
     values: TokenFile
     index: TokenFile
 
     def __len__(self) -> int:
-        """Conversations."""
+        """Number of conversations."""
         return self.index.num_tokens // 2
 
     @property
     def lengths(self) -> _Ids:
-        """Tokens of each conversation."""
+        """Number of tokens in each conversation."""
         return np.diff(self._table[:, 0], prepend=0)
 
     @property
     def first_trained(self) -> _Ids:
-        """The first token of each conversation, from its start, that is a label; far beyond its end for none."""
+        """Offset of the first token that is a label in each conversation; far beyond its end if there is none."""
         return self._table[:, 1]
 
     def read(self, number: int) -> EncodedChat:
@@ -75,10 +75,10 @@ def build_chat_file(
     show_progress: bool,
     wait_for_other: bool = False,
 ) -> ChatFile:
-    """The tokens of the conversations of `source`, from the cache or made now; see `build_token_file` for the sharing.
+    """The tokens of the conversations of `source`, from the cache or built now; shared as in `build_token_file`.
 
     Raises:
-        DataError: for conversations that are not of the documented form, or none at all.
+        DataError: for conversations that are not in the documented format, or if there are none.
     """
     template = template_for(tokenizer)
 
@@ -90,19 +90,19 @@ def build_chat_file(
             chat = template.encode(messages, place)
             check_ids(chat.ids, tokenizer, place)
             end += chat.ids.size
-            labels = chat.trained[1:]  # the very first token of a conversation follows nothing
+            labels = chat.trained[1:]  # the first token of a conversation is never a label
             entries.append((end, int(labels.argmax()) + 1 if labels.any() else _NEVER))
             yield 2 * chat.ids + chat.trained
 
     def make(path: Path) -> ChatFile:
-        """Writes the values, then the index, without which they are not found."""
+        """Write the values, then the index, without which the values are not found."""
         empty = f"the corpus is empty: no conversations in {source.name}"
         written = write_tokens(path, token_dtype(2 * tokenizer.vocab_size), values(), path.stem, empty)
         table = np.array(entries, dtype=np.int64)
         return ChatFile(written, write_tokens(_index_path(path), "<i8", [table], _index_source(written), empty))
 
     described = f"{_FORMAT}\0{template.fingerprint}"
-    return made_once(source, described, ".tokens", cache_dir, _find, make, wait_for_other=wait_for_other)
+    return build_cached(source, described, ".tokens", cache_dir, _find, make, wait_for_other=wait_for_other)
 
 
 def _index_path(path: Path) -> Path:
@@ -122,35 +122,34 @@ def _index_source(values: TokenFile) -> str:
 
 @dataclass(frozen=True)
 class Packing:
-    """The items of each bin, one bin after the other."""
+    """The items of all bins, concatenated."""
 
     items: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
-    """Where in `items` each bin ends."""
+    """End of each bin in `items`."""
 
     def __len__(self) -> int:
-        """Bins."""
+        """Number of bins."""
         return int(self.ends.size)
 
     def bin(self, number: int) -> list[int]:
-        """The items of one bin, in the order they came."""
+        """The items of a bin, in input order."""
         start = int(self.ends[number - 1]) if number else 0
         found: list[int] = self.items[start : int(self.ends[number])].tolist()
         return found
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> Packing:
-    """Each item, in order, goes into the first bin that has room for it, else into a new one.
+    """Put each item, in order, into the first bin with enough room, or else into a new one.
 
-    Every length must be between 1 and `capacity`. A tree over the bins' room finds the bin: items times the logarithm
-    of bins.
+    Every length must be between 1 and `capacity`. A tree over the free room of the bins gives O(items * log(bins)).
 
     Source: Johnson et al., "Worst-Case Performance Bounds for Simple One-Dimensional Packing Algorithms" (1974).
     """
     size = 1
     while size < len(lengths):
         size *= 2
-    room = [capacity] * (2 * size)  # the largest room below each node; node 1 is the root, leaves begin at `size`
+    room = [capacity] * (2 * size)  # the largest room below each node; node 1 is the root, leaves start at `size`
     bins = np.empty(len(lengths), dtype=np.int64)
     for number, length in enumerate(lengths):
         node = 1
@@ -172,19 +171,19 @@ def first_fit(lengths: Sequence[int], capacity: int) -> Packing:
 
 
 class ChatDataset(Dataset[dict[str, torch.Tensor]]):
-    """The conversations ``start <= c < end`` of a file, each padded to a sequence of its own.
+    """The conversations ``start <= c < end`` of a file, each padded to a separate sequence.
 
-    A sample is ``{"tokens": (seq_length,), "labels": (seq_length,)}``, int64. Labels are shifted: each is the next
-    token where that is the assistant's, its end token included, else -100. A conversation that is longer than a
-    sequence loses its end; one without a label is left out. Both are counted in one warning.
+    A sample is ``{"tokens": (seq_length,), "labels": (seq_length,)}``, int64. Labels are shifted: a label is the next
+    token if that belongs to the assistant (including the end token), else -100. A conversation longer than a sequence
+    is truncated; one without a label is dropped. A single warning counts both.
 
     Args:
-        end: None is the last conversation.
-        pad_id: token that fills a sequence, without a label.
+        end: None means up to the last conversation.
+        pad_id: token used for padding, which has no label.
         warns: False leaves the warning to another rank.
 
     Raises:
-        DataError: where no conversation has a label.
+        DataError: if no conversation has a label.
     """
 
     def __init__(
@@ -204,8 +203,8 @@ class ChatDataset(Dataset[dict[str, torch.Tensor]]):
         self.pad_id = pad_id
         chosen = slice(start, len(chats) if end is None else end)
         if not chats.lengths[chosen].size:
-            raise DataError("it is empty; give more conversations, or no share to evaluate on: dataset.split=100,0,0")
-        # The last token of a conversation is only a label.
+            raise DataError("it is empty; give more conversations, or set dataset.split=100,0,0 to train on all")
+        # The last token of a conversation is only used as a label.
         wanted = chats.lengths[chosen] - 1
         lengths = np.minimum(wanted, seq_length)
         has_label = chats.first_trained[chosen] <= lengths
@@ -214,7 +213,7 @@ class ChatDataset(Dataset[dict[str, torch.Tensor]]):
         if not self._numbers.size:
             raise DataError(
                 f"none of {wanted.size} conversations has an answer within the first {seq_length} tokens; give "
-                "conversations with messages of the role 'assistant', or a longer seq_length"
+                "conversations with messages of role 'assistant', or increase seq_length"
             )
         if warns:
             _warn(int((wanted[has_label] > seq_length).sum()), int((~has_label).sum()), wanted.size, seq_length)
@@ -239,7 +238,7 @@ class ChatDataset(Dataset[dict[str, torch.Tensor]]):
         return np.full(shape, self.pad_id, dtype=np.int64), np.full(shape, IGNORE_INDEX, dtype=np.int64)
 
     def _put(self, index: int, tokens: _Ids, labels: _Ids) -> int:
-        """Write a conversation to the start of `tokens` and `labels`; gives the positions that it takes."""
+        """Write a conversation to the start of `tokens` and `labels`; returns the number of positions used."""
         length = int(self._lengths[index])
         ids, trained = self.chats.read(int(self._numbers[index]))
         tokens[:length] = ids[:length]
@@ -248,12 +247,12 @@ class ChatDataset(Dataset[dict[str, torch.Tensor]]):
 
 
 class PackedDataset(ChatDataset):
-    """The conversations of a file, several in one sequence where they fit.
+    """The conversations of a file, packed several to a sequence where they fit.
 
-    A sample is `tokens` and `labels` as in `ChatDataset`, with ``document_ids`` (seq_length,) that tell conversations
-    apart, padding too, and ``position_ids`` (seq_length,) that begin at 0 in each. None is cut to fill a sequence. Each
-    goes, in stored order, into the first sequence that has room for it: the same in every epoch and on every rank, and
-    each conversation is in exactly one.
+    A sample has `tokens` and `labels` as in `ChatDataset`, plus ``document_ids`` (seq_length,), which distinguish the
+    conversations and the padding, and ``position_ids`` (seq_length,), which restart at 0 in each. No conversation is
+    split to fill a sequence. In stored order, each goes into the first sequence with enough room: the packing is the
+    same in every epoch and on every rank, and each conversation is in exactly one sequence.
     """
 
     @cached_property
@@ -274,7 +273,7 @@ class PackedDataset(ChatDataset):
             at = 0
             for document, conversation in enumerate(self._packing.bin(index)):
                 length = self._put(conversation, tokens[row, at:], labels[row, at:])
-                # What follows is numbered as padding, until another conversation takes its place.
+                # Number the rest as padding until another conversation overwrites it.
                 documents[row, at + length :] = document + 1
                 positions[row, at : at + length] = counter[:length]
                 at += length
@@ -284,10 +283,10 @@ class PackedDataset(ChatDataset):
 
 
 def _warn(num_cut: int, num_dropped: int, total: int, seq_length: int) -> None:
-    told = []
+    notes = []
     if num_cut:
-        told.append(f"{num_cut} are longer than seq_length={seq_length} and lose their end")
+        notes.append(f"{num_cut} are longer than seq_length={seq_length} and are truncated")
     if num_dropped:
-        told.append(f"{num_dropped} have no answer within a sequence and are left out")
-    if told:
-        _LOGGER.warning("of %d conversations, %s", total, " and ".join(told))
+        notes.append(f"{num_dropped} have no answer within a sequence and are dropped")
+    if notes:
+        _LOGGER.warning("of %d conversations, %s", total, " and ".join(notes))

@@ -1,4 +1,4 @@
-"""Conversations as they stand in files and datasets."""
+"""Reads conversations from files and datasets and validates them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from onstep.data.corpus.hf_datasets import fingerprint_of, rows_of
 from onstep.errors import DataError
 
 Message = dict[str, Any]
-"""`role`, `content`, and whatever else the chat template of a tokenizer reads."""
+"""`role`, `content`, and anything else that the chat template of a tokenizer reads."""
 
 
 @dataclass(frozen=True)
 class ChatKeys:
-    """Where a record has its conversation: a list of messages, or a prompt and its answer."""
+    """The keys under which a record holds its conversation: a list of messages, or a prompt and its answer."""
 
     messages: str = "messages"
     prompt: str = "prompt"
@@ -30,7 +30,7 @@ class ChatKeys:
         """The messages of a record.
 
         Raises:
-            DataError: with `place`, for a record that has neither, messages of another form, or text that is none.
+            DataError: with `place`, for a record that has neither, for malformed messages or for invalid text.
         """
         messages = self._messages(record, place)
         _check_text(messages, place)
@@ -42,8 +42,8 @@ class ChatKeys:
         if record.get(self.prompt) is None or record.get(self.response) is None:
             keys = ", ".join(map(repr, record)) or "none"
             raise DataError(
-                f"{place} has neither {self.messages!r} nor {self.prompt!r} and {self.response!r} (its keys: {keys}); "
-                "set dataset.messages_key, or dataset.prompt_key and dataset.response_key"
+                f"{place} has neither {self.messages!r} nor both {self.prompt!r} and {self.response!r} (its keys: "
+                f"{keys}); set dataset.messages_key, or dataset.prompt_key and dataset.response_key"
             )
         for key in (self.prompt, self.response):
             if not isinstance(record[key], str):
@@ -55,29 +55,29 @@ class ChatKeys:
 
 
 class ChatSource(Source, Protocol):
-    """Conversations in a fixed order."""
+    """A source of conversations in a fixed order."""
 
     def conversations(self, label: str | None) -> Iterator[tuple[list[Message], str]]:
-        """The messages of each and its place; `label` names the progress bar, None shows none."""
+        """The messages of each conversation and its place; `label` names the progress bar, None shows none."""
 
 
 class ChatFiles:
-    """The conversations of JSONL files, a record a line."""
+    """The conversations of JSONL files, one record per line."""
 
     def __init__(self, files: Sequence[Path], keys: ChatKeys) -> None:
         self.name = ", ".join(map(str, files[:3]))
-        """The first files."""
+        """Names of the first files."""
         self._files = files
         self._keys = keys
 
     def add_to(self, digest: Any) -> None:
-        """The keys and each file's content."""
+        """Add the keys and the content of each file."""
         digest.update(repr(self._keys).encode())
         for path in self._files:
             add_file(digest, path, "chat")
 
     def conversations(self, label: str | None) -> Iterator[tuple[list[Message], str]]:
-        """One a line that is not empty."""
+        """One conversation per non-empty line."""
         total = sum(path.stat().st_size for path in self._files)
         with tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=label is None) as bar:
             for path in self._files:
@@ -90,7 +90,7 @@ class ChatFiles:
 
 
 class ChatRows:
-    """The conversations of a dataset of the `datasets` library, one a row."""
+    """The conversations of a dataset of the `datasets` library, one per row."""
 
     def __init__(self, dataset: Any, keys: ChatKeys, name: str) -> None:
         self.name = name
@@ -98,30 +98,30 @@ class ChatRows:
         self._keys = keys
 
     def add_to(self, digest: Any) -> None:
-        """The keys and the fingerprint that the library keeps of the dataset."""
+        """Add the keys and the library's fingerprint of the dataset."""
         digest.update(f"{self._keys!r}\0rows\0{fingerprint_of(self._dataset)}".encode())
 
     def conversations(self, label: str | None) -> Iterator[tuple[list[Message], str]]:
-        """One a row."""
+        """One conversation per row."""
         for row, number in rows_of(self._dataset, self.name, label):
             place = f"{self.name}:{number}"
             yield self._keys.read(row, place), place
 
 
 class ChatTexts:
-    """The contents of all messages as documents, from which a tokenizer is learned."""
+    """The contents of all messages as documents for training a tokenizer."""
 
     def __init__(self, source: ChatSource) -> None:
         self._source = source
         self.name = source.name
 
     def add_to(self, digest: Any) -> None:
-        """Those of the conversations."""
+        """Add what the conversations depend on."""
         digest.update(b"contents")
         self._source.add_to(digest)
 
     def documents(self, label: str | None) -> Iterator[Document]:
-        """One a message with text."""
+        """One document per message with text."""
         for messages, place in self._source.conversations(label):
             for message in messages:
                 content = message.get("content")
@@ -134,21 +134,21 @@ def _checked(messages: Any, place: str) -> list[Message]:
         raise DataError(f"{place} must be a list of messages, got {_short(messages)}")
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise DataError(f"{place} must hold messages with 'role' and 'content', got {_short(message)}")
-    # A column of the `datasets` library has every key for every message, None where it was not given.
+            raise DataError(f"{place} must contain messages with 'role' and 'content', got {_short(message)}")
+    # A column of the `datasets` library has every key for every message, with None for those that were not given.
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
 def _check_text(value: Any, place: str) -> None:
-    """Half of a pair of surrogates is legal in JSON, and no text: no tokenizer takes it, and no UTF-8 file."""
+    """Refuse unpaired surrogates: JSON allows them, but neither tokenizers nor UTF-8 files accept them."""
     if isinstance(value, str):
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
             around = value[max(error.start - 10, 0) : error.start + 10]
             raise DataError(
-                f"{place}: {_short(around)} holds {value[error.start]!r}, half of a pair of surrogates, which is no "
-                "letter; mend the record or leave it out"
+                f"{place}: {_short(around)} contains an unpaired surrogate ({value[error.start]!r}); fix or remove "
+                "this record"
             ) from error
     elif isinstance(value, Mapping):
         _check_text(list(value.values()), place)

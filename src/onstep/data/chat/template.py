@@ -1,4 +1,4 @@
-"""How a conversation becomes token ids, and which of them are the assistant's."""
+"""Encodes conversations as token ids and marks which of them belong to the assistant."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from onstep.errors import DataError
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _CONTENT_MARK = "onstep9c1f7e3answer"
-"""Stands for an answer, to see where a template puts it."""
+"""Placeholder for an answer, used to find where a template puts it."""
 _GUARD = "\ue0f8\ue0f9"
-"""Letters for private use, on both sides of a special token that is text."""
+"""Private-use characters placed around a special token that is to be read as text."""
 _GUARDS = re.compile(_GUARD)
 
 _Encoded = tuple[list[int], list[tuple[int, int]]]
-"""Ids, and the first letter and the end of each."""
+"""Ids, and the character span (start, end) of each."""
 
 
 class EncodedChat(NamedTuple):
-    """The ids of a conversation."""
+    """The token ids of a conversation."""
 
     ids: npt.NDArray[np.int64]
     trained: npt.NDArray[np.bool_]
-    """Whether each id is the assistant's, its end token included."""
+    """Whether each id belongs to the assistant, end tokens included."""
 
 
 class ChatTemplate(Protocol):
-    """Turns conversations into ids."""
+    """Encodes conversations as token ids."""
 
     @property
     def fingerprint(self) -> str:
         """Changes whenever the ids of some conversation could change."""
 
     def encode(self, messages: Sequence[Message], place: str) -> EncodedChat:
-        """The ids of a conversation.
+        """Encode a conversation.
 
         Raises:
-            DataError: with `place`, for messages that the template does not take.
+            DataError: with `place`, for messages that the template does not accept.
         """
 
 
 def template_for(tokenizer: Tokenizer) -> ChatTemplate:
-    """The chat template of a `transformers` tokenizer that has one, else the plain one.
+    """The chat template of a `transformers` tokenizer if it has one, else the plain template.
 
     Raises:
-        DataError: where an answer could not be ended: the tokenizer has no end token.
+        DataError: if the tokenizer has no end token to terminate an answer.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer) and getattr(tokenizer.library_tokenizer, "chat_template", None):
         return TokenizerTemplate(tokenizer)
@@ -60,26 +60,26 @@ def template_for(tokenizer: Tokenizer) -> ChatTemplate:
 
 
 class PlainTemplate:
-    r"""For tokenizers without a chat template: ``<|role|>\ncontent\n`` for each message.
+    r"""The template for tokenizers without a chat template: ``<|role|>\ncontent\n`` for each message.
 
-    An answer is ``<|assistant|>\n``, then its content and the end token, which are trained on. What stands between two
-    answers is encoded in one piece, as a prompt is that ends with ``<|assistant|>\n``. A special token that is written
-    in a content is text; a mark that the tokenizer has as a special token is that token.
+    An answer is ``<|assistant|>\n`` followed by its content and the end token, which are trained on. The text between
+    two answers is encoded in one piece, like a prompt that ends with ``<|assistant|>\n``. A special token that appears
+    in message content is encoded as text; a role marker that is a special token of the tokenizer is that token.
 
     Raises:
-        DataError: where the tokenizer has no end token.
+        DataError: if the tokenizer has no end token.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         if tokenizer.eos_id is None:
-            raise DataError("a chat needs a token that ends an answer, and this tokenizer has none; take another one")
+            raise DataError("chats require an end token, and this tokenizer has none; use a tokenizer that has one")
         self._tokenizer = tokenizer
         self._end_id = tokenizer.eos_id
         self._marks: dict[str, list[int] | None] = {}
         self.fingerprint = f"plain 2 {tokenizer.fingerprint} {tokenizer.eos_id}"
 
     def encode(self, messages: Sequence[Message], place: str) -> EncodedChat:
-        """The ids of a conversation; what follows the last answer is kept, and not trained on."""
+        """Encode a conversation; text after the last answer is kept, but not trained on."""
         pieces: list[tuple[Any, bool]] = []
         prompt: list[tuple[str, str]] = []
         for message in messages:
@@ -98,7 +98,7 @@ class PlainTemplate:
         return EncodedChat(ids, np.repeat([trained for _, trained in pieces], [len(piece) for piece, _ in pieces]))
 
     def _encode_prompt(self, turns: Sequence[tuple[str, str]]) -> list[int]:
-        """The ids of marks, each with the text after it."""
+        """The ids of the role markers, each with the text after it."""
         ids: list[int] = []
         text = ""
         for mark, after in turns:
@@ -111,7 +111,7 @@ class PlainTemplate:
         return [*ids, *self._tokenizer.encode_content(text)]
 
     def _special_mark(self, mark: str) -> list[int] | None:
-        """Its ids where it is a special token; None where it is text."""
+        """The ids of a role marker that is a special token; None if it is plain text."""
         if mark not in self._marks:
             ids = self._tokenizer.encode_text(mark)
             self._marks[mark] = None if ids == self._tokenizer.encode_content(mark) else ids
@@ -121,15 +121,15 @@ class PlainTemplate:
 class TokenizerTemplate:
     """The chat template of a `transformers` tokenizer.
 
-    Where it marks what the assistant generates (`{% generation %}`), that is trained on. Else an answer reaches from
-    the end of the prompt for it (what `add_generation_prompt` adds) to the end of its content, and through the special
-    token that follows. It is found by rendering the conversation with the content replaced; a template in which that
-    changes anything else is refused.
+    If the template marks what the assistant generates (`{% generation %}`), that is trained on. Otherwise an answer
+    extends from the end of its generation prompt (added by `add_generation_prompt`) to the end of its content, plus the
+    special token that follows. It is located by rendering the conversation with the content replaced; a template in
+    which that changes anything else is refused.
 
-    A special token that is written in a content is text; those of the template are tokens.
+    A special token in message content is encoded as text; those of the template are tokens.
 
     Raises:
-        DataError: for a tokenizer that does not tell which letters a token is of.
+        DataError: for a tokenizer that does not provide the character offsets of its tokens.
     """
 
     def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
@@ -140,14 +140,14 @@ class TokenizerTemplate:
         self._special = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
         if not getattr(self._tokenizer, "is_fast", False):
             raise DataError(
-                f"{type(self._tokenizer).__name__} does not tell which letters a token is of, which finding the "
-                "answers takes; use a folder with a tokenizer.json"
+                f"{type(self._tokenizer).__name__} does not provide character offsets, which are required to locate "
+                "the answers; use a directory with a tokenizer.json"
             )
         digest = hashlib.blake2b(template.encode(), digest_size=16).hexdigest()
         self.fingerprint = f"template 2 {tokenizer.fingerprint} {digest}"
 
     def encode(self, messages: Sequence[Message], place: str) -> EncodedChat:
-        """The ids of a conversation."""
+        """Encode a conversation."""
         text = self._render(messages, place)
         encoded = self._encode(text, parses_special=True)
         if any(self._special.search(str(value)) for message in messages for value in message.values()):
@@ -163,7 +163,7 @@ class TokenizerTemplate:
         return EncodedChat(ids, trained)
 
     def _encode(self, text: str, parses_special: bool, start: int = 0) -> _Encoded:
-        """Ids, and the letters that each is of; `text` begins at letter `start`."""
+        """Ids and their character spans; `text` begins at character `start`."""
         encoding = self._tokenizer(
             text,
             add_special_tokens=False,
@@ -174,7 +174,7 @@ class TokenizerTemplate:
         return list(encoding["input_ids"]), [(start + a, start + b) for a, b in encoding["offset_mapping"]]
 
     def _encode_with_text(self, messages: Sequence[Message], text: str, whole: _Encoded, place: str) -> _Encoded:
-        """The ids where special tokens that stand in the messages are text, not those of the template."""
+        """The ids, with special tokens in the messages encoded as text and those of the template as tokens."""
         guarded = [{key: self._guarded(value) for key, value in message.items()} for message in messages]
         parts = _GUARDS.split(self._render(guarded, place))
         ends = np.cumsum([len(part) for part in parts]).tolist()
@@ -183,13 +183,13 @@ class TokenizerTemplate:
         if self._has_marks or is_deeper or "".join(parts) != text or self._encode_parts(text, []) != whole:
             found = self._special.findall(str(messages))[0]
             raise DataError(
-                f"{place}: a message holds {found!r}, a special token of the tokenizer, which cannot be told from "
-                "those of its chat template; take it out"
+                f"{place}: a message contains {found!r}, a special token of the tokenizer that cannot be distinguished "
+                "from those of its chat template; remove it"
             )
         return self._encode_parts(text, texts)
 
     def _encode_parts(self, text: str, texts: Sequence[tuple[int, int]]) -> _Encoded:
-        """The ids of `text`, cut at its special tokens but for those within the stretches `texts`."""
+        """The ids of `text`, split at its special tokens except those within the spans `texts`."""
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         at = 0
@@ -204,7 +204,7 @@ class TokenizerTemplate:
         return ids, offsets
 
     def _guarded(self, value: Any) -> Any:
-        """A string with guards around its special tokens."""
+        """The value, with guards around special tokens in its strings."""
         if not isinstance(value, str):
             return value
         return self._special.sub(lambda found: f"{_GUARD}{found.group()}{_GUARD}", value)
@@ -214,11 +214,11 @@ class TokenizerTemplate:
             list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         if list(encoded["input_ids"]) != ids.tolist():
-            raise DataError(f"{place}: the chat template gives other tokens when it marks the assistant's; mend it")
+            raise DataError(f"{place}: the chat template yields other tokens when it marks the assistant's; fix it")
         return np.asarray(encoded["assistant_masks"], dtype=np.bool_)
 
     def _answer(self, messages: Sequence[Message], number: int, text: str, place: str) -> tuple[int, int]:
-        """Where in `text` message `number` begins, after the prompt for it, and where its content ends."""
+        """The span in `text` of message `number`, from the end of its generation prompt to the end of its content."""
         marked = [*messages[:number], {**messages[number], "content": _CONTENT_MARK}, *messages[number + 1 :]]
         before, *after = self._render(marked, place).split(_CONTENT_MARK)
         shorter = self._render(messages[:number], place) if number else ""
@@ -228,15 +228,15 @@ class TokenizerTemplate:
         start = len(before) if at < 0 else at + len(prompt)
         if len(after) != 1 or not (text.startswith(before[:start]) and text.endswith(after[0])):
             raise DataError(
-                f"{place}: the chat template of the tokenizer does not show where answer {number} stands; put "
-                "{% generation %} and {% endgeneration %} around answers in it"
+                f"{place}: cannot locate answer {number} in the output of the tokenizer's chat template; put "
+                "{% generation %} and {% endgeneration %} around answers in the template"
             )
         return start, len(text) - len(after[0])
 
     def _tokens_within(
         self, text: str, ids: npt.NDArray[np.int64], offsets: Sequence[tuple[int, int]], start: int, end: int
     ) -> list[int]:
-        """The tokens that hold letters of an answer, and the special one that ends it."""
+        """The tokens that hold characters of an answer, and the special token that ends it."""
         special = set(self._tokenizer.all_special_ids)
         found = [token for token, (begin, stop) in enumerate(offsets) if begin < end and stop > start]
         following = [token for token, (begin, stop) in enumerate(offsets) if begin >= end and stop > begin]
@@ -255,5 +255,5 @@ class TokenizerTemplate:
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except (TemplateError, TypeError, KeyError, ValueError) as error:
-            raise DataError(f"{place}: the chat template of the tokenizer refuses the messages: {error}") from error
+            raise DataError(f"{place}: the tokenizer's chat template rejects the messages: {error}") from error
         return text

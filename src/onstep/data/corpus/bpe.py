@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer that is learned from the corpus, once for all processes and runs."""
+"""Trains a byte-level BPE tokenizer on the corpus, once for all processes and runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from onstep.data.corpus.build_cache import made_once, write_text
+from onstep.data.corpus.build_cache import build_cached, write_text
 from onstep.data.corpus.corpus import DocumentSource, not_utf8
 from onstep.data.corpus.tokenizers import TokenizersTokenizer
 from onstep.errors import DataError, MissingExtraError
@@ -16,11 +16,11 @@ from onstep.errors import DataError, MissingExtraError
 END_TOKEN = "<|endoftext|>"
 DEFAULT_VOCAB_SIZE = 8192
 SMALLEST_VOCAB_SIZE = 257
-"""The bytes and the end token."""
+"""All bytes plus the end token."""
 
 _FORMAT = "onstep bpe 1"
 _PIECE_LETTERS = 1 << 20
-"""Letters of a document that are counted at once; it is cut between lines."""
+"""Characters of a document that are counted at once; documents are split between lines."""
 
 
 def learn_bpe(
@@ -31,15 +31,15 @@ def learn_bpe(
     show_progress: bool,
     wait_for_other: bool = False,
 ) -> TokenizersTokenizer:
-    """A byte-level BPE of `vocab_size` tokens (None: 8192) learned from `source`, from the cache or learned now.
+    """A byte-level BPE of `vocab_size` tokens (None: 8192) for `source`, from the cache or trained now.
 
-    Token 0 is `<|endoftext|>`, which ends a document; every text can be encoded. A small corpus may give fewer tokens.
-    The same documents and size give the same tokenizer, in whichever process; see `build_token_file` for how processes
-    share the work. The tokenizer is a `tokenizer.json` in the cache, its `path`.
+    Token 0 is `<|endoftext|>`, which ends a document; any text can be encoded. A small corpus may yield fewer tokens.
+    The same documents and size give the same tokenizer in any process; see `build_token_file` for how processes share
+    the work. The tokenizer's `path` is a `tokenizer.json` in the cache.
 
     Raises:
-        DataError: for a corpus that is empty or not UTF-8, and a size below the 257 of bytes and end token.
-        MissingExtraError: where `tokenizers` is not installed.
+        DataError: for a corpus that is empty or not UTF-8, or a size below 257 (all bytes and the end token).
+        MissingExtraError: if `tokenizers` is not installed.
     """
     size = DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
     if size < SMALLEST_VOCAB_SIZE:
@@ -50,11 +50,11 @@ def learn_bpe(
         return TokenizersTokenizer(path)
 
     described = f"{_FORMAT}\0{size}"
-    return made_once(source, described, ".bpe.json", cache_dir, _find, make, wait_for_other=wait_for_other)
+    return build_cached(source, described, ".bpe.json", cache_dir, _find, make, wait_for_other=wait_for_other)
 
 
 def _find(path: Path) -> TokenizersTokenizer | None:
-    """The tokenizer at `path`; None where there is none or it is not whole, and will be learned again."""
+    """The tokenizer at `path`; None if it is missing or incomplete and has to be trained again."""
     try:
         return TokenizersTokenizer(path) if path.is_file() else None
     except DataError:
@@ -62,13 +62,13 @@ def _find(path: Path) -> TokenizersTokenizer | None:
 
 
 def _learn(source: DocumentSource, size: int, label: str | None) -> str:
-    """The content of its `tokenizer.json`."""
+    """Train the tokenizer; returns the content of its `tokenizer.json`."""
     try:
         import tokenizers
         from tokenizers import decoders, models, pre_tokenizers, trainers
     except ImportError as error:
         raise MissingExtraError(
-            "tokenizer_type 'bpe' needs the library 'tokenizers'; install it: pip install 'onstep[hf]'"
+            "tokenizer_type 'bpe' requires the library 'tokenizers'; install it: pip install 'onstep[hf]'"
         ) from error
     tokenizer: Any = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -92,8 +92,8 @@ def _learn(source: DocumentSource, size: int, label: str | None) -> str:
             yield from _pieces(text)
 
     tokenizer.train_from_iterator(texts(), trainer)
-    # A process that is forked after the library's threads were used, such as a data loader's worker, must not use them;
-    # unless told so, the library warns in each.
+    # A process forked after the library's threads were used, such as a data loader worker, must not use them; unless
+    # disabled explicitly, the library warns in each such process.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not num_letters:
         raise DataError(f"the corpus is empty: no text in {source.name}; give files with text")
@@ -101,7 +101,7 @@ def _learn(source: DocumentSource, size: int, label: str | None) -> str:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text in pieces, each of whole lines where lines are not longer than a piece."""
+    """The text in pieces of whole lines, except for lines longer than a piece."""
     start = 0
     while start < len(text):
         end = text.find("\n", start + _PIECE_LETTERS) + 1 or len(text)

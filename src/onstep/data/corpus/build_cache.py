@@ -1,4 +1,4 @@
-"""Files in the user's cache, named by what they are made from: one process makes them, all others wait for it."""
+"""Builds files in the user's cache, keyed by their sources: one process builds a file, all others wait for it."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ T = TypeVar("T")
 _LOGGER = logging.getLogger(__name__)
 
 _HEAD_START_SECONDS = 5.0
-"""How long a process that shall wait for another lets it go first; after that it takes part like any other."""
+"""How long a process that defers to another waits before competing for the lock itself."""
 _POLL_SECONDS = 0.1
 
 
 class Source(Protocol):
-    """What a file is made from."""
+    """The source that a cached file is built from."""
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name used in messages."""
 
     def add_to(self, digest: Any) -> None:
-        """Update the hash `digest` with all that the content depends on.
+        """Update the hash `digest` with everything the content depends on.
 
         Raises:
-            DataError: where that cannot be read.
+            DataError: if the source cannot be read.
         """
 
 
-def made_once(
+def build_cached(
     source: Source,
     described: str,
     suffix: str,
@@ -49,48 +49,48 @@ def made_once(
     *,
     wait_for_other: bool = False,
 ) -> T:
-    """What `find(path)` gives, or what `make(path)` makes under a lock where it gives None.
+    """Return `find(path)`, or build the file with `make(path)` under a lock if that returns None.
 
-    Any number of processes may call this at once; ``wait_for_other`` lets another go first (the one that shows the
-    progress bar).
+    Any number of processes may call this concurrently; ``wait_for_other`` lets another process go first (the one that
+    shows the progress bar).
 
     Args:
-        described: whatever else than `source` the content depends on; the name of the file is a hash of both.
-        cache_dir: None is `default_cache_dir()`.
+        described: whatever the content depends on besides `source`; the file name is a hash of both.
+        cache_dir: None means `default_cache_dir()`.
 
     Raises:
-        DataError: where the source cannot be read, or the cache not be written to.
+        DataError: if the source cannot be read or the cache cannot be written.
     """
     digest = hashlib.blake2b(described.encode(), digest_size=16)
     source.add_to(digest)
-    folder = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
-    path = folder / f"{digest.hexdigest()}{suffix}"
+    directory = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+    path = directory / f"{digest.hexdigest()}{suffix}"
     deadline = time.monotonic() + (_HEAD_START_SECONDS if wait_for_other else 0.0)
     while (found := find(path)) is None and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     if found is not None:
         return found
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         with _locked(path):
             found = find(path)
             return make(path) if found is None else found
     except OSError as error:
         raise DataError(
-            f"cannot keep token files in {str(folder)!r}: {error.strerror or error}; set dataset.cache_dir or "
-            "ONSTEP_CACHE to a folder that can be written to and has room"
+            f"cannot write token files to {str(directory)!r}: {error.strerror or error}; set dataset.cache_dir or "
+            "ONSTEP_CACHE to a writable directory with enough free space"
         ) from error
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file whole."""
+    """Replace a file atomically."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 
 def default_cache_dir() -> Path:
-    """`$ONSTEP_CACHE`, else `onstep` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    """`$ONSTEP_CACHE`, or else `onstep` in `$XDG_CACHE_HOME` or `~/.cache`."""
     own, shared = os.environ.get("ONSTEP_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if own:
         return Path(own).expanduser()
@@ -103,7 +103,7 @@ def _locked(path: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=1.0, poll_interval=_POLL_SECONDS)
     except Timeout:
-        _LOGGER.info("waiting for another process that makes %s", path)
+        _LOGGER.info("waiting for another process to build %s", path)
         lock.acquire(poll_interval=_POLL_SECONDS)
     try:
         yield

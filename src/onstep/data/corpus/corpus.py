@@ -1,4 +1,4 @@
-"""A corpus: which files it consists of, the documents in them, and what tokenizing reads."""
+"""Finds the files of a corpus and iterates over the documents in them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _TABLE_SUFFIXES = (".xml", ".csv", ".tsv", ".json", ".yaml", ".yml", ".toml")
 _SCRIPT_SUFFIXES = (".py", ".pyi", ".js", ".ts", ".sh", ".sql", ".rb", ".lua", ".jl")
 _COMPILED_SUFFIXES = (".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java")
 TEXT_SUFFIXES = JSONL_SUFFIXES.union(_PROSE_SUFFIXES, _TABLE_SUFFIXES, _SCRIPT_SUFFIXES, _COMPILED_SUFFIXES)
-"""What a folder is searched for. A file that is named, or matched by a glob, is taken whatever its suffix."""
+"""Suffixes to search for in a directory. A file named explicitly or matched by a glob is used whatever its suffix."""
 
 _NOT_CORPUS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"})
 
 
 @dataclass(frozen=True)
 class Document:
-    """One document and where it stands, for the messages of errors."""
+    """A document and its location, for error messages."""
 
     data: bytes
     path: Path
     line: int | None = None
-    """Line of a JSONL record, from 1; None for a whole text file."""
+    """Line of a JSONL record, counted from 1; None for a whole text file."""
 
     @property
     def place(self) -> str:
@@ -44,28 +44,28 @@ class Document:
 
 
 def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """All files that the files, folders and globs in `paths` stand for, sorted and each once.
+    """All files denoted by the files, directories and globs in `paths`, sorted and without duplicates.
 
-    Folders are searched recursively for `TEXT_SUFFIXES`, leaving out hidden ones.
+    Directories are searched recursively for `TEXT_SUFFIXES`, skipping hidden files and directories.
 
     Raises:
-        DataError: where `paths` is a single string or one of them stands for no file.
+        DataError: if `paths` is a single string, or one of its items matches no file.
     """
     if isinstance(paths, (str, os.PathLike)):
-        raise DataError(f"paths must be a list of files, folders or globs, got {str(paths)!r}; put it in a list")
+        raise DataError(f"paths must be a list of files, directories or globs, got {str(paths)!r}; put it in a list")
     found: set[Path] = set()
     for given in paths:
         found.update(_files_of(os.fspath(given)))
     if not found:
-        raise DataError("the corpus is empty: paths names no file; give text files, folders, globs or JSONL files")
+        raise DataError("the corpus is empty: paths names no files; give text files, directories, globs or JSONL files")
     return sorted(found)
 
 
 def find_records(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """As `find_files`, but a folder stands for its JSONL files only.
+    """Like `find_files`, but only finds the JSONL files of a directory.
 
     Raises:
-        DataError: as `find_files`.
+        DataError: as for `find_files`.
     """
     found = [
         path
@@ -74,37 +74,37 @@ def find_records(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
         if is_jsonl(path) or not Path(given).expanduser().is_dir()
     ]
     if not found:
-        raise DataError(f"the folders {', '.join(map(str, paths))} have no JSONL file; name the files of conversations")
+        raise DataError(f"there are no JSONL files in {', '.join(map(str, paths))}; name the files of conversations")
     return sorted(set(found))
 
 
 def default_corpus_files() -> list[Path]:
-    """The sources of the running Python's standard library: real text of about 10 MB that needs no network.
+    """The source files of Python's standard library: about 10 MB of real text, available without a network.
 
-    Tests and installed packages are left out, so that the text depends on the Python release alone.
+    Tests and installed packages are excluded, so the text depends only on the Python release.
 
     Raises:
-        DataError: where this Python comes without its sources.
+        DataError: if this Python installation has no sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in _NOT_CORPUS]  # walks no further into these
-        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = [name for name in subdirectories if name not in _NOT_CORPUS]  # do not descend into these
+        files += [Path(directory, name) for name in names if name.endswith(".py")]
     if not files:
-        raise DataError(f"no Python sources below {root} for the default corpus; set dataset.paths to text of your own")
+        raise DataError(f"no Python sources below {root} for the default corpus; set dataset.paths to your own text")
     return sorted(files, key=lambda f: f.relative_to(root).as_posix())
 
 
 def iter_documents(files: Iterable[Path], text_key: str) -> Iterator[bytes]:
-    """The documents of `files` in order, as `iter_file_documents` gives them, without their places."""
+    """The documents of `files` in order, as from `iter_file_documents`, without their locations."""
     for path in files:
         for document in iter_file_documents(path, text_key):
             yield document.data
 
 
 def iter_file_documents(path: Path, text_key: str) -> Iterator[Document]:
-    """The documents of one file: the whole of a text file, or one a record of a JSONL file (see `JSONL_SUFFIXES`).
+    """The documents of one file: a whole text file, or one per record of a JSONL file (see `JSONL_SUFFIXES`).
 
     Raises:
         DataError: for a file that cannot be read, and for a malformed JSONL record, with `file:line`.
@@ -118,21 +118,21 @@ def iter_file_documents(path: Path, text_key: str) -> Iterator[Document]:
                 if line.strip():
                     yield Document(_record_text(line, f"{path}:{number}", text_key), path, number)
     except OSError as error:
-        raise DataError(f"cannot read {path} of the corpus: {error.strerror or error}") from error
+        raise DataError(f"cannot read corpus file {path}: {error.strerror or error}") from error
 
 
 def not_utf8(document: Document, error: UnicodeDecodeError) -> DataError:
-    """What to say where a tokenizer takes UTF-8 and a document is not."""
+    """The error for a document that is not UTF-8 when the tokenizer requires it."""
     data, at = document.data, error.start
     is_surrogate = data[at] == 0xED and len(data) > at + 1 and data[at + 1] >= 0xA0
-    reason, mend = (
-        ("half of a pair of surrogates, as JSON may hold", "mend the record")
+    reason, fix = (
+        ("an unpaired surrogate, which JSON allows", "fix the record")
         if is_surrogate
         else (error.reason, "convert the file")
     )
     return DataError(
-        f"{document.place} is not UTF-8: byte 0x{data[at]:02x} at offset {at} ({reason}); {mend}, or use "
-        "tokenizer_type 'bytes', which takes any bytes"
+        f"{document.place} is not UTF-8: byte 0x{data[at]:02x} at offset {at} ({reason}); {fix}, or use "
+        "tokenizer_type 'bytes', which accepts any bytes"
     )
 
 
@@ -145,28 +145,30 @@ def _files_of(given: str) -> list[Path]:
     path = Path(given).expanduser()
     if path.exists():
         matches = [path]
-        rule = f"the folder {given!r} of the corpus has no text-like file; name the files or give a glob"
+        rule = f"the corpus directory {given!r} has no text files; name the files or give a glob"
     elif glob.has_magic(given):
         matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
-        rule = f"the glob {given!r} of the corpus matches no file; check the pattern and the working folder"
+        rule = f"the corpus glob {given!r} matches no files; check the pattern and the working directory"
     else:
-        raise DataError(f"the corpus path {given!r} does not exist (working folder: {Path.cwd()}); check dataset.paths")
+        raise DataError(
+            f"the corpus path {given!r} does not exist (working directory: {Path.cwd()}); check dataset.paths"
+        )
     files = [match for match in matches if not match.is_dir()]
-    for folder in [match for match in matches if match.is_dir()]:
-        found = (file for file in folder.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES)
-        files += [file for file in found if is_visible(file, folder) and file.is_file()]
+    for directory in [match for match in matches if match.is_dir()]:
+        found = (file for file in directory.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES)
+        files += [file for file in found if is_visible(file, directory) and file.is_file()]
     if not files:
         raise DataError(rule)
     return files
 
 
-def is_visible(path: Path, folder: Path) -> bool:
-    """Whether neither the file nor a folder between it and `folder` is hidden."""
-    return not any(part.startswith(".") for part in path.relative_to(folder).parts)
+def is_visible(path: Path, directory: Path) -> bool:
+    """Whether neither the file nor any directory between it and `directory` is hidden."""
+    return not any(part.startswith(".") for part in path.relative_to(directory).parts)
 
 
 def read_record(line: bytes, place: str, rule: str = "one JSON object") -> dict[str, Any]:
-    """The object in a line of a JSONL file; `rule` says what a line must hold.
+    """Parse the object in a line of a JSONL file; `rule` says in errors what a line must contain.
 
     Raises:
         DataError: with `place`, for anything else.
@@ -174,9 +176,9 @@ def read_record(line: bytes, place: str, rule: str = "one JSON object") -> dict[
     try:
         record = json.loads(line)
     except ValueError as error:  # malformed JSON or bytes that are not UTF-8
-        raise DataError(f"{place} is not a JSON record: {error}; each line must hold one JSON object") from error
+        raise DataError(f"{place} is not a JSON record: {error}; each line must contain one JSON object") from error
     if not isinstance(record, dict):
-        raise DataError(f"{place} holds a JSON {type(record).__name__}; each line must hold {rule}")
+        raise DataError(f"{place} contains a JSON {type(record).__name__}; each line must contain {rule}")
     return record
 
 
@@ -188,34 +190,34 @@ def _record_text(line: bytes, place: str, text_key: str) -> bytes:
     text = record[text_key]
     if not isinstance(text, str):
         raise DataError(f"{place}: {text_key!r} must be a string, got {type(text).__name__}; set dataset.text_key")
-    # A lone surrogate is legal JSON but not UTF-8; it stays visible to the tokenizer, which decides.
+    # An unpaired surrogate is legal JSON but not UTF-8; it is passed on to the tokenizer, which decides.
     return text.encode("utf-8", "surrogatepass")
 
 
 class DocumentSource(Source, Protocol):
-    """Documents in a fixed order."""
+    """A source of documents in a fixed order."""
 
     def documents(self, label: str | None) -> Iterator[Document]:
-        """The documents that are not empty; `label` names the progress bar, None shows none."""
+        """The non-empty documents; `label` names the progress bar, None shows none."""
 
 
 class FileSource:
-    """The documents of text and JSONL files, by their contents: names and times of the files do not count."""
+    """The documents of text and JSONL files, identified by content: file names and times do not matter."""
 
     def __init__(self, files: Sequence[Path], text_key: str) -> None:
         self.files = files
         self.text_key = text_key
         names = ", ".join(map(str, files[:3]))
         self.name = f"{names} and {len(files) - 3} more" if len(files) > 3 else names or "no files"
-        """The first files."""
+        """Names of the first files."""
 
     def add_to(self, digest: Any) -> None:
-        """Kind, size and content of each file."""
+        """Add the kind, size and content of each file."""
         for path in self.files:
             add_file(digest, path, f"jsonl {self.text_key}" if is_jsonl(path) else "text")
 
     def documents(self, label: str | None) -> Iterator[Document]:
-        """One a text file or JSONL record, with a bar over the bytes of the files."""
+        """One document per text file or JSONL record, with a progress bar over the bytes of the files."""
         total = sum(path.stat().st_size for path in self.files)
         with tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=label is None) as bar:
             for path in self.files:
@@ -226,18 +228,18 @@ class FileSource:
                     bytes_done = min(len(document.data), bytes_left)
                     bytes_left -= bytes_done
                     bar.update(bytes_done)
-                bar.update(bytes_left)  # what is not text: keys and quotes of JSONL
+                bar.update(bytes_left)  # bytes that are not text, such as keys and quotes of JSONL
 
 
 def add_file(digest: Any, path: Path, kind: str) -> None:
     """Update the hash `digest` with the content of a file that is read as `kind`.
 
     Raises:
-        DataError: where the file cannot be read.
+        DataError: if the file cannot be read.
     """
     try:
         with path.open("rb") as content:
             digest.update(f"\0{kind}\0{os.fstat(content.fileno()).st_size}\0".encode())
             digest.update(hashlib.file_digest(content, "blake2b").digest())
     except OSError as error:
-        raise DataError(f"cannot read {path} of the corpus: {error.strerror or error}") from error
+        raise DataError(f"cannot read corpus file {path}: {error.strerror or error}") from error

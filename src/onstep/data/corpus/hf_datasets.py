@@ -1,4 +1,4 @@
-"""Datasets of the `datasets` library: local folders and files, and names on the hub. No code of theirs is run."""
+"""Reads datasets of the `datasets` library, local or from the Hub, without running code that comes with them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".csv": ("csv", {}),
     ".tsv": ("csv", {"sep": "\t"}),
 }
-"""Which of the library's readers takes a file; none of them runs what it reads."""
+"""The library's reader for each file suffix; none of them executes what it reads."""
 _READ_BY_LIBRARY = frozenset(_READERS) - JSONL_SUFFIXES
 _VALIDATION, _TEST = ("validation", "valid", "val", "dev"), ("test",)
 _SPLIT_WORDS = {
@@ -40,7 +40,7 @@ _ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class OwnSplits(Generic[T]):
-    """A dataset's splits: the one to train on, and what it has of its own to evaluate on."""
+    """A dataset's splits: the training split, and its own validation and test splits if it has any."""
 
     train: T
     valid: T | None
@@ -48,40 +48,40 @@ class OwnSplits(Generic[T]):
 
 
 class RowSource:
-    """The texts of one column of a dataset of the `datasets` library, a document a row.
+    """The texts in one column of a dataset of the `datasets` library, one document per row.
 
     Raises:
-        DataError: where the dataset has no such column.
+        DataError: if the dataset has no such column.
     """
 
     def __init__(self, dataset: Any, text_key: str, name: str) -> None:
         if text_key not in dataset.column_names:
             columns = ", ".join(map(repr, dataset.column_names)) or "none"
-            raise DataError(f"{name} has no column {text_key!r} (it has {columns}); set dataset.text_key")
+            raise DataError(f"{name} has no column {text_key!r} (its columns: {columns}); set dataset.text_key")
         self.name = name
         self._rows = dataset.select_columns([text_key])
         self._text_key = text_key
         self._fingerprint = fingerprint_of(dataset)
 
     def add_to(self, digest: Any) -> None:
-        """The fingerprint that the library keeps of the dataset, and the column."""
+        """Add the library's fingerprint of the dataset and the column."""
         digest.update(f"\0rows\0{self._fingerprint}\0{self._text_key}".encode())
 
     def documents(self, label: str | None) -> Iterator[Document]:
-        """One a row, read a few at a time, with a bar over the rows."""
+        """One document per row, read in small batches, with a progress bar over the rows."""
         for row, place in rows_of(self._rows, self.name, label):
             text = row[self._text_key]
             if not isinstance(text, str):
                 raise DataError(
                     f"{self.name}:{place}: column {self._text_key!r} must hold strings, got {type(text).__name__}; "
-                    "set dataset.text_key, or leave such rows out"
+                    "set dataset.text_key, or remove such rows"
                 )
             if text:
                 yield Document(text.encode("utf-8", "surrogatepass"), Path(self.name), place)
 
 
 def rows_of(dataset: Any, name: str, label: str | None) -> Iterator[tuple[dict[str, Any], int]]:
-    """The rows of a dataset and their numbers from 1, with a bar that `label` names; None shows none."""
+    """The rows of a dataset, numbered from 1, with a progress bar named `label`; None shows none."""
     with tqdm(total=len(dataset), desc=label, unit=" rows", disable=label is None) as bar:
         number = 0
         for block in dataset.iter(batch_size=_ROWS_AT_ONCE):
@@ -93,31 +93,32 @@ def rows_of(dataset: Any, name: str, label: str | None) -> Iterator[tuple[dict[s
 
 
 def fingerprint_of(dataset: Any) -> str:
-    """What the library knows the content of a dataset by."""
-    return f"{dataset._fingerprint}\0{len(dataset)}"  # it has no public name
+    """The library's identifier for the content of a dataset."""
+    return f"{dataset._fingerprint}\0{len(dataset)}"  # there is no public name for it
 
 
 def load_own_splits(
     paths: Sequence[str], *, subset: str | None, split: str, columns: Sequence[str], show_progress: bool
 ) -> OwnSplits[Any]:
-    """The split `split` of the datasets in `paths`, one after the other, and their own validation and test splits.
+    """The split `split` of the datasets in `paths`, concatenated, and their own validation and test splits.
 
-    A path is a folder of `save_to_disk`, a json, parquet, arrow or csv file, a glob or folder of such, or a name on the
-    hub. In a folder, files with `validation` (valid, val, dev) or `test` in their names are those splits.
+    A path is a directory written by `save_to_disk`, a json, parquet, arrow or csv file, a glob or directory of such
+    files, or the name of a dataset on the Hub. In a directory, files with `validation` (valid, val, dev) or `test` in
+    their names form those splits.
 
     Args:
-        subset: the configuration of a dataset on the hub.
-        columns: what is read, of those that a dataset has.
+        subset: the configuration of a dataset on the Hub.
+        columns: the columns to read, where a dataset has them.
 
     Raises:
-        DataError: for what cannot be found or read, or has no such split.
-        MissingExtraError: where `datasets` is not installed.
+        DataError: for a dataset that cannot be found or read, or has no such split.
+        MissingExtraError: if `datasets` is not installed.
     """
     try:
         import datasets
     except ImportError as error:
         raise MissingExtraError(
-            "this data needs the library 'datasets'; install it: pip install 'onstep[datasets]'"
+            "this data requires the library 'datasets'; install it: pip install 'onstep[datasets]'"
         ) from error
     with _bars(datasets, show_progress):
         loaded = [_load(datasets, path, subset) for path in paths]
@@ -135,7 +136,7 @@ def load_own_splits(
 
 
 def is_rows(path: str) -> bool:
-    """Whether a path names a dataset of the library, and not JSONL files that are read without it."""
+    """Whether a path names a dataset of the library rather than JSONL files, which are read without it."""
     given = Path(path).expanduser()
     if given.is_dir():
         if _is_saved(given):
@@ -147,9 +148,9 @@ def is_rows(path: str) -> bool:
 
 
 def _joined(datasets: Any, parts: Sequence[Any], columns: Sequence[str]) -> Any:
-    """Datasets one after the other, with the columns that are read; None for no dataset.
+    """The concatenated datasets, reduced to the given columns; None for no datasets.
 
-    One that has none of the columns stays as it is, for the message that says so.
+    A dataset with none of the columns is left unchanged, so that a later error can list its columns.
     """
     read = [[column for column in columns if column in part.column_names] for part in parts]
     chosen = [part.select_columns(names) if names else part for part, names in zip(parts, read, strict=True)]
@@ -171,13 +172,15 @@ def _load(datasets: Any, path: str, subset: str | None) -> dict[str, Any]:
         if given.exists() or glob.has_magic(path):
             return _load_files(datasets, path)
         if not _HUB_NAME.fullmatch(path) or given.suffix in _READERS:
-            raise DataError(f"the dataset {path!r} does not exist (working folder: {Path.cwd()}); check dataset.paths")
+            raise DataError(
+                f"the dataset {path!r} does not exist (working directory: {Path.cwd()}); check dataset.paths"
+            )
         return dict(datasets.load_dataset(path, subset))
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         if isinstance(error, DataError):
             raise
         local = given.exists() or glob.has_magic(path)
-        remedy = "check its files" if local else "a name on the hub takes a network; a local folder or file takes none"
+        remedy = "check its files" if local else "the Hub requires network access, a local path does not"
         raise DataError(f"cannot load the dataset {path!r}: {error}; {remedy}") from error
 
 
@@ -189,8 +192,8 @@ def _load_files(datasets: Any, path: str) -> dict[str, Any]:
     if len(readers) != 1 or any(file.suffix not in _READERS for file in files):
         kinds = ", ".join(sorted(readers)) or "none"
         raise DataError(
-            f"{path!r} must hold files of one kind of {', '.join(_READERS)}, got {kinds}; name the files, or a folder "
-            "that save_to_disk wrote"
+            f"{path!r} must contain files of a single kind of {', '.join(_READERS)}, got {kinds}; name the files, or a "
+            "directory written by save_to_disk"
         )
     by_split: dict[str, list[str]] = {}
     for file in files:
@@ -201,18 +204,18 @@ def _load_files(datasets: Any, path: str) -> dict[str, Any]:
     return dict(datasets.load_dataset(reader, data_files=by_split, **options))
 
 
-def _is_saved(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+def _is_saved(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
-def _visible_files(folder: Path) -> list[Path]:
-    found = (Path(root, name) for root, _, names in os.walk(folder) for name in names)
-    return sorted(file for file in found if is_visible(file, folder))
+def _visible_files(directory: Path) -> list[Path]:
+    found = (Path(root, name) for root, _, names in os.walk(directory) for name in names)
+    return sorted(file for file in found if is_visible(file, directory))
 
 
 @contextmanager
 def _bars(datasets: Any, show: bool) -> Iterator[None]:
-    """The library's own bars, while it reads files into its cache."""
+    """Show or hide the library's own progress bars while it reads files into its cache."""
     change = not show and not datasets.are_progress_bars_disabled()
     if change:
         datasets.disable_progress_bars()

@@ -1,16 +1,16 @@
-"""Megatron's `.bin` and `.idx` files, read as they are and written.
+"""Reads and writes Megatron's `.bin` and `.idx` files.
 
-`PREFIX.bin` holds the token ids of all sequences, raw and little-endian. `PREFIX.idx` says what they are, everything
+`PREFIX.bin` holds the token ids of all sequences, raw and little-endian. `PREFIX.idx` describes them, all fields
 little-endian and without padding:
 
 | bytes | what |
 |---|---|
 | 9 | `MMIDIDX` and two zero bytes |
 | 8 | version, uint64: 1 |
-| 1 | type of an id: 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 6 float64, 7 float32, 8 uint16 |
+| 1 | dtype of the ids: 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 6 float64, 7 float32, 8 uint16 |
 | 8 | number of sequences `n`, uint64 |
-| 8 | number of document indices `d`, uint64: documents and 1 |
-| 4n | ids of each sequence, int32 |
+| 8 | number of document indices `d`, uint64: number of documents plus 1 |
+| 4n | number of ids of each sequence, int32 |
 | 8n | where each sequence begins in the `.bin`, in bytes, int64 |
 | 8d | the first sequence of each document, int64; the last entry is `n` |
 """
@@ -33,17 +33,17 @@ _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _TYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _CHECKED_AT_ONCE = 1 << 20
-"""Sequences whose index is checked with one array operation."""
+"""Number of sequences whose index is checked in one array operation."""
 
 
 class IndexedFile:
-    """The tokens of a pair of Megatron's files, one document after the other, mapped into memory; nothing is copied.
+    """The tokens of a pair of Megatron files, documents concatenated, memory-mapped without copying.
 
-    The whole index is checked when it is opened, the tokens as they are read. It travels to workers by its path.
+    The whole index is checked on opening, the tokens as they are read. Pickled to workers as a path only.
 
     Args:
-        path: the prefix of both files, or the path of either.
-        vocab_size: ids must be below; None does not check.
+        path: the common prefix of both files, or the path of either.
+        vocab_size: exclusive upper bound of the ids; None disables the check.
 
     Raises:
         DataError: for a file that is missing, truncated, or not of this format.
@@ -54,8 +54,8 @@ class IndexedFile:
         for file in (self.index_path, self.tokens_path):
             if not file.is_file():
                 raise DataError(
-                    f"{file} is missing; dataset.paths of kind=megatron names pairs of files by their prefix (without "
-                    ".bin or .idx)"
+                    f"{file} is missing; with kind=megatron, dataset.paths must name pairs of files by their prefix "
+                    "(without .bin or .idx)"
                 )
         self._vocab_size = vocab_size
         self.dtype, num_sequences, num_indices = _read_header(self.index_path)
@@ -68,12 +68,12 @@ class IndexedFile:
         self._tokens = self._map_tokens()
         is_in_order = self._check_sequences()
         self._check_documents()
-        # Where files are written front to back, the pointers are the running sum of the lengths: no array is needed.
+        # In files written front to back, the pointers are the running sum of the lengths: no array is needed.
         self._starts = None if is_in_order else np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])
         self._num_tokens = int(self._tokens.size if self._starts is None else self._starts[-1])
 
     def __len__(self) -> int:
-        """Tokens of all documents."""
+        """Number of tokens in all documents."""
         return self._num_tokens
 
     def __reduce__(self) -> tuple[type[IndexedFile], tuple[Path, int | None]]:
@@ -81,11 +81,11 @@ class IndexedFile:
 
     @property
     def num_documents(self) -> int:
-        """Documents in the file."""
+        """Number of documents."""
         return self._documents.size - 1
 
     def document_start(self, document: int) -> int:
-        """The token at which a document begins; `num_documents` is the end of the last."""
+        """The index of a document's first token; for `num_documents`, the end of the last document."""
         sequence = int(self._documents[document])
         if self._starts is not None:
             return int(self._starts[sequence])
@@ -97,7 +97,7 @@ class IndexedFile:
         return self.read(self.document_start(number), self.document_start(number + 1))
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """The tokens ``start <= t < stop``, documents one after the other.
+        """The tokens ``start <= t < stop`` of the concatenated documents.
 
         Raises:
             DataError: for an id outside the vocabulary.
@@ -126,30 +126,30 @@ class IndexedFile:
 
     def _part(self, dtype: str, offset: int, count: int) -> npt.NDArray[Any]:
         if count == 0:
-            raise DataError(f"{self.index_path} has no {'documents' if dtype == '<i8' else 'sequences'}; make it again")
+            raise DataError(f"{self.index_path} has no {'documents' if dtype == '<i8' else 'sequences'}; rebuild it")
         return np.asarray(np.memmap(self.index_path, dtype=dtype, mode="r", offset=offset, shape=(count,)))
 
     def _map_tokens(self) -> npt.NDArray[Any]:
         size = self.tokens_path.stat().st_size
         if size == 0 or size % self.dtype.itemsize:
             raise DataError(
-                f"{self.tokens_path} has {size} bytes, but whole ids of {self.dtype.itemsize} bytes are needed; "
+                f"{self.tokens_path} has {size} bytes, which must be a positive multiple of {self.dtype.itemsize}; "
                 "it is empty, truncated or belongs to another index"
             )
         return np.asarray(np.memmap(self.tokens_path, dtype=self.dtype, mode="r"))
 
     def _check_sequences(self) -> bool:
-        """Whether the sequences stand one after the other, with nothing between."""
+        """Whether the sequences are contiguous, in order and without gaps."""
         size, width = self._tokens.size * self.dtype.itemsize, self.dtype.itemsize
         expected, is_in_order = 0, True
         for at in range(0, self._lengths.size, _CHECKED_AT_ONCE):
             lengths = self._lengths[at : at + _CHECKED_AT_ONCE].astype(np.int64) * width
             pointers = self._pointers[at : at + _CHECKED_AT_ONCE]
             if lengths.min() < 0 or pointers.min() < 0 or (pointers % width).any():
-                raise DataError(f"{self.index_path} is damaged: lengths or places of sequences that cannot be")
+                raise DataError(f"{self.index_path} is damaged: it has impossible lengths or offsets of sequences")
             if (pointers + lengths).max() > size:
                 raise DataError(
-                    f"{self.tokens_path} has {size} bytes, but its index has sequences up to byte "
+                    f"{self.tokens_path} has {size} bytes, but its index lists sequences up to byte "
                     f"{(pointers + lengths).max()}; it is truncated or belongs to another index"
                 )
             starts = expected + np.concatenate([[0], np.cumsum(lengths)])
@@ -157,7 +157,7 @@ class IndexedFile:
             expected = int(starts[-1])
         if is_in_order and expected != size:
             raise DataError(
-                f"{self.tokens_path} has {size} bytes, but its index has {expected}; it belongs to another index"
+                f"{self.tokens_path} has {size} bytes, but its index lists {expected}; it belongs to another index"
             )
         return is_in_order
 
@@ -166,7 +166,7 @@ class IndexedFile:
         first, last, count = int(documents[0]), int(documents[-1]), self._lengths.size
         if first != 0 or last != count or (np.diff(documents) < 0).any():
             raise DataError(
-                f"{self.index_path} is damaged: the documents must begin at sequence 0, rise and end at {count}, "
+                f"{self.index_path} is damaged: the document indices must begin at 0, increase and end at {count}, "
                 f"got {first} to {last}"
             )
 
@@ -174,18 +174,18 @@ class IndexedFile:
 def write_indexed_dataset(
     prefix: str | os.PathLike[str], documents: Iterable[Any], *, vocab_size: int, end_id: int | None = None
 ) -> IndexedFile:
-    """Write `PREFIX.bin` and `PREFIX.idx`, a sequence for each document, as `IndexedFile` and Megatron read them.
+    """Write `PREFIX.bin` and `PREFIX.idx`, one sequence per document, for `IndexedFile` and Megatron.
 
-    Ids are stored as uint16 where the vocabulary has fewer than 65,500 tokens, else as int32, as Megatron does. The
-    index appears last, so that an interrupted writer leaves nothing that looks whole.
+    Like Megatron, stores ids as uint16 if the vocabulary has fewer than 65,500 tokens, else as int32. The index is
+    written last, so an interrupted writer leaves nothing that looks complete.
 
     Args:
-        documents: the ids of each document, one-dimensional; they are taken one at a time.
-        vocab_size: ids must be below.
-        end_id: added to each document.
+        documents: the ids of each document, one-dimensional; consumed one at a time.
+        vocab_size: exclusive upper bound of the ids.
+        end_id: appended to each document.
 
     Raises:
-        DataError: for an id that is not in the vocabulary, and where there is no document.
+        DataError: for an id outside the vocabulary, or if there are no documents.
     """
     index_path, tokens_path = _paths_of(prefix)
     code = 8 if vocab_size < 65_500 else 4
@@ -197,7 +197,7 @@ def write_indexed_dataset(
             out.write(ids.astype(dtype).tobytes())
             lengths.append(ids.size)
     if not sum(lengths):
-        raise DataError(f"there are no documents for {tokens_path}; give at least one that is not empty")
+        raise DataError(f"there are no documents for {tokens_path}; give at least one non-empty document")
     sizes = np.array(lengths, dtype=np.int64) * dtype.itemsize
     temporary = index_path.with_suffix(".idx.tmp")
     with temporary.open("wb") as out:
@@ -216,23 +216,23 @@ def _paths_of(path: str | os.PathLike[str]) -> tuple[Path, Path]:
 
 
 def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
-    """Type of the ids, number of sequences, number of document indices."""
+    """Dtype of the ids, number of sequences, number of document indices."""
     size = path.stat().st_size
     with path.open("rb") as index:
         head = index.read(_HEADER.size)
     if not head.startswith(_MAGIC):
-        raise DataError(f"{path} is no index of Megatron's: it must begin with {_MAGIC[:7].decode()}, got {head[:7]!r}")
+        raise DataError(f"{path} is not a Megatron index: it must begin with {_MAGIC[:7].decode()}, got {head[:7]!r}")
     if len(head) < _HEADER.size:
-        raise DataError(f"{path} is truncated: it ends within its header of {_HEADER.size} bytes")
+        raise DataError(f"{path} is truncated: it ends within the header of {_HEADER.size} bytes")
     _, version, code, num_sequences, num_indices = _HEADER.unpack(head)
     if version != _VERSION:
-        raise DataError(f"{path} has version {version}; only version {_VERSION} can be read")
+        raise DataError(f"{path} has version {version}; only version {_VERSION} is supported")
     if code not in _TYPES:
-        raise DataError(f"{path} has ids of type {code}, which are no token ids; whole numbers are {sorted(_TYPES)}")
+        raise DataError(f"{path} has ids of type {code}, which is not an integer type; use one of {sorted(_TYPES)}")
     expected = _HEADER.size + 12 * num_sequences + 8 * num_indices
     if size != expected:
-        what = "it is truncated" if size < expected else "it holds more than text (modes of sequences) or is damaged"
-        raise DataError(f"{path} has {size} bytes, but its header takes {expected}; {what}")
+        what = "it is truncated" if size < expected else "it holds more than text (sequence modes) or is damaged"
+        raise DataError(f"{path} has {size} bytes, but its header implies {expected}; {what}")
     return np.dtype(_TYPES[code]), num_sequences, num_indices
 
 

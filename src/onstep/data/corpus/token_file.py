@@ -1,6 +1,6 @@
-"""The tokens of a corpus in one memory-mapped file: made once for all processes and runs, and read in place.
+"""Stores the tokens of a corpus in a memory-mapped file, built once for all processes and runs.
 
-A manifest beside it tells whether the file is whole.
+A manifest next to the file records whether it is complete.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onstep.data.corpus.build_cache import made_once, write_text
+from onstep.data.corpus.build_cache import build_cached, write_text
 from onstep.data.corpus.corpus import Document, DocumentSource, FileSource, not_utf8
 from onstep.data.corpus.tokenizers import Tokenizer
 from onstep.errors import DataError
-from onstep.heartbeat import PULSE
+from onstep.heartbeat import HEARTBEAT
 
 _CHECKED_BLOCKS = 64
 _BLOCK_BYTES = 64 * 1024
@@ -28,27 +28,27 @@ _BLOCK_BYTES = 64 * 1024
 
 @dataclass
 class TokenFile:
-    """The tokens of a corpus, one document after the other. It travels to workers by its path."""
+    """The tokens of all documents of a corpus, concatenated. Pickled to workers as a path only."""
 
     path: Path
-    """The raw tokens, little-endian; the manifest stands beside it."""
+    """The raw tokens, little-endian; the manifest is next to it."""
     dtype: str
     """`<u2` or `<u4`."""
     num_tokens: int
     num_documents: int
     content_hash: str
-    """Of the tokens."""
+    """Hash of the tokens."""
     source: str
-    """Hash of the corpus, the tokenizer and the format, by which the file is found again."""
+    """Hash of the corpus, the tokenizer and the format: the cache key."""
 
     def __len__(self) -> int:
         return self.num_tokens
 
     @property
     def tokens(self) -> npt.NDArray[Any]:
-        """All tokens ``(num_tokens,)``, mapped into memory at first use, read-only."""
+        """All tokens ``(num_tokens,)``, memory-mapped on first use, read-only."""
         if "_tokens" not in self.__dict__:
-            # A plain array over the mapping: slicing np.memmap itself costs several times as much.
+            # A plain array over the mapping: slicing np.memmap itself is several times slower.
             self._tokens = np.asarray(np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.num_tokens,)))
         return self._tokens
 
@@ -61,29 +61,29 @@ class TokenFile:
 
 
 def check_ids(ids: npt.NDArray[Any], tokenizer: Tokenizer, place: str) -> None:
-    """Refuse, as of `place`, ids that the tokenizer's vocabulary does not have."""
+    """Refuse ids outside the tokenizer's vocabulary; `place` names their origin in the error."""
     if ids.size and not (ids.min() >= 0 and ids.max() < tokenizer.vocab_size):
         raise DataError(
             f"{place} has token ids from {ids.min()} to {ids.max()}, but they must be >= 0 and below the "
-            f"tokenizer's vocab_size {tokenizer.vocab_size}; check the tokenizer"
+            f"tokenizer's vocab_size of {tokenizer.vocab_size}; check the tokenizer"
         )
 
 
 def token_dtype(vocab_size: int) -> str:
-    """The smallest type on disk that holds every id."""
+    """The smallest on-disk dtype that holds every id."""
     return "<u2" if vocab_size <= 2**16 else "<u4"
 
 
 def write_tokens(path: Path, dtype: str, documents: Iterable[npt.NDArray[Any]], source: str, empty: str) -> TokenFile:
-    """Write `documents` one after the other to `path` and declare them whole.
+    """Write `documents` to `path` in order, then the manifest that marks the file as complete.
 
-    A process killed in between leaves nothing that looks whole.
+    If the process is killed in between, nothing that looks complete is left behind.
 
     Args:
-        empty: what the error says where there is not a token.
+        empty: the error message if there are no tokens.
 
     Raises:
-        DataError: where there is not a token.
+        DataError: if there are no tokens.
     """
     manifest_path(path).unlink(missing_ok=True)
     temporary = path.with_suffix(".tokens.tmp")
@@ -104,27 +104,27 @@ def write_tokens(path: Path, dtype: str, documents: Iterable[npt.NDArray[Any]], 
         temporary.unlink(missing_ok=True)
     token_file = TokenFile(path, dtype, num_tokens, num_documents, digest.hexdigest(), source)
     manifest = asdict(token_file) | {"path": path.name, "check": _sample_hash(path)}
-    write_text(manifest_path(path), json.dumps(manifest, indent=1))  # which declares the tokens whole, at once
+    write_text(manifest_path(path), json.dumps(manifest, indent=1))  # atomically marks the tokens as complete
     return token_file
 
 
 def find_token_file(path: Path) -> TokenFile | None:
-    """The token file at `path`, or None where it is missing or not what its manifest says.
+    """The token file at `path`, or None if it is missing or does not match its manifest.
 
-    The check reads the size and at most 4 MiB of blocks from all over the file.
+    The check covers the size and at most 4 MiB of blocks spread over the file.
     """
     try:
         manifest = json.loads(manifest_path(path).read_text(encoding="utf-8"))
         check = manifest.pop("check")
         token_file = TokenFile(**(manifest | {"path": path}))
-        is_whole = path.stat().st_size == token_file.num_tokens * np.dtype(token_file.dtype).itemsize
-        return token_file if is_whole and _sample_hash(path) == check else None
+        is_integer_from = path.stat().st_size == token_file.num_tokens * np.dtype(token_file.dtype).itemsize
+        return token_file if is_integer_from and _sample_hash(path) == check else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):  # missing, or not a manifest that we wrote
         return None
 
 
 def manifest_path(path: Path) -> Path:
-    """The manifest of the tokens at `path`."""
+    """Path of the manifest of the tokens at `path`."""
     return path.with_suffix(".json")
 
 
@@ -151,17 +151,17 @@ def build_token_file(
     show_progress: bool,
     wait_for_other: bool = False,
 ) -> TokenFile:
-    """The token file of `files`, from the cache or made now.
+    """The token file of `files`, from the cache or built now.
 
-    Any number of processes may call this at once: one makes the file under a lock and the others wait for it. A broken
-    file is made again. ``wait_for_other`` lets another process go first (the one that shows the progress bar).
+    Any number of processes may call this concurrently: one builds the file under a lock and the others wait for it. A
+    damaged file is rebuilt. ``wait_for_other`` lets another process go first (the one that shows the progress bar).
 
     Args:
-        cache_dir: where token files are kept; None is `default_cache_dir()`.
+        cache_dir: directory for token files; None means `default_cache_dir()`.
         text_key: key of a JSONL record that holds the text.
 
     Raises:
-        DataError: for a corpus that is empty, unreadable or not text, and for a cache that cannot be written.
+        DataError: for a corpus that is empty, unreadable or not text, or a cache that cannot be written.
     """
     source = FileSource(files, text_key)
     return tokens_of(source, tokenizer, cache_dir, show_progress=show_progress, wait_for_other=wait_for_other)
@@ -175,10 +175,10 @@ def tokens_of(
     show_progress: bool,
     wait_for_other: bool = False,
 ) -> TokenFile:
-    """The token file of the documents of `source`; else as `build_token_file`.
+    """Like `build_token_file`, for the documents of `source`.
 
     Raises:
-        DataError: as `build_token_file`.
+        DataError: as for `build_token_file`.
     """
 
     def make(path: Path) -> TokenFile:
@@ -189,16 +189,16 @@ def tokens_of(
         return write_tokens(path, token_dtype(tokenizer.vocab_size), documents, path.stem, empty)
 
     described = f"{_FORMAT}\0{tokenizer.fingerprint}\0{tokenizer.eos_id}"
-    return made_once(source, described, ".tokens", cache_dir, find_token_file, make, wait_for_other=wait_for_other)
+    return build_cached(source, described, ".tokens", cache_dir, find_token_file, make, wait_for_other=wait_for_other)
 
 
 def _encoded(tokenizer: Tokenizer, document: Document) -> npt.NDArray[Any]:
-    """The ids of a document, with the end token where the tokenizer has one."""
-    PULSE.beats += 1
+    """The ids of a document, followed by the end token if the tokenizer has one."""
+    HEARTBEAT.beats += 1
     try:
         ids = np.asarray(tokenizer.encode(document.data))
     except UnicodeDecodeError as error:
         raise not_utf8(document, error) from error
     check_ids(ids, tokenizer, document.place)
-    # As uint32, because the end token need not fit the type that the tokenizer gave.
+    # As uint32, because the end token might not fit the dtype returned by the tokenizer.
     return ids if tokenizer.eos_id is None else np.append(ids, np.uint32(tokenizer.eos_id))

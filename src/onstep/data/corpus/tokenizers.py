@@ -1,4 +1,4 @@
-"""How text becomes token ids: bytes, a `tokenizer.json`, or a local `transformers` tokenizer."""
+"""Provides tokenizers: raw bytes, a `tokenizer.json`, or a local `transformers` tokenizer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from onstep.config.part import nearest
-from onstep.config.parts import TokenizerConfig
+from onstep.config import TokenizerConfig
+from onstep.config.suggestions import nearest
 from onstep.data.corpus.build_cache import write_text
 from onstep.data.corpus.tokenizer_files import OUR_KEY, keep_ids_in_transformers
 from onstep.errors import DataError, MissingExtraError
@@ -35,46 +35,46 @@ FILES = (
     "tokenizer.model",
     "spiece.model",
 )
-"""Files of a tokenizer in a Hugging Face folder."""
+"""Tokenizer files in a Hugging Face directory."""
 
 
 class Tokenizer(Protocol):
-    """What the rest of Onstep needs of a tokenizer."""
+    """The tokenizer interface used throughout Onstep."""
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """The largest id plus one."""
 
     @property
     def eos_id(self) -> int | None:
-        """The token that ends a document; None where the tokenizer has none."""
+        """The token that ends a document; None if the tokenizer has none."""
 
     @property
     def fingerprint(self) -> str:
         """Changes whenever the ids of some text could change."""
 
     def encode(self, document: bytes) -> TokenIds:
-        """Ids of one document, without special tokens: one that is written in it is text.
+        """Ids of a document without special tokens; a special token written in the document is encoded as text.
 
         Raises:
-            UnicodeDecodeError: where the tokenizer needs UTF-8 and `document` is not.
+            UnicodeDecodeError: if the tokenizer requires UTF-8 and `document` is not.
         """
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of a prompt; a special token that is written in it is that token, and none is added."""
+        """Ids of a prompt; special tokens written in it are parsed as such, and none are added."""
 
     def encode_content(self, text: str) -> list[int]:
-        """Ids of what somebody wrote; a special token that is written in it is text."""
+        """Ids of user-written content; a special token written in it is encoded as text."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`."""
 
-    def save(self, folder: Path) -> list[Path]:
-        """Write the files by which `AutoTokenizer` opens it into `folder`, which exists; gives what was written."""
+    def save(self, directory: Path) -> list[Path]:
+        """Write the files that `AutoTokenizer` needs into the existing directory `directory`; returns their paths."""
 
 
 class ByteTokenizer:
-    """Each byte is a token; 256 ends a document. Takes any bytes."""
+    """Each byte is a token; 256 ends a document. Accepts arbitrary bytes."""
 
     vocab_size = 257
     eos_id: int | None = 256
@@ -93,20 +93,20 @@ class ByteTokenizer:
         return self.encode_text(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; what is not UTF-8 becomes U+FFFD, and ids that are no bytes are left out."""
+        """The text of `ids`; invalid UTF-8 becomes U+FFFD, and ids that are not bytes are dropped."""
         return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
 
-    def save(self, folder: Path) -> list[Path]:
+    def save(self, directory: Path) -> list[Path]:
         """Nothing: bytes need no files."""
         return []
 
 
 class TokenizersTokenizer:
-    """A tokenizer of the `tokenizers` library, from its JSON file.
+    """A tokenizer of the `tokenizers` library, loaded from its JSON file.
 
     Raises:
-        DataError: where the file is missing or holds no tokenizer.
-        MissingExtraError: where `tokenizers` is not installed.
+        DataError: if the file is missing or is not a tokenizer.
+        MissingExtraError: if `tokenizers` is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -124,13 +124,13 @@ class TokenizersTokenizer:
         return self.encode_content(document.decode("utf-8"))
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of `text`; a special token in it is that token."""
+        """Ids of `text`; special tokens in it are parsed as such."""
         self._tokenizer.encode_special_tokens = False
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_content(self, text: str) -> list[int]:
-        """Ids of `text`; a special token in it is text."""
+        """Ids of `text`; special tokens in it are encoded as text."""
         self._tokenizer.encode_special_tokens = True
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
@@ -140,30 +140,30 @@ class TokenizersTokenizer:
         text: str = self._tokenizer.decode([int(i) for i in ids])
         return text
 
-    def save(self, folder: Path) -> list[Path]:
-        """`tokenizer.json` and `tokenizer_config.json`."""
+    def save(self, directory: Path) -> list[Path]:
+        """Write `tokenizer.json` and `tokenizer_config.json`."""
         config = _tokenizer_config(self._content, self.eos_id)
         texts = {"tokenizer.json": self._content, "tokenizer_config.json": config}
         for name, text in texts.items():
-            write_text(folder / name, text)
-        keep_ids_in_transformers(folder, self.encode_content)
-        return [folder / name for name in texts]
+            write_text(directory / name, text)
+        keep_ids_in_transformers(directory, self.encode_content)
+        return [directory / name for name in texts]
 
 
 class HuggingFaceTokenizer:
-    """A `transformers` tokenizer from a local folder; nothing is downloaded and no code of the folder runs.
+    """A `transformers` tokenizer from a local directory; nothing is downloaded and no code in the directory is run.
 
     Raises:
-        DataError: where the folder is missing or holds no tokenizer.
-        MissingExtraError: where `transformers` is not installed.
+        DataError: if the directory is missing or does not contain a tokenizer.
+        MissingExtraError: if `transformers` is not installed.
     """
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
-            raise DataError(f"tokenizer_model {str(path)!r} is no folder; huggingface needs a local tokenizer folder")
+            raise DataError(f"tokenizer_model {str(path)!r} is not a directory; huggingface requires a local directory")
         self.path = path
         self.library_tokenizer = _load_transformers(path)
-        """The tokenizer of `transformers`."""
+        """The `transformers` tokenizer object."""
         vocab: dict[str, int] = self.library_tokenizer.get_vocab()
         self.vocab_size = _size_of_vocab(vocab, path)
         self.eos_id: int | None = self.library_tokenizer.eos_token_id
@@ -177,11 +177,11 @@ class HuggingFaceTokenizer:
         return self.encode_content(document.decode("utf-8"))
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of `text`, however long; a special token in it is that token."""
+        """Ids of `text`, however long; special tokens in it are parsed as such."""
         return list(self.library_tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def encode_content(self, text: str) -> list[int]:
-        """Ids of `text`, however long; a special token in it is text."""
+        """Ids of `text`, however long; special tokens in it are encoded as text."""
         encoding = self.library_tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
         return list(encoding["input_ids"])
 
@@ -190,50 +190,52 @@ class HuggingFaceTokenizer:
         text: str = self.library_tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
 
-    def save(self, folder: Path) -> list[Path]:
-        """Copies of its files."""
-        copied = [Path(shutil.copy(self.path / name, folder)) for name in FILES if (self.path / name).is_file()]
-        keep_ids_in_transformers(folder, self.encode_content)
+    def save(self, directory: Path) -> list[Path]:
+        """Copy its files."""
+        copied = [Path(shutil.copy(self.path / name, directory)) for name in FILES if (self.path / name).is_file()]
+        keep_ids_in_transformers(directory, self.encode_content)
         return copied
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer that `config` describes.
+    """Build the tokenizer that `config` describes.
 
     Raises:
-        DataError: for an unknown type, and for a missing or unreadable file.
-        MissingExtraError: where its library is not installed.
+        DataError: for an unknown type, or a missing or unreadable file.
+        MissingExtraError: if the tokenizer's library is not installed.
     """
     kind, model = config.tokenizer_type, config.tokenizer_model
     if kind == "bytes":
         if model is not None:
-            raise DataError(f"tokenizer_type 'bytes' takes no tokenizer_model, got {model!r}; set tokenizer_type")
+            raise DataError(f"tokenizer_type 'bytes' does not use tokenizer_model, got {model!r}; set tokenizer_type")
         return ByteTokenizer()
     if kind == "bpe":
-        raise DataError("tokenizer_type 'bpe' is learned from a corpus: use onstep.data.learn_bpe")
+        raise DataError("tokenizer_type 'bpe' is trained on a corpus: use onstep.data.learn_bpe")
     if kind not in _FROM_PATH:
         known = ["bytes", "bpe", *_FROM_PATH]
         raise DataError(f"unknown tokenizer_type {kind!r}.{nearest(str(kind), known)} Known: {', '.join(known)}.")
     if model is None:
-        raise DataError(f"tokenizer_type {kind!r} needs tokenizer_model, the path of its file or folder; got None")
+        raise DataError(f"tokenizer_type {kind!r} requires tokenizer_model, the path of a file or directory; got None")
     return _FROM_PATH[kind](Path(model).expanduser())
 
 
 def tokenizer_in_run(config: TokenizerConfig, path: Path) -> TokenizerConfig:
-    """How the tokenizer of a run is opened, whose folder `path` is or lies in: one that it learned is kept there.
+    """The configuration that opens the tokenizer of a run, where `path` is the run directory or a path inside it.
+
+    A tokenizer trained by the run is loaded from its directory.
 
     Raises:
-        DataError: where a learned tokenizer is not there.
+        DataError: if a trained tokenizer is missing.
     """
     if config.tokenizer_type != "bpe":
         return config
-    for folder in (path, *path.absolute().parents):
-        if (folder / "tokenizer.json").is_file():
-            return TokenizerConfig(tokenizer_type="tokenizers", tokenizer_model=str(folder / "tokenizer.json"))
-        if (folder / "run.json").is_file():
+    for directory in (path, *path.absolute().parents):
+        if (directory / "tokenizer.json").is_file():
+            return TokenizerConfig(tokenizer_type="tokenizers", tokenizer_model=str(directory / "tokenizer.json"))
+        if (directory / "run.json").is_file():
             break
     raise DataError(
-        f"the tokenizer that the run of {path} learned is not there: its folder has no tokenizer.json; put it back"
+        f"the tokenizer trained by the run of {path} is missing: its directory has no tokenizer.json; restore it"
     )
 
 
@@ -245,7 +247,9 @@ _FROM_PATH: dict[str, type[TokenizersTokenizer] | type[HuggingFaceTokenizer]] = 
 
 def _read_tokenizer_file(path: Path) -> bytes:
     if path.is_dir():
-        raise DataError(f"tokenizer_model {str(path)!r} is a folder; give its tokenizer.json, or use type huggingface")
+        raise DataError(
+            f"tokenizer_model {str(path)!r} is a directory; give its tokenizer.json, or use type huggingface"
+        )
     try:
         return path.read_bytes()
     except OSError as error:
@@ -262,7 +266,7 @@ def _load_tokenizers(path: Path, content: bytes) -> Any:
         return tokenizers.Tokenizer.from_buffer(content)
     except ValueError as error:
         raise DataError(
-            f"{path} is no tokenizer of the `tokenizers` library: {error}; give a tokenizer.json"
+            f"{path} is not a tokenizer of the `tokenizers` library: {error}; give a tokenizer.json"
         ) from error
 
 
@@ -274,11 +278,11 @@ def _load_transformers(path: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise DataError(f"{path} holds no tokenizer that transformers can load: {error}") from error
+        raise DataError(f"{path} does not contain a tokenizer that transformers can load: {error}") from error
 
 
 def _tokenizer_config(tokenizer_json: str, eos_id: int | None) -> str:
-    """What `AutoTokenizer` needs beside a `tokenizer.json`: which class reads it, and the token that ends a text."""
+    """What `AutoTokenizer` needs besides `tokenizer.json`: the class that reads it, and the end token."""
     tokens: list[dict[str, Any]] = json.loads(tokenizer_json).get("added_tokens") or []
     ending = next((token["content"] for token in tokens if token.get("id") == eos_id), None)
     named = {} if ending is None else {"eos_token": ending}
@@ -287,13 +291,13 @@ def _tokenizer_config(tokenizer_json: str, eos_id: int | None) -> str:
 
 
 def _missing(library: str) -> MissingExtraError:
-    return MissingExtraError(f"this tokenizer needs the library {library!r}; install it: pip install 'onstep[hf]'")
+    return MissingExtraError(f"this tokenizer requires the library {library!r}; install it: pip install 'onstep[hf]'")
 
 
 def _size_of_vocab(vocab: dict[str, int], path: Path) -> int:
     if not vocab:
         raise DataError(f"the tokenizer in {path} has an empty vocabulary; train it first")
-    return max(vocab.values()) + 1  # ids may have gaps, so the number of entries does not do
+    return max(vocab.values()) + 1  # ids may have gaps, so the number of entries is not enough
 
 
 def _digest(content: bytes) -> str:

@@ -1,1 +1,5 @@
-"""TODO."""
+"""Loaders whose position can be saved and restored.
+
+`loader` (map-style), `iterable_loader`, `eval_loader`; `sample_order`, `micro_batch_reader`, `collate` and
+`step_batches` are their parts; `step_source` is what the loop reads from.
+"""

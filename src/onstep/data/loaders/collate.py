@@ -1,4 +1,4 @@
-"""How the samples of a micro-batch are read from a dataset and collated."""
+"""Reads the samples of a micro-batch from a dataset and collates them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from onstep.errors import DataError
 
 
 def default_data_collator(features: Sequence[Any]) -> Any:
-    """A micro-batch of samples, as the collator of the same name in `transformers` makes it.
+    """Collate samples into a micro-batch like the collator of the same name in `transformers`.
 
-    Mappings become a dict of tensors ``(batch, ...)``, from tensors, arrays, lists and numbers; `label` and `label_ids`
-    become `labels`; strings and None are left out, because no model takes them. Tensors, tuples and numbers go through
-    torch's `default_collate`.
+    Mappings of tensors, arrays, lists and numbers become a dict of tensors ``(batch, ...)``; `label` and `label_ids`
+    become `labels`; strings and None are dropped, because models do not accept them. Tensors, tuples and numbers are
+    passed to torch's `default_collate`.
 
     Raises:
-        DataError: where a value differs in shape between samples.
+        DataError: if a value differs in shape between samples.
     """
     first = features[0]
     if type(first) is not dict and not isinstance(first, Mapping):
@@ -58,10 +58,10 @@ def default_data_collator(features: Sequence[Any]) -> Any:
 
 
 class PaddingCollator:
-    """A collator for samples of unequal length: pads on the right to the longest of the micro-batch.
+    """A collator for samples of unequal length: pads on the right to the longest in the micro-batch.
 
     Pads `input_ids` with `pad_id`, `labels` with `label_pad`, `attention_mask` and `token_type_ids` with 0; adds an
-    `attention_mask` where the samples have none. Everything else, and a `label` that is a number, goes through
+    `attention_mask` if the samples have none. Everything else, including a numeric `label`, is passed to
     `default_data_collator`.
     """
 
@@ -71,7 +71,7 @@ class PaddingCollator:
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The padded micro-batch, each entry ``(batch, longest)``."""
         if not isinstance(features[0], Mapping):
-            raise DataError(f"PaddingCollator takes samples that are mappings, got {type(features[0]).__name__}")
+            raise DataError(f"PaddingCollator requires samples that are mappings, got {type(features[0]).__name__}")
         features = [_with_attention_mask(feature) for feature in features]
         padded = {key for key, value in features[0].items() if key in self._pads and _is_sequence(value)}
         rest = [{key: value for key, value in feature.items() if key not in padded} for feature in features]
@@ -87,7 +87,7 @@ class PaddingCollator:
 
 
 def _missing(key: str) -> DataError:
-    return DataError(f"key {key!r} is missing from some samples of a micro-batch; give it to all or none")
+    return DataError(f"key {key!r} is missing from some samples of a micro-batch; provide it for all or none")
 
 
 def _is_sequence(value: Any) -> bool:
@@ -105,14 +105,14 @@ Fetch = Callable[[list[int]], Any]
 
 
 def is_map_style(dataset: Any) -> bool:
-    """Whether samples are read by index (`__getitem__` and `__len__`), rather than in the order they come."""
+    """Whether samples are read by index (`__getitem__` and `__len__`) rather than by iteration."""
     if isinstance(dataset, (IterableDataset, DataLoader)):
         return False
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
 def length_of(dataset: Any) -> int | None:
-    """``len(dataset)``, or None where it has no length."""
+    """``len(dataset)``, or None if it has no length."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):
@@ -120,14 +120,14 @@ def length_of(dataset: Any) -> int | None:
 
 
 def samples_in(source: Any, already_batched: bool) -> int | None:
-    """Samples of a dataset, or of the one behind a loader of ready batches; None where nothing tells."""
+    """Number of samples of a dataset, or of the dataset behind a loader of ready-made batches; None if unknown."""
     return length_of(getattr(source, "dataset", None) if already_batched else source)
 
 
 def fetch_function(dataset: Any, collate_fn: Collate | None) -> Fetch:
-    """The fastest way that `dataset` offers from a list of indices to a micro-batch.
+    """The fastest way that `dataset` offers to read a micro-batch by a list of indices.
 
-    That is its `get_batch(ids)` where no collator is given, else `__getitems__(ids)`, else one sample at a time.
+    That is its `get_batch(ids)` if no collator is given, else `__getitems__(ids)`, else one sample at a time.
     """
     if collate_fn is None and hasattr(dataset, "get_batch"):
         get_batch: Fetch = dataset.get_batch
@@ -135,17 +135,17 @@ def fetch_function(dataset: Any, collate_fn: Collate | None) -> Fetch:
     collate = collate_fn or default_data_collator
     if getattr(dataset, "__getitems__", None) is not None:
         return lambda ids: collate(dataset.__getitems__(ids))
-    sample_at = partial(getitem, dataset)  # with `map` no Python function is called for a sample but the dataset's
+    sample_at = partial(getitem, dataset)  # with `map`, the dataset's is the only Python function called per sample
     return lambda ids: collate(list(map(sample_at, ids)))
 
 
 def should_pin(pin_memory: bool) -> bool:
-    """Whether pinning the host's memory is asked for and of use here."""
+    """Whether pinning host memory is requested and useful here."""
     return pin_memory and torch.cuda.is_available()
 
 
 def pin(batch: Any) -> Any:
-    """`batch` with its tensors in pinned memory, from where they reach a GPU asynchronously."""
+    """`batch` with its tensors in pinned memory, which allows asynchronous copies to a GPU."""
     if isinstance(batch, torch.Tensor) or hasattr(batch, "pin_memory"):
         return batch.pin_memory()
     if isinstance(batch, Mapping):
@@ -158,7 +158,7 @@ def pin(batch: Any) -> Any:
 
 
 def mapping_like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
-    """`values`, which has the keys of `batch`, in a mapping of the same type."""
+    """`values`, which has the keys of `batch`, as a mapping of the same type."""
     if type(batch) is dict:
         return values
     if isinstance(batch, MutableMapping):
@@ -169,5 +169,5 @@ def mapping_like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[An
 
 
 def as_it_is(batch: Any) -> Any:
-    """The collator of a DataLoader whose dataset gives ready micro-batches."""
+    """Identity collator for a DataLoader whose dataset returns whole micro-batches."""
     return batch

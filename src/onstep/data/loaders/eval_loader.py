@@ -1,4 +1,4 @@
-"""The data of an evaluation: all of a dataset, in order, each time from its start."""
+"""Loads the data of an evaluation: the whole dataset in order, from the start on each pass."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 
 from onstep.data.loaders.collate import Collate, is_map_style, length_of, samples_in
 from onstep.data.loaders.iterable_loader import StreamReader
-from onstep.data.loaders.micro_batch_reader import RowReader
-from onstep.data.loaders.sample_order import RowLayout, SampleOrder, rows_of_epoch
+from onstep.data.loaders.micro_batch_reader import MicroBatchReader
+from onstep.data.loaders.sample_order import MicroBatchLayout, SampleOrder, micro_batches_of_epoch
 from onstep.data.loaders.step_batches import StepBatches, step_of
 from onstep.errors import DataError
 
 
 class EvalLoader:
-    """Gives the global batches of a dataset in order, the shorter tail included.
+    """Yields the global batches of a dataset in order, including a shorter last one.
 
-    A global batch is `num_microbatches` rows (see `onstep.data.loaders.sample_order`); in the tail a rank without a sample repeats one
-    as a filler, so that every rank has the same number of micro-batches. Iterable datasets, and with
-    ``already_batched=True`` loaders of ready batches, work too; they must start afresh each time they are iterated.
-    Random numbers drawn in workers are the same in each pass.
+    A global batch is `num_microbatches` rows (see `onstep.data.loaders.sample_order`); in the last one, a rank without
+    a sample repeats one as a filler, so that every rank has the same number of micro-batches. Iterable datasets also
+    work, and so do loaders of ready-made batches with ``already_batched=True``; they must restart each time they are
+    iterated. Random numbers drawn in workers are the same in each pass.
 
     Raises:
-        DataError: for impossible sizes and an empty dataset.
+        DataError: for invalid sizes or an empty dataset.
     """
 
     def __init__(
@@ -41,28 +41,28 @@ class EvalLoader:
     ) -> None:
         if num_microbatches < 1:
             raise DataError(f"num_microbatches must be >= 1, got {num_microbatches}")
-        self._layout = RowLayout(micro_batch_size, rank, world_size)
+        self._layout = MicroBatchLayout(micro_batch_size, rank, world_size)
         self._num_microbatches = num_microbatches
         self._already_batched = already_batched
         self._dataset = dataset
-        self._reader: RowReader | StreamReader
+        self._reader: MicroBatchReader | StreamReader
         if is_map_style(dataset) and not already_batched:
-            self._reader = RowReader(dataset, collate_fn, num_workers=num_workers, pin_memory=pin_memory)
+            self._reader = MicroBatchReader(dataset, collate_fn, num_workers=num_workers, pin_memory=pin_memory)
         else:
             self._reader = StreamReader(
                 dataset, self._layout, collate_fn, already_batched, num_workers=num_workers, pin_memory=pin_memory
             )
         if length_of(dataset) == 0:
-            raise DataError("the evaluation dataset is empty: it has 0 samples; give data, or evaluate nothing")
+            raise DataError("the evaluation dataset is empty: it has 0 samples; give it data or disable evaluation")
 
     @property
     def num_samples(self) -> int | None:
-        """Samples of the dataset over all ranks; None where it has no length."""
+        """Number of samples of the dataset over all ranks; None if it has no length."""
         return samples_in(self._dataset, self._already_batched)
 
     @property
     def num_batches(self) -> int | None:
-        """Global batches of the whole dataset; None where it has no length."""
+        """Number of global batches in the whole dataset; None if it has no length."""
         length = length_of(self._dataset)
         if length is None:
             return None
@@ -70,17 +70,17 @@ class EvalLoader:
         return -(-num_rows // self._num_microbatches)
 
     def __len__(self) -> int:
-        """Global batches of the whole dataset.
+        """Number of global batches in the whole dataset.
 
         Raises:
-            TypeError: where the dataset has no length.
+            TypeError: if the dataset has no length.
         """
         if self.num_batches is None:
             raise TypeError(f"{type(self._dataset).__name__} has no length")
         return self.num_batches
 
     def batches(self, max_batches: int | None = None) -> Iterator[StepBatches]:
-        """The global batches from the start of the dataset, at most `max_batches`, as micro-batches of this rank."""
+        """This rank's micro-batches of the global batches, from the start of the dataset, at most `max_batches`."""
         rows = self._open()
         num_read = 0
         while max_batches is None or num_read < max_batches:
@@ -94,4 +94,4 @@ class EvalLoader:
         if isinstance(self._reader, StreamReader):
             return self._reader.open()
         order = SampleOrder(len(self._dataset), seed=0, epoch=0, shuffle=False)
-        return self._reader.open(rows_of_epoch(order, self._layout, start=0), epoch=0)
+        return self._reader.open(micro_batches_of_epoch(order, self._layout, start=0), epoch=0)

@@ -1,4 +1,4 @@
-"""The training data of an iterable dataset, or of a loader that gives ready batches: data that has no index."""
+"""Loads training data that has no index: iterable datasets, and loaders of ready-made batches."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from onstep.data.loaders.collate import Collate, as_it_is, default_data_collator, length_of, samples_in, should_pin
 from onstep.data.loaders.micro_batch_reader import batches_from_workers, outlive_the_group, seed_globals, seeded_aside
-from onstep.data.loaders.sample_order import RowLayout
+from onstep.data.loaders.sample_order import MicroBatchLayout
 from onstep.data.loaders.step_batches import StepBatches, step_of
 from onstep.errors import DataError
-from onstep.heartbeat import PULSE
+from onstep.heartbeat import HEARTBEAT
 
 _LOGGER = logging.getLogger(__name__)
 
 
 def is_stateful(owner: Any) -> bool:
-    """Whether an object has a state that can be saved and loaded; a class or a module of code has none of its own."""
+    """Whether an object has a state that can be saved and loaded; classes and Python modules do not."""
     methods = (getattr(owner, "state_dict", None), getattr(owner, "load_state_dict", None))
     return not isinstance(owner, type) and all(callable(one) for one in methods)
 
 
 def count_samples(batch: Any) -> int | None:
-    """Samples of a collated batch: the first dimension of its first tensor or array; None where it has none."""
+    """Number of samples in a collated batch: the first dimension of its first tensor or array; None if it has none."""
     if type(batch) is dict:
         batch = batch.values()
     elif isinstance(batch, (torch.Tensor, np.ndarray)):
@@ -41,7 +41,7 @@ def count_samples(batch: Any) -> int | None:
     elif not isinstance(batch, (list, tuple)):
         return None
     for part in batch:
-        if isinstance(part, torch.Tensor) and part.ndim:  # in most batches, the first
+        if isinstance(part, torch.Tensor) and part.ndim:  # in most batches, the first value
             return int(part.shape[0])
         count = count_samples(part)
         if count is not None:
@@ -50,20 +50,21 @@ def count_samples(batch: Any) -> int | None:
 
 
 class StreamReader:
-    """Deals the samples or batches of an iterable out in rows, a pass at a time.
+    """Arranges the samples or batches of an iterable in rows, one pass at a time.
 
-    Samples: each rank reads the whole stream and keeps its own, so that the samples of a step do not depend on ranks.
-    Ready batches (``already_batched``): each batch is this rank's micro-batch; sharing out is the iterable's matter.
+    Samples: each rank reads the whole stream and keeps its share, so the samples of a step do not depend on the number
+    of ranks. Ready-made batches (``already_batched``): each batch is a micro-batch of this rank; the iterable itself is
+    responsible for sharding.
 
-    With ``num_workers`` > 0 one worker reads ahead; more would change the order or read samples twice. A stateful
-    source and ready batches are read in this process: the state has to be that of what was handed out, and a ready
-    loader has workers of its own.
+    With ``num_workers`` > 0 one worker reads ahead; more would change the order or read samples twice. Stateful
+    sources and ready-made batches are read in this process: the saved state must match what was handed out, and a
+    loader of ready-made batches has its own workers.
     """
 
     def __init__(
         self,
         source: Iterable[Any],
-        layout: RowLayout,
+        layout: MicroBatchLayout,
         collate_fn: Collate | None = None,
         already_batched: bool = False,
         *,
@@ -83,10 +84,10 @@ class StreamReader:
         self._generator = torch.Generator().manual_seed(seed % 2**63)
 
     def open(self, skip_samples: int = 0, *, epoch: int = 0) -> Iterator[StepBatches]:
-        """The rows of a new pass, after reading and dropping the first `skip_samples` of it (over all ranks).
+        """The rows of a new pass, after reading and discarding its first `skip_samples` samples (over all ranks).
 
         Raises:
-            DataError: where the pass has fewer samples than that.
+            DataError: if the pass has fewer samples.
         """
         if self._has_worker:
             return batches_from_workers(
@@ -104,14 +105,14 @@ class StreamReader:
         return map(StepBatches.pin_memory, rows) if self._pins_memory else rows
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_generator": None}  # a worker that is spawned cannot open a generator's memory
+        return {**self.__dict__, "_generator": None}  # a spawned worker cannot map a generator's memory
 
     def _rows_of_samples(self, skip_samples: int, seeds: tuple[int, int] | None = None) -> Iterator[StepBatches]:
-        """`seeds`, for a worker process only, are the seed and the epoch that its random state is set from.
+        """The rows of a pass; `seeds` are the seed and epoch from which a worker process sets its random state.
 
-        That happens once for the samples, which are always read from the start, and at each row for the collator, which
-        skipped rows do not call. The samples that a source draws so are the same on every rank and for every
-        micro-batch size.
+        The state is set once for the samples, which are always read from the start, and at each row for the collator,
+        which is not called for skipped rows. The samples that a source draws are therefore the same on every rank and
+        for every micro-batch size.
         """
         if seeds is not None:
             seed_globals("stream", *seeds)
@@ -124,7 +125,7 @@ class StreamReader:
             own = row[start : start + size]
             with nullcontext() if seeds is None else seeded_aside(*seeds, position):
                 batch = collate(own or row[:1])
-            PULSE.beats += 1
+            HEARTBEAT.beats += 1
             yield StepBatches([batch], None, len(row), [not own], [len(own)])
             position += len(row)
 
@@ -135,7 +136,7 @@ class StreamReader:
             skipped += self._size_of(batch) * self._layout.world_size
         _check_replayed(skipped, skip_samples)
         for batch in batches:
-            PULSE.beats += 1
+            HEARTBEAT.beats += 1
             local = self._size_of(batch)
             yield StepBatches([batch], None, local * self._layout.world_size, [False], [local])
 
@@ -159,29 +160,29 @@ def _check_replayed(num_skipped: int, skip_samples: int) -> None:
     if num_skipped < skip_samples:
         raise DataError(
             f"the data ended after {num_skipped} samples while replaying to position {skip_samples}; "
-            "continue with the data that the position was saved with"
+            "resume with the data that the position was saved with"
         )
 
 
 class EpochSeeding:
-    """Calls `set_epoch` wherever `source`, its dataset or its samplers have it.
+    """Calls `set_epoch` on `source`, its dataset and its samplers where they have it.
 
-    A plain `torch.utils.data.DataLoader` draws its shuffle from torch's global random state where it has no generator:
-    replaying it would give other samples. It gets generators here, seeded from (seed, epoch, rank) at each epoch; one
-    that the user gave is left alone.
+    A plain `torch.utils.data.DataLoader` without a generator shuffles by torch's global random state, so replaying it
+    would yield different samples. It is given generators seeded from (seed, epoch, rank) at each epoch; a generator
+    supplied by the user is left alone.
     """
 
     def __init__(self, source: Any, seed: int, rank: int) -> None:
         self._seed = seed
         self._rank = rank
-        self._told = [part for part in _parts(source) if callable(getattr(part, "set_epoch", None))]
+        self._epoch_aware = [part for part in _parts(source) if callable(getattr(part, "set_epoch", None))]
         self._seeded = []
         if isinstance(source, DataLoader) and not is_stateful(source):
             self._seeded = [p for p in _parts(source) if hasattr(p, "generator") and p.generator is None]
 
     def start_epoch(self, epoch: int) -> None:
         """Call before iterating over the source."""
-        for part in self._told:
+        for part in self._epoch_aware:
             part.set_epoch(epoch)
         digest = hashlib.blake2b(f"onstep loader {self._seed} {epoch} {self._rank}".encode(), digest_size=7).digest()
         for part in self._seeded:
@@ -195,30 +196,31 @@ def _parts(source: Any) -> list[Any]:
 
 
 class Unindexed:
-    """What a source answers whose samples have no index."""
+    """Defaults for a source whose samples have no index."""
 
     def has_next(self, num_microbatches: int) -> bool:
-        """True: only reading tells where the data ends."""
+        """Always True: only reading reveals where the data ends."""
         return True
 
     def leave_out(self, entries: Iterable[Sequence[int]]) -> None:
-        """Nothing: samples without an index are met again."""
+        """Does nothing: samples without an index cannot be left out."""
 
 
 class IterableLoader(Unindexed):
     """Reads the steps of an iterable, epoch after epoch, with the interface of `TrainLoader`.
 
-    Samples are batched here, in rows as in `TrainLoader`: every rank reads the whole stream and keeps its own samples.
-    With ``already_batched=True`` each item is this rank's micro-batch as it is; then the iterable must give every rank
-    other samples and equally many batches.
+    Samples are batched here, in rows as in `TrainLoader`: every rank reads the whole stream and keeps its share. With
+    ``already_batched=True`` each item is used unchanged as a micro-batch of this rank; the iterable must then give each
+    rank different samples and equally many batches.
 
-    Where the iterable has `state_dict` and `load_state_dict`, its state is the position, kept in ours under "stream"
-    (of this rank, for ready batches). A plain one is read again up to the position, and the log says how much that is.
-    `num_workers` > 0 reads a plain dataset ahead in one worker; others are read in this process. Random numbers (torch,
-    NumPy, Python) drawn in the worker depend on seed, epoch and position alone, so that reading again draws them again.
+    If the iterable has `state_dict` and `load_state_dict`, its state is the position, saved in this loader's state
+    under "stream" (per rank, for ready-made batches). Any other iterable is read again up to the position, and a log
+    line says how much that is. `num_workers` > 0 reads a plain dataset ahead in one worker; others are read in this
+    process. Random numbers (torch, NumPy, Python) drawn in the worker depend only on seed, epoch and position, so
+    reading again reproduces them.
 
     Raises:
-        DataError: for sizes that do not fit together.
+        DataError: for inconsistent sizes.
     """
 
     has_epochs = True
@@ -240,7 +242,7 @@ class IterableLoader(Unindexed):
         epoch: int = 0,
         samples_in_epoch: int = 0,
     ) -> None:
-        self._layout = RowLayout(micro_batch_size, rank, world_size)
+        self._layout = MicroBatchLayout(micro_batch_size, rank, world_size)
         if global_batch_size is not None and not already_batched:
             self._layout.check_global_batch(global_batch_size)
         self._source: Any = source
@@ -262,11 +264,11 @@ class IterableLoader(Unindexed):
 
     @property
     def num_samples(self) -> int | None:
-        """Samples of one pass; None where the iterable has no length."""
+        """Number of samples in one pass; None if the iterable has no length."""
         return samples_in(self._source, self._already_batched)
 
     def steps_per_epoch(self, num_microbatches: int) -> int | None:
-        """Steps of `num_microbatches` in a whole epoch; None where the iterable has no length."""
+        """Number of steps of `num_microbatches` in a whole epoch; None if the iterable has no length."""
         length = length_of(self._source)
         if length is None:
             return None
@@ -277,11 +279,11 @@ class IterableLoader(Unindexed):
         """This rank's micro-batches of the next step; None at the end of the epoch.
 
         Raises:
-            DataError: where an epoch has not one step, or ends before the position.
+            DataError: if an epoch is shorter than a step or ends before the position.
         """
         if num_microbatches < 1:
             raise DataError(f"num_microbatches must be >= 1, got {num_microbatches}")
-        # An interrupted read leaves no half-read stream behind.
+        # An interrupted read must not leave a half-read stream behind.
         stream, self._stream = self._stream or self._open(), None
         rows = list(islice(stream, num_microbatches))
         is_partial = bool(rows) and not self._already_batched and rows[-1].num_samples != self._layout.row_size
@@ -294,29 +296,29 @@ class IterableLoader(Unindexed):
         return step
 
     def seek(self, epoch: int, samples_in_epoch: int) -> None:
-        """Continue from this position, by reading the epoch again up to it."""
+        """Continue from this position by reading the epoch again up to it."""
         if epoch < 0 or samples_in_epoch < 0:
             raise DataError(f"a position must be >= 0, got epoch {epoch}, sample {samples_in_epoch}")
         self.epoch = epoch
-        """The epoch that the next read takes from; an epoch ends when `read` returns None."""
+        """The epoch of the next read; an epoch ends when `read` returns None."""
         self.samples_in_epoch = samples_in_epoch
-        """Samples handed out in this epoch, over all ranks."""
+        """Samples handed out in this epoch over all ranks."""
         self._stream_state = None
         self._stream = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after what was handed out; the state of a stateful iterable is under "stream"."""
+        """The position after the steps handed out so far; the state of a stateful iterable is under "stream"."""
         state = {"epoch": self.epoch, "samples_in_epoch": self.samples_in_epoch}
         stream_state = self._current_stream_state()
         return state if stream_state is None else {**state, "stream": stream_state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position that `state_dict` gave."""
+        """Continue from a position returned by `state_dict`."""
         self.seek(state["epoch"], state["samples_in_epoch"])
         self._stream_state = state.get("stream") if is_stateful(self._source) else None
 
     def close(self) -> None:
-        """End the worker; reading goes on from the same position."""
+        """Stop the worker; a later read continues from the same position."""
         self._stream_state = self._current_stream_state()
         self._stream = None
 
@@ -333,17 +335,17 @@ class IterableLoader(Unindexed):
         if self.samples_in_epoch:
             _LOGGER.warning(
                 "reading the first %d samples of epoch %d again to reach the position; "
-                "an iterable with state_dict and load_state_dict continues without",
+                "an iterable with state_dict and load_state_dict resumes without this",
                 self.samples_in_epoch,
                 self.epoch,
             )
         return self._reader.open(self.samples_in_epoch, epoch=self.epoch)
 
     def _end_epoch(self, dropped: list[StepBatches]) -> None:
-        if self.samples_in_epoch == 0:  # else the caller would pass through empty epochs for ever
+        if self.samples_in_epoch == 0:  # otherwise the caller would loop over empty epochs forever
             num_dropped = sum(row.num_samples or 0 for row in dropped)
             raise DataError(
-                f"epoch {self.epoch} of the iterable ended after {num_dropped} samples, before one step; give more "
-                "data or a smaller global batch, and let __iter__ start afresh each time it is called"
+                f"epoch {self.epoch} of the iterable ended after {num_dropped} samples, less than one step; use more "
+                "data or a smaller global batch, and make __iter__ start over each time it is called"
             )
         self.seek(self.epoch + 1, 0)

@@ -1,4 +1,4 @@
-"""Fetches rows of a map-style dataset, in this process or ahead of time in workers that draw the same numbers."""
+"""Fetches rows of a map-style dataset, in this process or ahead of time in deterministically seeded workers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from onstep.data.loaders.collate import Collate, as_it_is, fetch_function, pin, should_pin
-from onstep.data.loaders.sample_order import Row
+from onstep.data.loaders.sample_order import GlobalMicroBatch
 from onstep.data.loaders.step_batches import StepBatches
 from onstep.errors import DataError
-from onstep.heartbeat import PULSE
+from onstep.heartbeat import HEARTBEAT
 
 
 def batches_from_workers(loader: DataLoader[Any]) -> Iterator[Any]:
-    """One pass over `loader`, whose workers end with it, also after an error, unless they are persistent."""
+    """One pass over `loader`; non-persistent workers are stopped at its end, also after an error."""
     iterator = iter(loader)
     try:
         for batch in iterator:
-            PULSE.beats += 1
+            HEARTBEAT.beats += 1
             yield batch
     finally:
         if not loader.persistent_workers:
@@ -37,19 +37,19 @@ def batches_from_workers(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def end_workers(iterator: Any) -> None:
-    """End the worker processes of an iterator of a DataLoader.
+    """Stop the worker processes of a DataLoader iterator.
 
-    Torch has no public name for it. Without, they end when the iterator is collected, which after an error comes late
-    and takes five seconds; a public `close` would let this go.
+    Torch has no public method for this. Otherwise workers stop when the iterator is garbage-collected, which after an
+    error happens late and blocks for five seconds; remove this once torch has a public `close`.
     """
     iterator._shutdown_workers()
 
 
 def outlive_the_group(worker_id: int) -> None:
-    """`worker_init_fn`: SIGTERM ends a worker only when its own parent sends it.
+    """`worker_init_fn` that makes a worker exit on SIGTERM only if its own parent sent it.
 
     A scheduler that stops a job signals the whole process group. The main process then finishes its step and saves, for
-    which it may need the batches that its workers still read.
+    which it may need the batches that its workers are still reading.
     """
     parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -62,12 +62,12 @@ def outlive_the_group(worker_id: int) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-class RowReader:
+class MicroBatchReader:
     """Reads the micro-batches of given rows.
 
-    Workers are told row by row which samples to read, so that they start at any position without skipping. The random
-    state of this process is not drawn from: what a worker draws for a row depends on `seed`, the epoch and the row's
-    position alone. Without workers a dataset draws from this process's own state.
+    Workers receive the samples to read row by row, so they can start at any position without skipping. They do not use
+    the random state of this process: what a worker draws for a row depends only on `seed`, the epoch and the row's
+    position. Without workers, a dataset draws from this process's random state.
 
     Raises:
         DataError: for a negative `num_workers`.
@@ -89,7 +89,7 @@ class RowReader:
         self._collate_fn = collate_fn
         self._has_workers = num_workers > 0
         self._pins_memory = should_pin(pin_memory)
-        self._feed = _RowFeed()
+        self._feed = _MicroBatchFeed()
         self._make_loader = partial(
             DataLoader,
             _FetchedBatches(dataset, collate_fn, seed),
@@ -103,27 +103,27 @@ class RowReader:
         )
         self._loader: DataLoader[Any] | None = None
 
-    def open(self, rows: Iterator[Row], epoch: int) -> Iterator[StepBatches]:
-        """The micro-batches of `rows` of `epoch`, in order. What was open before must not be read any more."""
+    def open(self, rows: Iterator[GlobalMicroBatch], epoch: int) -> Iterator[StepBatches]:
+        """The micro-batches of `rows` of `epoch`, in order. Iterators opened earlier must no longer be used."""
         return self._read_in_workers(rows, epoch) if self._has_workers else self._read_here(rows)
 
     def close(self) -> None:
-        """End the workers that are kept over epochs; those of one epoch end with its iterator."""
+        """Stop persistent workers; those of a single epoch stop with its iterator."""
         loader, self._loader = self._loader, None
         if loader is not None and loader._iterator is not None:
             end_workers(loader._iterator)
 
-    def _read_here(self, rows: Iterator[Row]) -> Iterator[StepBatches]:
+    def _read_here(self, rows: Iterator[GlobalMicroBatch]) -> Iterator[StepBatches]:
         fetch, pins_memory = fetch_function(self._dataset, self._collate_fn), self._pins_memory
         for ids, is_filler, num_samples, _ in rows:
             batch = fetch(ids)
-            PULSE.beats += 1
+            HEARTBEAT.beats += 1
             if pins_memory:
                 batch = pin(batch)
             own = [] if is_filler else ids
             yield StepBatches([batch], [own], num_samples, [is_filler], [len(own)])
 
-    def _read_in_workers(self, rows: Iterator[Row], epoch: int) -> Iterator[StepBatches]:
+    def _read_in_workers(self, rows: Iterator[GlobalMicroBatch], epoch: int) -> Iterator[StepBatches]:
         handed_out = self._feed.start(rows, epoch)
         if self._loader is None:
             self._loader = self._make_loader()
@@ -134,19 +134,19 @@ class RowReader:
 
 
 _Task: TypeAlias = tuple[int, int, list[int]]
-"""What a worker is told of a row: epoch, position, ids."""
+"""What a worker needs to read a row: epoch, position, ids."""
 
 
-class _RowFeed:
-    """The batch sampler of the workers. Remembers which rows it handed out, because batches come back in that order."""
+class _MicroBatchFeed:
+    """The batch sampler of the workers. Records the rows it handed out, because batches come back in that order."""
 
     def __init__(self) -> None:
-        self._rows: Iterator[Row] = iter(())
+        self._rows: Iterator[GlobalMicroBatch] = iter(())
         self._epoch = 0
-        self._handed_out: deque[Row] = deque()
+        self._handed_out: deque[GlobalMicroBatch] = deque()
 
-    def start(self, rows: Iterator[Row], epoch: int) -> deque[Row]:
-        """Feed `rows` of `epoch` from the next iteration on; gives the queue of the rows handed out."""
+    def start(self, rows: Iterator[GlobalMicroBatch], epoch: int) -> deque[GlobalMicroBatch]:
+        """Feed `rows` of `epoch` from the next iteration on; returns the queue of the rows handed out."""
         self._rows, self._epoch, self._handed_out = rows, epoch, deque()
         return self._handed_out
 
@@ -155,11 +155,11 @@ class _RowFeed:
         for row in self._rows:
             handed_out.append(row)
             ids, _, _, position = row
-            yield [(epoch, position, ids)]  # for torch, a batch of one index
+            yield [(epoch, position, ids)]  # to torch, a batch with a single index
 
 
 class _FetchedBatches(Dataset[Any]):
-    """Gives a worker ready micro-batches, read the same way as in the main process but for the random numbers."""
+    """Reads whole micro-batches in a worker, exactly as in the main process except for the random numbers."""
 
     def __init__(self, dataset: Any, collate_fn: Collate | None, seed: int) -> None:
         self._dataset = dataset
@@ -173,16 +173,16 @@ class _FetchedBatches(Dataset[Any]):
 
 
 def seed_globals(*place: int | str) -> None:
-    """Set the random state of this process from a hash of `place`: of torch (CPU), NumPy and Python.
+    """Set the random states of torch (CPU), NumPy and Python in this process from a hash of `place`.
 
-    So what a worker draws for a row is a pure function of the row's place in the epoch: any number of workers draws the
-    same, and so does a run that continues in the middle of an epoch. A generator that a dataset or a collator keeps for
-    itself is its own matter. Never called in the training process, whose state a checkpoint saves.
+    What a worker draws for a row is then a pure function of the row's place in the epoch: it is the same for any number
+    of workers, and in a run that resumes in the middle of an epoch. Private generators of a dataset or collator are not
+    covered. Never called in the training process, whose random state is saved in checkpoints.
     """
     text = " ".join(map(str, place))
     digest = hashlib.blake2b(f"onstep row {text}".encode(), digest_size=40).digest()
-    # Different words for each: NumPy and Python have the same generator, and would draw the same numbers.
-    # Not torch.manual_seed: where CUDA was not used yet, it formats a stack trace for each call.
+    # Different words for each: NumPy and Python use the same generator and would otherwise draw the same numbers.
+    # Not torch.manual_seed: until CUDA is initialized, it formats a stack trace on each call.
     torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
     random.seed(int.from_bytes(digest[8:24], "little"))
     np.random.seed(np.frombuffer(digest[24:], dtype="<u4"))
@@ -190,7 +190,7 @@ def seed_globals(*place: int | str) -> None:
 
 @contextmanager
 def seeded_aside(*place: int | str) -> Iterator[None]:
-    """`seed_globals` for a while; afterwards the numbers go on as if nothing had been drawn."""
+    """Apply `seed_globals` within the context, then restore the previous random states."""
     states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
     seed_globals(*place)
     try:

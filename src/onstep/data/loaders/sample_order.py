@@ -1,8 +1,7 @@
-"""The order in which the samples of an epoch are taken, those that it leaves out, and how the others are dealt out.
+"""Computes the order of the samples of an epoch, leaves out skipped ones, and distributes the others to ranks in rows.
 
-They are dealt out in rows. A row is one micro-batch on every rank: ``world_size * micro_batch_size`` consecutive
-positions of the epoch, of which rank r has its r-th share. A step takes whole rows, so its samples are the same however
-a global batch is split.
+A row is one micro-batch on every rank: ``world_size * micro_batch_size`` consecutive positions of the epoch, of which
+rank r has the r-th share. A step consists of whole rows, so its samples do not depend on how the global batch is split.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ IntArray = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
 
 _SORTED_UP_TO = 4096
-"""Orders up to this many samples are sorted by a hash: a Feistel network over so few bits mixes poorly."""
+"""Up to this many samples are sorted by a hash instead: a Feistel network over so few bits mixes poorly."""
 _NUM_ROUNDS = 8
 
 
 class SampleOrder:
     """A permutation of ``0 .. num_samples - 1`` that is a pure function of (seed, epoch, position).
 
-    It needs no memory that grows with `num_samples`: any slice is computed on its own, equally fast everywhere.
-    The permutation is a Feistel network over the next power of two, walked until it lands inside. The arithmetic is
-    64-bit integers alone, so that the order is the same on every machine. ``shuffle=False`` is the identity.
+    Its memory does not grow with `num_samples`: any slice is computed independently, at the same speed everywhere.
+    The permutation is a Feistel network over the next power of two, iterated until the result is in range. It uses only
+    64-bit integer arithmetic, so the order is the same on every machine. ``shuffle=False`` is the identity.
 
-    Samples in `leave_out` have no position: the others keep their order and close ranks, so that there are
-    ``num_samples - len(leave_out)`` positions. That takes memory for the positions left out, and no other.
+    Samples in `leave_out` have no position: the others keep their order and move up, which leaves
+    ``num_samples - len(leave_out)`` positions. Memory use is proportional to the number of samples left out.
 
     Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002), section 4 (cycle walking).
 
     Raises:
-        DataError: for a negative `num_samples`, or one to leave out that is not a sample.
+        DataError: for a negative `num_samples`, or an id in `leave_out` that is not a sample.
     """
 
     def __init__(
@@ -56,25 +55,25 @@ class SampleOrder:
         self._low_bits = np.uint64(num_bits // 2)
         self._low_mask = np.uint64((1 << (num_bits // 2)) - 1)
         self._high_mask = np.uint64((1 << (num_bits - num_bits // 2)) - 1)
-        # Positions of the whole epoch before the k-th gap hold as many samples as that position minus k.
+        # Before the k-th gap, at position p of the full epoch, there are p - k samples.
         gaps = np.sort(self.positions_of(np.array(sorted(set(leave_out)), dtype=np.int64)))
         self._samples_before_gap = gaps - np.arange(gaps.size)
         self.num_samples = num_samples - gaps.size
-        """Positions of the epoch."""
+        """Number of positions in the epoch."""
 
     def indices(self, start: int, stop: int) -> IntArray:
         """The dataset indices at the positions ``start <= p < stop``."""
         return self.at(np.arange(start, stop, dtype=np.int64))
 
     def at(self, positions: IntArray) -> IntArray:
-        """The dataset indices at `positions`, any shape.
+        """The dataset indices at `positions`, an array of any shape.
 
         Raises:
             DataError: for a position outside the epoch.
         """
         if positions.size and not (positions.min() >= 0 and positions.max() < self.num_samples):
             raise DataError(
-                f"positions {positions.min()} to {positions.max()} lie outside an epoch of {self.num_samples} samples"
+                f"positions {positions.min()} to {positions.max()} are outside an epoch of {self.num_samples} samples"
             )
         if self._samples_before_gap.size:
             positions = positions + np.searchsorted(self._samples_before_gap, positions, side="right")
@@ -85,15 +84,15 @@ class SampleOrder:
         return self._walk(positions.astype(np.uint64), range(_NUM_ROUNDS)).astype(np.int64)
 
     def positions_of(self, ids: IntArray) -> IntArray:
-        """Where the samples `ids` stand in the whole epoch, before any is left out: the inverse of the permutation.
+        """The positions of the samples `ids` in the full epoch, before any is left out: the inverse permutation.
 
         Raises:
             DataError: for an id that is not a sample.
         """
         if ids.size and not (ids.min() >= 0 and ids.max() < self._domain):
             raise DataError(
-                f"samples {ids.min()} to {ids.max()} are to be left out of a dataset of {self._domain} samples; "
-                "continue with the data that the list of skipped samples was made with"
+                f"cannot skip samples {ids.min()} to {ids.max()} of a dataset of {self._domain} samples; "
+                "resume with the data for which the list of skipped samples was made"
             )
         if not self._shuffle:
             return ids
@@ -106,7 +105,7 @@ class SampleOrder:
         return np.argsort(_mix(words ^ self._keys[1]), kind="stable").astype(np.int64)
 
     def _walk(self, words: _Words, rounds: range) -> _Words:
-        """Applies the network until each word is a sample of the dataset: fewer than two times on average."""
+        """Apply the network until each word is a sample of the dataset: fewer than two times on average."""
         words = self._network(words, rounds)
         outside = np.flatnonzero(words >= self._domain)
         while outside.size:
@@ -115,7 +114,7 @@ class SampleOrder:
         return words
 
     def _network(self, words: _Words, rounds: range) -> _Words:
-        """Each round is its own inverse, so the network backwards is its rounds in reverse."""
+        """Apply the rounds; each is its own inverse, so applying them in reverse order inverts the network."""
         low, high = words & self._low_mask, words >> self._low_bits
         for number in rounds:
             key = self._keys[number]
@@ -127,9 +126,9 @@ class SampleOrder:
 
 
 def skip_samples(entries: list[list[int]], epoch: int, sample_ids: Iterable[int]) -> list[int]:
-    """Add what an anomaly leaves out to `entries` of `[epoch, sample id]`; gives those that were not in it yet.
+    """Add the samples of an anomaly to `entries` of `[epoch, sample id]`; returns the ids that were not listed yet.
 
-    An entry is in force from the epoch after its own: the positions of a running epoch never shift.
+    An entry becomes effective in the epoch after its own, so the positions of the current epoch never shift.
     """
     new = sorted(set(sample_ids) - {sample_id for _, sample_id in entries})
     entries.extend([epoch, sample_id] for sample_id in new)
@@ -137,7 +136,7 @@ def skip_samples(entries: list[list[int]], epoch: int, sample_ids: Iterable[int]
 
 
 def ids_in_force(entries: Iterable[Sequence[int]], epoch: int) -> list[int]:
-    """The ids among `[epoch, sample id]` entries that were added before `epoch`, each once, in ascending order."""
+    """The ids of the `[epoch, sample id]` entries added before `epoch`, without duplicates, in ascending order."""
     return sorted({sample_id for added_in, sample_id in entries if added_in < epoch})
 
 
@@ -149,15 +148,15 @@ def _mix(words: _Words) -> _Words:
 
 
 _BLOCK_SAMPLES = 4096
-"""Samples whose indices are computed at once; one numpy call for each row would cost more than reading it."""
+"""Number of samples whose indices are computed at once; a NumPy call per row would cost more than reading the row."""
 
 
 @dataclass(frozen=True)
-class RowLayout:
-    """Where the samples of this rank stand in a row.
+class MicroBatchLayout:
+    """The positions of this rank's samples within a row.
 
     Raises:
-        DataError: for sizes that cannot be.
+        DataError: for invalid sizes.
     """
 
     micro_batch_size: int
@@ -172,23 +171,23 @@ class RowLayout:
 
     @property
     def row_size(self) -> int:
-        """Samples of a row over all ranks."""
+        """Number of samples in a row over all ranks."""
         return self.micro_batch_size * self.world_size
 
     @property
     def own_start(self) -> int:
-        """Where this rank's samples start within a row."""
+        """Offset of this rank's first sample within a row."""
         return self.rank * self.micro_batch_size
 
     def num_rows(self, num_samples: int) -> int:
-        """Rows that hold `num_samples`, the last one perhaps partly filled."""
+        """Number of rows that hold `num_samples`; the last one may be partly filled."""
         return -(-num_samples // self.row_size)
 
     def check_global_batch(self, global_batch_size: int) -> None:
         """Check that a global batch consists of whole rows.
 
         Raises:
-            DataError: naming the sizes.
+            DataError: if it does not, naming the sizes.
         """
         if global_batch_size < 1 or global_batch_size % self.row_size:
             near = max(1, round(global_batch_size / self.row_size)) * self.row_size
@@ -198,25 +197,25 @@ class RowLayout:
             )
 
 
-Row: TypeAlias = tuple[list[int], bool, int, int]
-"""What one rank has of one row, a plain tuple because there is one for every micro-batch:
+GlobalMicroBatch: TypeAlias = tuple[list[int], bool, int, int]
+"""This rank's share of a row, a plain tuple because there is one for every micro-batch:
 
-- the dataset indices to fetch: of this rank, or the one sample that a filler repeats;
+- the dataset indices to fetch: those of this rank, or the single sample that a filler repeats;
 - whether it is a filler;
-- samples of the row over all ranks;
-- where this rank's first sample stands in the epoch; for a filler, where it would. No two rows share one.
+- the number of samples in the row over all ranks;
+- the position of this rank's first sample in the epoch, or for a filler the position it would have; unique per row.
 """
 
 
-def rows_of_epoch(order: SampleOrder, layout: RowLayout, start: int) -> Iterator[Row]:
-    """The rows from position `start` to the end of the epoch, the partly filled last one included.
+def micro_batches_of_epoch(order: SampleOrder, layout: MicroBatchLayout, start: int) -> Iterator[GlobalMicroBatch]:
+    """The rows from position `start` to the end of the epoch, including a partly filled last one.
 
-    Starting anywhere costs the same. Indices are computed a block at a time, as they are asked for.
+    The cost does not depend on `start`. Indices are computed lazily, a block at a time.
     """
     return chain.from_iterable(_blocks_of_epoch(order, layout, start))
 
 
-def _blocks_of_epoch(order: SampleOrder, layout: RowLayout, start: int) -> Iterator[Iterable[Row]]:
+def _blocks_of_epoch(order: SampleOrder, layout: MicroBatchLayout, start: int) -> Iterator[Iterable[GlobalMicroBatch]]:
     row_size = layout.row_size
     end_of_full = start + (order.num_samples - start) // row_size * row_size
     block_size = max(1, _BLOCK_SAMPLES // layout.micro_batch_size) * row_size

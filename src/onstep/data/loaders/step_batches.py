@@ -1,4 +1,4 @@
-"""What a loader hands to one optimizer step, and what the training loop asks of a loader."""
+"""Defines the micro-batches of an optimizer step and the interface of the loaders that supply them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onstep.data.loaders.collate import pin
 T = TypeVar("T")
 
 Batch: TypeAlias = Any
-"""A micro-batch: whatever the collator or the user's loader makes of samples."""
+"""A micro-batch: whatever the collator or the user's loader produces from samples."""
 
 
 @dataclass
@@ -21,17 +21,17 @@ class StepBatches:
 
     micro_batches: list[Batch]
     sample_ids: list[list[int]] | None
-    """Dataset indices, one list a micro-batch; a filler's list is empty. None where the samples have no index."""
+    """Dataset indices, one list per micro-batch, empty for a filler. None if the samples have no index."""
     num_samples: int | None
-    """Samples of the step over all ranks; None where a ready batch does not tell its size."""
+    """Samples of the step over all ranks; None if the size of a ready-made batch is unknown."""
     is_filler: list[bool]
-    """True: this rank had no sample there and repeats one of another rank; it must count as zero."""
+    """True where this rank had no sample and repeats one of another rank, which must count as zero."""
     local_samples: list[int] | None = None
-    """Samples of each micro-batch on this rank, 0 for a filler; None where a ready batch does not tell its size."""
+    """Samples of each micro-batch on this rank, 0 for a filler; None if the size of a ready-made batch is unknown."""
 
     @property
     def num_filler(self) -> int:
-        """Micro-batches of this rank that must count as zero."""
+        """Number of micro-batches of this rank that must count as zero."""
         return sum(self.is_filler)
 
     def pin_memory(self) -> StepBatches:
@@ -40,7 +40,7 @@ class StepBatches:
 
 
 def step_of(rows: Sequence[StepBatches]) -> StepBatches:
-    """The step that consists of `rows`, one after the other."""
+    """The step that consists of `rows`, in order."""
     if len(rows) == 1:
         return rows[0]
     counts = [row.num_samples for row in rows if row.num_samples is not None]
@@ -54,56 +54,56 @@ def step_of(rows: Sequence[StepBatches]) -> StepBatches:
 
 
 def _joined(parts: list[list[T] | None]) -> list[T] | None:
-    """All parts in one list; None where one is not known."""
+    """The concatenation of all parts; None if any is unknown."""
     known = [part for part in parts if part is not None]
     return list(chain.from_iterable(known)) if len(known) == len(parts) else None
 
 
 @runtime_checkable
 class StepSource(Protocol):
-    """What the training loop reads from: `TrainLoader`, `IterableLoader`, `IteratorReader`, and what
-    `as_step_source` makes of a user's object.
+    """The loader interface of the training loop, implemented by `TrainLoader`, `IterableLoader`, `IteratorReader` and
+    the adapters of `as_step_source`.
     """
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next read takes from; an epoch ends when `read` returns None."""
+        """The epoch of the next read; an epoch ends when `read` returns None."""
 
     @property
     def samples_in_epoch(self) -> int:
-        """Samples handed out in this epoch, over all ranks."""
+        """Samples handed out in this epoch over all ranks."""
 
     @property
     def num_samples(self) -> int | None:
-        """Samples of the dataset; None where it has no length."""
+        """Number of samples in the dataset; None if it has no length."""
 
     @property
     def has_epochs(self) -> bool:
-        """Whether another epoch follows the end of one; False where the data ends for good and cannot seek."""
+        """Whether another epoch can follow the current one; False if the data ends for good and cannot seek."""
 
     def read(self, num_microbatches: int) -> StepBatches | None:
         """The next step; None at the end of the epoch, after which the next read starts the next epoch."""
 
     def has_next(self, num_microbatches: int) -> bool:
-        """False where `read` would return None; data without a length tells only when it is read."""
+        """False if `read` would return None; for data of unknown length, only reading reveals the end."""
 
     def leave_out(self, entries: Iterable[Sequence[int]]) -> None:
-        """Leave out the samples of `[epoch, sample id]` entries from the epoch after their own on.
+        """Leave out the samples of `[epoch, sample id]` entries, each from the epoch after its own.
 
-        A source whose samples have no ids meets them again.
+        A source whose samples have no ids ignores this and yields them again.
         """
 
     def steps_per_epoch(self, num_microbatches: int) -> int | None:
-        """Steps of a whole epoch; None where the data has no length."""
+        """Number of steps in a whole epoch; None if the data has no length."""
 
     def seek(self, epoch: int, samples_in_epoch: int) -> None:
         """Continue from this position."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after what was handed out."""
+        """The position after the steps handed out so far."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position that `state_dict` gave."""
+        """Continue from a position returned by `state_dict`."""
 
     def close(self) -> None:
-        """End worker processes. The loader may be read again afterwards."""
+        """Stop worker processes. The loader can be read again afterwards."""

@@ -1,4 +1,4 @@
-"""Whatever a user trains on, as a `StepSource`: an iterator, or an object whose methods are looked up here alone."""
+"""Adapts a user's training data, an iterator or an object with a `read` method, to a `StepSource`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 from onstep.data.loaders.iterable_loader import Unindexed, count_samples, is_stateful
 from onstep.data.loaders.step_batches import Batch, StepBatches, StepSource
 from onstep.errors import DataError
-from onstep.heartbeat import PULSE
+from onstep.heartbeat import HEARTBEAT
 
 _LOGGER = logging.getLogger(__name__)
 
 
 class IteratorReader(Unindexed):
-    """Reads the steps of an iterator whose items are this rank's micro-batches. It has one epoch: 0.
+    """Reads the steps of an iterator whose items are this rank's micro-batches. It has a single epoch, 0.
 
-    Samples are counted by the first dimension of a batch's first tensor, and taken to be as many on every rank.
-    The position is the state of an iterator with `state_dict` and `load_state_dict`; of a plain one, the number of
-    items taken, which are taken again from the new iterator.
+    Samples are counted by the first dimension of a batch's first tensor, assumed equal on every rank. The position is
+    the state of an iterator with `state_dict` and `load_state_dict`; for a plain iterator, the number of items
+    consumed, which are consumed again from the new iterator on resume.
     """
 
     epoch = 0
@@ -30,20 +30,20 @@ class IteratorReader(Unindexed):
     def __init__(self, iterator: Iterator[Any], *, world_size: int = 1) -> None:
         if not hasattr(iterator, "__next__"):
             raise DataError(
-                f"expected an iterator of micro-batches, got {type(iterator).__name__}; pass iter(...) of it"
+                f"expected an iterator of micro-batches, got {type(iterator).__name__}; pass iter(...) instead"
             )
         self._iterator: Any = iterator
         self._world_size = world_size
         self._items_taken = 0
         self.samples_in_epoch = 0
-        """Samples handed out, over all ranks, as far as the batches tell."""
+        """Samples handed out over all ranks, as far as batch sizes are known."""
 
     def read(self, num_microbatches: int) -> StepBatches | None:
-        """The next step: fewer micro-batches where the iterator ends within it, None where it is at its end."""
+        """The next step; it has fewer micro-batches if the iterator ends within it; None at the end of the iterator."""
         batches: list[Batch] = []
         counts: list[int] = []
         for batch in islice(self._iterator, num_microbatches):
-            PULSE.beats += 1
+            HEARTBEAT.beats += 1
             batches.append(batch)
             count = count_samples(batch)
             if count is not None:
@@ -62,27 +62,27 @@ class IteratorReader(Unindexed):
         return
 
     def seek(self, epoch: int, samples_in_epoch: int) -> None:
-        """Only the position where it stands: an iterator counts items, not samples; use `load_state_dict`.
+        """Accept only the current position: an iterator counts items, not samples; use `load_state_dict` instead.
 
         Raises:
-            DataError: for another position.
+            DataError: for any other position.
         """
         if (epoch, samples_in_epoch) != (0, self.samples_in_epoch):
             raise DataError(
-                f"an iterator stands at sample {self.samples_in_epoch} and cannot seek to epoch {epoch}, sample "
-                f"{samples_in_epoch}; load_state_dict continues it, and a dataset in its place can seek"
+                f"an iterator at sample {self.samples_in_epoch} cannot seek to epoch {epoch}, sample "
+                f"{samples_in_epoch}; use load_state_dict, or a dataset instead of an iterator"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after what was handed out."""
+        """The position after the steps handed out so far."""
         state = {"epoch": 0, "samples_in_epoch": self.samples_in_epoch, "items_taken": self._items_taken}
         return {**state, "stream": self._iterator.state_dict()} if is_stateful(self._iterator) else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue a new iterator from a position that `state_dict` gave.
+        """Continue a new iterator from a position returned by `state_dict`.
 
         Raises:
-            DataError: where a plain iterator ends before the position.
+            DataError: if a plain iterator ends before the position.
         """
         if "stream" in state and is_stateful(self._iterator):
             self._iterator.load_state_dict(state["stream"])
@@ -92,32 +92,32 @@ class IteratorReader(Unindexed):
         self.samples_in_epoch = state["samples_in_epoch"]
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there are no workers."""
 
     def _take_again(self, num_items: int) -> None:
         if num_items < 0:
-            raise DataError(f"the iterator stands {-num_items} micro-batches past the position; pass a new iterator")
+            raise DataError(f"the iterator is {-num_items} micro-batches past the position; pass a new iterator")
         if num_items == 0:
             return
         _LOGGER.warning(
-            "taking %d micro-batches from the iterator again to reach the position; "
-            "an iterator with state_dict and load_state_dict continues without",
+            "reading %d micro-batches from the iterator again to reach the position; "
+            "an iterator with state_dict and load_state_dict resumes without this",
             num_items,
         )
         num_taken = sum(1 for _ in islice(self._iterator, num_items))
         if num_taken < num_items:
             raise DataError(
                 f"the iterator ended after {num_taken} micro-batches while replaying {num_items}; "
-                "continue with the data that the position was saved with"
+                "resume with the data that the position was saved with"
             )
 
 
 def as_step_source(data: Any, world_size: int = 1) -> StepSource:
-    """`data` itself where it is a `StepSource`; an object with `read`, or an iterator of micro-batches, in an adapter.
+    """`data` itself if it is a `StepSource`, else an adapter for an object with `read` or an iterator of micro-batches.
 
     Args:
-        data: a loader of ours, a user's object with `read(num_microbatches)`, an iterator, or a list of one iterator.
-        world_size: ranks that read from iterators like this one.
+        data: an Onstep loader, an object with `read(num_microbatches)`, an iterator, or a list of one iterator.
+        world_size: number of ranks that read from iterators like this one.
 
     Raises:
         DataError: for anything else.
@@ -130,10 +130,10 @@ def as_step_source(data: Any, world_size: int = 1) -> StepSource:
 
 
 class ForeignReader:
-    """A user's object with `read`, and stand-ins for what it lacks of `StepSource`.
+    """A user's object with `read`, with defaults for the other methods of `StepSource`.
 
-    Without `has_next` and `steps_per_epoch` it is data of unknown length, without `leave_out` its samples have no ids.
-    What needs its position (`seek`, `state_dict`, `load_state_dict`) raises a DataError where it has no such method.
+    Without `has_next` and `steps_per_epoch`, the data has unknown length; without `leave_out`, its samples have no ids.
+    If `seek`, `state_dict` or `load_state_dict` is missing, calling it raises a DataError.
     """
 
     def __init__(self, source: Any) -> None:
@@ -150,27 +150,27 @@ class ForeignReader:
 
     @property
     def epoch(self) -> int:
-        """What the source tells, else 0."""
+        """The source's value, else 0."""
         return int(getattr(self._source, "epoch", 0))
 
     @property
     def samples_in_epoch(self) -> int:
-        """What the source tells, else 0."""
+        """The source's value, else 0."""
         return int(getattr(self._source, "samples_in_epoch", 0))
 
     @property
     def num_samples(self) -> int | None:
-        """What the source tells."""
+        """The source's value."""
         num_samples: int | None = getattr(self._source, "num_samples", None)
         return num_samples
 
     def _needed(self, name: str) -> Callable[..., Any]:
-        """The source's method, or one that raises when it is called: only some runs need it."""
+        """The source's method, or a stand-in that raises when called, since only some runs need it."""
 
         def refuse(*_: Any) -> None:
             raise DataError(
-                f"the training data {type(self._source).__name__} has no {name}; give it the methods of "
-                "onstep.data.StepSource to end epochs, to save checkpoints and to continue from them"
+                f"the training data {type(self._source).__name__} has no {name}; implement the methods of "
+                "onstep.data.StepSource to end epochs, to save checkpoints and to resume from them"
             )
 
         found: Callable[..., Any] = getattr(self._source, name, refuse)
@@ -178,4 +178,4 @@ class ForeignReader:
 
 
 def _nothing(*_: Any) -> None:
-    """No length, and nothing to do."""
+    """Stand-in for optional methods: returns None."""

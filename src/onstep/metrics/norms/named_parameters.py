@@ -1,4 +1,4 @@
-"""The parameters of a model by name: of one module or of several chunks, inside wrappers, sharded or whole."""
+"""Collects the parameters of a model by name, from a module or several chunks, wrapped or sharded."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from onstep.events.context import unwrap
 logger: logging.Logger = logging.getLogger(__name__)
 
 Model = nn.Module | Sequence[nn.Module]
-"""A module, or the chunks of one."""
+"""A module, or a sequence of model chunks."""
 
 _WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What compiling and activation checkpointing of single layers add to names."""
+"""Name parts added by compiling or activation-checkpointing individual layers."""
 
 
 def chunks_of(model: Model) -> list[nn.Module]:
-    """The chunks of `model` without data-parallel and compile wrappers; a module is its only chunk."""
+    """The chunks of `model` without data-parallel and compile wrappers; a module is a single chunk."""
     return [unwrap(chunk) for chunk in ([model] if isinstance(model, nn.Module) else model)]
 
 
 def named_parameters(model: Model) -> dict[str, Tensor]:
-    """Every parameter once, in the order of the modules; a tied one under its first name.
+    """Every parameter once, in module order; a tied one under its first name.
 
-    Chunks are merged: a name that another parameter of an earlier chunk has is prefixed ``chunks.<number>.``.
+    Chunks are merged: a name already used in an earlier chunk is prefixed with ``chunks.<number>.``.
     """
     found: dict[str, Tensor] = {}
     seen: set[Tensor] = set()
@@ -43,21 +43,21 @@ def named_parameters(model: Model) -> dict[str, Tensor]:
 
 
 def measurable_parameters(model: Model) -> dict[str, Tensor]:
-    """The parameters that hold numbers to take a norm of: all but `missing_parameters`."""
+    """The parameters of which a norm can be computed: all except `missing_parameters`."""
     return {name: one for name, one in named_parameters(model).items() if _why_not(one) is None}
 
 
 def missing_parameters(model: Model) -> dict[str, str]:
-    """The parameters without a norm, by name, with the reason: on the meta device, or of integers (quantised)."""
+    """The parameters without a norm, by name, with the reason: on the meta device, or integer (quantized)."""
     reasons = {name: _why_not(one) for name, one in named_parameters(model).items()}
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 class MissingOnce:
-    """Warns of parameters without a norm, once.
+    """Logs a single warning about parameters without a norm.
 
     Args:
-        who: whose norms are missing, for the message.
+        who: name of the caller, for the message.
     """
 
     def __init__(self, who: str) -> None:
@@ -65,7 +65,7 @@ class MissingOnce:
         self._has_said = False
 
     def say(self, model: Model) -> None:
-        """Warn if `model` has parameters without a norm, and this object has not warned before."""
+        """Warn if `model` has parameters without a norm, unless this object has warned before."""
         if self._has_said:
             return
         missing = missing_parameters(model)
@@ -73,13 +73,13 @@ class MissingOnce:
             self._has_said = True
             shown = ", ".join(f"{name} ({reason})" for name, reason in [*missing.items()][:3])
             more = ", ..." if len(missing) > 3 else ""
-            logger.warning("%s leaves out %d parameters without values: %s%s", self._who, len(missing), shown, more)
+            logger.warning("%s skips %d parameters without values: %s%s", self._who, len(missing), shown, more)
 
 
 def reshard(model: Model) -> None:
-    """Make the modules of FSDP2 show their shards.
+    """Reshard FSDP2 modules, so that their parameters are the shards.
 
-    A root module keeps its gathered weights after an evaluation, in the lower precision it computes with.
+    After an evaluation, a root module keeps its gathered weights, in the lower precision used for computation.
     """
     if "torch.distributed.fsdp" not in sys.modules:
         return
@@ -94,7 +94,7 @@ def reshard(model: Model) -> None:
 def _why_not(parameter: Tensor) -> str | None:
     if parameter.is_meta:
         return "on the meta device"
-    is_packed = str(parameter.dtype).startswith("torch.float4")  # two numbers a byte, which torch cannot read
+    is_packed = str(parameter.dtype).startswith("torch.float4")  # two values per byte, which torch cannot unpack
     if is_packed or not (parameter.is_floating_point() or parameter.is_complex()):
-        return f"of type {str(parameter.dtype).removeprefix('torch.')}"
+        return f"of dtype {str(parameter.dtype).removeprefix('torch.')}"
     return None

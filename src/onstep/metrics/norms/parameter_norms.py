@@ -1,7 +1,7 @@
-"""Norms of parameters and gradients: by foreach calls, accumulated in float64, with one read of the device.
+"""Computes norms of parameters and gradients with foreach calls, in float64, with a single device synchronization.
 
-The parts that a rank holds of sharded tensors (FSDP2, tensor parallelism) are combined into the norms of the whole
-tensors, all of them in one reduction.
+The shards that a rank holds of sharded tensors (FSDP2, tensor parallelism) are combined into norms of the full tensors
+in a single reduction.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from onstep.distributed.shards import Split, local_part, split_of
 from onstep.metrics.norms.named_parameters import Model, measurable_parameters, reshard
 
 _PIECE = 2**16
-"""Elements that a CPU widens to float64 at once, in a copy that its cache holds; GPUs widen as they read."""
+"""Elements converted to float64 at a time on a CPU, so that the copy fits in cache; GPUs convert while reading."""
 
 
 @dataclass(frozen=True)
 class LocalNorms:
-    """Norms of this rank's parts of some tensors, still on the device."""
+    """Norms of this rank's shards of some tensors, still on the device."""
 
     names: tuple[str, ...]
     values: Tensor
-    """One for each name, (num_names,) float64."""
+    """One norm per name, (num_names,) float64."""
     order: float = 2.0
     """2 for the L2 norm, infinity for the largest absolute value."""
 
@@ -39,12 +39,12 @@ class LocalNorms:
 
 
 def parameter_norms(model: Model) -> dict[str, float]:
-    """The L2 norm of every parameter by name, a tied one once, in the order of the modules.
+    """The L2 norm of every parameter by name, tied ones once, in module order.
 
-    Equals a computation in float64, whatever the precision of the parameters and however large or small their values.
-    Parameters without values (`missing_parameters`) are left out.
+    Equivalent to a computation in float64, whatever the precision and magnitude of the parameters. Parameters without
+    values (`missing_parameters`) are omitted.
 
-    Collective where parameters are DTensors; the norms are those of the whole tensors. Reads the device once.
+    Collective if parameters are DTensors; the norms are those of the full tensors. Synchronizes with the device once.
 
     Args:
         model: a module, or a list of chunks, whose names are merged.
@@ -53,23 +53,23 @@ def parameter_norms(model: Model) -> dict[str, float]:
 
 
 def gradient_norms(model: Model) -> dict[str, float]:
-    """The L2 norm of every gradient by its parameter's name; parameters without a gradient are left out.
+    """The L2 norm of every gradient by its parameter's name; parameters without a gradient are omitted.
 
-    The gradient is `main_grad` where a parameter has it, else `grad`. Otherwise as `parameter_norms`.
+    The gradient is `main_grad` if a parameter has it, else `grad`. Otherwise like `parameter_norms`.
     """
     return full_norms(local_gradient_norms(model), model)
 
 
 def total_norm(norms: Mapping[str, float]) -> float:
-    """The L2 norm of all tensors together, from the norm of each; 0 without any."""
+    """The L2 norm of all tensors together, from their individual norms; 0 if there are none."""
     return math.hypot(*norms.values())
 
 
 def report_l2_norm_grad(model: Model) -> dict[str, float]:
     """The L2 norm of each gradient as ``l2_norm/grad/<name>``, and of all of them as ``l2_norm/grad/global``.
 
-    With several chunks the global norm is that over all chunks, each gradient counted once. Sharded gradients and reads
-    of the device are as in `gradient_norms`.
+    With several chunks, the global norm covers all chunks, each gradient counted once. Sharded gradients and
+    synchronization are handled as in `gradient_norms`.
 
     Args:
         model: a module or a list of model chunks.
@@ -81,7 +81,7 @@ def report_l2_norm_grad(model: Model) -> dict[str, float]:
 
 
 def local_parameter_norms(model: Model, order: float = 2.0) -> LocalNorms:
-    """The norms of this rank's parts of the parameters, without waiting for the device."""
+    """The norms of this rank's shards of the parameters, without synchronizing with the device."""
     reshard(model)
     with torch.no_grad():
         parts = {name: local_part(one) for name, one in measurable_parameters(model).items()}
@@ -89,9 +89,9 @@ def local_parameter_norms(model: Model, order: float = 2.0) -> LocalNorms:
 
 
 def local_gradient_norms(model: Model) -> LocalNorms:
-    """The L2 norms of this rank's parts of the gradients, without waiting for the device.
+    """The L2 norms of this rank's shards of the gradients, without synchronizing with the device.
 
-    Collective only for gradients that are not split as their parameters are.
+    Collective only for gradients that are sharded differently from their parameters.
     """
     reshard(model)
     parameters = measurable_parameters(model)
@@ -108,7 +108,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 
 def local_norms(tensors: Mapping[str, Tensor], order: float = 2.0) -> LocalNorms:
-    """The norm of each tensor, in float64, on the device of the first."""
+    """The norm of each tensor, in float64, on the device of the first tensor."""
     groups: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         numbers = _numbers(tensor)
@@ -125,12 +125,12 @@ def local_norms(tensors: Mapping[str, Tensor], order: float = 2.0) -> LocalNorms
 
 
 def full_norms(local: LocalNorms, model: Model) -> dict[str, float]:
-    """The norms of whole tensors by name, from what each rank has of them. Reads the device once.
+    """The norms of full tensors by name, from the shards of each rank. Synchronizes with the device once.
 
-    Collective where parameters of `model` are DTensors.
+    Collective if parameters of `model` are DTensors.
 
     Args:
-        local: norms of tensors that are split as the parameters of these names are.
+        local: norms of tensors that are sharded like the parameters of these names.
     """
     if not local.names:
         return {}
@@ -152,8 +152,8 @@ def full_norms(local: LocalNorms, model: Model) -> dict[str, float]:
 
 
 def _combined(norms: Tensor, order: float, group: Any) -> Tensor:
-    """The norms of tensors of which each rank of `group` has a part, (n,) float64; nothing overflows in between."""
-    largest = norms.nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum over ranks may lose a NaN
+    """The norms of tensors sharded over the ranks of `group`, (n,) float64, without intermediate overflow."""
+    largest = norms.nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum over ranks could lose a NaN
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     if order == math.inf:
         return largest
@@ -164,7 +164,7 @@ def _combined(norms: Tensor, order: float, group: Any) -> Tensor:
 
 
 def _numbers(tensor: Tensor) -> Tensor:
-    """The values of `tensor` in a form that norms can be taken of: of a sparse one, those that it has."""
+    """The values of `tensor` as a dense tensor; for a sparse one, its stored values."""
     tensor = tensor.detach()
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
@@ -174,14 +174,14 @@ def _numbers(tensor: Tensor) -> Tensor:
 
 
 def _norms_alike(tensors: list[Tensor], order: float) -> list[Tensor]:
-    """Norms of tensors of one device and type. Squares of float64 may leave the range of float64."""
+    """Norms of tensors of one device and dtype, scaled, since squares of float64 values can leave its range."""
     if tensors[0].dtype == torch.float64:
         return [_scaled_norm(tensor, order) for tensor in tensors]
     return _norms_in_pieces(tensors, order) if tensors[0].device.type == "cpu" else _norms_of_non_empty(tensors, order)
 
 
 def _norms_of_non_empty(tensors: list[Tensor], order: float) -> list[Tensor]:
-    """A rank's part of a small tensor may be empty, of which torch knows no largest value."""
+    """Like `_norms_alike`, for non-empty tensors: torch has no maximum of an empty shard of a small tensor."""
     filled = [tensor for tensor in tensors if tensor.numel()]
     norms = iter(torch._foreach_norm(filled, order, torch.float64) if filled else ())
     return [next(norms) if tensor.numel() else tensor.new_zeros((), dtype=torch.float64) for tensor in tensors]

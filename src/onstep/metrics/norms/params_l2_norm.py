@@ -1,7 +1,7 @@
-"""The L2 norm of all parameters of a model, whichever ranks hold them: each logical parameter counts once.
+"""Computes the L2 norm of all parameters of a model across ranks, counting each logical parameter once.
 
-Squares are summed in float64, which holds those of all smaller types; of float64 parameters, values above 1e150 or
-below 1e-150 leave its range (`onstep.metrics.norms.parameter_norms` measures those).
+Squares are summed in float64, whose range suffices for all smaller dtypes; for float64 parameters, values above 1e150
+or below 1e-150 exceed it (`onstep.metrics.norms.parameter_norms` handles those).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _GROUPS = ("tp", "expt_tp", "dp_cp", "expt_dp", "mp", "tp_ep_pp")
 
 
 class _Kind(NamedTuple):
-    """What parameters have in common that are summed and reduced together; the same on all ranks that share them."""
+    """Common properties of parameters that are summed and reduced together; identical on all ranks that share them."""
 
     split: Split
     is_expert: bool
     is_part: bool
-    """It is the part that this rank's optimizer keeps (`main_param_sharded`)."""
+    """Whether it is the shard held by this rank's optimizer (`main_param_sharded`)."""
     is_tensor_parallel: bool
     is_shared: bool
 
@@ -39,26 +39,26 @@ def calc_params_l2_norm(
     use_megatron_fsdp: bool = False,
     force_create_fp32_copy: bool = False,
 ) -> float:
-    """The L2 norm of all parameters of a model over all ranks that hold it. Collective; reads the device once.
+    """The L2 norm of all parameters of a model over all ranks that hold it. Collective; synchronizes once.
 
-    Each logical parameter counts once. Tensors that are split as DTensors (FSDP2, tensor parallelism) are summed over
-    their mesh. Where the first chunk carries process groups as `pg_collection` (Megatron's: tp, expt_tp, dp_cp,
-    expt_dp, mp, tp_ep_pp; one that is missing or None has no other ranks), parameters are told apart by Megatron's
-    marks: `tensor_model_parallel` ones are parts and count on every tensor-parallel rank, others on the first;
-    `shared` ones do not count; experts (`allreduce` is False) are summed over the groups of the experts. Without
-    groups and marks it is the norm of the parameters there are.
+    Each logical parameter counts once. DTensors (FSDP2, tensor parallelism) are summed over their mesh. If the first
+    chunk has process groups as `pg_collection` (Megatron's: tp, expt_tp, dp_cp, expt_dp, mp, tp_ep_pp; a missing or
+    None group has no other ranks), Megatron's attributes distinguish the parameters: those marked
+    `tensor_model_parallel` are shards and count on every tensor-parallel rank, others on the first; `shared` ones do
+    not count; experts (`allreduce` is False) are summed over the expert groups. Without groups and attributes, the
+    result is the norm of the local parameters.
 
     Args:
-        model: the model or its chunks, a tied parameter counted once.
-        model_config: with a true `bf16`, the float32 `main_param` of a parameter is measured in its place where there
-            is one; with `main_param_sharded` that is this rank's part, which is summed over the data-parallel ranks.
+        model: the model or its chunks; tied parameters count once.
+        model_config: with a true `bf16`, the float32 `main_param` of a parameter is used instead if there is one; with
+            `main_param_sharded` it is this rank's shard, which is summed over the data-parallel ranks.
         use_megatron_fsdp: all parameters must be DTensors, and a chunk's `stop_communication()` is called first.
-        force_create_fp32_copy: measure the parameters themselves, also where there is a `main_param`. No copy is
-            needed for it: whatever the type, sums are in float64.
+        force_create_fp32_copy: use the parameters themselves even if there is a `main_param`. This needs no copy: sums
+            are in float64 for any dtype.
 
     Raises:
-        ConfigError: an expert is marked as shared.
-        ShardingError: a parameter is no DTensor with `use_megatron_fsdp`.
+        ConfigError: if an expert is marked as shared.
+        ShardingError: if a parameter is not a DTensor with `use_megatron_fsdp`.
     """
     if use_megatron_fsdp:
         return calc_dtensor_params_l2_norm(_fully_sharded(model))
@@ -66,13 +66,13 @@ def calc_params_l2_norm(
 
 
 def calc_dtensor_params_l2_norm(params: Iterable[Tensor]) -> float:
-    """The L2 norm of DTensors, whole, on every rank. One collective for each way of splitting and mesh dimension.
+    """The L2 norm of the full DTensors, on every rank. One collective per kind of sharding and mesh dimension.
 
     Args:
         params: the DTensors, in the same order on all ranks of their mesh.
 
     Raises:
-        ShardingError: a tensor is no DTensor, or ranks hold summands of it (`Partial`), whose squares do not add up.
+        ShardingError: if a tensor is not a DTensor, or is `Partial`: the squares of partial sums do not add up.
     """
     kinds: dict[Split, dict[str, Tensor]] = {}
     for number, param in enumerate(params):
@@ -81,8 +81,8 @@ def calc_dtensor_params_l2_norm(params: Iterable[Tensor]) -> float:
             raise ShardingError(f"parameter {number} must be a DTensor, got {type(param).__name__}; shard the model")
         if any(one.is_partial() for one in dtensor.placements):
             raise ShardingError(
-                f"parameter {number} must be split or replicated, got {dtensor.placements}: the squares of summands "
-                "are not those of the sum; call its redistribute() first"
+                f"parameter {number} must be sharded or replicated, got {dtensor.placements}: the squares of partial "
+                "sums do not add up to that of the sum; call its redistribute() first"
             )
         kinds.setdefault(split_of(dtensor), {})[str(number)] = dtensor.to_local()
     total = _zero(())
@@ -94,7 +94,7 @@ def calc_dtensor_params_l2_norm(params: Iterable[Tensor]) -> float:
 def unread_params_l2_norm(
     model: nn.Module | Sequence[nn.Module], model_config: Any = None, force_create_fp32_copy: bool = False
 ) -> Tensor:
-    """What `calc_params_l2_norm` gives, as a 0-d float64 tensor on the device of the parameters. Collective."""
+    """Like `calc_params_l2_norm`, but returns a 0-d float64 tensor on the parameters' device. Collective."""
     reshard(model)
     collection = getattr(chunks_of(model)[0], "pg_collection", None)
     found = {name: getattr(collection, name, None) for name in _GROUPS}
@@ -112,7 +112,7 @@ def unread_params_l2_norm(
             tensors[name] = local_part(value)
     sums = {(expert, part): _zero(params.values()) for expert in (False, True) for part in (False, True)}
     for kind, tensors in kinds.items():
-        squares = _squares(tensors, kind.split)  # of all, since the other ranks of the mesh take part
+        squares = _squares(tensors, kind.split)  # for all kinds, since the other ranks of the mesh take part
         if counted[kind]:
             place = (kind.is_expert, kind.is_part)
             sums[place] = sums[place] + squares.to(sums[place].device)
@@ -120,9 +120,9 @@ def unread_params_l2_norm(
 
 
 def param_is_not_shared(param: Tensor) -> bool:
-    """Whether `param` counts here: False for one whose attribute `shared` says that another rank counts it.
+    """Whether `param` counts on this rank: False if its attribute `shared` says that another rank counts it.
 
-    So it is with an embedding that is tied across pipeline stages: it is on two of them, and one parameter.
+    This applies to an embedding tied across pipeline stages, a single parameter that exists on two of them.
     """
     return not getattr(param, "shared", False)
 
@@ -133,19 +133,19 @@ def is_expert(param: Any) -> bool:
 
 
 def is_counted(name: str, param: Any, tensor_rank: int, expert_tensor_rank: int) -> bool:
-    """Whether this rank counts `param`, so that all ranks of the model together count each parameter once.
+    """Whether this rank counts `param`, such that all ranks together count each parameter once.
 
-    A parameter that is split over tensor-parallel ranks (`tensor_model_parallel`) counts on each of them, with its part
-    there; any other is the same on all of them, and counts on the first.
+    A parameter sharded over tensor-parallel ranks (`tensor_model_parallel`) counts on each of them, with its local
+    shard; any other is identical on all of them and counts on the first.
 
     Args:
-        name: for the error.
-        param: a parameter.
-        tensor_rank: this rank's place in the group of tensor parallelism.
+        name: name used in the error.
+        param: the parameter.
+        tensor_rank: this rank's index in the tensor-parallel group.
         expert_tensor_rank: the same for experts.
 
     Raises:
-        ConfigError: experts are marked as shared, which nothing could count.
+        ConfigError: if an expert is marked as shared, so that no rank would count it.
     """
     is_shared = not param_is_not_shared(param)
     if is_expert(param) and is_shared:
@@ -157,7 +157,7 @@ def is_counted(name: str, param: Any, tensor_rank: int, expert_tensor_rank: int)
 
 
 def _over_ranks(sums: Mapping[tuple[bool, bool], Tensor], groups: Mapping[str, Any]) -> Tensor:
-    """The sum of all squares, from this rank's by (of experts, of parts that optimizers keep)."""
+    """The sum of all squares over ranks, from this rank's sums by (is expert, is optimizer shard)."""
     dense = sums[False, False] + _summed(sums[False, True], groups["dp_cp"])
     experts = sums[True, False] + _summed(sums[True, True], groups["expt_dp"])
     of_dense, of_experts = groups["mp"], groups["tp_ep_pp"]
@@ -171,7 +171,7 @@ def _over_ranks(sums: Mapping[tuple[bool, bool], Tensor], groups: Mapping[str, A
 
 
 def _kind_and_value(param: Any, takes_main: bool) -> tuple[_Kind, Tensor | None]:
-    """What is measured for `param`; None where this rank's optimizer keeps no part of it."""
+    """The kind of `param` and the tensor to measure; None if this rank's optimizer holds no shard of it."""
     has_main = takes_main and hasattr(param, "main_param")
     is_part = has_main and bool(getattr(param, "main_param_sharded", False))
     main = param.main_param if has_main else None
@@ -187,7 +187,7 @@ def _kind_and_value(param: Any, takes_main: bool) -> tuple[_Kind, Tensor | None]
 
 
 def _fully_sharded(model: nn.Module | Sequence[nn.Module]) -> list[Tensor]:
-    """The parameters of a model of which every one is a DTensor."""
+    """The parameters of a model, all of which must be DTensors."""
     for chunk in [model] if isinstance(model, nn.Module) else model:
         stop = getattr(chunk, "stop_communication", None)
         if callable(stop):
@@ -202,7 +202,7 @@ def _fully_sharded(model: nn.Module | Sequence[nn.Module]) -> list[Tensor]:
 
 
 def _squares(tensors: Mapping[str, Tensor], split: Split) -> Tensor:
-    """The sum of the squares of all values over the mesh that they are split over, 0-d float64."""
+    """The sum of the squares of all values over the mesh they are sharded on, 0-d float64."""
     squares = local_norms(tensors).values.square().sum()
     for mesh, dim in split:
         squares = _summed(squares, mesh.get_group(dim))
@@ -210,10 +210,10 @@ def _squares(tensors: Mapping[str, Tensor], split: Split) -> Tensor:
 
 
 def _summed(value: Tensor, group: Any) -> Tensor:
-    """The sum of `value` over the ranks of `group`; None has no others."""
+    """The sum of `value` over the ranks of `group`; unchanged for None."""
     if not has_others(group):
         return value
-    if device_of(group).type == "cuda":  # a rank without parameters has its zero on the CPU
+    if device_of(group).type == "cuda":  # the zero of a rank without parameters is on the CPU
         value = value.cuda()
     total = value.clone()
     dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)

@@ -1,9 +1,9 @@
-"""Spectral norms, the largest singular values of weight matrices, from a few products with each matrix.
+"""Estimates spectral norms, the largest singular values of weight matrices, from a few products with each matrix.
 
-An iteration multiplies a vector by the matrix and its adjoint, as power iteration does; but where that keeps the last
-vector only, the norm is taken over all vectors that were met (Golub-Kahan bidiagonalisation), which the same products
-bring much closer to the truth, also where several singular values are close to the largest. Iterations are added until
-the estimate has settled.
+An iteration multiplies a vector by the matrix and its adjoint, as in power iteration. While that only keeps the last
+vector, here the norm is computed over the span of all vectors so far (Golub-Kahan bidiagonalization), which is much
+more accurate for the same products, even if several singular values are close to the largest. Iterations are added
+until the estimate has converged.
 
 Source: Golub and Kahan 1965, "Calculating the singular values and pseudo-inverse of a matrix"; Paige and Saunders 1982,
 "LSQR", section 3, for the recurrence; Kuczynski and Wozniakowski 1992, "Estimating the largest eigenvalue by the power
@@ -29,30 +29,30 @@ from onstep.metrics.norms.named_parameters import Model, measurable_parameters, 
 from onstep.metrics.norms.parameter_norms import full_norms, local_norms
 
 TOLERANCE = 3e-3
-"""An estimate has settled when the second half of its iterations raised it by less than this fraction."""
+"""An estimate has converged when the second half of its iterations increased it by less than this fraction."""
 MOST_ITERATIONS = 320
-"""After so many the expected error is below 0.2 % for any matrix of up to 100,000 rows (Kuczynski and Wozniakowski)."""
+"""After this many, the expected error is below 0.2% for any matrix of up to 100,000 rows (Kuczynski, Wozniakowski)."""
 _BATCH = 2**22
-"""Elements of matrices of one shape that are multiplied in one call; a larger matrix goes alone, without a copy."""
+"""Elements of same-shaped matrices multiplied in one call; a larger matrix is multiplied alone, without a copy."""
 
 
 class SpectralNorms:
-    """Measures the spectral norm of every parameter of a model, again and again as it trains.
+    """Measures the spectral norm of every parameter of a model repeatedly during training.
 
-    A parameter of more dimensions than two is taken as a matrix ``(shape[0], -1)``; of one with fewer the norm is its
-    largest absolute value. The first measurement uses `2 * num_steps` iterations, later ones start from the singular
-    vectors found before, mixed with other directions, and use `num_steps`; both add iterations until the estimate has
-    settled. Within 1 % of an exact decomposition, commonly within 0.1 %, and never above it but for rounding. Of a
-    matrix with an infinite element it is infinite, of one with a NaN it is NaN.
+    A parameter with more than two dimensions is treated as a matrix ``(shape[0], -1)``; with fewer, the norm is its
+    largest absolute value. The first measurement uses `2 * num_steps` iterations; later ones start from the previous
+    singular vectors, mixed with random directions, and use `num_steps`; both add iterations until the estimate has
+    converged. It is within 1% of an exact decomposition, typically within 0.1%, and never above it except for rounding.
+    For a matrix with an infinite element it is infinite, for one with a NaN it is NaN.
 
-    Start vectors come from generators of their own, seeded by the parameter's name: no other random number changes, and
-    the same weights with the same state give the same norms.
+    Start vectors come from separate generators, seeded by the parameter's name: no other random numbers are affected,
+    and the same weights with the same state give the same norms.
 
     Args:
-        num_steps: iterations of a later measurement; each is two products with the matrix.
+        num_steps: iterations of later measurements; each is two products with the matrix.
 
     Raises:
-        ConfigError: `num_steps` is less than 1, or no whole number.
+        ConfigError: if `num_steps` is not an integer >= 1.
     """
 
     def __init__(self, num_steps: int = 10) -> None:
@@ -62,11 +62,11 @@ class SpectralNorms:
 
     @torch.no_grad()
     def measure(self, model: Model) -> dict[str, float]:
-        """The spectral norm of every parameter by name, a tied one once, in the order of the modules.
+        """The spectral norm of every parameter by name, tied ones once, in module order.
 
-        Parameters without values (`missing_parameters`) are left out. Collective where parameters are DTensors: each is
-        gathered, and measured on every rank. Reads the device a few times in all: once for vectors, and once for all
-        matrices each time that iterations are added.
+        Parameters without values (`missing_parameters`) are omitted. Collective if parameters are DTensors: each is
+        gathered and measured on every rank. Synchronizes with the device a few times in total: once for vectors, and
+        once for all matrices whenever iterations are added.
         """
         reshard(model)
         parameters = measurable_parameters(model)
@@ -87,7 +87,7 @@ class SpectralNorms:
         return {name: norms.get(name, 0.0) for name in parameters}
 
     def state_dict(self) -> dict[str, Any]:
-        """The left singular vectors found last, by name, for the next measurement to start from."""
+        """The latest left singular vectors by name, from which the next measurement starts."""
         return {"vectors": dict(self._vectors)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -96,7 +96,7 @@ class SpectralNorms:
 
 
 class _Batch:
-    """Matrices of one shape, their bidiagonal forms so far, and the vectors that these are in."""
+    """Matrices of one shape, their bidiagonal forms so far, and the corresponding basis vectors."""
 
     def __init__(self, matrices: Mapping[str, Tensor], names: list[str], starts: Mapping[str, Tensor]) -> None:
         self.names = names
@@ -110,7 +110,7 @@ class _Batch:
         known = {name: starts[name] for name in names if name in starts and self._fits(starts[name])}
         self._is_cold = len(known) < len(names)
         self._left = _starts(names, self._rows, known, self._dtype, first.device)[:, None]
-        """Orthonormal vectors, (num_matrices, iterations + 1, rows); a zero one where the space is exhausted."""
+        """Orthonormal vectors, (num_matrices, iterations + 1, rows); zero vectors once the space is exhausted."""
         self._right = self._left.new_zeros(len(names), 0, self._columns)
         self._alphas = self._betas = self._left.new_zeros(len(names), 0, dtype=torch.float64)
         self._coefficients = torch.zeros(0)
@@ -119,15 +119,15 @@ class _Batch:
         return start.shape == (self._rows,) and start.is_complex() == self._dtype.is_complex
 
     def next_iterations(self, num_steps: int) -> int:
-        """How many iterations come now: what the caller wants at first, then as many as there were."""
+        """Number of iterations to add: `num_steps` at first, then as many as have been done."""
         done = self._right.shape[1]
         wanted = done or num_steps * (2 if self._is_cold else 1)
         return min(wanted, self._most() - done)
 
     def iterate(self, count: int) -> None:
-        """Extend the bidiagonal forms by `count` iterations: ``A V_k = U_(k+1) B_k``. Nothing is read.
+        """Extend the bidiagonal forms by `count` iterations: ``A V_k = U_(k+1) B_k``. Does not synchronize.
 
-        A factor on each side brings the largest absolute value of each matrix near 1.
+        Each matrix is scaled so that its largest absolute value is near 1.
         """
         shape = self._rows, self._columns
         each = [whole(parameter).detach().to(self._dtype).reshape(shape) for parameter in self._parameters]
@@ -145,12 +145,12 @@ class _Batch:
             image = torch.bmm(matrices, (self._right[:, step] * scale).unsqueeze(2)).squeeze(2) * scale
             self._betas[:, step] = self._append(self._left, step + 1, image)
         self._scale = torch.where(largest.isfinite(), scale, largest).squeeze(1).to(torch.float64)
-        """The factor; of a matrix with elements that are not finite, what its norm is instead."""
+        """The scale factor; for a matrix with non-finite elements, its norm instead."""
 
     def recurrence(self) -> Tensor:
-        """What the host needs to know, (num_matrices, 2 * iterations + 1) float64 on the device.
+        """The coefficients that the host needs, (num_matrices, 2 * iterations + 1) float64 on the device.
 
-        Collective for DTensors: ranks of unlike hardware get the same numbers, so that all add iterations or none does.
+        Collective for DTensors: ranks with different hardware get the same values, so all add iterations or none.
         """
         recurrence = torch.cat([self._alphas, self._betas, self._scale[:, None]], dim=1)
         for mesh, dim in split_of(self._parameters[0]):
@@ -158,7 +158,7 @@ class _Batch:
         return recurrence
 
     def conclude(self, recurrence: Tensor) -> None:
-        """Take the norms from the bidiagonal forms, and say whether they have settled."""
+        """Compute the norms from the bidiagonal forms and whether they have converged."""
         count = self._alphas.shape[1]
         is_finite = recurrence.isfinite().all(dim=1)
         alphas, betas, scale = torch.split(recurrence.where(is_finite[:, None], 1.0), [count, count, 1], dim=1)
@@ -169,12 +169,12 @@ class _Batch:
         has_settled = half < count and bool(((largest - before <= TOLERANCE * largest) | ~is_finite).all())
         self.is_settled = has_settled or count == self._most()
         instead = recurrence[:, -1].where(~recurrence[:, -1].isfinite(), math.nan)
-        scale = scale.squeeze(1)  # its square may leave the range of float64
+        scale = scale.squeeze(1)  # its square could exceed the range of float64
         norms = (largest / scale / scale).where(is_finite, instead)
         self.norms = dict(zip(self.names, norms.tolist(), strict=True))
 
     def left_vectors(self) -> dict[str, Tensor]:
-        """The left singular vector of each largest singular value, (rows,), of a type that a checkpoint can hold."""
+        """The left singular vector of each largest singular value, (rows,), in a dtype that a checkpoint can hold."""
         coefficients = self._coefficients.to(self._left.device, self._dtype)
         found = torch.bmm(coefficients.unsqueeze(1), self._left).squeeze(1)
         kept = torch.complex64 if found.is_complex() else found.dtype
@@ -184,15 +184,15 @@ class _Batch:
         return min(self._rows, self._columns, MOST_ITERATIONS)
 
     def _append(self, basis: Tensor, place: int, image: Tensor) -> Tensor:
-        """Put what is new in `image` into the basis as its vector `place`; its length, (num_matrices,) float64.
+        """Add the component of `image` orthogonal to the basis as vector `place`; returns its length, (num_matrices,).
 
-        Orthogonalised twice, without which rounding lets vectors that are there already come back.
+        Orthogonalizes twice, since otherwise rounding would reintroduce existing vectors. The length is float64.
         """
         length_before = _lengths(image)
         for _ in range(2):
             image = image - torch.bmm(torch.bmm(basis.conj(), image.unsqueeze(2)).transpose(1, 2), basis).squeeze(1)
         length = _lengths(image)
-        is_new = ~(length <= 1e-6 * length_before)  # NaN counts as new, so that it is seen
+        is_new = ~(length <= 1e-6 * length_before)  # NaN counts as new, so that it propagates
         length = torch.where(is_new, length, 0.0)
         inverse = torch.where(length == 0, 0.0, length.reciprocal())
         basis[:, place] = image * inverse[:, None].to(image.dtype)
@@ -200,17 +200,17 @@ class _Batch:
 
 
 def require_count(name: str, value: Any) -> None:
-    """Refuse what is no number of iterations.
+    """Refuse a value that is not a valid number of iterations.
 
     Raises:
-        ConfigError: `value` is less than 1, or no whole number.
+        ConfigError: if `value` is not an integer >= 1.
     """
     if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < 1:
-        raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}; 10 is the default")
+        raise ConfigError(f"{name} must be an integer >= 1, got {value!r}; the default is 10")
 
 
 def _batches(matrices: Mapping[str, Tensor]) -> list[list[str]]:
-    """Names of matrices alike in shape, type, device and split, as many as may be copied together."""
+    """Group the names of matrices with the same shape, dtype, device and sharding, up to the batch size."""
     alike: dict[Any, list[str]] = {}
     for name, matrix in matrices.items():
         if matrix.numel():
@@ -229,9 +229,9 @@ def _shape(parameter: Tensor) -> tuple[int, int]:
 def _starts(
     names: list[str], size: int, known: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Unit vectors, (num_names, size): of random direction, or halfway between that and the one found before.
+    """Unit vectors, (num_names, size): a random direction, or halfway between that and the previous singular vector.
 
-    The random half finds a singular value that has outgrown the one found before. Nothing is read off the device.
+    The random half finds a singular value that has outgrown the previous one. Does not synchronize with the device.
     """
     random = torch.stack([_random_direction(name, size) for name in names]).to(device, dtype)
     zero = torch.zeros(size, dtype=dtype, device=device)
@@ -240,14 +240,14 @@ def _starts(
 
 
 def _random_direction(name: str, size: int) -> Tensor:
-    """A unit vector on the CPU, always the same for a name and a size."""
+    """A unit vector on the CPU, determined by name and size."""
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
     generator = torch.Generator().manual_seed(seed)
     return normalize(torch.randn(size, generator=generator, dtype=torch.float64), dim=0)
 
 
 def _read(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors on the host, by one copy off the device."""
+    """Copy the tensors to the host in a single transfer."""
     home = tensors[0].device
     flat = torch.cat([tensor.flatten().to(home) for tensor in tensors]).cpu()
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
@@ -264,7 +264,7 @@ def _bidiagonal(alphas: Tensor, betas: Tensor) -> Tensor:
 
 
 def _extended(basis: Tensor, count: int) -> Tensor:
-    """`basis` with room for `count` more entries along dimension 1."""
+    """`basis` extended by `count` entries along dimension 1."""
     return torch.cat([basis, basis.new_zeros(basis.shape[0], count, *basis.shape[2:])], dim=1)
 
 

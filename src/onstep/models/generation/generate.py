@@ -1,4 +1,4 @@
-"""Text from a model: one token after the other, each added to what the next one sees."""
+"""Generates text from a model autoregressively, with temperature, top-k, top-p and repetition penalty."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from torch import Tensor, nn
 
 from onstep.errors import ConfigError
 from onstep.models.layers.sequence_context import KeyValueCache, check_positions
-from onstep.models.modes import kept_modes
+from onstep.models.modes import preserve_modes
 from onstep.models.transformer import Transformer
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Repetition penalty, temperature, then top-k, then top-p.
+    """Samples tokens by applying repetition penalty, temperature, top-k and top-p, in this order.
 
     Raises:
-        ConfigError: a value out of its range.
+        ConfigError: for a value out of range.
 
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration" (2019), section 3.1, for top-p; Keskar et
     al., "CTRL" (2019), section 4.1, for the repetition penalty, with negative scores multiplied as in transformers.
     """
 
     temperature: float = 1.0
-    """Divides the logits; 0 takes the most likely token."""
+    """Divides the logits; 0 selects the most likely token."""
     top_k: int | None = None
-    """Choose among the k most likely tokens; None does not restrict."""
+    """Sample from the k most likely tokens; None for no restriction."""
     top_p: float | None = None
-    """Choose among the fewest tokens whose probabilities reach p; None does not restrict."""
+    """Sample from the smallest set of tokens with total probability >= p; None for no restriction."""
     repetition_penalty: float = 1.0
-    """Scores of tokens that were there already are divided by it (negative ones multiplied); 1 changes nothing."""
+    """Divides the scores of tokens that already occurred (multiplies negative ones); 1 has no effect."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ConfigError(f"temperature must be a finite number >= 0, got {self.temperature!r}; 0 is greedy.")
+            raise ConfigError(f"temperature must be a finite number >= 0, got {self.temperature!r}; use 0 for greedy.")
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"top_k must be >= 1, got {self.top_k!r}; pass None for no restriction.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p must be in (0, 1], got {self.top_p!r}; pass None for no restriction.")
         if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise ConfigError(f"repetition_penalty must be > 0, got {self.repetition_penalty!r}; 1 changes nothing.")
+            raise ConfigError(f"repetition_penalty must be > 0, got {self.repetition_penalty!r}; 1 disables it.")
 
     def choose(self, logits: Tensor, generator: torch.Generator, seen: Tensor | None = None) -> Tensor:
-        """One token for each row of `logits` (batch, vocab): (batch, 1), int64.
+        """Choose one token for each row of `logits` (batch, vocab): (batch, 1), int64.
 
-        `seen` (batch, seq) are the tokens of each row so far, to which the repetition penalty applies.
+        `seen` (batch, seq) holds the tokens of each row so far, to which the repetition penalty applies.
         """
         if seen is not None and self.repetition_penalty != 1.0:
             known, penalty = logits.gather(-1, seen), self.repetition_penalty
@@ -84,47 +84,47 @@ def generate(
     seed: int | None = None,
     eos_id: int | None = None,
 ) -> Tensor:
-    """Continue `tokens`, using a key/value cache (not beyond `config.seq_length` with dynamic rope scaling).
+    """Continue `tokens`, using a key/value cache (except beyond `config.seq_length` with dynamic rope scaling).
 
-    Runs in evaluation mode and gives the model back as it was, also after an error. Torch's global RNG is neither
-    read nor changed. No collective: of a wrapped model (DDP, compiled) the inner one runs, so one rank may call it
-    alone. Nothing slides: positions beyond `config.seq_length` go on with all earlier ones in view, though the model
-    never trained there; only learned positions end there.
+    Runs in evaluation mode and restores the model's mode, also after an error. Torch's global RNG is neither read nor
+    changed. Not collective: for a wrapped model (DDP, compiled) the inner module is called, so a single rank may call
+    this. There is no sliding window: positions beyond `config.seq_length` attend to all earlier ones, although the
+    model was not trained there; only learned positions end at that length.
 
     Args:
         model: a `Transformer`, or a wrapper of one.
-        tokens: (batch, seq), int64; prompts of one length, at least one token.
-        max_new_tokens: most tokens to add.
-        temperature: divides the logits; 0 always takes the most likely token.
-        top_k: choose among the k most likely tokens.
-        top_p: choose among the fewest tokens whose probabilities reach p.
+        tokens: (batch, seq), int64; prompts of equal length, at least one token.
+        max_new_tokens: maximum number of tokens to add.
+        temperature: divides the logits; 0 always selects the most likely token.
+        top_k: sample from the k most likely tokens.
+        top_p: sample from the smallest set of tokens with total probability >= p.
         repetition_penalty: above 1, tokens of the prompt and of the text so far become less likely.
-        seed: the same seed gives the same tokens; None is different each time.
-        eos_id: token that ends a sequence. It is repeated after the end until all sequences of the batch have ended.
+        seed: the same seed gives the same tokens; None differs each time.
+        eos_id: token that ends a sequence. It is repeated until all sequences of the batch have ended.
 
     Returns:
-        (batch, seq + new), int64: the prompt and up to `max_new_tokens` after it.
+        (batch, seq + new), int64: the prompt followed by up to `max_new_tokens` tokens.
 
     Raises:
-        ConfigError: a value out of its range, more positions than a model with learned ones has, a model that ends in
-            a value head, or one without a `Transformer` in it.
+        ConfigError: for a value out of range, more positions than the model has learned, a model with a value head, or
+            one that does not contain a `Transformer`.
     """
     transformer = inner_transformer(model)
     if transformer is None:
         raise ConfigError(
-            f"generate needs an onstep Transformer, got {type(model).__name__}; pass a Transformer or a wrapper of one."
+            f"generate requires an Onstep Transformer, got {type(model).__name__}; pass a Transformer or a wrapped one."
         )
     if tokens.dim() != 2 or tokens.shape[1] == 0:
         raise ConfigError(
-            f"tokens must be (batch, seq) with at least one token a sequence, got shape {tuple(tokens.shape)}; "
+            f"tokens must be (batch, seq) with at least one token per sequence, got shape {tuple(tokens.shape)}; "
             "start an empty prompt with the end-of-text token."
         )
     if max_new_tokens < 0:
         raise ConfigError(f"max_new_tokens must be >= 0, got {max_new_tokens}.")
     if transformer.has_value_head:
         raise ConfigError(
-            "the model ends in a value head, which gives no scores of tokens to choose from; generate with a model "
-            "that has its language-model head."
+            "the model ends in a value head, which does not score tokens; generate with a model that has a "
+            "language-model head."
         )
     if transformer.position_embedding is not None:
         check_positions(transformer.position_embedding, tokens.shape[1] + max_new_tokens)
@@ -134,13 +134,13 @@ def generate(
         generator.seed()
     else:
         generator.manual_seed(seed)
-    with kept_modes([transformer]):
+    with preserve_modes([transformer]):
         transformer.eval()
         return _continue(transformer, tokens, max_new_tokens, sampling, generator, eos_id)
 
 
 def inner_transformer(model: nn.Module) -> Transformer | None:
-    """The `Transformer` inside wrappers such as DistributedDataParallel; None where there is none."""
+    """The `Transformer` inside wrappers such as DistributedDataParallel; None if there is none."""
     return next((module for module in model.modules() if isinstance(module, Transformer)), None)
 
 
@@ -160,7 +160,7 @@ def _continue(
     for end in range(prompt_length, out.shape[1]):
         if model.rotary is None or model.rotary.keeps_angles(end):
             hidden = model.hidden_states(out[:, cache.length : end], cache)
-        else:  # dynamic scaling: each token changes what all layers make of those before it
+        else:  # dynamic scaling: each new token changes the rotation of all earlier ones
             hidden = model.hidden_states(out[:, :end])
         chosen = sampling.choose(model.logits(hidden[:, -1]), generator, out[:, :end])
         if eos_id is not None:

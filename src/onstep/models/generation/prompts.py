@@ -1,4 +1,4 @@
-"""Prompts of text continued by a model: our own or one with the `generate` of `transformers`."""
+"""Continues text prompts with a model: Onstep's own, or one with the `generate` method of `transformers`."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onstep.config.part import nearest
+from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 from onstep.models.generation.generate import Sampling, generate, inner_transformer
 
 _OWN_OPTIONS = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")
-"""What our own `generate` understands of `transformers.GenerationConfig`."""
+"""Options of `transformers.GenerationConfig` that our own `generate` supports."""
 _OWN_NAMES = f"the built-in transformer's: {', '.join(_OWN_OPTIONS)}"
 
 
 def is_own(model: Any) -> bool:
-    """Whether `model` is, or wraps, one of our transformers."""
+    """Whether `model` is or wraps an Onstep `Transformer`."""
     return isinstance(model, nn.Module) and inner_transformer(model) is not None
 
 
 def can_generate(model: Any) -> bool:
-    """Whether `continue_prompts` can work with `model`."""
+    """Whether `continue_prompts` supports `model`."""
     return is_own(model) or callable(getattr(model, "generate", None))
 
 
 def check_options(model: Any, options: Mapping[str, Any]) -> None:
-    """Refuse generation options that `model` does not have, and for our transformer values that it cannot work with.
+    """Refuse generation options that `model` does not have and, for our transformer, invalid values.
 
     Raises:
-        ConfigError: naming the nearest option there is, or the value and its rule.
+        ConfigError: naming the closest existing option, or the value and its rule.
     """
     known, names = (_OWN_OPTIONS, _OWN_NAMES) if is_own(model) else (_their_options(), "transformers.GenerationConfig")
     for name in options:
@@ -41,7 +41,7 @@ def check_options(model: Any, options: Mapping[str, Any]) -> None:
         return
     length = options.get("max_new_tokens", 1)
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise ConfigError(f"generation option max_new_tokens must be a whole number >= 1, got {length!r}.")
+        raise ConfigError(f"generation option max_new_tokens must be an integer >= 1, got {length!r}.")
     try:
         Sampling(**_sampling_of(options))
     except TypeError as error:
@@ -49,7 +49,7 @@ def check_options(model: Any, options: Mapping[str, Any]) -> None:
 
 
 def _their_options() -> list[str]:
-    """What a `transformers.GenerationConfig` has; it would keep further names, and nothing would read them."""
+    """The options of a `transformers.GenerationConfig`, which would silently accept and ignore unknown names."""
     from transformers import GenerationConfig
 
     return [name for name in vars(GenerationConfig()) if not name.startswith("_")]  # type: ignore[no-untyped-call]
@@ -59,20 +59,20 @@ def _their_options() -> list[str]:
 def continue_prompts(
     model: Any, tokenizer: Any, prompts: Sequence[str], options: Mapping[str, Any], max_new_tokens: int, seed: int
 ) -> list[tuple[str, str]]:
-    """Each prompt with what the model makes of it, without the prompt; several times with `num_return_sequences`.
+    """Pairs of prompt and continuation (without the prompt); repeated prompts with `num_return_sequences`.
 
-    A model of `transformers` draws from torch's global RNG, seeded here: the caller puts it back. Ours do not. A prompt
-    that leaves no room for the new tokens keeps its end.
+    A `transformers` model draws from torch's global RNG, which is seeded here; the caller must restore it. Onstep's
+    models do not. A prompt that leaves no room for the new tokens is truncated at its beginning.
 
     Args:
-        model: what `can_generate`.
-        tokenizer: one of `onstep.data` or of `transformers`.
-        options: arguments of `transformers.GenerationConfig`; of these our own transformer takes sampling and length.
-        max_new_tokens: where `options` does not say.
+        model: a model for which `can_generate` is true.
+        tokenizer: a tokenizer of `onstep.data` or of `transformers`.
+        options: arguments of `transformers.GenerationConfig`; our own transformer supports sampling and length only.
+        max_new_tokens: used unless set in `options`.
         seed: the same seed gives the same texts.
 
     Raises:
-        ConfigError: for an option that our own transformer does not have.
+        ConfigError: for an option that our own transformer does not support.
     """
     check_options(model, options)
     options = {"max_new_tokens": max_new_tokens, **options}
@@ -83,7 +83,7 @@ def continue_prompts(
 
 
 def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
-    """Ids of a prompt; an empty one is the token that begins a text."""
+    """Ids of a prompt; an empty prompt becomes the token that begins a text."""
     if hasattr(tokenizer, "encode_text"):
         ids = list(tokenizer.encode_text(prompt))
     else:
@@ -92,7 +92,7 @@ def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
 
 
 def decode_new(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of generated ids, up to the token that ends it."""
+    """The text of generated ids, up to the end token."""
     eos = eos_of(tokenizer)
     kept = list(ids[: ids.index(eos)]) if eos in ids else list(ids)
     if hasattr(tokenizer, "encode_text"):
@@ -101,13 +101,13 @@ def decode_new(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def eos_of(tokenizer: Any) -> int | None:
-    """The token that ends a text; None where the tokenizer has none."""
+    """The token that ends a text; None if the tokenizer has none."""
     eos: int | None = getattr(tokenizer, "eos_id", getattr(tokenizer, "eos_token_id", None))
     return eos
 
 
 def left_padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask, (batch, longest) int64, with padding before each row."""
+    """Token ids and attention mask, (batch, longest) int64, with rows padded on the left."""
     longest = max(map(len, rows))
     ids = [[pad_id] * (longest - len(row)) + list(row) for row in rows]
     mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
@@ -117,7 +117,7 @@ def left_padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Ten
 def _continue_with_ours(
     model: nn.Module, tokenizer: Any, rows: Sequence[list[int]], options: dict[str, Any], seed: int
 ) -> list[str]:
-    """One prompt after the other: they differ in length, and our cache has no padding."""
+    """Continue prompts one at a time: they differ in length, and our cache does not support padding."""
     texts = []
     for number, row in enumerate(rows):
         out = generate(
@@ -133,12 +133,12 @@ def _continue_with_ours(
 
 
 def _sampling_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of our `Sampling` for options of `transformers`."""
+    """Translate options of `transformers` into arguments of `Sampling`."""
     names = ("temperature", "top_k", "top_p", "repetition_penalty")
     sampling = {name: options[name] for name in names if options.get(name) is not None}
     if not options.get("do_sample", False):
         sampling["temperature"] = 0.0
-    if sampling.get("top_k") == 0:  # restricts nothing, as in transformers
+    if sampling.get("top_k") == 0:  # no restriction, as in transformers
         del sampling["top_k"]
     return sampling
 
@@ -146,7 +146,7 @@ def _sampling_of(options: Mapping[str, Any]) -> dict[str, Any]:
 def _continue_with_theirs(
     model: Any, tokenizer: Any, rows: Sequence[list[int]], options: dict[str, Any], seed: int
 ) -> list[str]:
-    """All prompts in one batch, padded on the left."""
+    """Continue all prompts in one batch, padded on the left."""
     from transformers import GenerationConfig
 
     eos = eos_of(tokenizer)
@@ -163,7 +163,7 @@ def _continue_with_theirs(
 
 
 def _fitting(model: Any, rows: Sequence[list[int]], max_new_tokens: int) -> list[list[int]]:
-    """The rows, cut at their beginning where the model has no positions for them and the new tokens."""
+    """The rows, truncated at the beginning if the model lacks positions for them and the new tokens."""
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if positions is None or positions <= max_new_tokens:
         return list(rows)

@@ -1,4 +1,4 @@
-"""What a conversion must know of one of `transformers`' architectures, and the checks that all conversions share."""
+"""Describes a `transformers` architecture for conversion, and provides the checks shared by all conversions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
 from onstep.errors import ConfigError
 from onstep.models.sizes import ffn_hidden_size, head_width, num_query_groups
 
@@ -23,58 +23,58 @@ HF_ACTIVATIONS = {
     "relu": "relu",
     "relu2": "relu2",
 }
-"""`transformers`' activation functions by ours; the first name of each is the one that is written."""
+"""`transformers`' names of each of our activation functions; the first is the one written."""
 
 SHARED_KEYS = {
     "vocab_size": "vocab_size",
     "initializer_range": "init_method_std",
     "tie_word_embeddings": "share_embeddings_and_output_weights",
 }
-"""Keys of every `config.json`, and the options of `ModelConfig` that they hold."""
+"""Keys common to every `config.json`, with the corresponding options of `ModelConfig`."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture of `transformers`, as tables that are read in both directions and what no table can say.
+    """One architecture of `transformers`: tables read in both directions, and functions for what tables cannot express.
 
-    Weights go by name: ours are those of `Transformer.state_dict()`, `transformers`' those of its safetensors files.
+    Weights are identified by name: ours as in `Transformer.state_dict()`, theirs as in the safetensors files.
     """
 
     model_type: str
-    """Its name in `config.json`."""
+    """Name of the architecture in `config.json`."""
     class_name: str
-    """The class with a language-model head."""
+    """Name of the class with a language-model head."""
     options: Mapping[str, Any]
-    """The options of `ModelConfig` that all of its models have alike."""
+    """The options of `ModelConfig` shared by all models of this architecture."""
     keys: Mapping[str, str]
-    """Further keys of its `config.json`, and the options of `ModelConfig` that they hold."""
+    """Additional keys of its `config.json`, with the corresponding options of `ModelConfig`."""
     defaults: Mapping[str, Any]
-    """What `transformers` takes for keys that a `config.json` leaves out."""
+    """`transformers`' defaults for keys missing from a `config.json`."""
     modules: Mapping[str, str]
-    """`transformers`' names of our modules, `{}` for each number."""
+    """`transformers`' names for our modules, with `{}` for each number."""
     obstacles: Callable[[ModelConfig], list[str]]
-    """What of a configuration it does not have, in words; empty where it can hold the model."""
+    """Features of a configuration that the architecture lacks, in words; empty if it can represent the model."""
     describe: Callable[[ModelConfig], dict[str, Any]]
-    """What `config.json` says beside `keys`."""
+    """Entries of `config.json` other than `keys`."""
     read: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """Options of the model that a `config.json` (with the defaults) describes, beside `keys`.
+    """Model options that a `config.json` (with defaults) describes, other than `keys`.
 
     Raises:
-        ConfigError: a missing size, or a feature that `Transformer` does not have.
+        ConfigError: for a missing size, or a feature that `Transformer` does not support.
     """
     split: Callable[[Weights], dict[str, Tensor]]
-    """Our weights (all of them, or some) in `transformers`' shapes, under names that `modules` has."""
+    """Converts our weights (all or some) to `transformers`' shapes, under names that `modules` knows."""
     join: Callable[[Weights], dict[str, Tensor]]
-    """The way back from `split`."""
+    """The inverse of `split`."""
     clean: Callable[[Weights], dict[str, Tensor]]
-    """The weights of a file without buffers that are not weights, in the names that `to_hf` gives."""
+    """The weights of a file under the names of `to_hf`, without buffers that are not weights."""
 
     def to_hf(self, weights: Weights) -> dict[str, Tensor]:
-        """Our weights in `transformers`' names and shapes."""
+        """Convert our weights to `transformers`' names and shapes."""
         return {_renamed(name, self.modules): tensor for name, tensor in self.split(weights).items()}
 
     def from_hf(self, weights: Weights) -> dict[str, Tensor]:
-        """`transformers`' weights in our names and shapes; those that it gave and no others."""
+        """Convert `transformers`' weights to our names and shapes; only the weights that are given."""
         ours = {theirs: name for name, theirs in self.modules.items()}
         return self.join({_renamed(name, ours): tensor for name, tensor in weights.items()})
 
@@ -86,7 +86,7 @@ def _renamed(name: str, modules: Mapping[str, str]) -> str:
 
 
 def described(config: ModelConfig, keys: Mapping[str, str]) -> dict[str, Any]:
-    """What `config.json` says under `keys`."""
+    """The entries of `config.json` for `keys`."""
     resolved = {
         "ffn_hidden_size": ffn_hidden_size(config),
         "num_query_groups": num_query_groups(config),
@@ -97,17 +97,17 @@ def described(config: ModelConfig, keys: Mapping[str, str]) -> dict[str, Any]:
 
 
 def differing(config: ModelConfig, expected: Mapping[str, Any]) -> list[str]:
-    """The options of `config` that are not as expected, as `name=value`."""
+    """The options of `config` that differ from the expected ones, as `name=value`."""
     found = {name: getattr(config, name) for name in expected}
     return [f"{name}={value!r}" for name, value in found.items() if value != expected[name]]
 
 
 def check_features(features: Mapping[str, tuple[Any, Any]], remedy: str) -> None:
-    """Refuse by name what `Transformer` would compute differently.
+    """Refuse settings that `Transformer` would compute differently.
 
     Args:
-        features: of each setting that changes the computation the file's value and the only one that can be converted.
-        remedy: what models can be converted.
+        features: for each setting that affects the computation, the file's value and the only convertible one.
+        remedy: which models can be converted.
 
     Raises:
         ConfigError: listing all settings that differ.
@@ -115,16 +115,16 @@ def check_features(features: Mapping[str, tuple[Any, Any]], remedy: str) -> None
     found = [f"{name} = {value!r}" for name, (value, ours) in features.items() if value != ours]
     if found:
         raise ConfigError(
-            f"config.json uses what Onstep's Transformer does not have: {', '.join(found)}; convert a model {remedy}."
+            f"config.json uses features that Onstep's Transformer lacks: {', '.join(found)}; convert a model {remedy}."
         )
 
 
 def check_complete(hf_config: Mapping[str, Any], required: tuple[str, ...]) -> None:
-    """Refuse a `config.json` that leaves out a size.
+    """Refuse a `config.json` that lacks a required size.
 
     Raises:
         ConfigError: naming what is missing.
     """
     missing = [name for name in required if hf_config.get(name) is None]
     if missing:
-        raise ConfigError(f"config.json has no {', '.join(missing)}; a model needs {', '.join(required)}.")
+        raise ConfigError(f"config.json has no {', '.join(missing)}; a model requires {', '.join(required)}.")

@@ -1,4 +1,4 @@
-"""Models to and from `transformers`: `config.json`, weights, and the folder that `from_pretrained` opens."""
+"""Converts models to and from `transformers`: `config.json`, weights, and directories for `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from onstep.config.part import nearest
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
+from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError, OnstepError
 from onstep.models.heads import replicated_layers
 from onstep.models.hf.architecture import HF_ACTIVATIONS, SHARED_KEYS, Architecture, described
@@ -25,43 +25,43 @@ from onstep.models.sizes import check_model_config
 from onstep.models.transformer import Transformer, empty_transformer
 
 ARCHITECTURES: tuple[Architecture, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GPT2)
-"""In the order in which they are tried for a configuration."""
+"""Supported architectures, in the order in which they are tried for a configuration."""
 
 _SHOWN = 5
-"""Names listed in an error."""
+"""Number of names listed in an error."""
 
 
 def architecture_of(config: ModelConfig) -> Architecture:
-    """The architecture that computes what a model of `config` computes.
+    """The `transformers` architecture that computes the same as a model of `config`.
 
     Raises:
-        ConfigError: there is none; names the options that the most similar one does not have.
+        ConfigError: if there is none; names the options that the closest one does not support.
     """
     has_experts = config.num_moe_experts is not None
     found = [(architecture.obstacles(config), architecture) for architecture in ARCHITECTURES]
     obstacles, nearest_one = min(found, key=lambda one: (len(one[0]), has_experts and one[1] is not QWEN3_MOE))
     if obstacles:
         raise ConfigError(
-            f"none of transformers' architectures that Onstep converts computes this model; "
-            f"{nearest_one.class_name} comes nearest, but does not take {', '.join(obstacles)}. "
-            f"Keep the model in Onstep's checkpoints, or change it for a model that transformers is to open."
+            f"no transformers architecture that Onstep can convert to computes this model; "
+            f"{nearest_one.class_name} is the closest, but does not support {', '.join(obstacles)}. "
+            f"Keep the model in Onstep checkpoints, or change its configuration so that transformers can open it."
         )
     return nearest_one
 
 
 def hf_config_dict(config: ModelConfig, *, eos_id: int | None = None, dtype: str = "float32") -> dict[str, Any]:
-    """The `config.json` with which `transformers` builds the same model.
+    """The `config.json` from which `transformers` builds the same model.
 
-    It becomes a Llama, a Qwen2 (biases of q, k and v), a Qwen3 (norms of queries and keys) or a GPT-2 (LayerNorm,
-    learned positions, no gate, biases). The longest sequence there is `seq_length`. Where the architecture has no
-    dropout of the residual stream `hidden_dropout` is left out; it matters in training only.
+    The result is a Llama, a Qwen2 (biases of q, k and v), a Qwen3 (norms of queries and keys) or a GPT-2 (LayerNorm,
+    learned positions, no gate, biases). Its maximum sequence length is `seq_length`. If the architecture has no dropout
+    on the residual stream, `hidden_dropout` is omitted; it only matters in training.
 
     Args:
-        eos_id: token at which `transformers` ends a generated text; None is none.
-        dtype: of the stored weights, as `transformers` writes it.
+        eos_id: token at which `transformers` ends generated text; None for none.
+        dtype: dtype of the stored weights, in `transformers`' notation.
 
     Raises:
-        ConfigError: options or sizes that no architecture takes.
+        ConfigError: for options or sizes that no architecture supports.
     """
     check_model_config(config)
     architecture = architecture_of(config)
@@ -80,10 +80,10 @@ def hf_config_dict(config: ModelConfig, *, eos_id: int | None = None, dtype: str
 def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
     """The configuration of the model that a `config.json` describes, for example a Llama, Qwen2, Qwen3 or GPT-2.
 
-    `seq_length` is the longest sequence there. What the file leaves out has `transformers`' default.
+    `seq_length` is the model's maximum sequence length. Missing keys have `transformers`' defaults.
 
     Raises:
-        ConfigError: another architecture, a missing size, or a feature that `Transformer` does not have.
+        ConfigError: for another architecture, a missing size, or a feature that `Transformer` does not support.
     """
     model_type, known = hf_config.get("model_type"), {one.model_type: one for one in ARCHITECTURES}
     if model_type not in known:
@@ -96,7 +96,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
     if options["activation_func"] not in HF_ACTIVATIONS:
         raise ConfigError(
             f"config.json has the activation function {options['activation_func']!r}, which Onstep's Transformer does "
-            f"not have; convert a model with one of {', '.join(HF_ACTIVATIONS)}."
+            f"not support; convert a model with one of {', '.join(HF_ACTIVATIONS)}."
         )
     options["activation_func"] = HF_ACTIVATIONS[options["activation_func"]]
     config = ModelConfig(**{**options, **architecture.options, **further})
@@ -107,10 +107,10 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
 def to_hf_state_dict(model: Transformer) -> dict[str, Tensor]:
     """The weights under `transformers`' names; tied ones once, as the embedding.
 
-    They share memory with the model where `transformers` stores them alike.
+    They share memory with the model if `transformers` stores them in the same layout.
 
     Raises:
-        ConfigError: a model that no architecture of `transformers` computes, or one with a value head.
+        ConfigError: for a model that no `transformers` architecture computes, or one with a value head.
     """
     architecture = architecture_of(model.config)
     check_heads(model, architecture.class_name)
@@ -118,7 +118,7 @@ def to_hf_state_dict(model: Transformer) -> dict[str, Tensor]:
 
 
 def hf_obstacle(model: Transformer) -> str | None:
-    """Why `transformers` cannot open `model`, with what to do instead; None where it can."""
+    """Why `transformers` cannot open `model`, and what to do instead; None if it can."""
     try:
         check_heads(model, architecture_of(model.config).class_name)
     except ConfigError as error:
@@ -127,26 +127,26 @@ def hf_obstacle(model: Transformer) -> str | None:
 
 
 def check_heads(model: nn.Module, class_name: str) -> None:
-    """Refuse a model with a layer that a language model of `transformers` has no name for.
+    """Refuse a model with a layer that has no counterpart in `transformers`' language models.
 
     Raises:
         ConfigError: naming the layer.
     """
     for name, layer in replicated_layers(model).items():
         raise ConfigError(
-            f"the model's {name!r} is a value head ({type(layer).__name__}), for which transformers' {class_name} has "
-            f"no name; keep the model in Onstep's checkpoints, or give it its language-model head back."
+            f"the model's {name!r} is a value head ({type(layer).__name__}), which transformers' {class_name} does "
+            f"not have; keep the model in Onstep checkpoints, or restore its language-model head."
         )
 
 
 def from_hf_state_dict(config: ModelConfig, state: Mapping[str, Tensor]) -> Transformer:
     """A model of `config` with the weights of a `transformers` model, copied into float32 on the CPU.
 
-    A tied model's output matrix may be absent, or equal to the embedding.
+    The output matrix of a tied model may be absent or equal to the embedding.
 
     Raises:
-        ConfigError: a configuration that cannot be built, or that no architecture of `transformers` has.
-        OnstepError: missing, unknown or misshaped weights.
+        ConfigError: for a configuration that cannot be built, or that no `transformers` architecture supports.
+        OnstepError: for missing, unknown or misshaped weights.
     """
     model = empty_transformer(config)
     architecture = architecture_of(config)
@@ -158,7 +158,7 @@ def from_hf_state_dict(config: ModelConfig, state: Mapping[str, Tensor]) -> Tran
         embedding, output = given.get(embedding_name), given.pop(output_name, None)
         if embedding is not None and output is not None and not torch.equal(embedding, output):
             raise OnstepError(
-                f"the weights hold an {output_name} that differs from {embedding_name}, but the "
+                f"the weights contain an {output_name} that differs from {embedding_name}, but the "
                 "configuration ties them; set tie_word_embeddings (share_embeddings_and_output_weights) to false."
             )
     _check_weights(expected, given)
@@ -176,11 +176,11 @@ def _check_weights(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) 
         for name, tensor in expected.items()
         if name in given and given[name].shape != tensor.shape
     ]
-    problems = {"missing": missing, "unknown": unknown, "of another shape": misshaped}
+    problems = {"missing": missing, "unknown": unknown, "with a different shape": misshaped}
     found = [f"{len(names)} {kind} ({_first(names)})" for kind, names in problems.items() if names]
     if found:
         raise OnstepError(
-            f"the weights do not fit the model's configuration: {'; '.join(found)}. "
+            f"the weights do not match the model configuration: {'; '.join(found)}. "
             "Use the configuration that the weights were saved with."
         )
 
@@ -202,91 +202,91 @@ def save_hf(
     tokenizer_files: Sequence[str | Path] = (),
     eos_id: int | None = None,
 ) -> None:
-    """Write `model` to `directory`, made if need be, so that `AutoModelForCausalLM.from_pretrained` opens it.
+    """Write `model` to `directory`, created if needed, for `AutoModelForCausalLM.from_pretrained`.
 
-    Each file is replaced whole: a kill leaves the old one or the new one. One process calls this. Tied weights are
-    stored once.
+    Each file is replaced atomically: a kill leaves either the old or the new one. Call it from one process. Tied
+    weights are stored once.
 
     Args:
-        tokenizer_files: files copied beside the weights (`tokenizer.json`, `tokenizer_config.json`, ...).
-        eos_id: token at which `transformers` ends a generated text.
+        tokenizer_files: files to copy next to the weights (`tokenizer.json`, `tokenizer_config.json`, ...).
+        eos_id: token at which `transformers` ends generated text.
 
     Raises:
-        ConfigError: a model that no architecture of `transformers` computes, or one with a value head.
+        ConfigError: for a model that no `transformers` architecture computes, or one with a value head.
     """
-    folder = Path(directory)
+    target = Path(directory)
     dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
     config = hf_config_dict(model.config, eos_id=eos_id, dtype=dtype)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in to_hf_state_dict(model).items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    weights, text = folder / f"{WEIGHTS_FILE}.partial", folder / f"{CONFIG_FILE}.partial"
+    target.mkdir(parents=True, exist_ok=True)
+    weights, text = target / f"{WEIGHTS_FILE}.partial", target / f"{CONFIG_FILE}.partial"
     save_file(tensors, weights, metadata={"format": "pt"})
     umask = os.umask(0o077)
     os.umask(umask)
-    weights.chmod(0o666 & ~umask)  # the library makes it readable by its owner only
-    os.replace(weights, folder / WEIGHTS_FILE)
+    weights.chmod(0o666 & ~umask)  # safetensors makes it readable by its owner only
+    os.replace(weights, target / WEIGHTS_FILE)
     text.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    os.replace(text, folder / CONFIG_FILE)
+    os.replace(text, target / CONFIG_FILE)
     for file in tokenizer_files:
-        shutil.copy(file, folder)
+        shutil.copy(file, target)
 
 
 def load_hf_config(directory: str | Path) -> ModelConfig:
-    """What the model in `directory` is, from its `config.json` alone. Raises as `load_hf`."""
+    """The configuration of the model in `directory`, from its `config.json` alone. Raises like `load_hf`."""
     return config_from_hf(_read_json(Path(directory) / CONFIG_FILE))
 
 
 def load_hf(directory: str | Path, config: ModelConfig | None = None) -> Transformer:
-    """The model (Llama, Qwen, GPT-2) in `directory`, in float32 on the CPU, from one or several safetensors files.
+    """Load the model (Llama, Qwen, GPT-2) in `directory` in float32 on the CPU, from one or more safetensors files.
 
     Args:
-        directory: the folder.
-        config: what the model is, where it is not to be read from `config.json`.
+        directory: the directory with the weights.
+        config: the model's configuration, to use instead of `config.json`.
 
     Raises:
-        ConfigError: an architecture or a feature that `Transformer` does not have.
-        OnstepError: a folder without readable `config.json` and safetensors, or weights that do not fit.
+        ConfigError: for an architecture or feature that `Transformer` does not support.
+        OnstepError: if `config.json` or the safetensors files are missing or unreadable, or the weights do not match.
     """
-    folder = Path(directory)
-    config = load_hf_config(folder) if config is None else config
+    target = Path(directory)
+    config = load_hf_config(target) if config is None else config
     state: dict[str, Tensor] = {}
-    for file in _weight_files(folder):
+    for file in _weight_files(target):
         try:
             state |= load_file(file)
         except SafetensorError as error:
-            raise OnstepError(f"{file} is not a whole safetensors file ({error}); write or copy it anew.") from error
+            raise OnstepError(f"{file} is not a complete safetensors file ({error}); save or copy it again.") from error
     return from_hf_state_dict(config, state)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    if (folder / WEIGHTS_FILE).is_file():
-        return [folder / WEIGHTS_FILE]
-    if (folder / INDEX_FILE).is_file():
-        index = folder / INDEX_FILE
+def _weight_files(target: Path) -> list[Path]:
+    if (target / WEIGHTS_FILE).is_file():
+        return [target / WEIGHTS_FILE]
+    if (target / INDEX_FILE).is_file():
+        index = target / INDEX_FILE
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise OnstepError(f"{index} has no weight_map from weights to files; write the folder anew.")
+            raise OnstepError(f"{index} has no weight_map from weights to files; write the directory again.")
         names = sorted({str(name) for name in weight_map.values()})
-        absent = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+        absent = [name for name in names if Path(name).name != name or not (target / name).is_file()]
         if absent:
-            raise OnstepError(f"{index} names {absent[0]!r}, which is no file of that folder; copy all shards into it.")
-        return [folder / name for name in names]
-    pickles = [name for name in PICKLE_FILES if (folder / name).is_file()]
+            raise OnstepError(f"{index} lists {absent[0]!r}, which is not in that directory; copy all shards into it.")
+        return [target / name for name in names]
+    pickles = [name for name in PICKLE_FILES if (target / name).is_file()]
     if pickles:
         raise OnstepError(
-            f"{folder} holds only {pickles[0]}, a pickle, and Onstep unpickles no file; convert it where you trust it: "
-            f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(NEW_FOLDER) writes safetensors."
+            f"{target} holds only {pickles[0]}, a pickle, which Onstep does not load; convert it if you trust it: "
+            f"AutoModelForCausalLM.from_pretrained({str(target)!r}).save_pretrained(NEW_DIR) writes safetensors."
         )
-    raise OnstepError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; pass a folder with safetensors weights.")
+    raise OnstepError(f"{target} has no {WEIGHTS_FILE} or {INDEX_FILE}; pass a directory with safetensors weights.")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise OnstepError(f"{path} does not exist; pass a folder that save_hf or save_pretrained wrote.")
+        raise OnstepError(f"{path} does not exist; pass a directory written by save_hf or save_pretrained.")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise OnstepError(f"{path} is not valid JSON ({error}); write or copy it anew.") from error
+        raise OnstepError(f"{path} is not valid JSON ({error}); write or copy it again.") from error
     if not isinstance(content, dict):
-        raise OnstepError(f"{path} must hold a JSON object, got {type(content).__name__}; write or copy it anew.")
+        raise OnstepError(f"{path} must contain a JSON object, got {type(content).__name__}; write or copy it again.")
     return content

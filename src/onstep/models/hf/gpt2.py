@@ -1,4 +1,4 @@
-"""GPT-2 of `transformers`: fused q, k and v, and matrices that lie the other way round."""
+"""Converts `transformers`' GPT-2, which fuses q, k and v and stores its matrices transposed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
 from onstep.models.hf.architecture import Architecture, Weights, check_complete, check_features, differing
 from onstep.models.sizes import head_width, num_query_groups
 
-_REMEDY = "as OpenAI published it: scaled, causal attention and one dropout of the residual stream"
+_REMEDY = "as published by OpenAI: scaled, causal attention and a single dropout on the residual stream"
 
 _OPTIONS = {
     "normalization": "LayerNorm",
@@ -96,7 +96,7 @@ def _split(weights: Weights) -> dict[str, Tensor]:
         part = next((part for part in _PARTS if part in name), None)
         if part is None:
             found[name] = _turned(name, tensor)
-        else:  # query, key and value come in this order in the state dict
+        else:  # query, key and value are in this order in the state dict
             fused.setdefault(name.replace(part, _FUSED), []).append(_turned(name, tensor))
     return found | {name: torch.cat(parts, dim=-1) for name, parts in fused.items()}
 
@@ -113,12 +113,12 @@ def _join(weights: Weights) -> dict[str, Tensor]:
 
 
 def _turned(name: str, tensor: Tensor) -> Tensor:
-    """Its `Conv1D` matrices, all of those in layers, are (in, out), those of `nn.Linear` (out, in)."""
+    """Transpose matrices in layers: GPT-2's `Conv1D` stores (in, out), `nn.Linear` (out, in)."""
     return tensor.transpose(0, 1) if tensor.dim() == 2 and name.startswith("layers.") else tensor
 
 
 def _clean(weights: Weights) -> dict[str, Tensor]:
-    """Without the masks of old files; files of the bare `GPT2Model`, as OpenAI's are, get the prefix."""
+    """Drop the masks of old files, and add the prefix to files of the bare `GPT2Model`, such as OpenAI's."""
     named = {name: tensor for name, tensor in weights.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}
     is_bare = "wte.weight" in named
     return {f"transformer.{name}" if is_bare and name != "lm_head.weight" else name: t for name, t in named.items()}

@@ -1,4 +1,4 @@
-"""Llama, Qwen2, Qwen3 and Qwen3-MoE of `transformers`: one layout with different biases, norms and experts."""
+"""Converts `transformers`' Llama, Qwen2, Qwen3 and Qwen3-MoE: one layout with different biases, norms and experts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
 from onstep.errors import ConfigError
 from onstep.models.hf.architecture import Architecture, Weights, check_complete, check_features, differing
 from onstep.models.layers.feed_forward import is_moe_layer
@@ -22,15 +22,15 @@ _KNOWN = ("default", "linear", "dynamic", *_NEEDS_ORIGINAL)
 
 
 def _rope_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` of transformers 5, over `rope_theta` and `rope_scaling` of transformers 4."""
+    """`rope_parameters` of transformers 5, merged over `rope_theta` and `rope_scaling` of transformers 4."""
     old = {"rope_theta": hf_config["rope_theta"]} if hf_config.get("rope_theta") is not None else {}
     return old | (hf_config.get("rope_scaling") or {}) | (hf_config.get("rope_parameters") or {})
 
 
 def _our_scaling(hf_config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`model.rope_scaling` of a file with the settings `rope`; None where the positions are plain.
+    """`model.rope_scaling` for a file with the settings `rope`; None for plain positions.
 
-    Llama 3 and YaRN get the original length that a file leaves to its `max_position_embeddings`, so that another
+    For Llama 3 and YaRN, an original length left to `max_position_embeddings` is made explicit, so that a different
     `seq_length` does not change the model.
     """
     kind = scaling_type(rope)
@@ -42,7 +42,7 @@ def _our_scaling(hf_config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[
         original = hf_config.get("original_max_position_embeddings") or hf_config["max_position_embeddings"]
         scaling.setdefault("original_max_position_embeddings", original)
     else:
-        scaling.pop("original_max_position_embeddings", None)  # not read there either
+        scaling.pop("original_max_position_embeddings", None)  # transformers ignores it too
     return scaling
 
 
@@ -51,8 +51,8 @@ _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layer
 _FULL_ATTENTION = ["full_attention"]
 
 _REMEDY = (
-    "with full attention, rotary positions of one kind (plain, linear, dynamic, yarn, llama3), and biases of q, k and "
-    "v alone (Qwen2), of all matrices (Llama) or of none"
+    "with full attention, a single kind of rotary positions (plain, linear, dynamic, yarn, llama3), and biases on only "
+    "q, k and v (Qwen2), on all matrices (Llama) or on none"
 )
 
 _LLAMA = {
@@ -92,10 +92,10 @@ _LLAMA_DEFAULTS = {
     "initializer_range": 0.02,
     "attention_dropout": 0.0,
 }
-"""Without a default, there is a key/value head for each query head."""
+"""By default, there is one key/value head per query head."""
 _QWEN_DEFAULTS = _LLAMA_DEFAULTS | {"max_position_embeddings": 32768, "num_key_value_heads": 32}
 _MOE_DEFAULTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1}
-"""Of keys that may also be null."""
+"""Defaults of keys that may also be null."""
 
 _MODULES = {
     "embedding": "model.embed_tokens",
@@ -125,7 +125,7 @@ def _describe(config: ModelConfig) -> dict[str, Any]:
         scaling = {"rope_type": scaling_type(scaling)} | {k: v for k, v in scaling.items() if k != "type"}
     described = {
         "rope_parameters": (scaling or {"rope_type": "default"}) | {"rope_theta": config.rotary_base},
-        "rope_theta": config.rotary_base,  # where transformers 4 looks, as for rope_scaling
+        "rope_theta": config.rotary_base,  # read by transformers 4, like rope_scaling
     }
     described |= {} if scaling is None else {"rope_scaling": scaling}
     return described | {"attention_dropout": config.attention_dropout}
@@ -155,9 +155,7 @@ def _read(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 def _uneven_heads(config: ModelConfig) -> list[str]:
     if config.hidden_size % config.num_attention_heads == 0:
         return []
-    return [
-        f"hidden_size={config.hidden_size}, which is no multiple of num_attention_heads={config.num_attention_heads}"
-    ]
+    return [f"hidden_size={config.hidden_size}, not a multiple of num_attention_heads={config.num_attention_heads}"]
 
 
 def _read_llama(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,9 +186,10 @@ def _describe_moe(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_moe(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Coefficients of auxiliary losses are not taken over: `transformers` computes another loss with them.
+    """Options of a Qwen3-MoE.
 
-    Without experts, or without a layer that has them, it is a dense model, as there.
+    Coefficients of auxiliary losses are not converted: `transformers` applies them to a different loss. Without
+    experts, or without layers that have them, the result is a dense model, as in `transformers`.
     """
     check_features(
         {"attention_bias": (bool(hf_config.get("attention_bias")), False)}, "without biases, with a softmax router"
@@ -211,10 +210,10 @@ def _read_moe(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pattern(hf_config: Mapping[str, Any], step: int) -> list[int]:
-    """Of each layer whether it has experts, 1 or 0."""
+    """For each layer, 1 if it has experts, else 0."""
     if step < 1:
         raise ConfigError(
-            f"config.json has decoder_sparse_step={step}, which must be >= 1; 1 is experts in each layer."
+            f"config.json has decoder_sparse_step={step}, which must be >= 1; use 1 for experts in every layer."
         )
     check_complete(hf_config, _REQUIRED)
     dense = set(hf_config.get("mlp_only_layers") or ())
@@ -227,7 +226,7 @@ def _first(value: Any, fallback: Any) -> Any:
 
 
 def _split(weights: Weights) -> dict[str, Tensor]:
-    """Each expert's matrices by themselves: `experts.up_weight` becomes `experts.0.up.weight`, ..."""
+    """Split stacked matrices by expert: `experts.up_weight` becomes `experts.0.up.weight`, ..."""
     found: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         prefix, experts, matrix = name.rpartition(".experts.")
@@ -249,7 +248,7 @@ def _join(weights: Weights) -> dict[str, Tensor]:
 
 
 def _clean(weights: Weights) -> dict[str, Tensor]:
-    """Without the frequencies of old files; experts by themselves, which `transformers` 5 stacks in its modules."""
+    """Drop the frequencies of old files, and split experts, which `transformers` 5 stacks in its modules."""
     found: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         prefix, experts, matrix = name.rpartition(".mlp.experts.")

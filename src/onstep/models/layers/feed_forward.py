@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer: one block, or experts, how tokens get to them and back, and their products."""
+"""Implements the feed-forward block of a layer, dense or a mixture of experts with token dispatch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, grouped_mm, linear, relu, silu
 
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
 from onstep.models.layers.router import Router, Routing
 from onstep.models.sizes import ffn_hidden_size
 
@@ -29,16 +29,16 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": relu,
     "relu2": squared_relu,
 }
-"""By the names of `model.activation_func`."""
+"""Activation functions by the names of `model.activation_func`."""
 
 
 class FeedForward(nn.Module):
-    """`down(f(gate(x)) * up(x))` where `gated_linear_unit` is on, else `down(f(up(x)))`; f is `activation_func`.
+    """`down(f(gate(x)) * up(x))` if `gated_linear_unit` is on, else `down(f(up(x)))`; f is `activation_func`.
 
     Args:
-        width: elements between the matrices; None is `ffn_hidden_size`.
+        width: size of the intermediate activations; None means `ffn_hidden_size`.
 
-    Source: Shazeer, "GLU Variants Improve Transformer" (2020), equation 6; biases where `add_bias_linear` is on.
+    Source: Shazeer, "GLU Variants Improve Transformer" (2020), equation 6; with biases if `add_bias_linear` is on.
     """
 
     gate: nn.Linear | None
@@ -52,7 +52,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(width, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq, hidden) to the same shape, each position on its own."""
+        """(batch, seq, hidden) to the same shape, each position independently."""
         if self.gate is None:
             inner = self._activation(self.up(x))
         else:
@@ -62,7 +62,7 @@ class FeedForward(nn.Module):
 
 
 _ALIGNMENT_BYTES = 16
-"""Rows that the grouped product reads must start at multiples of this."""
+"""Row alignment that the grouped matrix product requires, in bytes."""
 
 _GROUPED_DTYPES = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16),
@@ -71,14 +71,14 @@ _GROUPED_DTYPES = {
 
 
 ExpertProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""`x W_e^T + b_e` for rows `x` that are ordered by expert; weights are (experts, out, in), biases (experts, out)."""
+"""`x W_e^T + b_e` for rows `x` ordered by expert; weights are (experts, out, in), biases (experts, out)."""
 
 
 class GroupedProduct:
-    """All experts in one product, for which the host need not know their loads.
+    """All experts in one grouped product; the host does not need to know their loads.
 
     Args:
-        load: (experts,), how many of the rows each expert has.
+        load: (experts,), the number of rows of each expert.
     """
 
     def __init__(self, load: Tensor) -> None:
@@ -94,28 +94,28 @@ class GroupedProduct:
 
 
 class LoopedProduct:
-    """One product for each expert; the host waits for the loads."""
+    """One product per expert; the host waits for the loads."""
 
     def __init__(self, load: Tensor) -> None:
         self._rows: list[int] = load.tolist()
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Rows (rows, in) to (rows, out). An expert without rows is multiplied too, so that it has a gradient of 0."""
+        """Rows (rows, in) to (rows, out). Experts without rows are multiplied too, which gives them a zero gradient."""
         biases = [None] * len(self._rows) if bias is None else bias.unbind()
         parts = zip(torch.split(x, self._rows), weight.unbind(), biases, strict=True)
         return torch.cat([linear(*part) for part in parts])
 
 
 def padded_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(experts, capacity, in) to (experts, capacity, out): as many rows each, so that no size depends on the loads."""
+    """(experts, capacity, in) to (experts, capacity, out): equally many rows each, so no size depends on the loads."""
     out = torch.bmm(x, weight.transpose(1, 2))
     return out if bias is None else out + bias.unsqueeze(1)
 
 
 def can_group(device: torch.device, dtype: torch.dtype, *widths: int) -> bool:
-    """Whether torch has the grouped product for a device, a type and rows of these widths.
+    """Whether torch supports the grouped product for a device, a dtype and rows of these widths.
 
-    On a GPU that is bfloat16 from compute capability 8.0 on.
+    On a GPU this requires bfloat16 and compute capability 8.0 or higher.
     """
     if dtype not in _GROUPED_DTYPES.get(device.type, ()):
         return False
@@ -125,10 +125,10 @@ def can_group(device: torch.device, dtype: torch.dtype, *widths: int) -> bool:
 
 
 class Experts(nn.Module):
-    """Feed-forward blocks of the same shape, their weights stacked: (experts, out, in), biases (experts, out).
+    """Feed-forward blocks of the same shape with stacked weights (experts, out, in) and biases (experts, out).
 
-    Each computes what `FeedForward` of the same configuration does. All weights are part of every forward pass: an
-    expert that got no token has a gradient of 0, so that data parallelism meets the same parameters on every rank.
+    Each computes the same as a `FeedForward` of the same configuration. All weights take part in every forward pass: an
+    expert without tokens has a zero gradient, so data parallelism sees the same parameters on every rank.
     """
 
     gate_weight: nn.Parameter | None
@@ -160,9 +160,9 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """The weighted sum of the chosen experts for `x` (tokens, hidden); same shape, in the dtype of the products.
 
-        Choices beyond an expert's capacity add nothing.
+        Choices beyond an expert's capacity contribute nothing.
         """
-        # what the products are computed in: autocast's type where it is on, since it does not know the grouped one
+        # dtype of the products: autocast's if enabled, since autocast does not cover the grouped product
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         x = x.to(dtype)
@@ -173,7 +173,7 @@ class Experts(nn.Module):
         return (out * routing.weights.unsqueeze(-1)).sum(dim=1).to(dtype)
 
     def _all(self, x: Tensor, routing: Routing) -> Tensor:
-        """What the chosen experts give for each token, (tokens, topk, hidden)."""
+        """The outputs of the chosen experts for each token, (tokens, topk, hidden)."""
         order = routing.experts.flatten().argsort(stable=True)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
         groups = self._groups and can_group(x.device, x.dtype, self._hidden, self._width)
@@ -182,7 +182,7 @@ class Experts(nn.Module):
         return out[place].view(*routing.experts.shape, -1)
 
     def _up_to_capacity(self, x: Tensor, routing: Routing, capacity: int) -> Tensor:
-        """The same where each expert takes `capacity` choices; 0 for those that it drops."""
+        """Like `_all`, but each expert accepts `capacity` choices; the outputs of dropped choices are 0."""
         choices, topk = routing.experts.flatten(), routing.experts.shape[1]
         rank = choice_ranks(routing, self._drop_policy)
         is_kept = rank < capacity
@@ -206,11 +206,10 @@ class Experts(nn.Module):
 
 
 def choice_ranks(routing: Routing, policy: str) -> Tensor:
-    """The place of each choice, (tokens * topk,), in the queue in front of its expert, from 0.
+    """The position of each choice, (tokens * topk,), in the queue of its expert, starting at 0.
 
     Args:
-        policy: probs lets the choices with the largest weights go first, position those of the first tokens. Equal
-            weights go by position.
+        policy: "probs" orders choices by decreasing weight, "position" by token. Ties are broken by position.
     """
     choices = routing.experts.flatten()
     if policy == "probs":
@@ -228,7 +227,7 @@ def _as(bias: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def is_moe_layer(config: ModelConfig, layer_index: int) -> bool:
-    """Whether layer `layer_index` has experts, as `moe_layer_freq` says; layers behind the last one are as that is.
+    """Whether layer `layer_index` has experts, as `moe_layer_freq` says; layers after the last one are like the last.
 
     Those are the layers of multi-token prediction.
     """
@@ -239,9 +238,9 @@ def is_moe_layer(config: ModelConfig, layer_index: int) -> bool:
 
 
 class SharedExpert(FeedForward):
-    """The expert that every token goes to, behind a sigmoid gate where `moe_shared_expert_gate` is on.
+    """The expert that processes every token, with a sigmoid gate if `moe_shared_expert_gate` is on.
 
-    Source: Dai et al., "DeepSeekMoE" (2024), section 3.2; the gate is Qwen2-MoE's.
+    Source: Dai et al., "DeepSeekMoE" (2024), section 3.2; the gate follows Qwen2-MoE.
     """
 
     gate_weight: nn.Parameter | None
@@ -260,9 +259,9 @@ class SharedExpert(FeedForward):
 
 
 class MixtureOfExperts(nn.Module):
-    """The feed-forward part of a layer with `num_moe_experts` experts, of which a router chooses some for each token.
+    """The feed-forward block of a layer with `num_moe_experts` experts, some of which a router chooses for each token.
 
-    `router`, `experts` and `shared_experts` (None without a shared expert) are its parts.
+    Consists of `router`, `experts` and `shared_experts` (None without a shared expert).
     """
 
     shared_experts: SharedExpert | None
@@ -276,7 +275,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts = None if width is None else SharedExpert(config, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq, hidden) to the same shape. Collective in training where `global_aux_loss` is used."""
+        """(batch, seq, hidden) to the same shape. Collective in training if `global_aux_loss` is used."""
         out: Tensor = self.experts(x.flatten(0, 1), self.router(x)).view(x.shape)
         if self.shared_experts is not None:
             out = out + self.shared_experts(x)

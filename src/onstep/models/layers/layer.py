@@ -1,4 +1,4 @@
-"""A layer of the transformer: norms, attention (grouped queries, rotary embeddings) and the feed-forward part."""
+"""Implements a transformer layer: norms, attention (grouped queries, rotary embeddings) and the feed-forward block."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
 from onstep.models.layers.feed_forward import FeedForward, MixtureOfExperts, is_moe_layer
 from onstep.models.layers.rotary import rotate
 from onstep.models.layers.sequence_context import SequenceContext
 from onstep.models.sizes import head_width, num_query_groups
 
 _BLOCK_ELEMENTS = 2**24
-"""Most scores held at once."""
+"""Maximum number of scores held in memory at once."""
 
 
 def build_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
-    """The norm that `model.normalization` names, over the last `width` elements; None is the hidden size.
+    """The norm selected by `model.normalization`, over the last `width` elements; None means the hidden size.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019); Ba et al., "Layer Normalization" (2016).
     """
@@ -32,18 +32,18 @@ def build_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
 def largest_logit(
     query: Tensor, key: Tensor, mask: Tensor | None = None, *, block_elements: int = _BLOCK_ELEMENTS
 ) -> Tensor:
-    """The largest `query . key / sqrt(width)` of all pairs that attention looks at.
+    """The largest `query . key / sqrt(width)` over all pairs within the attention mask.
 
-    Scores are computed for some queries at a time, in the dtype of the computation; no gradient.
+    Scores are computed for a block of queries at a time, in the dtype of the computation and without a gradient.
 
     Args:
         query: (batch, heads, seq, width).
         key: (batch, groups, seq, width); heads are a multiple of groups.
-        mask: (batch, 1, seq, seq), True where a query looks at a key; None is causal.
-        block_elements: most scores held at once (but at least those of one query position).
+        mask: (batch, 1, seq, seq), True where a query attends to a key; None means causal.
+        block_elements: maximum number of scores held at once (but at least those of one query position).
 
     Returns:
-        (), float32 (float64 for such queries), on the device.
+        (), float32 (float64 for float64 queries), on the device.
     """
     batch, heads, length, width = query.shape
     groups = key.shape[1]
@@ -66,8 +66,8 @@ def largest_logit(
 class Attention(nn.Module):
     """The attention of layer number `layer`.
 
-    Queries, keys and values have a projection each: one fused matrix was measured and is no faster on a CPU, and
-    separate ones convert to other libraries by name alone.
+    Queries, keys and values have separate projections: a fused matrix measured no faster on a CPU, and separate ones
+    convert to other libraries by renaming alone.
 
     Source: Ainslie et al., "GQA" (2023), for query heads that share key/value heads.
     """
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         self._dropout = config.attention_dropout
         self._watches_logits = config.log_max_attention_logit
         self.largest_logit: Tensor | None = None
-        """Of the last forward pass without a cache, (), float32; None where `log_max_attention_logit` is off."""
+        """From the last forward pass without a cache, (), float32; None if `log_max_attention_logit` is off."""
         query_width = config.num_attention_heads * self._head_width
         key_width = num_query_groups(config) * self._head_width
         self.query = nn.Linear(config.hidden_size, query_width, bias=config.add_qkv_bias)
@@ -91,7 +91,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(query_width, config.hidden_size, bias=config.add_bias_linear)
 
     def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
-        """Mix `x` (batch, seq, hidden) over positions up to each one's own; same shape."""
+        """Mix each position of `x` (batch, seq, hidden) with the earlier ones; same shape."""
         heads = (*x.shape[:-1], -1, self._head_width)
         query, key, value = self.query(x).view(heads), self.key(x).view(heads), self.value(x).view(heads)
         if self.query_norm is not None and self.key_norm is not None:
@@ -104,7 +104,7 @@ class Attention(nn.Module):
         if self._watches_logits and context.cache is None:
             self.largest_logit = largest_logit(query.detach(), key.detach(), context.mask)
         queries, keys, mask = query.shape[2], key.shape[2], context.mask
-        if mask is None and 1 < queries < keys:  # the queries stand at the end
+        if mask is None and 1 < queries < keys:  # the queries are the last positions
             mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
         attended = scaled_dot_product_attention(
             query,
@@ -120,7 +120,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, then feed-forward, each on the normed residual stream and added to it."""
+    """Attention followed by feed-forward, each applied to the normed residual stream and added to it."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Rotary position embeddings, plain and stretched."""
+"""Implements rotary position embeddings, plain and with context extension (linear, dynamic, YaRN, Llama 3)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 
 _BETA_FAST, _BETA_SLOW = 32.0, 1.0
-"""Turns within the original length from which on YaRN leaves a frequency alone, and below which it stretches it."""
+"""Rotations within the original length above which YaRN keeps a frequency, and below which it interpolates it fully."""
 
 
 def scaling_type(scaling: Mapping[str, Any] | None) -> str:
-    """`rope_type` of a `rope_scaling`, or `type` as older files have it; "default" where there is none."""
+    """`rope_type` of a `rope_scaling`, or `type` as in older files; "default" for None."""
     return "default" if not scaling else str(scaling.get("rope_type", scaling.get("type", "default")))
 
 
 def yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
-    """The factor of cosines and sines, which makes attention as sharp as it was on short sequences.
+    """The factor of cosines and sines that keeps attention as sharp as on short sequences.
 
-    Source: Peng et al., "YaRN" (2023), equation 22; `mscale` and `mscale_all_dim` as DeepSeek-V2 sets them.
+    Source: Peng et al., "YaRN" (2023), equation 22; `mscale` and `mscale_all_dim` as in DeepSeek-V2.
     """
     given = scaling.get("attention_factor")
     if given is not None:
@@ -41,16 +41,16 @@ def _plain(head_width: int, base: float) -> Tensor:
 
 
 def _wavelengths(head_width: int, base: float) -> Tensor:
-    """Positions to one radian, for each pair of a head."""
+    """Positions per radian for each frequency pair of a head."""
     exponents = torch.arange(0, head_width, 2, dtype=torch.float32, device="cpu") / head_width
     return torch.pow(base, exponents)
 
 
 def _llama3(plain: Tensor, scaling: Mapping[str, Any], original: float) -> Tensor:
-    """Fast frequencies stay, slow ones are divided by the factor, and those between are blended.
+    """Keep high frequencies, divide low ones by the factor, and interpolate between them.
 
-    Source: Llama 3.1's model card and code (Meta, 2024): `low_freq_factor` and `high_freq_factor` turns within the
-    original length are the bounds.
+    Source: Llama 3.1's model card and code (Meta, 2024): the bounds are `low_freq_factor` and `high_freq_factor`
+    rotations within the original length.
     """
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = original / (2 * math.pi / plain)
@@ -60,7 +60,7 @@ def _llama3(plain: Tensor, scaling: Mapping[str, Any], original: float) -> Tenso
 
 
 def _yarn(head_width: int, base: float, scaling: Mapping[str, Any], original: float) -> Tensor:
-    """A ramp over the pairs from plain frequencies to those divided by the factor.
+    """Interpolate, with a ramp over the pairs, between plain frequencies and those divided by the factor.
 
     Source: Peng et al., "YaRN" (2023), section 3.2.
     """
@@ -80,23 +80,23 @@ def _yarn(head_width: int, base: float, scaling: Mapping[str, Any], original: fl
 
 
 def _pair_with_turns(turns: float, head_width: int, base: float, length: float) -> float:
-    """The (fractional) pair of a head that turns so many times within `length` positions."""
+    """The (fractional) index of the pair that makes `turns` rotations within `length` positions."""
     return head_width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
 
 class RotaryTables(nn.Module):
-    """Cosines and sines of all positions, computed once.
+    """Precomputed cosines and sines of all positions.
 
-    The tables are float32 whatever the dtype of the model, are not part of the state dict, and grow when a sequence
-    longer than `length` comes. Every move of the module (`.to`, `.to_empty`, `.bfloat16`) computes them anew, so that a
-    model built on the meta device, or one that was bfloat16 for a while, has exact tables.
+    The tables are float32 regardless of the model's dtype, are not part of the state dict, and grow when a sequence
+    exceeds `length`. They are recomputed whenever the module is moved or cast (`.to`, `.to_empty`, `.bfloat16`), so
+    they are exact even for a model that was built on the meta device or was temporarily bfloat16.
 
     Args:
-        length: positions to have ready, and with dynamic scaling the length from which on the angles shrink.
+        length: number of positions to precompute; with dynamic scaling, the length beyond which the angles shrink.
         scaling: `model.rope_scaling`.
 
-    Source: Su et al., "RoFormer" (2021), equation 15, with the frequency pairs in two halves of a head, as in
-    `transformers`' Llama.
+    Source: Su et al., "RoFormer" (2021), equation 15, with the two elements of a pair in separate halves of the head,
+    as in `transformers`' Llama.
     """
 
     cos: Tensor
@@ -125,7 +125,7 @@ class RotaryTables(nn.Module):
     def at(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of `position_ids` (batch, seq), each (batch, seq, 1, head_width / 2).
 
-        Positions may have any value. With dynamic scaling the length is that of the sequence, not the largest position.
+        Positions may have any value. With dynamic scaling, the sequence length counts, not the largest position.
         """
         length, frequencies = position_ids.shape[-1], self.frequencies
         if not self.keeps_angles(length):
@@ -133,20 +133,20 @@ class RotaryTables(nn.Module):
         return _turns(position_ids.float(), frequencies, self._factor, position_ids.device)
 
     def keeps_angles(self, length: int) -> bool:
-        """Whether a sequence of `length` positions has the angles of a short one: always, but for dynamic scaling."""
+        """Whether a sequence of `length` positions has a short one's angles: always, except with dynamic scaling."""
         return length <= self._length or not self._is_dynamic
 
     def _of_length(self, length: int) -> tuple[Tensor, float]:
-        """Angles by which the pairs of a head turn from one position to the next, (head_width / 2), float32 on the CPU
-        in radians, in a sequence of `length` positions; and the factor of cosines and sines (1 except for YaRN)."""
+        """Rotation angles per position of the pairs of a head, (head_width / 2), in radians, float32 on the CPU, for a
+        sequence of `length` positions; and the factor of cosines and sines (1 except for YaRN)."""
         scaling, kind = self._scaling, scaling_type(self._scaling)
         if scaling is None or kind == "default":
             return _plain(self._head_width, self._base), 1.0
         if kind == "linear":
             return _plain(self._head_width, self._base) / scaling["factor"], 1.0
         if kind == "dynamic":
-            # A base that grows with the length, so that only slow frequencies are stretched ("NTK-aware"). Source: Peng
-            # et al., "YaRN" (2023), section 3.1 and appendix A
+            # A base that grows with the length, so that only low frequencies are interpolated ("NTK-aware"). Source:
+            # Peng et al., "YaRN" (2023), section 3.1 and appendix A
             factor = scaling["factor"]
             stretch = factor * max(length, self._length) / self._length - (factor - 1)
             base = float(self._base * stretch ** (self._head_width / (self._head_width - 2)))
@@ -156,7 +156,7 @@ class RotaryTables(nn.Module):
             return _llama3(_plain(self._head_width, self._base), scaling, original), 1.0
         return _yarn(self._head_width, self._base, scaling, original), yarn_attention_factor(scaling)
 
-    @torch.inference_mode(False)  # tables that grew during inference may serve training next
+    @torch.inference_mode(False)  # tables that grow during inference may be used in training later
     def _compute(self, length: int, device: torch.device) -> None:
         frequencies, self._factor = self._of_length(self._length)
         positions = torch.arange(length, dtype=torch.float32, device="cpu")
@@ -173,7 +173,7 @@ class RotaryTables(nn.Module):
 
 def _turns(positions: Tensor, frequencies: Tensor, factor: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of positions (...), each (..., 1, head_width / 2), on `device`."""
-    # float32 from the first operation: at far positions the rounding must be that of `transformers`
+    # float32 from the first operation: at large positions, the rounding must match that of `transformers`
     angles = (positions.unsqueeze(-1) * frequencies).unsqueeze(-2)
     cos, sin = angles.cos(), angles.sin()
     if factor != 1:
@@ -182,7 +182,7 @@ def _turns(positions: Tensor, frequencies: Tensor, factor: float, device: torch.
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn `x` (batch, seq, heads, head_width) by the angles of its positions; the dtype stays.
+    """Rotate `x` (batch, seq, heads, head_width) by the angles of its positions; the dtype is preserved.
 
     Element i of the first half of a head and element i of the second half form a pair.
     """

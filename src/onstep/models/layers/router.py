@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with which weights."""
+"""Routes tokens to experts and computes the load-balancing losses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from onstep.config.parts import ModelConfig
+from onstep.config import ModelConfig
 from onstep.models.layers.routing_record import (
     FIGURES,
     LOSSES,
@@ -23,7 +23,7 @@ from onstep.models.layers.routing_record import (
 )
 
 _TINY = 1e-20
-"""Keeps a division by a sum of sigmoids finite, as in Megatron-Core."""
+"""Keeps the division by a sum of sigmoids finite, as in Megatron-Core."""
 
 
 def normalized(scores: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def normalized(scores: Tensor) -> Tensor:
 
 
 def balancing_scores(logits: Tensor, score_function: str) -> Tensor:
-    """Scores (..., experts) of all experts that sum to 1 for each token: the softmax, or sigmoids over their sum.
+    """Scores (..., experts) that sum to 1 for each token: the softmax, or sigmoids divided by their sum.
 
     Source: Megatron-Core's `compute_routing_scores_for_aux_loss`.
     """
@@ -40,18 +40,18 @@ def balancing_scores(logits: Tensor, score_function: str) -> Tensor:
 
 
 def choice_counts(scores: Tensor, topk: int) -> Tensor:
-    """How many of (..., tokens, experts) have each expert among their `topk` largest: (..., experts).
+    """The number of tokens of `scores` (..., tokens, experts) with each expert in their top `topk`: (..., experts).
 
-    The scores alone choose, without an expert bias: those are what the loss can change.
+    Choices are made by the scores alone, without an expert bias, since only the scores are affected by the loss.
     """
     chosen = scores.topk(topk, dim=-1).indices
     return torch.zeros_like(scores).scatter_(-1, chosen, 1.0).sum(dim=-2)
 
 
 def load_balancing_loss(scores: Tensor, counts: Tensor, topk: int) -> Tensor:
-    """The load-balancing loss of `scores` (tokens, experts) whose choices are `counts` (experts,); without dimensions.
+    """The load-balancing loss, a scalar, of `scores` (tokens, experts) with choice counts `counts` (experts,).
 
-    Leading dimensions are further sets of tokens, over which the mean is taken.
+    Leading dimensions are separate sets of tokens, over which the mean is taken.
     """
     tokens, experts = scores.shape[-2:]
     losses = (scores.sum(dim=-2) * counts).sum(dim=-1) * (experts / (topk * tokens**2))
@@ -59,43 +59,43 @@ def load_balancing_loss(scores: Tensor, counts: Tensor, topk: int) -> Tensor:
 
 
 def share_balancing_loss(scores: Tensor, shares: Tensor) -> Tensor:
-    """The same where `shares` (experts,) of all choices are known, also those of other tokens; their sum is 1."""
+    """Like `load_balancing_loss`, for known `shares` (experts,) of all choices, of other tokens too; they sum to 1."""
     return (scores.mean(dim=-2) * shares).sum() * scores.shape[-1]
 
 
 def z_loss(logits: Tensor) -> Tensor:
-    """The mean square of the logarithm of the summed exponentials of logits (tokens, experts); without dimensions."""
+    """The mean squared log-sum-exp of logits (tokens, experts), a scalar."""
     return torch.logsumexp(logits, dim=-1).square().mean()
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens of a forward pass go."""
+    """The routing of the tokens of a forward pass."""
 
     experts: Tensor
-    """(tokens, topk), int64: the chosen experts, the most wanted first."""
+    """(tokens, topk), int64: the chosen experts, highest score first."""
     weights: Tensor
-    """(tokens, topk): what each expert's output is multiplied with, in float32 or better."""
+    """(tokens, topk): the factor of each expert's output, in float32 or higher precision."""
     load: Tensor
-    """(experts,), int64: how many tokens chose each expert."""
+    """(experts,), int64: number of tokens that chose each expert."""
     capacity: int | None = None
-    """Choices that an expert takes; None is all."""
+    """Maximum number of choices per expert; None for no limit."""
 
 
 class Router(nn.Module):
     """Chooses `moe_router_topk` of the experts for each token.
 
-    The logits are computed in float32 also under autocast and with half-precision weights. Scores are the softmax or
-    the sigmoids of the logits. With the softmax, the weights of the chosen experts are their shares of the softmax over
-    all experts (`moe_router_pre_softmax`), or of that over the chosen ones; sigmoids are divided by their sum over the
-    chosen ones where there are several. `moe_router_topk_scaling_factor` multiplies the weights.
+    The logits are computed in float32, even under autocast and with half-precision weights. Scores are the softmax or
+    the sigmoids of the logits. With softmax, the weights of the chosen experts are taken from the softmax over all
+    experts (`moe_router_pre_softmax`) or over the chosen ones; sigmoids are divided by their sum over the chosen
+    experts if there are several. `moe_router_topk_scaling_factor` multiplies the weights.
 
-    With `moe_router_enable_expert_bias` the buffer `expert_bias` is added to the scores for the choice alone; the
-    training loop moves it after each step (`update_expert_bias`). It stays float32 whatever the module is moved to: in
-    bfloat16 its small moves would be lost.
+    With `moe_router_enable_expert_bias`, the buffer `expert_bias` is added to the scores for the choice only; the
+    training loop adjusts it after each step (`update_expert_bias`). It stays float32 whatever dtype the module is cast
+    to: in bfloat16, its small updates would be lost.
 
-    In training, the auxiliary losses of the configuration reach the gradient by themselves
-    (`onstep.models.layers.routing_record`), and `record` counts.
+    In training, the configured auxiliary losses are added to the gradient automatically
+    (`onstep.models.layers.routing_record`), and `record` accumulates statistics.
 
     Source: Shazeer et al., "Outrageously Large Neural Networks" (2017), section 2.1; DeepSeek-V3 (2024), section 2.1.2,
     for the sigmoids and the bias.
@@ -109,11 +109,11 @@ class Router(nn.Module):
         self.layer_index = layer_index
         self.topk = config.moe_router_topk
         self.coefficients = loss_coefficients(config)
-        """Of the auxiliary losses, by the names of `LOSSES`; one of 0 is counted and does not train."""
+        """Coefficients of the auxiliary losses, by the names of `LOSSES`; at 0, a loss is recorded but not trained."""
         self.step = RoutingStep()
         self.record = RoutingRecord(num_experts)
         self.measures_entropy = False
-        """Whether the record sums the entropies of the tokens' scores."""
+        """Whether the record accumulates the entropies of the tokens' scores."""
         self._score_function = config.moe_router_score_function
         self._pre_softmax = config.moe_router_pre_softmax
         self._scaling_factor = config.moe_router_topk_scaling_factor
@@ -142,13 +142,13 @@ class Router(nn.Module):
         return replace(routing, weights=weights)
 
     def logits(self, x: Tensor) -> Tensor:
-        """(..., hidden) to (..., experts), in float32, or float64 where `x` is."""
+        """(..., hidden) to (..., experts), in float32, or float64 if `x` is."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             return linear(x.to(dtype), self.weight.to(dtype))
 
     def choose(self, logits: Tensor) -> Routing:
-        """The experts and weights that `logits` (tokens, experts) give."""
+        """The routing that follows from `logits` (tokens, experts)."""
         scores = torch.softmax(logits, dim=-1) if self._score_function == "softmax" else torch.sigmoid(logits)
         wanted = scores.detach()
         if self.expert_bias is not None:
@@ -166,12 +166,12 @@ class Router(nn.Module):
         return Routing(experts, weights, load, self.capacity(logits.shape[0]))
 
     def capacity(self, tokens: int) -> int | None:
-        """The choices that one expert takes of a forward pass over `tokens` tokens; None is all.
+        """Maximum number of choices per expert in a forward pass over `tokens` tokens; None for no limit.
 
-        Outside training it is all of them: what a token gets would depend on the others in its batch, also on those
-        after it.
+        There is no limit outside training: otherwise the result for a token would depend on the others in its batch,
+        even on later ones.
 
-        Source: Fedus et al., "Switch Transformers" (2021), equation 3, with `k` choices of a token.
+        Source: Fedus et al., "Switch Transformers" (2021), equation 3, with `k` choices per token.
         """
         if self._capacity_factor is None or not self.training:
             return None
@@ -180,7 +180,7 @@ class Router(nn.Module):
     def losses(self, logits: Tensor) -> dict[str, Tensor]:
         """The configured auxiliary losses of `logits` (batch, seq, experts), without their coefficients.
 
-        Collective over all ranks for `global_aux_loss`, but for a repetition inside the backward pass.
+        Collective over all ranks for `global_aux_loss`, except when recomputed inside the backward pass.
         """
         wanted, losses = self.coefficients, {}
         if "z_loss" in wanted:
@@ -199,21 +199,21 @@ class Router(nn.Module):
 
     @property
     def is_repeated(self) -> bool:
-        """Whether this forward pass repeats one that was counted."""
+        """Whether this forward pass repeats one that was already counted."""
         return self.step.is_replay or is_recomputing()
 
     def begin_step(self) -> None:
-        """Forget the choices of the step so far, over which `global_aux_loss` is taken."""
+        """Reset the choices of the step so far, over which `global_aux_loss` is computed."""
         self._step_counts = None
 
     @torch.no_grad()
     def update_expert_bias(self, load: Tensor) -> None:
-        """Move the bias of each expert towards even load: `b += rate * sign(mean load - load)`.
+        """Adjust the bias of each expert towards an even load: `b += rate * sign(mean load - load)`.
 
-        A router without the bias, or whose weight is frozen, is left as it is.
+        Does nothing for a router without the bias or with a frozen weight.
 
         Args:
-            load: (experts,), the choices of a step over all micro-batches and ranks.
+            load: (experts,), the number of choices in a step over all micro-batches and ranks.
 
         Source: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (2024), algorithm 1.
         """
@@ -222,10 +222,10 @@ class Router(nn.Module):
         self.expert_bias.add_(torch.sign(load.mean() - load).to(self.expert_bias), alpha=self._bias_rate)
 
     def routing_totals(self) -> dict[str, Tensor] | None:
-        """What was counted in training so far, on the device; None before the first forward pass.
+        """Statistics accumulated in training so far, on the device; None before the first forward pass.
 
-        `load` (experts,), and `tokens`, `dropped` and `entropy` without dimensions. A training loop may begin anew at
-        each step, see `onstep.models.layers.routing_record`.
+        `load` (experts,), and the scalars `tokens`, `dropped` and `entropy`. A training loop may reset them at each
+        step, see `onstep.models.layers.routing_record`.
         """
         row = self.record.row
         if row is None:
@@ -241,9 +241,9 @@ class Router(nn.Module):
         return self
 
     def _shares(self, counts: Tensor) -> Tensor:
-        """The shares (experts,) of all choices of the step so far, over all ranks. Collective.
+        """The shares (experts,) of all choices of the step so far over all ranks. Collective.
 
-        A repetition in the backward pass gets those of its micro-batch, which ran last.
+        When recomputed in the backward pass, returns those of its micro-batch, which ran last.
         """
         if self.is_repeated:
             return counts / counts.sum() if self._step_shares is None else self._step_shares

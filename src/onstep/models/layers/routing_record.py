@@ -1,4 +1,4 @@
-"""What routers count in a step, and the losses that reach the gradient without a place in the reported loss."""
+"""Records routing statistics of a step, and adds auxiliary losses to the gradient but not to the reported loss."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ import torch
 from torch import Tensor
 
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
-"""The auxiliary losses of a router, in the order of a record."""
+"""Auxiliary losses of a router, in the order of a record."""
 
 FIGURES = ("tokens", "dropped", "entropy", "micro_batches", *LOSSES)
-"""What a record holds behind the experts' loads. `entropy` is a sum over tokens, in nats; the losses are sums over
+"""Entries of a record after the experts' loads. `entropy` is a sum over tokens, in nats; the losses are sums over
 micro-batches, without their coefficients."""
 
 
 class RoutingStep:
-    """What all routers of a model share while a step runs.
+    """State shared by all routers of a model during a step.
 
-    A training loop sets it; without one every forward pass in training counts and the auxiliary losses are added to
-    the gradient as they are, which is right for a backward pass that starts from 1.
+    Set by the training loop. Without one, every forward pass in training counts, and the auxiliary losses are added to
+    the gradient unscaled, which is correct for a backward pass that starts from 1.
     """
 
     def __init__(self) -> None:
         self.loss_scale: Tensor | float = 1.0
-        """What the auxiliary losses are multiplied with in the backward pass, as the main loss is with its start."""
+        """Factor of the auxiliary losses in the backward pass, like the initial gradient of the main loss."""
         self.counts = True
-        """Whether forward passes count; a micro-batch that only fills up a step does not."""
+        """Whether forward passes count; False for filler micro-batches."""
         self.is_replay = False
-        """Whether micro-batches run again, to look into a step: then nothing is counted, and no rank is waited for."""
+        """Whether micro-batches are rerun to diagnose a step: nothing is counted, and there is no communication."""
 
 
 class RoutingRecord:
-    """The figures of one router since they were zeroed, as one row: `num_experts` loads, then `FIGURES`.
+    """The statistics of one router since the last reset, as one row: `num_experts` loads, then `FIGURES`.
 
-    In float64, where counts stay whole up to 2^53. The row lives where the router computes.
+    In float64, where counts are exact up to 2^53. The row is on the router's device.
     """
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
         self.row: Tensor | None = None
-        """(num_experts + len(FIGURES),); None before the first forward pass in training. Whoever wants the figures of
-        many routers in one tensor puts a row of it here."""
+        """(num_experts + len(FIGURES),); None before the first forward pass in training. To collect the statistics of
+        many routers in one tensor, assign a row of that tensor here."""
 
     @torch.no_grad()
     def add(self, load: Tensor, figures: Sequence[Tensor | float]) -> None:
-        """Add one forward pass: `load` (num_experts,), and one value for each of `FIGURES`."""
+        """Add a forward pass: `load` (num_experts,), and one value for each of `FIGURES`."""
         device = load.device
         if self.row is None or self.row.device != device:
             self.row = torch.zeros(self.num_experts + len(FIGURES), dtype=count_dtype(device), device=device)
@@ -59,26 +59,26 @@ class RoutingRecord:
 
 
 def count_dtype(device: torch.device) -> torch.dtype:
-    """float64 where the device has it."""
+    """float64 if the device supports it, else float32."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def is_recomputing() -> bool:
-    """Whether this runs inside a backward pass: a forward pass there is a repetition, by activation checkpointing.
+    """Whether this runs inside a backward pass, where a forward pass is a recomputation by activation checkpointing.
 
-    What a forward pass counts must not be counted again there.
+    Statistics of a forward pass must not be counted again there.
     """
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def with_auxiliary_loss(x: Tensor, loss: Tensor, step: RoutingStep) -> Tensor:
-    """`x` as it is; whoever goes back through it adds the gradient of `loss * step.loss_scale`.
+    """`x` unchanged; its backward pass adds the gradient of `loss * step.loss_scale`.
 
-    The scale is read in the backward pass, so that it may follow from what the loss function found out. The function is
-    in the graph once, however often activation checkpointing repeats the forward pass.
+    The scale is read in the backward pass, so it may depend on what the loss function determined. The function is in
+    the graph once, however often activation checkpointing repeats the forward pass.
 
     Args:
-        loss: a tensor without dimensions.
+        loss: a 0-d tensor.
     """
     dtype, device = loss.dtype, loss.device
 
@@ -93,11 +93,11 @@ def with_auxiliary_loss(x: Tensor, loss: Tensor, step: RoutingStep) -> Tensor:
 
 
 def with_token_losses(losses: Tensor, further: Tensor, weight: float) -> Tensor:
-    """`losses` as they are; their gradients are those of `losses + weight * further`.
+    """`losses` unchanged, with the gradients of `losses + weight * further`.
 
     Args:
-        losses: of any shape: of each token, or their sum.
-        further: of the same shape.
+        losses: per-token losses of any shape, or their sum.
+        further: additional losses of the same shape.
     """
     dtype = further.dtype
 
@@ -109,7 +109,7 @@ def with_token_losses(losses: Tensor, further: Tensor, weight: float) -> Tensor:
 
 
 class _WithFurtherLoss(torch.autograd.Function):
-    """Gives `x` as it is, and to the further loss the gradient that `start` makes of the one of `x`."""
+    """Returns `x` unchanged; in the backward pass, applies `start` to the gradient of `x` to get that of the loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, start: Callable[[Tensor], Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the layers know of a sequence beside its hidden states: positions, masks, and earlier keys and values."""
+"""Provides layers with the context of a sequence: positions, attention masks, and cached keys and values."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from onstep.models.layers.rotary import RotaryTables
 
 
 class KeyValueCache:
-    """Room for the keys and values of `capacity` positions in each layer.
+    """Holds the keys and values of up to `capacity` positions for each layer.
 
-    A layer's room is taken once, at its first `append`, in the dtype and on the device of what comes (under autocast
-    only the layer knows). For inference: use it under `torch.no_grad`.
+    The memory of a layer is allocated once, at its first `append`, with the dtype and device of the tensors appended
+    (under autocast only the layer knows these). For inference: use it under `torch.no_grad`.
     """
 
     def __init__(self, num_layers: int, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
-        """Positions that all layers hold."""
+        """Number of positions held by all layers."""
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store `key` and `value` (batch, seq, groups, head_width) of the next positions; give all of the layer so far.
+        """Store `key` and `value` (batch, seq, groups, head_width) of the next positions; return all of the layer's.
 
-        `length` does not change until `advance`, when every layer has appended.
+        `length` does not change until `advance` is called, after every layer has appended.
 
         Raises:
-            OnstepError: more positions than the capacity.
+            OnstepError: for more positions than the capacity.
         """
         end = self.length + key.shape[1]
         if end > self.capacity:
             raise OnstepError(
-                f"the key/value cache has room for {self.capacity} positions, got {end}; give it a larger capacity."
+                f"the key/value cache has room for {self.capacity} positions, got {end}; increase its capacity."
             )
         keys = self._write(self._keys, layer, key)
         values = self._write(self._values, layer, value)
         return keys[:, :end], values[:, :end]
 
     def advance(self, num_positions: int) -> None:
-        """Count `num_positions` as held, after every layer has appended them."""
+        """Advance `length` by `num_positions`, after every layer has appended them."""
         self.length += num_positions
 
     def _write(self, rooms: list[Tensor | None], layer: int, new: Tensor) -> Tensor:
@@ -58,23 +58,23 @@ class KeyValueCache:
 
 @dataclass(frozen=True)
 class SequenceContext:
-    """Positions, masks and earlier keys of the sequences that go through the layers; the same for all layers."""
+    """Positions, masks and earlier keys of the sequences passing through the layers; the same for all layers."""
 
     cos: Tensor | None = None
-    """Of the rotation, (seq, 1, head_width / 2) or (batch, seq, 1, head_width / 2); None is no rotation."""
+    """Cosines of the rotation, (seq, 1, head_width / 2) or (batch, seq, 1, head_width / 2); None for no rotation."""
     sin: Tensor | None = None
     mask: Tensor | None = None
-    """(batch, 1, seq, seq), bool, True where a query may look at a key; None is all keys up to its own position."""
+    """(batch, 1, seq, seq), bool, True where a query may attend to a key; None means causal attention."""
     cache: KeyValueCache | None = None
-    """Earlier positions, for generation."""
+    """Cache of earlier positions, for generation."""
 
 
 def learned_positions(table: nn.Embedding, start: int, length: int, position_ids: Tensor | None) -> Tensor:
-    """What a model with learned positions adds to the embedding of its tokens, (seq, hidden) or (batch, seq, hidden).
+    """The learned position embeddings to add to the token embeddings, (seq, hidden) or (batch, seq, hidden).
 
     Raises:
-        ConfigError: positions beyond the table. Of `position_ids` on a GPU it is not asked, since that would wait for
-            the device; there they are CUDA's error.
+        ConfigError: for positions beyond the table. `position_ids` on a GPU are not checked, since that would
+            synchronize with the device; CUDA reports an error instead.
     """
     if position_ids is None:
         check_positions(table, start + length)
@@ -83,19 +83,19 @@ def learned_positions(table: nn.Embedding, start: int, length: int, position_ids
         least, largest = (int(one) for one in position_ids.aminmax())
         if least < 0 or largest >= table.num_embeddings:
             raise ConfigError(
-                f"position_ids go from {least} to {largest}, but learned positions are those from 0 to "
-                f"{table.num_embeddings - 1} (model.seq_length={table.num_embeddings}); give others, or train a model "
-                "with rotary positions (position_embedding_type=rope)."
+                f"position_ids range from {least} to {largest}, but learned positions only exist from 0 to "
+                f"{table.num_embeddings - 1} (model.seq_length={table.num_embeddings}); use smaller ones, or train a "
+                "model with rotary positions (position_embedding_type=rope)."
             )
     rows: Tensor = table(position_ids)
     return rows
 
 
 def check_positions(table: nn.Embedding, end: int) -> None:
-    """Refuse sequences that are longer than a table of learned positions.
+    """Refuse sequences longer than a table of learned positions.
 
     Raises:
-        ConfigError: naming both lengths.
+        ConfigError: for a longer sequence, naming both lengths.
     """
     if end > table.num_embeddings:
         raise ConfigError(
@@ -111,13 +111,14 @@ def sequence_context(
     position_ids: Tensor | None,
     document_ids: Tensor | None,
 ) -> SequenceContext:
-    """What the layers must know of `tokens`.
+    """Build the context that the layers need for `tokens`.
 
     Raises:
-        ConfigError: documents together with a cache, or either beyond the length from which on dynamic angles change.
+        ConfigError: for documents together with a cache, or for either beyond the length at which dynamic rotary
+            angles begin to change.
     """
     if cache is not None and document_ids is not None:
-        raise ConfigError("document_ids and a key/value cache do not go together; generate one document at a time.")
+        raise ConfigError("document_ids cannot be combined with a key/value cache; generate one document at a time.")
     mask = None
     if document_ids is not None:
         mask = (document_ids.unsqueeze(2) == document_ids.unsqueeze(1)).tril().unsqueeze(1)
@@ -127,14 +128,14 @@ def sequence_context(
     end = start + tokens.shape[1]
     if cache is not None and not rotary.keeps_angles(end):
         raise ConfigError(
-            f"rope_scaling of type dynamic turns all positions of a sequence of {end} tokens anew (beyond "
-            "model.seq_length), so that earlier keys cannot be kept; call the model on the whole sequence without a "
+            f"rope_scaling of type dynamic changes the angles of all positions of a sequence of {end} tokens (beyond "
+            "model.seq_length), so earlier keys cannot be cached; call the model on the whole sequence without a "
             "cache."
         )
     if document_ids is not None and not rotary.keeps_angles(end):
         raise ConfigError(
-            f"document_ids of a sequence of {end} tokens do not go with rope_scaling of type dynamic: beyond "
-            "model.seq_length its angles follow from the length, and each document has its own; call the model on one "
+            f"document_ids of a sequence of {end} tokens cannot be combined with rope_scaling of type dynamic: beyond "
+            "model.seq_length the angles depend on the length, which differs between documents; call the model on one "
             "document at a time, or on shorter sequences."
         )
     cos, sin = rotary(start, end - start) if position_ids is None else rotary.at(position_ids)
@@ -142,8 +143,8 @@ def sequence_context(
 
 
 def chosen_positions(position_ids: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
-    """The caller's positions (batch, seq), or those that count from 0 in each run of equal `document_ids`; None counts
-    from the first token on."""
+    """The caller's positions (batch, seq), or positions that restart at 0 in each run of equal `document_ids`; None
+    means that they count from the first token."""
     if position_ids is not None or document_ids is None:
         return position_ids
     index = torch.arange(document_ids.shape[1], device=document_ids.device).expand(document_ids.shape)

@@ -1,1 +1,1 @@
-"""TODO."""
+"""One tracker a file: W&B, MLflow, Comet, Trackio, TensorBoard and CSV."""

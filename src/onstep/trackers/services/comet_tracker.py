@@ -1,4 +1,4 @@
-"""Comet."""
+"""Sends the metrics of a run to Comet, online or into archives for `comet upload`."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from typing import Any
 from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
 
 from onstep.forking import release_in_forked_children
-from onstep.trackers.tracker import RunIdentity, ServiceSink, plain_name
+from onstep.trackers.tracker import RunIdentity, ServiceTracker, plain_name
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 MESSAGES = "messages.json"
 META = "experiment.json"
-"""Comet's own names of the two files in an archive."""
+"""Comet's names of the two files in an archive."""
 
 
 class Segment:
-    """A folder for what this process records of the experiment `key`, as Comet will archive it.
+    """A directory for the messages of this process about the experiment `key`, in the layout of Comet's archives.
 
-    The description is there from the start, so that what is recorded is complete at any moment. The folder is locked
-    as long as the process lives, or until `release`.
+    The experiment's description is written first, so the recording is complete at any time. The directory is locked
+    until `release` or the end of the process.
     """
 
-    def __init__(self, folder: Path, key: str, project: str, workspace: str | None, now: float) -> None:
-        self.path = folder / f"{key}-segment-{uuid.uuid4().hex[:8]}"
+    def __init__(self, directory: Path, key: str, project: str, workspace: str | None, now: float) -> None:
+        self.path = directory / f"{key}-segment-{uuid.uuid4().hex[:8]}"
         self.path.mkdir()
         milliseconds = int(now * 1000)
         description: dict[str, object] = {
@@ -56,14 +56,14 @@ class Segment:
         release_in_forked_children(self, Segment.release)
 
     def release(self) -> None:
-        """Let another process archive what is there."""
+        """Release the lock, so that another process can archive the segment."""
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
 
 
 def _lock(segment: Path) -> int | None:
-    """A locked descriptor of the segment's folder; None while another one holds it."""
+    """A locked descriptor of the segment's directory; None if another process holds the lock."""
     descriptor = os.open(segment, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -73,12 +73,12 @@ def _lock(segment: Path) -> int | None:
     return descriptor
 
 
-def finish_segments(folder: Path, key: str) -> list[Path]:
-    """Archive the segments of `key` that killed processes left, and remove the empty archives that go with them."""
+def finish_segments(directory: Path, key: str) -> list[Path]:
+    """Archive the segments of `key` left by killed processes, and remove the empty archives that belong to them."""
     archives, are_all_done = [], True
-    for segment in sorted(path for path in folder.glob(f"{key}-segment-*") if path.is_dir()):
+    for segment in sorted(path for path in directory.glob(f"{key}-segment-*") if path.is_dir()):
         lock = _lock(segment)
-        if lock is None:  # somebody records in it
+        if lock is None:  # another process is recording in it
             are_all_done = False
             continue
         try:
@@ -86,7 +86,7 @@ def finish_segments(folder: Path, key: str) -> list[Path]:
         finally:
             os.close(lock)
         archives += [] if archive is None else [archive]
-    for archive in folder.glob(f"{key}-*.zip") if are_all_done else ():
+    for archive in directory.glob(f"{key}-*.zip") if are_all_done else ():
         with suppress(BadZipFile), ZipFile(archive) as file:
             if not file.namelist():
                 archive.unlink()
@@ -99,7 +99,7 @@ def _finish(segment: Path) -> Path | None:
         shutil.rmtree(segment)
         return None
     content = messages.read_bytes()
-    messages.write_bytes(content[: content.rfind(b"\n") + 1])  # the last line may be cut short
+    messages.write_bytes(content[: content.rfind(b"\n") + 1])  # the last line may be truncated
     archive = segment.with_suffix(".zip")
     partial = archive.with_suffix(".part")
     with ZipFile(partial, "w", ZIP_DEFLATED) as file:
@@ -125,26 +125,26 @@ _NOTHING_AUTOMATIC: dict[str, Any] = {
 }
 
 _CONSTRUCTION = threading.Lock()
-"""Held while an experiment is made, by whichever sink of this process."""
+"""Held while any `CometTracker` of this process creates an experiment."""
 
 
 @dataclass(eq=False)
-class CometSink(ServiceSink):
-    """An experiment in Comet; others of this process, also the user's own, go on beside it.
+class CometTracker(ServiceTracker):
+    """An experiment in Comet; other experiments of this process, including the user's own, are not affected.
 
-    Without an API key (`COMET_API_KEY`, or Comet's own configuration file) or with `COMET_START_ONLINE=0`, it is kept
-    in archives for `comet upload`. A run that continues has the same experiment key; offline, each process leaves one
-    archive. That begins with the points which a kill might have taken from the one before
-    (`RunIdentity.last_points`), so a step may have several values, of which the newest counts. The archive of a process
-    that was killed is made by the process that continues the run, from what was written until then.
+    Without an API key (`COMET_API_KEY` or Comet's configuration file) or with `COMET_START_ONLINE=0`, the experiment is
+    recorded in archives for `comet upload`. A resumed run keeps its experiment key; offline, each process writes one
+    archive. An archive begins with the points that the previous process might have lost in a kill
+    (`RunIdentity.last_points`), so a step may have several values, of which the newest counts. The archive of a killed
+    process is created by the process that resumes the run.
 
     Args:
         project: Comet project; None is `COMET_PROJECT_NAME`, else "onstep".
-        run_name: Name of the experiment; None is the run's.
-        workspace: Comet workspace; None is Comet's own choice (`COMET_WORKSPACE`).
-        save_dir: Where archives go; None is `COMET_OFFLINE_DIRECTORY`, else `comet` in the run's folder.
+        run_name: Name of the experiment; None is the run's name.
+        workspace: Comet workspace; None is Comet's default (`COMET_WORKSPACE`).
+        save_dir: Directory of archives; None is `COMET_OFFLINE_DIRECTORY`, else `comet` in the run's directory.
         tags: Tags of the experiment.
-        online: None is: where there is a key.
+        online: Whether to log online; None does if there is an API key.
     """
 
     name = "comet"
@@ -157,9 +157,9 @@ class CometSink(ServiceSink):
     _segment: Segment | None = field(default=None, init=False)
 
     def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
-        """Begin or continue the experiment; offline, a new archive of it."""
+        """Start or resume the experiment; offline, start a new archive."""
         os.environ.setdefault("COMET_LOGGING_CONSOLE", "ERROR")
-        os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # else it changes torch and other packages
+        os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # prevents patching of torch and other packages
         from comet_ml.config.config_api import get_config
 
         key = self._take_id(run, state, r"[A-Za-z0-9]{32,50}")
@@ -168,7 +168,7 @@ class CometSink(ServiceSink):
         asked = self.online if self.online is not None else get_config("comet.start.online")
         has_key = bool(get_config("comet.api_key"))
         with _others_untouched():
-            self._run = _online(common) if has_key and asked is not False else self._offline(common, run.folder)
+            self._run = _online(common) if has_key and asked is not False else self._offline(common, run.directory)
         self._run.set_name(self.run_name or run.name)
         if self.tags:
             self._run.add_tags(list(self.tags))
@@ -176,7 +176,7 @@ class CometSink(ServiceSink):
         self._run.log_parameters(dict(run.config))
 
     def log(self, metrics: Mapping[str, float], step: int, timestamp: float) -> None:
-        """Add a point to each metric; Comet stamps it with the time of its arrival."""
+        """Add a point to each metric; Comet sets the timestamp on arrival."""
         self._run.log_metrics({plain_name(name): value for name, value in metrics.items()}, step=step)
 
     def text(self, tag: str, text: str, step: int) -> None:
@@ -184,7 +184,7 @@ class CometSink(ServiceSink):
         self._run.log_text(text, step=step, metadata={"tag": plain_name(tag)})
 
     def _end(self, run: Any, status: str) -> None:
-        """Offline, the archive of the experiment is written."""
+        """End the experiment; offline, this writes its archive."""
         try:
             run.log_other("onstep_status", status)
             run.end()
@@ -196,17 +196,17 @@ class CometSink(ServiceSink):
         if segment is not None:
             segment.release()
 
-    def _offline(self, common: Mapping[str, Any], run_folder: Path) -> Any:
-        folder = Path(self.save_dir or os.environ.get("COMET_OFFLINE_DIRECTORY") or run_folder / "comet").resolve()
-        folder.mkdir(parents=True, exist_ok=True)
+    def _offline(self, common: Mapping[str, Any], run_dir: Path) -> Any:
+        directory = Path(self.save_dir or os.environ.get("COMET_OFFLINE_DIRECTORY") or run_dir / "comet").resolve()
+        directory.mkdir(parents=True, exist_ok=True)
         key = common["experiment_key"]
-        for archive in finish_segments(folder, key):
-            logger.info("comet: %s holds what a process before this one recorded", archive)
+        for archive in finish_segments(directory, key):
+            logger.info("comet: archived the recording of an earlier process in %s", archive)
         self._let_go()
-        self._segment = Segment(folder, key, common["project_name"], self.workspace, time.time())
-        logger.info("comet: offline, recording in %s; to send the run: comet upload %s/*.zip", folder, folder)
+        self._segment = Segment(directory, key, common["project_name"], self.workspace, time.time())
+        logger.info("comet: offline, recording in %s; to send the run: comet upload %s/*.zip", directory, directory)
         made = {**common, **_NOTHING_AUTOMATIC, "_resume_strategy": "get_or_create"}
-        return _offline_class(self._segment.path)(offline_directory=str(folder), **made)
+        return _offline_class(self._segment.path)(offline_directory=str(directory), **made)
 
 
 def _online(common: Mapping[str, Any]) -> Any:
@@ -218,10 +218,10 @@ def _online(common: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _others_untouched() -> Iterator[None]:
-    """Let an experiment be made here without ending another one: Comet's constructor ends the global one."""
+    """Create an experiment without ending the global one, which Comet's constructor would do."""
     from comet_ml.config import config_api
 
-    comet: Any = config_api  # parts of it have no types
+    comet: Any = config_api  # partly untyped
     with _CONSTRUCTION:
         before = comet.get_global_experiment()
         comet.set_global_experiment(None)
@@ -232,7 +232,7 @@ def _others_untouched() -> Iterator[None]:
 
 
 def _offline_class(segment: Path) -> Any:
-    """Comet's offline experiment, but what it writes until the end lies beside the archives, where a kill leaves it."""
+    """Comet's offline experiment, but with its temporary files next to the archives, where they survive a kill."""
     from comet_ml import OfflineExperiment
 
     class SegmentExperiment(OfflineExperiment):

@@ -1,4 +1,4 @@
-"""Writes the metrics of a run as a table, `metrics.csv`."""
+"""Writes the metrics of a run to a table, `metrics.csv`."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _Row = dict[str, str]
 
 
 class NoTableError(OnstepError):
-    """A file that is no such table."""
+    """The file is not a table of metrics."""
 
 
 class CsvTable:
-    """One row for each (step, kind); what is put into a row of the last step again is merged into it.
+    """A table with one row per (step, kind); cells added to a row of the last step are merged into it.
 
-    A row is appended in one write. A new column, and a merge, replace the file in one atomic step, so that a reader or
-    a kill never meets a half-written table. It is durable when it is closed: until then a power cut may cost rows,
-    which the journal has.
+    A row is appended in one write. New columns and merges replace the file atomically, so neither a reader nor a kill
+    ever sees a half-written table. The table is durable once closed; before that, a power failure may lose rows, which
+    are still in the metrics log.
 
     Args:
-        path: The file; its folder must exist.
-        keeps: Whether the rows of a step stay; asked for each row that is there.
+        path: The file; its directory must exist.
+        keeps: Whether to keep the existing rows of a step.
 
     Raises:
-        NoTableError: when the file is something else.
+        NoTableError: if the file is not a table of metrics.
     """
 
     def __init__(self, path: Path, keeps: Callable[[int], bool]) -> None:
@@ -45,7 +45,7 @@ class CsvTable:
         self._last_rows: dict[str, _Row] = {}
         """The rows of the last step, by kind."""
         self._last_offset = 0
-        """Where they begin in the file."""
+        """Byte offset of these rows in the file."""
         self._descriptor: int | None = None
         rows: Iterator[_Row] = iter(())
         if path.exists() and path.stat().st_size:
@@ -55,7 +55,9 @@ class CsvTable:
 
     def put(self, step: int, kind: str, cells: Mapping[str, str]) -> None:
         """Add cells to the row of a step and kind."""
-        cells = {" ".join(name.split()): value for name, value in cells.items()}  # no name breaks the header
+        cells = {
+            " ".join(name.split()): value for name, value in cells.items()
+        }  # keeps names on one line of the header
         if step != self._last_step:
             self._last_step, self._last_rows, self._last_offset = step, {}, self._size()
         new_columns = [name for name in cells if name not in self._columns]
@@ -69,7 +71,7 @@ class CsvTable:
             self._replace(self._kept_lines("," * len(new_columns)))
 
     def close(self) -> None:
-        """Let go of the file, durably; closing twice is harmless."""
+        """Fsync and close the file; idempotent."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             try:
@@ -78,18 +80,18 @@ class CsvTable:
                 os.close(descriptor)
 
     def _rows(self) -> Iterator[_Row]:
-        """The rows that are there; a line cut short by a kill is not one."""
+        """The existing rows, without a line truncated by a kill."""
         with self.path.open(encoding="utf-8", newline="") as file:
             file.readline()
             for line in file:
                 if line.endswith("\n"):
                     row = dict(zip(self._columns, line.rstrip("\r\n").split(","), strict=False))
                     if not row["step"].isdigit():
-                        raise NoTableError(f"{self.path} is no table of metrics: a step is {row['step']!r}.")
+                        raise NoTableError(f"{self.path} is not a table of metrics: a step is {row['step']!r}.")
                     yield row
 
     def _merged_lines(self, rows: Iterator[_Row]) -> Iterator[str]:
-        """All lines but those of the last step, which stay in memory for `_replace` to add."""
+        """All lines except those of the last step, which are kept in memory for `_replace`."""
         for row in rows:
             step = int(row["step"])
             if step != self._last_step:
@@ -102,7 +104,7 @@ class CsvTable:
         """The lines before those of the last step, with cells for new columns.
 
         Raises:
-            OnstepError: when the file is shorter than what was written here.
+            OnstepError: when the file is shorter than what was written.
         """
         with self.path.open(encoding="utf-8", newline="") as file:
             position = len(file.readline().encode())
@@ -110,14 +112,14 @@ class CsvTable:
                 line = file.readline()
                 if not line:
                     raise OnstepError(
-                        f"{self.path} ends at byte {position} instead of {self._last_offset}: something else has "
-                        f"replaced it. Two writers cannot share a table; give each a path of its own."
+                        f"{self.path} ends at byte {position} instead of {self._last_offset}: another writer has "
+                        f"replaced it. Two writers cannot share a table; give each its own path."
                     )
                 position += len(line.encode())
                 yield line.rstrip("\n") + new_cells + "\n"
 
     def _replace(self, lines: Iterator[str]) -> None:
-        """Write the file anew: header, `lines`, and the rows of the last step."""
+        """Rewrite the file: header, `lines`, and the rows of the last step."""
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         with temporary.open("w", encoding="utf-8", newline="") as file:
             csv.writer(file, lineterminator="\n").writerow(self._columns)
@@ -152,20 +154,19 @@ def _header(path: Path) -> list[str]:
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
         columns = next(csv.reader([file.readline()]), [])
     if columns[: len(KEYS)] != KEYS:
-        raise NoTableError(f"{path} is no table of metrics: its columns begin with {columns[:2]} instead of {KEYS}.")
+        raise NoTableError(f"{path} is not a table of metrics: its columns begin with {columns[:2]} instead of {KEYS}.")
     return columns
 
 
-class CsvSink:
-    """Writes one row for each step and kind (train, eval, test): ``step,kind,timestamp,epoch,loss,...``.
+class CsvTracker:
+    """Writes one row per step and kind (train, eval, test): ``step,kind,timestamp,epoch,loss,...``.
 
-    The columns have the journal's names; one that first appears later is added at the end. NaN and the infinities are
-    written as ``nan``, ``inf`` and ``-inf``. A run that continues goes on in its file, without the rows after its
-    checkpoint; a fresh run moves the file that is there to ``metrics.<n>.csv``. Texts have no place in a table and are
-    left out.
+    Columns have the metrics log's names; new ones are appended. NaN and infinities are written as ``nan``, ``inf`` and
+    ``-inf``. A resumed run continues its file without the rows after its checkpoint; a new run moves an existing file
+    to ``metrics.<n>.csv``. Texts are not written.
 
     Args:
-        path: The file; None is ``metrics.csv`` in the run's folder.
+        path: The file; None is ``metrics.csv`` in the run's directory.
     """
 
     name = "csv"
@@ -176,12 +177,12 @@ class CsvSink:
         self._given_path = None if path is None else Path(path)
         self._table: CsvTable | None = None
         self.location: Path | None = self._given_path
-        """The file; None until the run's folder is known."""
+        """Path of the file; None until the run's directory is known."""
 
     def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
-        """Continue the file, or begin one."""
+        """Continue the file, or start a new one."""
         self.close("completed")
-        self.location = path = self._given_path or run.folder / "metrics.csv"
+        self.location = path = self._given_path or run.directory / "metrics.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and run.start_step == 0 and not run.adds_only:
             path.rename(numbered_name(path))
@@ -192,7 +193,7 @@ class CsvSink:
         try:
             self._table = CsvTable(path, keeps)
         except NoTableError as error:
-            logger.warning("%s It is kept as %s.", error, path.rename(numbered_name(path)))
+            logger.warning("%s It was renamed to %s.", error, path.rename(numbered_name(path)))
             self._table = CsvTable(path, keeps)
         for point in () if run.adds_only else run.last_points:
             self.log(point.metrics, point.step, point.timestamp)
@@ -206,14 +207,14 @@ class CsvSink:
             self._table.put(step, kinds[0] if kinds else "train", cells)
 
     def text(self, tag: str, text: str, step: int) -> None:
-        """Nothing: a table of numbers has no place for it."""
+        """Ignore texts: a table of numbers cannot hold them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the file tells all."""
+        """Empty: the file contains all state."""
         return {}
 
     def close(self, status: str) -> None:
-        """Let go of the file."""
+        """Close the file."""
         table, self._table = self._table, None
         if table is not None:
             table.close()

@@ -1,4 +1,4 @@
-"""MLflow."""
+"""Sends the metrics of a run to MLflow."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from onstep.trackers.metric_names import METRICS_PER_BATCH, PARAMETERS_PER_BATCH, metric_name, parameters
-from onstep.trackers.tracker import RunIdentity, ServiceSink
+from onstep.trackers.tracker import RunIdentity, ServiceTracker
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 RUN_TAG = "onstep.run_id"
-"""Tag with the run's own id, by which it is found again."""
+"""Tag with the run's own id, used to find the MLflow run."""
 SEGMENTS_TAG = "onstep.segments"
-"""Tag with the steps that the run was started and continued from: '0, 10, 20'."""
+"""Tag with the steps that the run was started and resumed from: '0, 10, 20'."""
 
 _STATUS = {"completed": "FINISHED", "stopped": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
 
 _LOCAL_STORE = threading.Lock()
-"""Held while a sink of this process looks up or makes what it needs in a folder: MLflow reads half-made experiments."""
+"""Held while this process looks up or creates entries of a local store: MLflow reads half-created experiments."""
 
 Item = TypeVar("Item")
 
 
 @dataclass(eq=False)
-class MlflowSink(ServiceSink):
-    """A run in MLflow: by default in the folder `mlruns` of the run, without a server.
+class MlflowTracker(ServiceTracker):
+    """A run in MLflow: by default in the directory `mlruns` of the run, without a server.
 
-    A run that continues has the same MLflow run; its points are added behind those that were there, and the tag
-    `onstep.segments` lists the steps that it continued from. Metric names become what MLflow accepts
-    (`mlflow_names.metric_name`). The active run of `mlflow.start_run` is neither used nor changed.
+    A resumed run continues the same MLflow run: its points are appended, and the tag `onstep.segments` lists the steps
+    that it was resumed from. Metric names are converted to names that MLflow accepts (`tracker_names.metric_name`). The
+    active run of `mlflow.start_run` is neither used nor changed.
 
     Args:
         experiment: MLflow experiment; None is `MLFLOW_EXPERIMENT_NAME`, else "onstep".
-        run_name: Name of the MLflow run; None is the run's.
-        tracking_uri: MLflow's store; None is `MLFLOW_TRACKING_URI`, else `mlruns` in the run's folder. Passwords and
-            tokens are read by MLflow itself from the environment.
+        run_name: Name of the MLflow run; None is the run's name.
+        tracking_uri: MLflow's store; None is `MLFLOW_TRACKING_URI`, else `mlruns` in the run's directory. MLflow reads
+            passwords and tokens from the environment.
         tags: Tags of the run.
-        description: Note of the run.
-        flush_seconds: How long points may wait to be sent together; None is 0 for a local store, else 1. What waits
-            when the process is killed is lost to MLflow, not to the journal.
+        description: Description of the run.
+        flush_seconds: How long points may be batched before they are sent; None is 0 for a local store, else 1. If the
+            process is killed, pending points are lost in MLflow, but not in the metrics log.
     """
 
     name = "mlflow"
@@ -59,19 +59,21 @@ class MlflowSink(ServiceSink):
     description: str | None = None
     flush_seconds: float | None = None
     clock: Callable[[], float] = field(default=time.monotonic, init=False)
-    """Seconds; replace it to measure with another clock."""
+    """Returns seconds; replace it to measure with another clock."""
     _client: Any = field(default=None, init=False)
     _interval: float = field(default=0.0, init=False)
     _waiting: list[Any] = field(default_factory=list, init=False)
     _last_flush: float = field(default=0.0, init=False)
 
     def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
-        """Begin the MLflow run, or continue the one that has this run's id."""
+        """Start an MLflow run, or resume the one with this run's id."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        uri = self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or (run.folder.resolve() / "mlruns").as_uri()
+        uri = (
+            self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or (run.directory.resolve() / "mlruns").as_uri()
+        )
         is_local = "://" not in uri or uri.startswith("file:")
         if is_local:
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 asks for a word before it uses files
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 requires consent to use files
         from mlflow.tracking import MlflowClient
 
         self._identity, self._waiting = run, []
@@ -90,7 +92,7 @@ class MlflowSink(ServiceSink):
         logger.info("mlflow: run %s in %s", self._id, uri)
 
     def log(self, metrics: Mapping[str, float], step: int, timestamp: float) -> None:
-        """Add a point to each metric, in one batch with what waits."""
+        """Add a point to each metric, in one batch with pending points."""
         from mlflow.entities import Metric
 
         milliseconds = round(timestamp * 1000)
@@ -99,11 +101,11 @@ class MlflowSink(ServiceSink):
             self._flush()
 
     def text(self, tag: str, text: str, step: int) -> None:
-        """Keep the text as the artifact `text/<tag>/step-<step>.txt`."""
+        """Save the text as the artifact `text/<tag>/step-<step>.txt`."""
         self._client.log_text(self._id, text, f"text/{metric_name(tag).replace('/', '_')}/step-{step:08d}.txt")
 
     def close(self, status: str) -> None:
-        """Send what waits and set the run's status: FINISHED, KILLED (preempted) or FAILED."""
+        """Send pending points and set the run's status: FINISHED, KILLED (preempted) or FAILED."""
         if self._client is None:
             return
         try:
@@ -128,12 +130,12 @@ class MlflowSink(ServiceSink):
                 return str(self._client.create_experiment(name))
             except MlflowException:
                 found = self._client.get_experiment_by_name(name)
-                if found is None:  # nobody else made it in the meantime
+                if found is None:  # no other process has created it in the meantime
                     raise
         return str(found.experiment_id)
 
     def _find(self, run: RunIdentity, state: Mapping[str, Any]) -> str | None:
-        """The id of this run's MLflow run: from the checkpoint, else by its tag; None where there is none yet."""
+        """The id of this run's MLflow run: from the checkpoint, else by its tag; None if there is none yet."""
         from mlflow.exceptions import MlflowException
 
         if state.get("run") == run.run_id and state.get("id"):
@@ -141,13 +143,13 @@ class MlflowSink(ServiceSink):
                 if self._client.get_run(state["id"]).info.lifecycle_stage == "active":
                     return str(state["id"])
             except MlflowException as error:
-                logger.warning("mlflow: the run %s of the checkpoint is not there (%s)", state["id"], error)
+                logger.warning("mlflow: the run %s of the checkpoint was not found (%s)", state["id"], error)
         tagged = f"tags.`{RUN_TAG}` = '{run.run_id}'"
         found = self._client.search_runs([self._experiment_id()], filter_string=tagged, max_results=1)
         return str(found[0].info.run_id) if found else None
 
     def _describe(self, run: RunIdentity) -> None:
-        """Set the tags and add the parameters that MLflow does not have yet; those that it has cannot be changed."""
+        """Set the tags and add new parameters; MLflow does not allow existing ones to change."""
         from mlflow.entities import Param, RunTag
 
         there = self._client.get_run(self._id).data
@@ -167,9 +169,9 @@ class MlflowSink(ServiceSink):
 
 
 def remove_torn_metrics(uri: str, run_id: str) -> None:
-    """Remove the empty metric files that a kill has left in this run's folders of a local store.
+    """Remove empty metric files that a kill left in this run's directories of a local store.
 
-    MLflow makes a file before it writes the first point, and refuses to read a run that has an empty one.
+    MLflow creates a file before it writes the first point, and cannot read a run that has an empty one.
     """
     root = Path(unquote(urlsplit(uri).path) if uri.startswith("file:") else uri)
     for tag in root.glob(f"*/*/tags/{RUN_TAG}"):

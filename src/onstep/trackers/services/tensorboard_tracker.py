@@ -1,4 +1,4 @@
-"""Writes the metrics of a run as TensorBoard's event files, with TensorBoard's own record writer."""
+"""Writes the metrics of a run to TensorBoard event files, with TensorBoard's record writer."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ EVENT_FILES = "events.out.tfevents.*"
 _FILE_NAME = re.compile(r"events\.out\.tfevents\.(\d+)\.")
 
 
-class TensorBoardSink:
-    """Writes scalars and texts to an event file of its own for each start of the run, each point at once.
+class TensorBoardTracker:
+    """Writes scalars and texts to a new event file for each start of the run, each point immediately.
 
-    A run that continues masks what an earlier process wrote after the checkpoint (a session start in TensorBoard's
-    format), so that TensorBoard shows each step once and the checkpoint's own step stays. A fresh run masks everything
-    that is there. The run's configuration is shown as the text ``config``.
+    A resumed run masks points that an earlier process wrote after the checkpoint (by a session start in TensorBoard's
+    format), so TensorBoard shows each step once and keeps the checkpoint's own step. A new run masks all existing
+    points. The run's configuration is shown as the text ``config``.
 
     Args:
-        log_dir: Folder of the event files; None is ``tensorboard`` in the run's folder.
-        part: A folder in that one.
+        log_dir: Directory of the event files; None is ``tensorboard`` in the run's directory.
+        part: A subdirectory of it.
 
     Raises:
-        MissingExtraError: when TensorBoard is not installed.
+        MissingExtraError: if TensorBoard is not installed.
     """
 
     name = "tensorboard"
@@ -40,29 +40,29 @@ class TensorBoardSink:
 
     def __init__(self, log_dir: str | Path | None = None, part: str = "") -> None:
         if find_spec("tensorboard") is None:
-            raise MissingExtraError("The tracker 'tensorboard' needs TensorBoard: pip install 'onstep[tensorboard]'")
+            raise MissingExtraError("The tracker 'tensorboard' requires TensorBoard: pip install 'onstep[tensorboard]'")
         self._log_dir = None if log_dir is None else Path(log_dir)
         self._part = part
         self._writer: Any = None
         self.location: Path | None = None if self._log_dir is None else self._log_dir / part
-        """The folder; None until the run's is known."""
+        """The directory; None until the run's directory is known."""
 
-    def beside(self, part: str) -> TensorBoardSink:
-        """Another one, in a folder of this one's."""
-        return TensorBoardSink(self._log_dir, part)
+    def beside(self, part: str) -> TensorBoardTracker:
+        """Another tracker, in a subdirectory of this one's."""
+        return TensorBoardTracker(self._log_dir, part)
 
     def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
-        """Begin an event file; what no longer counts of earlier ones is masked."""
+        """Start an event file, masking points of earlier files that are no longer valid."""
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self.close("completed")
-        self.location = folder = (self._log_dir or run.folder / "tensorboard") / self._part
-        folder.mkdir(parents=True, exist_ok=True)
-        # A name that comes after all that are there, whatever the clocks of their machines said. TensorBoard reads
-        # the files of a folder in the order of their names, which begin with the time in seconds
-        seconds = max(int(time.time()), newest_second(folder) + 1)
+        self.location = directory = (self._log_dir or run.directory / "tensorboard") / self._part
+        directory.mkdir(parents=True, exist_ok=True)
+        # The name sorts after all existing files, regardless of the clocks of their machines: TensorBoard reads the
+        # files of a directory in the order of their names, which begin with the time in seconds
+        seconds = max(int(time.time()), newest_second(directory) + 1)
         self._writer = RecordWriter(
-            (folder / f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.onstep").open("xb")
+            (directory / f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.onstep").open("xb")
         )
         self._write(file_version="brain.Event:2")
         if run.adds_only:
@@ -83,7 +83,7 @@ class TensorBoardSink:
             self._write(timestamp, step=step, summary=Summary(value=values))
 
     def text(self, tag: str, text: str, step: int) -> None:
-        """Write a text, shown as markdown."""
+        """Write a text, shown as Markdown."""
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
         from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
@@ -96,17 +96,17 @@ class TensorBoardSink:
         self._write(step=step, summary=Summary(value=[value]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the event files tell all."""
+        """Empty: the event files contain all state."""
         return {}
 
     def close(self, status: str) -> None:
-        """Let go of the event file."""
+        """Close the event file."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
 
     def _write_event(self, event: Any) -> None:
-        """Append an event; it is in the file when this returns."""
+        """Append an event and flush it to the file."""
         if self._writer is not None:
             self._writer.write(event.SerializeToString())
             self._writer.flush()
@@ -118,13 +118,13 @@ class TensorBoardSink:
 
 
 def session_start(step: int) -> Any:
-    """The event that lets readers drop the points at `step` and beyond of earlier files."""
+    """The event that makes readers drop points of earlier files from `step` on."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
     return Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START))
 
 
-def newest_second(folder: Path) -> int:
-    """The second in the name of the newest event file; 0 where there is none."""
-    matches = [_FILE_NAME.match(path.name) for path in folder.glob(EVENT_FILES)]
+def newest_second(directory: Path) -> int:
+    """The timestamp in the name of the newest event file, in seconds; 0 if there is none."""
+    matches = [_FILE_NAME.match(path.name) for path in directory.glob(EVENT_FILES)]
     return max((int(match.group(1)) for match in matches if match is not None), default=0)

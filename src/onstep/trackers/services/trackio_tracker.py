@@ -1,4 +1,4 @@
-"""Trackio."""
+"""Sends the metrics of a run to Trackio."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from onstep.trackers.tracker import RunIdentity, ServiceSink
+from onstep.trackers.tracker import RunIdentity, ServiceTracker
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 _ASKED = ("plotly.basedatatypes", "matplotlib.figure", "matplotlib.animation")
-"""Modules that Trackio looks at with each value, to tell figures from numbers."""
+"""Modules that Trackio checks for each value, to distinguish figures from numbers."""
 
 
 @dataclass(eq=False)
-class TrackioSink(ServiceSink):
-    """A run in Trackio's local store (`TRACKIO_DIR`, else Trackio's own folder), or in a Space of Hugging Face.
+class TrackioTracker(ServiceTracker):
+    """A run in Trackio's local store (`TRACKIO_DIR`, else Trackio's default), or in a Hugging Face Space.
 
-    A run that continues has the same Trackio run; its points are added behind those that were there. Trackio writes
-    twice a second: what was reported in the last half second before a kill is lost to it.
+    A resumed run continues the same Trackio run: its points are appended. Trackio writes twice a second, so points of
+    the last half second before a kill are lost in it.
 
     Args:
         project: Trackio project; None is "onstep".
-        run_name: Name of the run; None is the run's.
+        run_name: Name of the run; None is the run's name.
         group: Group of the run.
         space_id: Space to log to (its token comes from the environment); None is `TRACKIO_SPACE_ID`, else the local
             store.
@@ -44,16 +44,16 @@ class TrackioSink(ServiceSink):
     bucket_id: str | None = None
 
     def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
-        """Begin or continue the Trackio run."""
+        """Start or resume the Trackio run."""
         self._take_id(run, state)
         project, name = self.project or "onstep", self.run_name or run.name
-        config = {key: value for key, value in run.config.items() if not key.startswith("_")}  # Trackio's own
+        config = {key: value for key, value in run.config.items() if not key.startswith("_")}  # reserved by Trackio
         space = self.space_id or os.environ.get("TRACKIO_SPACE_ID")
         common: dict[str, Any] = {"project": project, "name": name, "group": self.group, "config": config}
         self._run = self._in_space(space, common) if space else self._in_local_store(common)
 
     def log(self, metrics: Mapping[str, float], step: int, timestamp: float) -> None:
-        """Add a row to the run; Trackio stamps it with the time of its writing."""
+        """Add a row to the run; Trackio sets the timestamp when it writes the row."""
         _wait_for_imports()
         self._run.log(dict(metrics), step=step)
 
@@ -65,14 +65,14 @@ class TrackioSink(ServiceSink):
         self._run.log({tag: trackio.Markdown(f"```\n{text}\n```")}, step=step)
 
     def _end(self, run: Any, status: str) -> None:
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints that it uploads, also where it does not
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints that it uploads even if it does not
             run.finish()
 
     def _in_local_store(self, common: dict[str, Any]) -> Any:
         from trackio.run import Run
         from trackio.utils import TRACKIO_DIR
 
-        # trackio.init() prints, measures the machine and ends a run of the user's; the class alone does none of it
+        # trackio.init() prints, monitors the machine and ends the user's own run; the class alone does not
         run = Run(url=None, client=None, run_id=self._id, **common)
         project = common["project"]
         logger.info("trackio: recording in %s; to see the run: trackio show --project %s", TRACKIO_DIR, project)
@@ -89,7 +89,7 @@ class TrackioSink(ServiceSink):
 
 
 def _wait_for_imports() -> None:
-    """Wait for modules that another thread is importing: Trackio (0.43) drops a value where it meets half of one."""
+    """Wait for modules that another thread is importing: Trackio (0.43) drops values if one is partially imported."""
     for name in _ASKED:
         if name in sys.modules:
             importlib.import_module(name)

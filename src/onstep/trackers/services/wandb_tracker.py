@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Sends the metrics of a run to Weights & Biases, online or into files for `wandb sync`."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from onstep.trackers.tracker import STEP_NAME, RunIdentity, ServiceSink, plain_name
+from onstep.trackers.tracker import STEP_NAME, RunIdentity, ServiceTracker, plain_name
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.2
-"""The longest time that points wait in W&B's process before they are in its file."""
+"""The longest time that points stay in W&B's process before they are in its file."""
 
 
 @dataclass(eq=False)
-class WandbSink(ServiceSink):
+class WandbTracker(ServiceTracker):
     """A run in Weights & Biases.
 
-    Without an API key (`WANDB_API_KEY`, or what `wandb login` stored) or with `WANDB_MODE=offline`, the run is kept in
-    files for `wandb sync`; nobody is asked anything. A run that continues has the same W&B id and `resume="allow"`:
-    offline it is one folder more. That begins with the points which a kill might have taken from the one before
+    Without an API key (`WANDB_API_KEY`, or from `wandb login`) or with `WANDB_MODE=offline`, the run is recorded in
+    files for `wandb sync`, without prompting. A resumed run has the same W&B id and `resume="allow"`; offline, it gets
+    another directory. That directory begins with the points that the previous process might have lost in a kill
     (`RunIdentity.last_points`), so a step may have several values, of which the newest counts. The x axis of all curves
-    is `train/global_step`, because W&B's own count of points never goes back.
+    is `train/global_step`, because W&B's own step count cannot decrease.
 
     Args:
         project: W&B project; None is `WANDB_PROJECT`, else "onstep".
-        run_name: Name of the W&B run; None is the run's.
-        entity: User or team; None is W&B's own choice (`WANDB_ENTITY`).
-        save_dir: Where `wandb/` is made; None is `WANDB_DIR`, else the run's folder.
+        run_name: Name of the W&B run; None is the run's name.
+        entity: User or team; None is W&B's default (`WANDB_ENTITY`).
+        save_dir: Directory in which `wandb/` is created; None is `WANDB_DIR`, else the run's directory.
         tags: Tags of the run.
         group: Group of the run.
-        mode: online | offline | disabled; None is `WANDB_MODE`, else online where there is a key.
-        settings: Further fields of `wandb.Settings`.
+        mode: online | offline | disabled; None is `WANDB_MODE`, else online if there is an API key.
+        settings: Additional fields of `wandb.Settings`.
     """
 
     name = "wandb"
@@ -52,18 +52,20 @@ class WandbSink(ServiceSink):
     settings: Mapping[str, Any] | None = None
 
     def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
-        """Begin or continue the W&B run; offline, a new segment of it."""
+        """Start or resume the W&B run; offline, start a new segment."""
         mode = self.mode or os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
         if mode != "online":
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # the package reports its own faults by network
+            os.environ.setdefault(
+                "WANDB_ERROR_REPORTING", "false"
+            )  # the package reports its own errors over the network
         import wandb
 
         settings: Any = wandb.Settings
         ours = {"silent": True, "console": "off", "x_transaction_log_flush_interval": FLUSH_SECONDS}
         known = getattr(settings, "model_fields", ours)
-        ours = {name: value for name, value in ours.items() if name in known}  # by the installed version
-        folder = Path(self.save_dir or os.environ.get("WANDB_DIR") or run.folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        ours = {name: value for name, value in ours.items() if name in known}  # depending on the installed version
+        directory = Path(self.save_dir or os.environ.get("WANDB_DIR") or run.directory)
+        directory.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=self.project or os.environ.get("WANDB_PROJECT") or "onstep",
             entity=self.entity,
@@ -71,7 +73,7 @@ class WandbSink(ServiceSink):
             id=self._take_id(run, state),
             group=self.group,
             tags=tuple(self.tags) or None,
-            dir=str(folder),
+            dir=str(directory),
             config=dict(run.config),
             resume="allow",
             reinit="create_new",
@@ -96,14 +98,14 @@ class WandbSink(ServiceSink):
         self._run.log({plain_name(tag): wandb.Html(f"<pre>{html.escape(text)}</pre>"), STEP_NAME: step})
 
     def _end(self, run: Any, status: str) -> None:
-        """Finish the run: finished, failed, or preempted (to be continued)."""
+        """Finish the run as finished, failed, or preempted (to be resumed)."""
         if status == "preempted":
             run.mark_preempting()
         run.finish(exit_code=0 if status in ("completed", "stopped") else 1)
 
 
 def _has_key() -> bool:
-    """Whether W&B would find an API key without asking anybody."""
+    """Whether W&B finds an API key without prompting."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
@@ -113,5 +115,5 @@ def _has_key() -> bool:
             if path.is_file() and netrc.netrc(str(path)).authenticators(host) is not None:
                 return True
         except (OSError, netrc.NetrcParseError):
-            logger.warning("wandb: %s cannot be read; the run is recorded offline", path)
+            logger.warning("wandb: cannot read %s; the run is recorded offline", path)
     return False

@@ -1,4 +1,4 @@
-"""Megatron Bridge's report of a run, step by step: its console lines, and its tags for the trackers."""
+"""Reports a run as Megatron Bridge does: its console lines, and its tags for the trackers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from onstep.metrics.norms.params_l2_norm import unread_params_l2_norm
 from onstep.schedules import is_due
-from onstep.training.bridge.console_line import IntervalFacts
+from onstep.training.bridge.console_line import IntervalValues
 from onstep.training.bridge.global_state import GlobalState, TrainStepResult
-from onstep.training.bridge.training_log import NAN, LogContext, is_nan, report_interval, report_step, whole
+from onstep.training.bridge.interval_log import NAN, LogContext, is_nan, report_interval, report_step, whole
 from onstep.training.compute.step import Step
 from onstep.training.experts.moe_log import interval_losses
 from onstep.training.feature import Feature
@@ -24,9 +24,9 @@ from onstep.training.stages.record import decoupled_learning_rate, learning_rate
 
 
 class BridgeLog(Feature[Job]):
-    """Prints Megatron Bridge's lines and fills its tags, where any rank has something to report.
+    """Prints Megatron Bridge's lines and writes its tags, if any rank has something to report.
 
-    The losses of the interval are the `IntervalMeter`'s.
+    The losses of the interval come from the `LossAccumulator`.
     """
 
     name = "training_log"
@@ -38,8 +38,8 @@ class BridgeLog(Feature[Job]):
     @classmethod
     def wanted(cls, host: Job) -> bool:
         run = host.run
-        others = run.door.prints_console_line or run.cfg.profiling.record_memory_history
-        return run.trackers.is_wanted or others or run.cfg.logger.timing_log_level > 0
+        others = run.entry_point.prints_console_line or run.cfg.profiling.record_memory_history
+        return run.bridge_trackers.is_wanted or others or run.cfg.logger.timing_log_level > 0
 
     def __init__(self, host: Job) -> None:
         super().__init__(host)
@@ -53,18 +53,18 @@ class BridgeLog(Feature[Job]):
         self._pending: TrainStepResult | None = None
         self._last: TrainStepResult | None = None
         self._num_nan: Tensor | int = 0
-        """Skipped steps of the interval whose loss was not finite."""
+        """Skipped steps of the interval with a non-finite loss."""
         self._seconds_before = 0.0
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Find out whether any rank has a tracker. Collective."""
-        [writes] = self._state.world.agree([int(self._state.trackers.is_wanted)])
+        """Determine whether any rank has a tracker. Collective."""
+        [writes] = self._state.world.agree([int(self._state.bridge_trackers.is_wanted)])
         self._writes = bool(writes)
         yield
 
     def restart_interval(self) -> None:
-        """Start the clocks, at the step that this process continues from or that the run has gone back to."""
+        """Start the timers at the step that this process continues from or that the run was rolled back to."""
         state = self._state
         self._pending = None
         state.sums.start_step = state.train_state.step
@@ -74,7 +74,7 @@ class BridgeLog(Feature[Job]):
         self._history.clear()
 
     def after_count(self, step: Step) -> None:
-        """Keep what the step gave until it is known whether it is logged."""
+        """Keep the step's values until it is known whether it is logged."""
         self._pending = TrainStepResult.of(step)
         if self._state.cfg.logger.log_throughput_to_tensorboard:
             self._history.append(self._state.clock.elapsed())
@@ -87,9 +87,9 @@ class BridgeLog(Feature[Job]):
         self._report(is_logged=True)
 
     def _report(self, is_logged: bool) -> None:
-        """Report the step that was taken up, and at a logged one the interval. All ranks call it.
+        """Report the recorded step and, if it is logged, the interval. Must be called on all ranks.
 
-        Without a step, as at the end of an epoch, a logged one reports the interval so far.
+        Without a step, as at the end of an epoch, logging reports the interval so far.
         """
         result, self._pending = self._pending, None
         run = LogContext(self._state.cfg, self._state, self.host.model, loaded_iteration=self._state.sums.start_step)
@@ -100,31 +100,31 @@ class BridgeLog(Feature[Job]):
             report_step(run, lambda: self._values(result, is_logged), self._history)
         if is_logged and self._last is not None:
             values = self._values(self._last, is_logged and result is not None)
-            facts, num_steps = partial(self._facts, values), self.host.meter.num_steps
-            self._reports_memory = report_interval(run, num_steps, facts, self._reports_memory)
+            info, num_steps = partial(self._info, values), self.host.accumulator.num_steps
+            self._reports_memory = report_interval(run, num_steps, info, self._reports_memory)
             self._num_nan = 0
 
     def state_dict(self) -> StateDict:
-        """The counters of the interval, and its seconds so far."""
+        """The counters of the interval, and its elapsed seconds."""
         state = self._state
         return {
             "num_nan": self._num_nan,
             "samples": state.sums.interval_samples,
             "interval_runtime": state.clock.elapsed() - state.sums.interval_start,
             "reports_memory": self._reports_memory,
-            "tags": state.trackers.record.state_dict(),
+            "tags": state.bridge_trackers.record.state_dict(),
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Continue the interval of a checkpoint; older ones have sums of their own, of which a counter is left."""
+        """Continue a checkpoint's interval; of older checkpoints, which hold their own sums, only a counter is used."""
         older = state_dict.get("totals", {}).get(NAN, 0)
         self._num_nan = int(state_dict.get("num_nan", older))
         self._state.sums.interval_samples = state_dict["samples"]
         self._seconds_before = state_dict["interval_runtime"]
-        self._state.trackers.record.load_state_dict(state_dict.get("tags", {}))
+        self._state.bridge_trackers.record.load_state_dict(state_dict.get("tags", {}))
 
     def _values(self, result: TrainStepResult, is_logged: bool) -> StepValues:
-        """What the step is reported by. Collective with `logger.log_params_norm`."""
+        """The values that the step reports. Collective with `logger.log_params_norm`."""
         scaler = self._state.loss_scaler(self.host.optimizer)
         return StepValues(
             losses=result.loss_dict,
@@ -137,19 +137,19 @@ class BridgeLog(Feature[Job]):
             max_attention_logit=self._state.max_attention_logit,
         )
 
-    def _facts(self, values: StepValues) -> IntervalFacts:
-        """What the console line says, with the one read of the device that the record shares."""
+    def _info(self, values: StepValues) -> IntervalValues:
+        """The console line's values, from the single device read that the record shares."""
         unread = {**values.shown, "num_nan": self._num_nan}
-        report = self.host.meter.read(experts=interval_losses(self._state.experts), last=unread)
+        report = self.host.accumulator.read(experts=interval_losses(self._state.experts), last=unread)
         assert report is not None
         shown, experts = report.extras["last"], report.extras["experts"]
         losses = report.applied
         if losses:
             losses = losses | {name: loss for name, loss in experts.items() if name.endswith("loss")}
-        return IntervalFacts(values.learning_rate, losses, shown, report.num_skipped, int(shown.pop("num_nan")))
+        return IntervalValues(values.learning_rate, losses, shown, report.num_skipped, int(shown.pop("num_nan")))
 
     def _params_norm(self, is_logged: bool) -> Tensor | None:
-        """The L2 norm of all parameters, where it is asked for and will be reported. Collective for sharded ones."""
+        """The L2 norm of all parameters, if configured and about to be reported. Collective for sharded parameters."""
         options = self._state.cfg.logger
         if not options.log_params_norm:
             return None

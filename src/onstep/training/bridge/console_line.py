@@ -1,4 +1,4 @@
-"""Megatron Bridge's console line of a logged step, byte for byte."""
+"""Formats Megatron Bridge's console line of a logged step, byte for byte."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from onstep.training.run import Run
 
 
 @dataclass(frozen=True)
-class IntervalFacts:
-    """What the line says of an interval, as plain numbers; what is None has no field in it."""
+class IntervalValues:
+    """The values of an interval that the line shows, as Python numbers; None omits the field."""
 
     learning_rate: float | None
     losses: Mapping[str, float]
-    """Means over the interval; a negative or NaN one is not shown."""
+    """Means over the interval; a negative or NaN mean is not shown."""
     last: Mapping[str, float | None]
     """`StepValues.shown` of the last step."""
     num_skipped: int
@@ -25,13 +25,13 @@ class IntervalFacts:
 def console_line(
     state: Run,
     batch_size: int,
-    facts: IntervalFacts,
+    info: IntervalValues,
     seconds_per_step: float,
     teraflops: float | None = None,
     energy: tuple[float, float] | None = None,
 ) -> str:
-    """The line of an interval; `teraflops` are TFLOP/s of one device, `energy` a GPU's joules of a step and watts."""
-    progress, last = state.train_state, facts.last
+    """Format an interval's line; `teraflops` is TFLOP/s per device, `energy` a GPU's joules per step and watts."""
+    progress, last = state.train_state, info.last
     joules, watts = energy or (None, None)
     num_zeros = last["num_zeros"]
     when = datetime.fromtimestamp(state.clock.wall())
@@ -43,16 +43,16 @@ def console_line(
         _given(" throughput per GPU (TFLOP/s/GPU): {:.1f}", teraflops),
         _given(" energy per GPU (J/iter/GPU): {:.1f}", joules),
         _given(" power per GPU (W/GPU): {:.1f}", watts),
-        _given(" learning rate: {:.6E}", facts.learning_rate),
+        _given(" learning rate: {:.6E}", info.learning_rate),
         f" global batch size: {batch_size:5d}",
-        *(f" {name}: {mean:.6E}" for name, mean in facts.losses.items() if mean >= 0),
+        *(f" {name}: {mean:.6E}" for name, mean in info.losses.items() if mean >= 0),
         f" loss scale: {last['loss_scale']:.1f}",
         _given(" grad norm: {:.3f}", last["grad_norm"]),
         _given(" num zeros: {}", None if num_zeros is None else int(num_zeros)),
         _given(" params norm: {:.3f}", last["params_norm"]),
         _given(" max attention logit: {:.3f}", last["max_attention_logit"]),
-        f" number of skipped iterations: {facts.num_skipped:3d}",
-        f" number of nan iterations: {facts.num_nan:3d}",
+        f" number of skipped iterations: {info.num_skipped:3d}",
+        f" number of nan iterations: {info.num_nan:3d}",
     ]
     return "".join(f"{one} |" for one in fields if one is not None)
 

@@ -1,4 +1,4 @@
-"""Megatron Bridge's `GlobalState` (the run, with what its features have under the documented names) and step result."""
+"""Defines Megatron Bridge's `GlobalState` (the run, with its features under the documented names) and step result."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from onstep.config.safety_config import StragglerDetectionConfig
-from onstep.training.compute.losses import StepLoss, Weight
+from onstep.config import StragglerDetectionConfig
+from onstep.training.compute.losses import Scalar, StepLoss
 from onstep.training.compute.step import LastStep, Step
 from onstep.training.experts.experts import Experts
 from onstep.training.fault_tolerance.sections import FaultToleranceState, sections_of
@@ -22,43 +22,43 @@ from onstep.training.stragglers.nvrx import NVRxStragglerDetectionManager, NvrxS
 
 
 class TrainStepResult(NamedTuple):
-    """What `train_step` returns, in Megatron Bridge's order."""
+    """The return value of `train_step`, in Megatron Bridge's order."""
 
     loss_dict: dict[str, Tensor]
     """Reduced losses as 0-d device tensors."""
     skipped_iter: int
-    """1 where the update was not applied."""
+    """1 if the update was not applied."""
     should_checkpoint: bool
     should_exit: bool
     exit_code: int
-    grad_norm: Weight | None
-    """Global L2 norm before clipping; a device tensor of our optimizers."""
+    grad_norm: Scalar | None
+    """Global L2 norm before clipping; a device tensor for Onstep's optimizers."""
     num_zeros_in_grad: Tensor | int | None
-    """Exact zeros among the gradients, where they are counted; an int64 device tensor of our optimizers."""
+    """Number of exact zeros in the gradients, if counted; an int64 device tensor for Onstep's optimizers."""
 
     def with_max_attention_logit(self, global_state: Run) -> tuple[object, ...]:
-        """The 8 values that newer versions of Megatron Bridge return: these 7 and the largest attention logit of the
-        step, a device tensor, or None unless `model.log_max_attention_logit`."""
+        """The 8 values that newer versions of Megatron Bridge return: these 7 and the step's largest attention logit,
+        as a device tensor, or None unless `model.log_max_attention_logit`."""
         step = global_state.features.room(LastStep).step
         return (*self, None if step is None else step.max_attention_logit)
 
     @classmethod
     def of(cls, step: Step) -> TrainStepResult:
-        """The result of a step of the loop."""
+        """The result of one step of the loop."""
         return cls(step.loss_dict, int(not step.applied), False, False, 0, step.grad_norm, step.num_zeros)
 
 
 class GlobalState(Run):
-    """A run as Megatron Bridge's callbacks and functions see it. Everything that it adds is the features'."""
+    """A run as Megatron Bridge's callbacks and functions see it; everything added here comes from features."""
 
     @property
     def signal_handler(self) -> DistributedSignalHandler | None:
-        """What turns signals into a request to leave; None outside of a run."""
+        """Turns signals into exit requests; None outside of a run."""
         return self.exits.handler
 
     @property
     def fault_tolerance_state(self) -> FaultToleranceState:
-        """What the timed sections of the run remember."""
+        """The saved state of the run's timed sections."""
         return sections_of(self).state
 
     @fault_tolerance_state.setter
@@ -67,7 +67,7 @@ class GlobalState(Run):
 
     @property
     def rank_monitor_client(self) -> Any:
-        """What times the sections of the run: that of `nvidia-resiliency-ext`, our own, or None."""
+        """The client that times the run's sections: that of `nvidia-resiliency-ext`, Onstep's own, or None."""
         return sections_of(self).client
 
     @rank_monitor_client.setter
@@ -76,7 +76,7 @@ class GlobalState(Run):
 
     @property
     def rerun_state_machine(self) -> RerunStateMachine:
-        """Recomputes suspicious results, where `rerun_state_machine.rerun_mode` says so."""
+        """Recomputes suspicious results, if `rerun_state_machine.rerun_mode` enables it."""
         feature = self.features.find(RerunMachine)
         return self.features.room(GivenMachine).machine if feature is None else feature.machine
 
@@ -86,24 +86,23 @@ class GlobalState(Run):
 
     @property
     def prints_console_line(self) -> bool:
-        """Megatron Bridge's lines of logged steps are wanted: no callback shows progress."""
-        return self.door.prints_console_line
+        """Whether to print Megatron Bridge's lines for logged steps: no callback shows progress."""
+        return self.entry_point.prints_console_line
 
     @prints_console_line.setter
     def prints_console_line(self, wanted: bool) -> None:
-        self.door.prints_console_line = wanted
+        self.entry_point.prints_console_line = wanted
 
     @property
     def straggler_timer(self) -> StragglerDetector:
-        """Stands around the reading of batches and the forward passes; does nothing unless
-        `straggler.log_straggler`."""
+        """Times batch reading and forward passes; does nothing unless `straggler.log_straggler`."""
         if self.cfg.straggler.log_straggler:
             return detector_of(self)
         return StragglerDetector(StragglerDetectionConfig(disable_straggler_on_startup=True))
 
     @property
     def energy_monitor(self) -> EnergyMonitor | None:
-        """The energy of the GPUs; None unless `logger.log_energy`."""
+        """Measures the energy of the GPUs; None unless `logger.log_energy`."""
         return monitor_of(self) if self.cfg.logger.log_energy else self.features.room(GivenMonitor).monitor
 
     @energy_monitor.setter
@@ -112,21 +111,21 @@ class GlobalState(Run):
 
     @property
     def nvrx_straggler_manager(self) -> NVRxStragglerDetectionManager | None:
-        """The detection of `nvidia-resiliency-ext`; None unless `nvrx_straggler.enabled`."""
+        """The straggler detection of `nvidia-resiliency-ext`; None unless `nvrx_straggler.enabled`."""
         feature = self.features.find(NvrxStragglers)
         return None if feature is None else feature.manager
 
     @property
     def experts(self) -> Experts | None:
-        """The routers and the multi-token prediction of the model; None where it has neither."""
+        """The model's routers and multi-token prediction; None if it has neither."""
         return self.features.find(Experts)
 
     @property
     def last_step_loss(self) -> StepLoss | None:
-        """The loss of the step that ran last, over all ranks."""
+        """The loss of the most recent step, over all ranks."""
         return self.features.room(LastStep).loss
 
     @property
     def max_attention_logit(self) -> Tensor | None:
-        """Largest attention logit of the step that ran last, over all ranks; None unless the model keeps it."""
+        """The largest attention logit of the most recent step, over all ranks; None unless the model records it."""
         return self.features.room(LastStep).max_attention_logit

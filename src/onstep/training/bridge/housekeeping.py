@@ -1,7 +1,8 @@
-"""What is done beside training, for those who drive it themselves: after each step, for an evaluation, at the end.
+"""Provides Megatron Bridge's housekeeping functions for users who drive training themselves.
 
-After a step this is waiting for the device, reports, comparisons, profiles and collection, in the order of
-`post_training_step_callbacks`. The loop does the same by features of its own.
+They run after each step, around an evaluation and at the end of a run. After a step they wait for the device, report,
+compare weights, profile and collect garbage, in the order of `post_training_step_callbacks`. The loop does the same
+with features.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 
 class ReportsSpeed(Protocol):
-    """What measures the ranks, such as a `StragglerDetector`."""
+    """Anything that measures the ranks' speed, such as a `StragglerDetector`."""
 
     def report(self, total_flops: float, log_interval: int, /) -> object:
         """Compare the ranks. Collective."""
@@ -48,27 +49,28 @@ def post_training_step_callbacks(
     should_toggle_forward_pre_hook: bool,
     nsys_nvtx_context: NsysContext | None = None,
 ) -> float:
-    """Do what is due after step `iteration` beside training; no user's callback is called. Collective.
+    """Do the housekeeping that is due after step `iteration`; user callbacks are not called. Collective.
 
     In order: wait for the device, report stragglers, compare weights, end a profile, collect garbage.
 
     Args:
         model: list of model chunks.
-        num_floating_point_operations_since_last_log_event: model FLOPs since the last report of stragglers.
+        num_floating_point_operations_since_last_log_event: model FLOPs since the last straggler report.
         straggler_timer: measures the ranks; its `report` is called at logged steps with `straggler.log_straggler`.
-        iteration: steps done, this one included.
-        prof: torch's profiler, where there is one.
+        iteration: number of steps done, including this one.
+        prof: torch's profiler, if any.
         config: the run's configuration.
         should_toggle_forward_pre_hook: the chunks' forward pre-hooks are on and must be off while weights are compared.
-            No optimizer prepares them here (MXFP8); the loop, which knows one, switches them off around the call.
-        nsys_nvtx_context: what `handle_profiling_step` gave.
+            No optimizer prepares the parameters here (MXFP8); the loop, which has one, turns the hooks off around the
+            call.
+        nsys_nvtx_context: the return value of `handle_profiling_step`.
 
     Returns:
-        The FLOPs to go on counting from: 0 after a report. Megatron Bridge's first version zeroed only its own copy, so
-        that the caller's number grew for ever.
+        The FLOPs to continue counting from: 0 after a report. Megatron Bridge's first version zeroed only its own copy,
+        so the caller's number grew forever.
 
     Raises:
-        ReplicaMismatchError: where replicas have different weights.
+        ReplicaMismatchError: if replicas have different weights.
     """
     train = config.train
     maybe_synchronize_training_step(train.train_sync_interval, iteration)
@@ -88,7 +90,7 @@ def post_training_step_callbacks(
 
 
 def maybe_synchronize_training_step(train_sync_interval: int | None, iteration: int) -> None:
-    """Wait for the device where `iteration` (steps done) is a multiple of `train_sync_interval`; None never waits."""
+    """Wait for the device if `iteration` (steps done) is a multiple of `train_sync_interval`; None never waits."""
     if is_due(iteration, train_sync_interval) and torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -100,17 +102,17 @@ def maybe_report_stragglers(
     iteration: int,
     num_floating_point_operations_since_last_log_event: float,
 ) -> float:
-    """Compare the speed of the ranks at logged steps. Collective then.
+    """Compare the speed of the ranks at logged steps. Collective at those steps.
 
     Args:
-        log_interval: steps between logs; None or 0 logs none.
-        log_straggler: whether the ranks are compared at all.
+        log_interval: steps between logs; None or 0 disables logging.
+        log_straggler: whether to compare the ranks at all.
         straggler_timer: measures the ranks; its `report(flops, log_interval)` compares them.
-        iteration: steps done.
+        iteration: number of steps done.
         num_floating_point_operations_since_last_log_event: model FLOPs since the last report.
 
     Returns:
-        The FLOPs to go on counting from: 0 after a report, else what was given.
+        The FLOPs to continue counting from: 0 after a report, else the given number.
     """
     if log_straggler and log_interval and iteration % log_interval == 0:
         straggler_timer.report(num_floating_point_operations_since_last_log_event, log_interval)
@@ -126,17 +128,17 @@ def maybe_check_weight_hash_across_dp_replicas(
     should_toggle_forward_pre_hook: bool,
     world: World | None = None,
 ) -> None:
-    """Compare all weights over the data-parallel ranks at every `interval`-th step, and say on rank 0 that they match.
+    """Compare all weights across data-parallel ranks at every `interval`-th step, and log on rank 0 that they match.
 
-    Collective then. Hooks that are toggled are on again afterwards, also where the weights differ.
+    Collective at those steps. Toggled hooks are turned on again afterwards, even if the weights differ.
 
     Args:
         model: list of model chunks.
-        optimizer: prepares its main parameters, where hooks are toggled and it can.
+        optimizer: prepares its main parameters if hooks are toggled and it supports that.
         interval: steps between comparisons; None never compares.
-        iteration: steps done, this one included.
-        should_toggle_forward_pre_hook: the chunks' forward pre-hooks are on: they are off during the comparison, with
-            the parameters gathered.
+        iteration: number of steps done, including this one.
+        should_toggle_forward_pre_hook: the chunks' forward pre-hooks are on: they are turned off during the comparison,
+            with the parameters gathered.
         world: the ranks; None is the default process group.
 
     Raises:
@@ -154,19 +156,19 @@ def maybe_check_weight_hash_across_dp_replicas(
 
 
 def maybe_run_manual_gc(enabled: bool, interval: int, iteration: int) -> None:
-    """Collect garbage at every `interval`-th step where that is manual.
+    """Collect garbage at every `interval`-th step if collection is manual.
 
     Args:
-        enabled: whether collecting is manual (`train.manual_gc`).
+        enabled: whether collection is manual (`train.manual_gc`).
         interval: steps between collections; 0 never collects.
-        iteration: steps done.
+        iteration: number of steps done.
     """
     if enabled and is_due(iteration, interval):
         gc.collect()
 
 
 def _alone(function: Callable[P, T]) -> Callable[P, T]:
-    """The function with the features that an evaluation outside of a run has."""
+    """Wrap the function with the features that an evaluation outside of a run has."""
 
     @wraps(function)
     def evaluated(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -183,15 +185,15 @@ evaluate_and_print_results = _alone(evaluation.evaluate_and_print_results)
 
 
 def _finish_train(global_state: GlobalState, checkpoint_manager: object = None) -> None:
-    """Finish a run that went well: end measurements, make a pending save durable, close the trackers. Collective.
+    """Finish a successful run: end measurements, make a pending save durable, close the trackers. Collective.
 
-    `pretrain()` calls it after the final evaluations; inside of it the trackers and the micro-batch calculator stay
-    until `on_run_end` fires.
+    `pretrain()` calls it after the final evaluations; inside `pretrain()` the trackers and the micro-batch calculator
+    stay open until `on_run_end` fires.
 
     Args:
         global_state: the run's state.
-        checkpoint_manager: an object with `finish()` in place of the run's own checkpoints; anything else, such as
-            Megatron Bridge's dictionary, means those.
+        checkpoint_manager: an object with `finish()` to use instead of the run's own checkpoints; anything else, such
+            as Megatron Bridge's dictionary, means the run's own.
     """
     safe_shutdown_nvrx_straggler_manager(global_state.nvrx_straggler_manager)
     finish = getattr(checkpoint_manager, "finish", None)
@@ -199,7 +201,7 @@ def _finish_train(global_state: GlobalState, checkpoint_manager: object = None) 
         finish()
     elif global_state.checkpoints is not None:
         global_state.checkpoints.finish()
-    if not global_state.trackers.is_held:
-        global_state.trackers.close("completed")
+    if not global_state.bridge_trackers.is_held:
+        global_state.bridge_trackers.close("completed")
     if not global_state.ending.in_run:
         unset_num_microbatches_calculator()

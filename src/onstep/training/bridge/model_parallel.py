@@ -1,7 +1,7 @@
-"""Models of somebody else's parallelism (Megatron-Core's): what their ranks agree on, and how they gather parameters.
+"""Supports models with external parallelism (Megatron-Core): agreement between their ranks, and parameter gathering.
 
-A chunk that gathers parameters while the forward pass runs has a `ddp_config`, `enable_forward_pre_hook()` and
-`disable_forward_pre_hook(param_sync=...)`. Ours has none of it, and nothing here is called for it.
+A chunk that gathers parameters during the forward pass has a `ddp_config`, `enable_forward_pre_hook()` and
+`disable_forward_pre_hook(param_sync=...)`. Onstep's own have none of these, and nothing here is called for them.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ def should_disable_forward_pre_hook(
 ) -> bool:
     """Whether forward pre-hooks must be off while checkpoints are saved, evaluations run and weights are compared.
 
-    They are those of a distributed optimizer that gathers parameters during the forward pass.
+    The hooks belong to a distributed optimizer that gathers parameters during the forward pass.
 
     Args:
-        use_megatron_fsdp: Megatron-FSDP does without such hooks.
-        use_distributed_optimizer: the optimizer's state is split over the ranks.
-        overlap_param_gather: parameters are gathered while the forward pass runs.
+        use_megatron_fsdp: Megatron-FSDP does not use such hooks.
+        use_distributed_optimizer: the optimizer's state is sharded over the ranks.
+        overlap_param_gather: parameters are gathered during the forward pass.
     """
     return not use_megatron_fsdp and use_distributed_optimizer and overlap_param_gather
 
 
 def enable_forward_pre_hook(model: Sequence[object]) -> None:
-    """Switch the forward pre-hooks of all chunks on.
+    """Turn on the forward pre-hooks of all chunks.
 
     Args:
         model: list of model chunks, in the wrapper that has the hooks.
 
     Raises:
-        TypeError: for a chunk that has none.
+        TypeError: for a chunk without them.
     """
     for chunk in model:
         _method(chunk, "enable_forward_pre_hook")()
 
 
 def disable_forward_pre_hook(model: Sequence[object], param_sync: bool = True, optimizer: object = None) -> None:
-    """Switch the forward pre-hooks of all chunks off.
+    """Turn off the forward pre-hooks of all chunks.
 
     Args:
         model: list of model chunks.
         param_sync: gather the parameters now, so that every rank has the current ones. Collective.
-        optimizer: prepares its main parameters for that first, where it can (`prepare_model_params_for_param_sync`).
+        optimizer: prepares its main parameters first, if it supports that (`prepare_model_params_for_param_sync`).
 
     Raises:
-        TypeError: for a chunk that has none.
+        TypeError: for a chunk without them.
     """
     prepare = getattr(optimizer, "prepare_model_params_for_param_sync", None)
     if param_sync and prepare is not None:
@@ -77,15 +77,15 @@ def _handle_mxfp8_param_buffer_copy(
     overlap_param_gather: bool,
     model: Sequence[object] | None = None,
 ) -> None:
-    """Copy main parameters into the parameter buffer where it is the gradient buffer, which was just zeroed.
+    """Copy main parameters into the parameter buffer if it is the gradient buffer, which was just zeroed.
 
     Args:
-        optimizer: its `chained_optimizers`, or itself, are asked to copy where they can
+        optimizer: its `chained_optimizers`, or itself, are asked to copy if they support it
             (`_copy_main_params_to_param_buffer`).
         reuse_grad_buf_for_mxfp8_param_ag: parameters and gradients share a buffer.
         overlap_param_gather: parameters are gathered during the forward pass.
-        model: with it nothing is copied while the first chunk's hooks are off: nobody would clear the copy again, and
-            it would be taken for gradients. None does not ask.
+        model: if given, nothing is copied while the first chunk's hooks are off: nothing would clear the copy, and it
+            would be mistaken for gradients. None skips this check.
     """
     if not (reuse_grad_buf_for_mxfp8_param_ag and overlap_param_gather):
         return
@@ -98,16 +98,16 @@ def _handle_mxfp8_param_buffer_copy(
 
 
 class Gathers(Protocol):
-    """The configuration of a model whose schedule gathers parameters by itself."""
+    """The configuration of a model whose schedule gathers parameters itself."""
 
     param_sync_func: object
 
 
 class ForwardPreHooks(Feature[Job]):
-    """The forward pre-hooks of a training's chunks over time.
+    """Manages the forward pre-hooks of a training's chunks.
 
-    Off until the first update that succeeded, so that a bad load is not spread; then on; off, with the parameters
-    gathered, around evaluations, saves and comparisons, and at the end.
+    They are off until the first successful update, so that a bad load does not spread; then on; and off, with the
+    parameters gathered, during evaluations, saves and comparisons, and at the end.
     """
 
     name = "forward_pre_hooks"
@@ -132,21 +132,21 @@ class ForwardPreHooks(Feature[Job]):
         self._reuses_buffer = bool(getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False))
         self._model_config: Gathers | None = getattr(host.model[0], "config", None)
         self._param_sync_func: object = None
-        """What `begin` took away from the model's configuration."""
+        """The functions that `begin` removed from the model's configuration."""
         self.is_on = False
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Give the schedule's own gathering back, however the training ends."""
+        """Restore the schedule's own gathering, however the training ends."""
         try:
             yield
         finally:
             self._give_back_param_sync_func()
 
     def begin(self) -> None:
-        """Switch them off without gathering, and take the schedule's own gathering (`param_sync_func`) away.
+        """Turn the hooks off without gathering, and remove the schedule's own gathering (`param_sync_func`).
 
-        A run that continues in the MXFP8 format keeps them on, as its buffers are shared.
+        A resumed run in the MXFP8 format keeps them on, because its buffers are shared.
         """
         if self._progress.step > 0 and str(getattr(self._model_config, "fp8_recipe", "")).lower().endswith("mxfp8"):
             self.is_on = True
@@ -158,7 +158,7 @@ class ForwardPreHooks(Feature[Job]):
             self._model_config.param_sync_func = None
 
     def after_train_step(self, step: Step) -> None:
-        """Switch them on after the first update that succeeded."""
+        """Turn the hooks on after the first successful update."""
         if self.is_on or not step.applied:
             return
         enable_forward_pre_hook(self._model)
@@ -166,11 +166,11 @@ class ForwardPreHooks(Feature[Job]):
         self.is_on = True
 
     def after_zero_grad(self) -> None:
-        """Fill the parameter buffer that was zeroed as the gradients' one."""
+        """Fill the parameter buffer, which was zeroed as the gradient buffer."""
         _handle_mxfp8_param_buffer_copy(self._optimizer, self._reuses_buffer, True, self._model)
 
     def pause(self, work: Interruption) -> AbstractContextManager[object]:
-        """Off while weights are read; nothing changes where they are off already."""
+        """Keep the hooks off while weights are read; change nothing if they are already off."""
         return self._off() if self.is_on and work in ("evaluate", "save", "compare") else nullcontext()
 
     @contextmanager
@@ -183,7 +183,7 @@ class ForwardPreHooks(Feature[Job]):
             self.is_on = True
 
     def end(self) -> None:
-        """Off at the end of training, with the parameters gathered."""
+        """Turn the hooks off at the end of training, with the parameters gathered."""
         if self.is_on:
             self._switch_off()
         self._give_back_param_sync_func()
@@ -193,13 +193,13 @@ class ForwardPreHooks(Feature[Job]):
         self.is_on = False
 
     def _give_back_param_sync_func(self) -> None:
-        """Let the model's schedule gather by itself again."""
+        """Let the model's schedule gather parameters itself again."""
         if self._model_config is not None and self._param_sync_func is not None:
             self._model_config.param_sync_func, self._param_sync_func = self._param_sync_func, None
 
 
 def _has_hooks(chunk: object) -> bool:
-    """Whether a chunk's hooks are on; one that does not tell is taken to have them on."""
+    """Whether a chunk's hooks are on; assumed if it does not say."""
     handles = getattr(chunk, "remove_forward_pre_hook_handles", None)
     return handles is None or len(handles) > 0
 
@@ -209,22 +209,20 @@ def _method(chunk: object, name: str) -> Callable[..., object]:
     if callable(found):
         return found
     hint = " (a plain torch module)" if isinstance(chunk, torch.nn.Module) else ""
-    raise TypeError(
-        f"{type(chunk).__name__}{hint} has no {name}(); give the chunks as their data-parallel wrapper has them."
-    )
+    raise TypeError(f"{type(chunk).__name__}{hint} has no {name}(); pass the chunks in their data-parallel wrapper.")
 
 
 def model_parallel_group(model: list[nn.Module]) -> ProcessGroup | None:
-    """The group of the ranks that hold this model, from the `pg_collection` of its first chunk (Megatron's `mp`).
+    """The group of the ranks that share this model, from the `pg_collection` of its first chunk (Megatron's `mp`).
 
-    None where one rank holds all of it.
+    None if one rank holds all of it.
     """
     group: ProcessGroup | None = getattr(getattr(unwrap(model[0]), "pg_collection", None), "mp", None)
     return group if has_others(group) else None
 
 
 class ModelParallelAgreement(Feature[Job]):
-    """One update for all ranks that hold parts of one model."""
+    """Makes all ranks that hold parts of one model agree on each update."""
 
     name = "model_parallel"
     needs_grad_norm = True
@@ -240,9 +238,9 @@ class ModelParallelAgreement(Feature[Job]):
         self._group, self._options = model_parallel_group(host.model), host.run.cfg.train
 
     def wrap_update(self, update: Callable[[Step], None]) -> Callable[[Step], None]:
-        """Agree on what came of it. Collective over the group; reads norm and zeros.
+        """Agree on the outcome of the update. Collective over the group; reads norm and zeros.
 
-        It was successful where it was on all ranks (`train.check_optimizer_step_success`), its norm is the largest
+        The update succeeded if it did on all ranks (`train.check_optimizer_step_success`); its norm is the largest
         (unless `train.skip_sync_grad_norm_across_mp`), and so is the number of zeros.
         """
         group, options = self._group, self._options

@@ -1,4 +1,4 @@
-"""A run's checkpoints: what they hold, when they are written, and how a run continues from one."""
+"""Writes the checkpoints of a run, and resumes a run from one."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from onstep.checkpoint import (
     resolve,
 )
 from onstep.config import ConfigContainer
+from onstep.config.checks.optimizer import GROUP_SETTINGS
+from onstep.config.derived import fill
 from onstep.config.differences import changes, configured_schedule_holds, decide, describe
 from onstep.config.lengths import schedule_samples
-from onstep.config.optimizer_rules import GROUP_SETTINGS
-from onstep.config.validate import fill
 from onstep.data import StepSource
 from onstep.errors import CheckpointError, ConfigError
 from onstep.events import Dispatcher, Request
@@ -40,48 +40,48 @@ logger = logging.getLogger(__name__)
 
 
 class RunCheckpoints:
-    """Writes the checkpoints of a run and continues it from one.
+    """Writes the checkpoints of a run and resumes it from one.
 
-    Continuing has two halves: `load_progress` before any data is opened, `load_position` right before the first step,
-    so that nothing between them can move the random generators.
+    Resuming has two halves: `load_progress` before any data is opened, `load_position` right before the first step, so
+    that nothing in between can advance the random generators.
     """
 
-    def __init__(self, state: Run, tell: Dispatcher, root: Path) -> None:
+    def __init__(self, state: Run, notify: Dispatcher, root: Path) -> None:
         config = state.cfg.checkpoint
         self.state = state
-        self.tell = tell
+        self.notify = notify
         self.root = root
-        self.components = RunComponents(state, tell)
+        self.components = RunComponents(state, notify)
         self.start: CheckpointInfo | None = None
-        """The checkpoint that the run continues from."""
+        """The checkpoint from which the run continues."""
         self._loaded: set[str] = set()
         self.manager = CheckpointManager(
             root,
             state.world,
-            run_id=state.run_folder.run_id if state.run_folder is not None else "",
+            run_id=state.run_dir.run_id if state.run_dir is not None else "",
             retention=retention_of(state.cfg),
             async_save=config.async_save,
-            on_durable=self._tell_durable,
+            on_durable=self._notify_durable,
             on_save_error="continue" if config.on_save_error == "continue" else "stop",
-            groups=state.door.process_groups,
+            groups=state.entry_point.process_groups,
         )
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank still writes its files of a pending save."""
+        """Whether this rank is still writing its files of a pending save."""
         return self.manager.is_saving and not self.manager.is_written
 
     def find(self) -> CheckpointInfo | None:
-        """The checkpoint to continue from: the one asked for, else the run's newest verified one. Collective.
+        """The checkpoint to continue from: the requested one, else the run's newest verified one. Collective.
 
-        Newer checkpoints than the one asked for belong to a branch that the run leaves; they are kept aside.
+        Checkpoints newer than the requested one belong to a branch that the run abandons; they are set aside.
 
         Raises:
-            CheckpointError: for one that was asked for and is not there.
+            CheckpointError: if a requested checkpoint does not exist.
         """
         state, asked = self.state, asked_start(self.state.cfg)
-        folder = state.run_folder
-        if asked is not None and not (folder is not None and folder.has_started_from(asked)):
+        directory = state.run_dir
+        if asked is not None and not (directory is not None and directory.has_started_from(asked)):
             self.start, self.components.is_chosen_start = self._resolve(), True
         elif state.cfg.checkpoint.resume:
             self.start = self.manager.newest()
@@ -89,23 +89,25 @@ class RunCheckpoints:
         if self.start is not None:
             self._compare_configuration(self.start)
             self._leave_branch(self.start)
-        if asked is not None and folder is not None and state.world.is_main:
-            folder.note_start(asked)  # after the branch was left: until then a crash must ask for the same start
+        if asked is not None and directory is not None and state.world.is_main:
+            directory.note_start(
+                asked
+            )  # after setting the branch aside: until then a restart must request the same start
         return self.start
 
     def check_states(self, trained: Trained) -> None:
-        """Refuse states that no checkpoint can hold, before anything is trained.
+        """Reject states that no checkpoint can hold, before any training.
 
         Raises:
-            CheckpointError: naming the optimizer, callback or value, and the way out.
+            CheckpointError: naming the optimizer, callback or value, and the remedy.
         """
         self.components.check_states(trained)
 
     def load_progress(self, trained: Trained) -> None:
-        """Load weights, optimizer, scheduler, progress and callbacks, and tell `on_checkpoint_load`. Collective.
+        """Load weights, optimizer, scheduler, progress and callbacks, and fire `on_checkpoint_load`. Collective.
 
         Raises:
-            CheckpointError: when a part does not fit; nothing trains on half a checkpoint.
+            CheckpointError: if a state does not fit; training never starts from half a checkpoint.
         """
         info, scheduler = self.start, trained.scheduler
         if info is None:
@@ -113,14 +115,14 @@ class RunCheckpoints:
         with self._todays_values(info, trained.optimizer):
             self._load(info, self.components.progress(trained, loads=True))
         if isinstance(scheduler, OptimizerParamScheduler):
-            scheduler.step(0)  # by the values that the groups have now
+            scheduler.step(0)  # uses the groups' current values
             if "scheduler" not in self._loaded:
                 place_scheduler(scheduler, self.state)
         self.state.stage.is_resumed, self.state.saving.is_unsaved = True, False
         if self.state.world.is_main:
             logger.info("continuing from %s", info.path)
         note_best_checkpoint(self.state, info.step, info.path)
-        self.tell.on_checkpoint_load(checkpoint_step=info.step, checkpoint_path=str(info.path))
+        self.notify.on_checkpoint_load(checkpoint_step=info.step, checkpoint_path=str(info.path))
 
     def load_position(self, reader: StepSource, scheduler: UserScheduler | None = None) -> None:
         """Load the data position, the log interval and the random generators. Collective."""
@@ -130,31 +132,31 @@ class RunCheckpoints:
         if scheduler is not None and "scheduler" not in self._loaded and takes_all:
             self._load(self.start, [self.components.scheduler(scheduler)])
         if isinstance(scheduler, OptimizerParamScheduler) and "scheduler" not in self._loaded:
-            place_scheduler(scheduler, self.state)  # again: by now the data has told how long an epoch is
+            place_scheduler(scheduler, self.state)  # again: the length of an epoch is now known
         position = DataPosition(reader, self.state)
         self._load(self.start, self.components.position(position, loads=True))
         if not position.is_loaded or self.start.manifest.world_size != self.state.world.size:
             position.seek()
 
     def restore(self, info: CheckpointInfo, trained: Trained) -> None:
-        """Go back to a checkpoint while the run goes on, and tell `on_checkpoint_load`. Collective.
+        """Load a checkpoint in the middle of a run, and fire `on_checkpoint_load`. Collective.
 
-        The data stays where it is: what led to this is not read again.
+        The data position stays: the samples that led to the rollback are not read again.
         """
         self._load(info, self.components.progress(trained))
         self._load(info, self.components.position(None, loads=True))
         self._leave_branch(info)
         note_best_checkpoint(self.state, info.step, info.path)
-        self.tell.on_checkpoint_load(checkpoint_step=info.step, checkpoint_path=str(info.path))
+        self.notify.on_checkpoint_load(checkpoint_step=info.step, checkpoint_path=str(info.path))
 
     def save(self, trained: Trained, reader: StepSource, persistent: bool = True) -> None:
-        """Write a checkpoint of this moment. Collective; asynchronous where `checkpoint.async_save` says so.
+        """Write a checkpoint of the current state. Collective; asynchronous with `checkpoint.async_save`.
 
         Raises:
             CheckpointError: see `CheckpointManager.save`.
         """
         state, step = self.state, self.state.train_state.step
-        self.tell.on_checkpoint_save_start(checkpoint_step=step)
+        self.notify.on_checkpoint_save_start(checkpoint_step=step)
         state.saving.is_unsaved = False
         with state.features.pause("write"):
             components = [
@@ -172,7 +174,7 @@ class RunCheckpoints:
             self.manager.save(request)
 
     def finalize_if_written(self) -> None:
-        """Make a pending save durable, if all ranks have written their files. Collective, right after an agreement."""
+        """Make a pending save durable once all ranks have written their files. Collective, right after an agreement."""
         if not self.state.exits.some_rank_writes:
             self.finish()
 
@@ -183,14 +185,14 @@ class RunCheckpoints:
                 self.manager.finalize()
 
     def close(self) -> None:
-        """Let go of threads and buffers. One rank alone makes a pending save durable; of several it is abandoned."""
+        """Release threads and buffers. A single rank makes a pending save durable; several ranks abandon it."""
         self.manager.close()
 
     def load_best_model(self, model: list[nn.Module]) -> None:
-        """Load the weights of the best checkpoint into `model`; progress and optimizer stay. Collective."""
+        """Load the weights of the best checkpoint into `model`, but not its progress or optimizer. Collective."""
         best = self.manager.best()
         if best is None:
-            logger.warning("no checkpoint has the metric of checkpoint.load_best_model_at_end; the weights stay")
+            logger.warning("checkpoint.load_best_model_at_end: no checkpoint has the metric; the weights are unchanged")
             return
         self.manager.load(
             best,
@@ -199,10 +201,10 @@ class RunCheckpoints:
         )
         self.state.train_state.best_model_checkpoint = str(best.path)
         if self.state.world.is_main:
-            logger.info("loaded the best weights, of step %d", best.step)
+            logger.info("loaded the best weights, from step %d", best.step)
 
     def _resolve(self) -> CheckpointInfo | None:
-        """What `checkpoint.load` and `ckpt_step` name, found and verified on rank 0."""
+        """The checkpoint that `checkpoint.load` and `ckpt_step` name, found and verified on rank 0."""
         config, world = self.state.cfg.checkpoint, self.state.world
         outcome: CheckpointInfo | CheckpointError | None = None
         if world.is_main:
@@ -219,10 +221,10 @@ class RunCheckpoints:
 
     @contextmanager
     def _todays_values(self, info: CheckpointInfo, optimizer: UserOptimizer | None) -> Iterator[None]:
-        """With `checkpoint.on_config_change=apply`, let today's optimizer settings win over those that are loaded.
+        """With `checkpoint.on_config_change=apply`, let the current optimizer settings override the loaded ones.
 
-        So does what groups have of the schedule, by whatever says that today's schedule holds. A best metric of another
-        name is forgotten.
+        The groups' values from the schedule are overridden wherever the current schedule applies. A best metric under
+        another name is dropped.
         """
         config = self.state.cfg
         applies = config.checkpoint.on_config_change == "apply"
@@ -244,41 +246,41 @@ class RunCheckpoints:
             self.state.train_state.best_model_checkpoint = None
 
     def _compare_configuration(self, info: CheckpointInfo) -> None:
-        """Hold the configuration of the checkpoint against today's, where no run folder has done so already.
+        """Compare the checkpoint's configuration with the current one, unless the run directory has already done so.
 
         Raises:
             CheckpointError: for a difference that `checkpoint.on_config_change` does not allow.
         """
         state = self.state
-        is_own = state.run_folder is not None and info.path.parent.resolve() == state.run_folder.checkpoints.resolve()
+        is_own = state.run_dir is not None and info.path.parent.resolve() == state.run_dir.checkpoints.resolve()
         if is_own or not info.manifest.config:
             return
         policy = state.cfg.checkpoint.on_config_change
         today = fill(state.cfg, state.world.size)
-        if today.model.vocab_size is None:  # the tokenizer's, which is not open yet
+        if today.model.vocab_size is None:  # set from the tokenizer, which is not open yet
             today.model.vocab_size = info.manifest.config.get("model", {}).get("vocab_size")
         try:
-            # how a run starts is its own affair
+            # how a run starts is not compared
             found = [one for one in changes(info.manifest.config, today) if not one.key.startswith("checkpoint.")]
             decided = decide(found, today, policy, state.world.size)
         except ConfigError as error:
-            raise CheckpointError(f"{info.path} is of another configuration: {error}") from None
+            raise CheckpointError(f"{info.path} was saved with a different configuration: {error}") from None
         if policy == "keep":
             state.cfg = decided
         if found and state.world.is_main:
             logger.info("the configuration differs from that of %s:\n%s", info.path, describe(found))
 
     def _check_not_all_damaged(self) -> None:
-        """Refuse to start from nothing over checkpoints that cannot be used; the reasons were told one by one."""
+        """Refuse to start from scratch if checkpoints exist but none is usable; each reason has been logged."""
         there = self.state.world.share(sorted(path.name for path in self.root.glob("checkpoint-*")))
         if self.start is None and there:
             raise CheckpointError(
-                f"none of the checkpoints in {self.root} can be used ({', '.join(there)}), and starting from nothing "
-                f"would hide that. Restore one of them, or start a new run: run.fresh=true, or another run.name."
+                f"none of the checkpoints in {self.root} can be used ({', '.join(there)}), and starting from scratch "
+                f"would hide that. Restore one of them, or start a new run with run.fresh=true or another run.name."
             )
 
     def _leave_branch(self, info: CheckpointInfo) -> None:
-        """Keep newer checkpoints of this run aside: the run continues from an older one."""
+        """Set aside newer checkpoints of this run: it continues from an older one."""
         if info.path.parent.resolve() == self.root.resolve():
             self.manager.set_aside_newer(info.step)
 
@@ -290,36 +292,36 @@ class RunCheckpoints:
         if required:
             raise CheckpointError(
                 f"{info.path} has no {', '.join(required)}; continue from another checkpoint (checkpoint.ckpt_step), "
-                f"or go on without: checkpoint.load={info.path} with checkpoint.load_optim=false."
+                f"or continue without them: checkpoint.load={info.path} with checkpoint.load_optim=false."
             )
         if lacking and self.state.world.is_main:
-            logger.warning("%s has no %s; the run goes on with what it has", info.path, ", ".join(lacking))
+            logger.warning("%s has no %s; keeping their current state", info.path, ", ".join(lacking))
         self.manager.load(info, there, skip=known - {one.key for one in there})
         self._loaded |= {one.key for one in there}
 
-    def _tell_durable(self, saved: SavedCheckpoint) -> None:
+    def _notify_durable(self, saved: SavedCheckpoint) -> None:
         if self.state.cfg.checkpoint.async_save and self.state.cfg.logger.log_progress:
             log_async_checkpoint_saved(self.state, saved.step)
         details = {"checkpoint_step": saved.step, "path": str(saved.path)}
         note_best_checkpoint(self.state, saved.step, saved.path)
         write_decision(self.state, Request("saved", "the loop", "", self.state.saving.save_reason, 0, details))
-        self.tell.on_checkpoint_save(checkpoint_step=saved.step, checkpoint_path=str(saved.path))
+        self.notify.on_checkpoint_save(checkpoint_step=saved.step, checkpoint_path=str(saved.path))
 
 
-def open_checkpoints(state: Run, tell: Dispatcher) -> RunCheckpoints | None:
-    """The checkpoints of a run, in `checkpoint.save` or its folder; None for a run that has neither."""
+def open_checkpoints(state: Run, notify: Dispatcher) -> RunCheckpoints | None:
+    """The checkpoints of a run, in `checkpoint.save` or the run's directory; None for a run with neither."""
     if state.cfg.checkpoint.save is not None:
-        return RunCheckpoints(state, tell, Path(state.cfg.checkpoint.save))
-    return None if state.run_folder is None else RunCheckpoints(state, tell, state.run_folder.checkpoints)
+        return RunCheckpoints(state, notify, Path(state.cfg.checkpoint.save))
+    return None if state.run_dir is None else RunCheckpoints(state, notify, state.run_dir.checkpoints)
 
 
 @contextmanager
-def own_checkpoints(state: Run, tell: Dispatcher, trained: Trained) -> Iterator[None]:
-    """Checkpoints of a `train()` that is called by itself, where `checkpoint.save` names a folder. Collective."""
+def own_checkpoints(state: Run, notify: Dispatcher, trained: Trained) -> Iterator[None]:
+    """The checkpoints of a standalone `train()` call, if `checkpoint.save` names a directory. Collective."""
     if state.checkpoints is not None or state.cfg.checkpoint.save is None:
         yield
         return
-    state.checkpoints = checkpoints = RunCheckpoints(state, tell, Path(state.cfg.checkpoint.save))
+    state.checkpoints = checkpoints = RunCheckpoints(state, notify, Path(state.cfg.checkpoint.save))
     try:
         checkpoints.find()
         checkpoints.load_progress(trained)
@@ -330,7 +332,7 @@ def own_checkpoints(state: Run, tell: Dispatcher, trained: Trained) -> Iterator[
 
 
 def holds_todays(key: str, config: ConfigContainer) -> bool:
-    """Whether today's value of a parameter group's key holds, and not the one that is loaded."""
+    """Whether the current value of a parameter group's key overrides the loaded one."""
     if key in GROUP_SETTINGS:
         return configured_schedule_holds(config)
     of_the_scheduler = ("params", "lr", "initial_lr", "weight_decay")
@@ -338,14 +340,14 @@ def holds_todays(key: str, config: ConfigContainer) -> bool:
 
 
 def place_scheduler(scheduler: OptimizerParamScheduler, state: Run) -> None:
-    """Put a schedule whose own position was not loaded to where the progress is."""
+    """Move a schedule whose own position was not loaded to the run's progress."""
     progress, sizes = state.train_state, state.batch_sizes
     passed_over = [step for step in set(state.cfg.train.iterations_to_skip) if step <= progress.step]
     if sizes is None or not sizes.varies:
         taken = progress.step - progress.num_skips - len(passed_over)
         scheduler.num_steps = taken * state.current_running_global_batch_size
     else:
-        after = schedule_samples(state.cfg, state.facts.samples_per_epoch, world_size=state.world.size)
+        after = schedule_samples(state.cfg, state.info.samples_per_epoch, world_size=state.world.size)
         not_taken = sum(after(step) - after(step - 1) for step in passed_over)
         not_taken += progress.num_skips * sizes.sizes.at(progress.consumed_train_samples)
         scheduler.num_steps = max(0, after(progress.step) - not_taken)
@@ -353,11 +355,11 @@ def place_scheduler(scheduler: OptimizerParamScheduler, state: Run) -> None:
 
 
 def asked_start(config: ConfigContainer) -> str | None:
-    """What `checkpoint.load` and `checkpoint.ckpt_step` ask for, in words; None where they ask for nothing."""
+    """The start that `checkpoint.load` and `checkpoint.ckpt_step` request, as text; None if they request nothing."""
     checkpoint = config.checkpoint
     if checkpoint.load is None and checkpoint.ckpt_step is None:
         return None
-    if checkpoint.finetune and checkpoint.load is not None:  # of these only the weights are loaded: see pretrained.py
+    if checkpoint.finetune and checkpoint.load is not None:  # only its weights are loaded: see pretrained.py
         return None
     step = "" if checkpoint.ckpt_step is None else f" step {checkpoint.ckpt_step}"
     return f"{Path(checkpoint.load).absolute() if checkpoint.load else 'own'}{step}"

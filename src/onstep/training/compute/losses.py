@@ -3,17 +3,17 @@
 A forward step's loss function may return, as in Megatron Bridge,
 
 - `(loss_sum, num_tokens, report)`: exact for every split;
-- `(loss, report)` or a bare loss: the mean over the micro-batch. It is weighted by the micro-batch's labels where they
-  are known, else by its samples, or as `train.loss_weighting` says;
+- `(loss, report)` or a bare loss: the mean over the micro-batch. It is weighted by the micro-batch's labels if known,
+  else by its samples, or as `train.loss_weighting` says;
 - `LossShare(loss, num_items, report)`: the micro-batch's share of the step's loss, already divided by the `num_items`
   of the whole step (Hugging Face's `num_items_in_batch`).
 
-Every backward pass starts from `loss * weight / nominal`, with one `nominal` for all micro-batches and ranks; when the
+Every backward pass starts from `loss * weight / nominal`, with one `nominal` for all micro-batches and ranks; once the
 step's true weight is known, gradients are scaled once by `nominal / weight`, folded into clipping. float16 multiplies
-the start by its loss scale, which the same factor takes back.
+the start by its loss scale, which the same factor undoes.
 
-The mean over no labels at all is NaN and counts nothing. Its gradients must be zeros, as those of torch's losses are: a
-sum divided by a count of 0 has NaN gradients, and the step is refused as not finite.
+The mean over no labels is NaN and has no weight. Its gradients must be zeros, as those of torch's losses are: a sum
+divided by a count of 0 has NaN gradients, and the step is rejected as not finite.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from onstep.data.loaders.iterable_loader import count_samples
 from onstep.distributed import World
 from onstep.errors import ConfigError
 
-Weight = Tensor | float
+Scalar = Tensor | float
 Kind = Literal["sum", "mean", "share"]
 IGNORE_INDEX = -100
 """Labels with this value are not trained on."""
@@ -45,25 +45,25 @@ class LossShare(NamedTuple):
     """A micro-batch's share of the step's loss."""
 
     loss: Tensor
-    num_items: Weight
-    """Items of this micro-batch on this rank."""
+    num_items: Scalar
+    """Number of items of this micro-batch on this rank."""
     report: Mapping[str, object]
 
 
 class MeanLoss(NamedTuple):
-    """The mean loss of a micro-batch, with the weight that the forward step knows better than the loop."""
+    """The mean loss of a micro-batch, with a weight that the forward step supplies."""
 
     loss: Tensor
-    weight: Weight
-    tokens: Weight | None
+    weight: Scalar
+    tokens: Scalar | None
     report: Mapping[str, object]
 
 
 def run_backward(loss: Tensor) -> None:
-    """`loss.backward()` for one element, without what torch does around its engine: a fifth of a small model's step.
+    """`loss.backward()` for one element, without torch's overhead around its engine: a fifth of a small model's step.
 
-    The engine starts from a 1 that is kept, instead of a new one for each step. What is not plain is left to
-    `loss.backward()`: tensor subclasses, function modes, other shapes, and a `backward` that somebody replaced.
+    The engine starts from a cached 1, instead of a new one for each step. Special cases are left to `loss.backward()`:
+    tensor subclasses, function modes, other shapes, and a replaced `backward`.
     """
     is_plain = type(loss) is Tensor and loss.ndim == 0 and not has_torch_function_unary(loss)
     if not (is_plain and _HAS_ENGINE and _PLAIN[0] is Tensor.backward and _PLAIN[1] is torch.autograd.backward):
@@ -71,7 +71,7 @@ def run_backward(loss: Tensor) -> None:
         return
     key = loss.dtype, loss.device
     one = _ones.get(key)
-    if one is None or one._version:  # a hook wrote to it
+    if one is None or one._version:  # a hook has written to it
         one = _ones[key] = torch.ones_like(loss)
     torch.autograd._engine_run_backward(  # type: ignore[attr-defined]
         (loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -83,15 +83,15 @@ class MicroLoss:
     """The loss of one micro-batch."""
 
     loss: Tensor
-    weight: Weight
-    """Tokens or samples that it stands for; 0 for a filler."""
+    weight: Scalar
+    """Number of tokens or samples that it represents; 0 for a filler."""
     kind: Kind
     report: Mapping[str, object]
-    tokens: Weight | None
-    """Labels trained on, where known."""
+    tokens: Scalar | None
+    """Number of labels trained on, if known."""
 
-    def backward(self, start: Weight | None) -> None:
-        """Backward from `loss * start`; None is 1."""
+    def backward(self, start: Scalar | None) -> None:
+        """Run backward from `loss * start`; None means 1."""
         if start is None:
             run_backward(self.loss)
             return
@@ -108,8 +108,8 @@ class StepLoss:
     """The loss of one step over all its micro-batches and ranks; the value is `numerator / weight`."""
 
     numerator: Tensor
-    weight: Weight
-    tokens: Weight | None
+    weight: Scalar
+    tokens: Scalar | None
     reports: dict[str, Tensor] = field(default_factory=dict)
 
     def value(self) -> Tensor:
@@ -118,10 +118,10 @@ class StepLoss:
 
 
 def read_loss(result: object, batch: object, weighting: str, is_filler: bool) -> MicroLoss:
-    """Make sense of what a loss function returned.
+    """Interpret the return value of a loss function.
 
     Raises:
-        TypeError: when it is none of the documented forms.
+        TypeError: if it has none of the documented forms.
     """
     if isinstance(result, LossShare):
         items = 0 if is_filler else result.num_items
@@ -148,11 +148,11 @@ def read_loss(result: object, batch: object, weighting: str, is_filler: bool) ->
     )
 
 
-def mean_weight(batch: object, labels: Weight | None, weighting: str) -> Weight:
-    """How much a mean loss over `batch` counts: its labels, its samples, or 1.
+def mean_weight(batch: object, labels: Scalar | None, weighting: str) -> Scalar:
+    """The weight of a mean loss over `batch`: its labels, its samples, or 1.
 
     Raises:
-        ConfigError: where tokens are asked for and the micro-batch has no labels to count.
+        ConfigError: if tokens are requested and the micro-batch has no labels to count.
     """
     if weighting == "samples" or (weighting == "auto" and labels is None):
         samples = count_samples(batch)
@@ -161,14 +161,14 @@ def mean_weight(batch: object, labels: Weight | None, weighting: str) -> Weight:
         return 1.0
     if labels is None:
         raise ConfigError(
-            "train.loss_weighting=tokens counts the `labels` (batch, seq) of a micro-batch and this one has none; use "
+            "train.loss_weighting=tokens counts the `labels` (batch, seq) of a micro-batch, but this one has none; use "
             "train.loss_weighting=samples, or return (loss_sum, num_tokens, report) from the loss function."
         )
     return labels
 
 
-def count_labels(batch: object) -> Weight | None:
-    """Labels of a micro-batch that are trained on, as a 0-d tensor; None where it has no sequence labels."""
+def count_labels(batch: object) -> Scalar | None:
+    """Number of labels of a micro-batch that are trained on, as a 0-d tensor; None without sequence labels."""
     if type(batch) is not dict and not isinstance(batch, Mapping):
         return None
     known = batch.get("num_tokens")
@@ -181,10 +181,10 @@ def count_labels(batch: object) -> Weight | None:
 
 
 def reduce_step(micros: list[MicroLoss], world: World) -> StepLoss:
-    """Add up micro-batches and ranks. Collective where there are several ranks: one SUM of a small vector.
+    """Sum over micro-batches and ranks. Collective with several ranks: one SUM of a small vector.
 
     Raises:
-        TypeError: when the micro-batches' losses do not go together.
+        TypeError: if the micro-batches' losses cannot be combined.
         ValueError: for a report that is neither a mean nor sum and count, or that some micro-batches lack.
     """
     first = micros[0]
@@ -193,7 +193,7 @@ def reduce_step(micros: list[MicroLoss], world: World) -> StepLoss:
     if len({micro.kind == "share" for micro in micros}) > 1:
         raise TypeError(
             "The loss function returned a LossShare for some micro-batches of a step and something else for others; "
-            "return one of them for all."
+            "return the same type for all."
         )
     local = local_sums(micros)
     numerator, weight, tokens, reports = _sums(micros, local, world)
@@ -214,34 +214,34 @@ def evaluation_sums(micros: list[MicroLoss], world: World) -> dict[str, tuple[Te
     }
 
 
-def as_scalar(value: Weight, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`value` as a tensor on the device; a number gets there by a fill, for which the host need not wait."""
+def as_scalar(value: Scalar, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`value` as a tensor on the device; a number is moved by a fill, which the host need not wait for."""
     if isinstance(value, Tensor):
         return value.to(device=device, dtype=dtype)
     return torch.full((), value, dtype=dtype, device=device)
 
 
-def at_least_one(weight: Weight) -> Weight:
-    """A weight to divide by: a step without a single label has a zero loss, not a NaN."""
+def at_least_one(weight: Scalar) -> Scalar:
+    """A weight to divide by: a step without any labels has a loss of zero, not NaN."""
     return weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
 
 
-def divisor(weight: Weight, loss: Tensor) -> Weight:
-    """`at_least_one(weight)`, as precise as the loss: dividing by a count as it is gives float32 in any model."""
+def divisor(weight: Scalar, loss: Tensor) -> Scalar:
+    """`at_least_one(weight)` in the loss's precision: dividing by the count itself gives float32 in any model."""
     least = at_least_one(weight)
     return least.to(torch.promote_types(loss.dtype, torch.float32)) if isinstance(least, Tensor) else least
 
 
-def is_known(weight: Weight, number: int) -> bool:
-    """Whether the host knows that a weight is this number."""
+def is_known(weight: Scalar, number: int) -> bool:
+    """Whether the host knows that a weight equals this number."""
     return not isinstance(weight, Tensor) and weight == number
 
 
-def local_sums(micros: list[MicroLoss]) -> tuple[Tensor, Weight, Weight | None]:
-    """(numerator, weight, labels) of some micro-batches on this rank; labels are None where they are not known."""
+def local_sums(micros: list[MicroLoss]) -> tuple[Tensor, Scalar, Scalar | None]:
+    """(numerator, weight, labels) of some micro-batches on this rank; labels are None if unknown."""
     losses = [_counted(micro) * micro.weight if micro.kind == "mean" else _counted(micro) for micro in micros]
-    weight: Weight = 0
-    tokens: Weight | None = 0
+    weight: Scalar = 0
+    tokens: Scalar | None = 0
     for micro in micros:
         weight = weight + micro.weight
         tokens = None if tokens is None or micro.tokens is None else tokens + micro.tokens
@@ -249,7 +249,7 @@ def local_sums(micros: list[MicroLoss]) -> tuple[Tensor, Weight, Weight | None]:
 
 
 def _counted(micro: MicroLoss) -> Tensor:
-    """The loss of a micro-batch, 0 for a filler and for the mean over no labels at all, which is NaN."""
+    """The loss of a micro-batch; 0 for a filler and for the mean over no labels, which is NaN."""
     loss, weight = micro.loss, micro.weight
     if loss.requires_grad:
         loss = loss.detach()
@@ -258,14 +258,14 @@ def _counted(micro: MicroLoss) -> Tensor:
     return loss.masked_fill(weight == 0, 0.0) if micro.kind == "mean" else loss
 
 
-def _local_report(micros: list[MicroLoss], key: str) -> tuple[Weight, Weight]:
-    top: Weight = 0
-    bottom: Weight = 0
+def _local_report(micros: list[MicroLoss], key: str) -> tuple[Scalar, Scalar]:
+    top: Scalar = 0
+    bottom: Scalar = 0
     for micro in micros:
         if key not in micro.report:
-            raise ValueError(f"{key!r} is reported for some micro-batches of a step only; report it for all of them.")
+            raise ValueError(f"{key!r} is reported for only some micro-batches of a step; report it for all of them.")
         value = micro.report[key]
-        parts: Iterable[Weight] = value if isinstance(value, tuple) else torch.as_tensor(value).flatten()
+        parts: Iterable[Scalar] = value if isinstance(value, tuple) else torch.as_tensor(value).flatten()
         pair = [part.detach() if isinstance(part, Tensor) else part for part in parts]
         if len(pair) not in (1, 2):
             shape = tuple(value.shape) if isinstance(value, Tensor) else (len(pair),)
@@ -279,24 +279,22 @@ def _local_report(micros: list[MicroLoss], key: str) -> tuple[Weight, Weight]:
         else:
             counted = pair[0] * micro.weight
             if isinstance(micro.weight, Tensor) and isinstance(counted, Tensor) and isinstance(pair[0], Tensor):
-                counted = counted.masked_fill(
-                    micro.weight == 0, 0.0
-                )  # the mean over nothing is NaN, and counts nothing
+                counted = counted.masked_fill(micro.weight == 0, 0.0)  # the mean over nothing is NaN, and has no weight
             top, bottom = top + counted, bottom + micro.weight
     return top, bottom
 
 
 def _sums(
-    micros: list[MicroLoss], local: tuple[Tensor, Weight, Weight | None], world: World, without: str = ""
-) -> tuple[Tensor, Weight, Weight | None, dict[str, tuple[Weight, Weight]]]:
-    """The local sums and those of each report over all ranks: where there are several, in float64. Collective."""
+    micros: list[MicroLoss], local: tuple[Tensor, Scalar, Scalar | None], world: World, without: str = ""
+) -> tuple[Tensor, Scalar, Scalar | None, dict[str, tuple[Scalar, Scalar]]]:
+    """The local sums and those of each report over all ranks; in float64 if there are several. Collective."""
     numerator, weight, tokens = local
     keys = sorted({key for micro in micros for key in micro.report} - {without})
     reports = {key: _local_report(micros, key) for key in keys}
     if world.size == 1:
         return numerator, weight, tokens, reports
     parts = [numerator, weight, -1.0 if tokens is None else tokens, *chain.from_iterable(reports.values())]
-    # float64 keeps token counts whole; MPS has none, but no process group either
+    # float64 keeps token counts exact; MPS has none, but no process group either
     vector = torch.stack([as_scalar(part, torch.float64, numerator.device) for part in parts])
     world.sum(vector)
     pairs = zip(vector[3::2], vector[4::2], strict=True)

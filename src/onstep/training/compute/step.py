@@ -1,4 +1,4 @@
-"""One optimizer step: what it was given, its micro-batches on the device, and what came out of it."""
+"""Holds one optimizer step: its input, its micro-batches on the device, and its results."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from onstep.data import Batch, StepBatches
 from onstep.data.loaders.collate import mapping_like
-from onstep.heartbeat import PULSE
-from onstep.training.compute.losses import MicroLoss, StepLoss, Weight, as_scalar, at_least_one, local_sums
+from onstep.heartbeat import HEARTBEAT
+from onstep.training.compute.losses import MicroLoss, Scalar, StepLoss, as_scalar, at_least_one, local_sums
 
 _CPU = torch.device("cpu")
 
 
 class MicroBatches(Iterator[Batch]):
-    """A step's micro-batches as the forward step sees them; each is moved to the device right before its turn."""
+    """A step's micro-batches as the forward step sees them; each is moved to the device right before its use."""
 
     __slots__ = ("_next", "_staged", "_staged_index", "batches", "device", "items")
 
@@ -27,7 +27,7 @@ class MicroBatches(Iterator[Batch]):
         self.batches = batches
         self.device = device
         self.items: dict[str, Any] = {}
-        """What a forward step wants to remember from one micro-batch of the step to the next."""
+        """Storage for a forward step, kept from one micro-batch of the step to the next."""
         self._next = 0
         self._staged_index = -1
         self._staged: Batch = None
@@ -36,19 +36,19 @@ class MicroBatches(Iterator[Batch]):
         return len(self.batches.micro_batches)
 
     def is_filler(self) -> bool:
-        """Whether the micro-batch that was handed out last must count as zero."""
+        """Whether the last micro-batch must count as zero."""
         return self.batches.is_filler[self._next - 1]
 
     def stage(self, index: int) -> Batch:
         """Move micro-batch `index` to the device; the next `next()` returns it."""
-        PULSE.beats += 1
+        HEARTBEAT.beats += 1
         batch = to_device(self.batches.micro_batches[index], self.device)
         self._staged, self._staged_index, self._next = batch, index, index
         return batch
 
     def __next__(self) -> Batch:
         index = self._next
-        if index != self._staged_index:  # a forward step reads beyond its own
+        if index != self._staged_index:  # a forward step reads beyond its own micro-batch
             if index >= len(self.batches.micro_batches):
                 raise StopIteration
             self.stage(index)
@@ -57,9 +57,9 @@ class MicroBatches(Iterator[Batch]):
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """`batch` with every tensor in it on `device`, copied without waiting where memory is pinned.
+    """`batch` with every tensor on `device`, copied without waiting if memory is pinned.
 
-    Tensors inside mappings, lists and tuples are found; everything else stays as it is.
+    Tensors inside mappings, lists and tuples are found; everything else is unchanged.
     """
     if type(batch) is dict and device == _CPU:
         for value in batch.values():
@@ -83,24 +83,24 @@ class Step:
     """One optimizer step. Losses and norms are 0-d device tensors; nothing here is read by the loop."""
 
     number: int
-    """The first step of a run is 1."""
+    """Starts at 1 for the first step of a run."""
     batches: StepBatches
     micros: list[MicroLoss] = field(default_factory=list)
     """The losses of its micro-batches on this rank."""
     total: StepLoss = field(init=False)
-    """The loss over all micro-batches and ranks, once the forward and backward passes are done."""
-    factor: Weight | None = None
-    """What the gradients must be multiplied by; None is 1."""
-    grad_norm: Weight | None = None
-    """Global L2 norm before clipping; None where it was not computed, or overflowed in float16."""
+    """The loss over all micro-batches and ranks, once forward and backward passes are done."""
+    factor: Scalar | None = None
+    """The factor for the gradients; None means 1."""
+    grad_norm: Scalar | None = None
+    """Global L2 norm before clipping; None if it was not computed, or overflowed in float16."""
     num_zeros: Tensor | int | None = None
-    """Exact zeros among the gradients, where they are counted."""
+    """Number of exact zeros in the gradients, if counted."""
     applied: bool = False
     """Whether the update was applied, as far as the host knows."""
     left_out: bool = False
-    """An anomaly kept the update out, and the step has a record of its own."""
+    """Whether an anomaly prevented the update; the step then has its own record."""
     max_attention_logit: Tensor | None = None
-    """Largest attention logit over all ranks, where the model keeps one."""
+    """Largest attention logit over all ranks, if the model records it."""
 
     @property
     def skipped_iter(self) -> bool:
@@ -114,12 +114,12 @@ class Step:
 
     @property
     def sample_ids(self) -> list[list[int]] | None:
-        """Dataset indices of this rank's samples, a list for each micro-batch."""
+        """Dataset indices of this rank's samples, one list per micro-batch."""
         return self.batches.sample_ids
 
     @cached_property
     def loss_dict(self) -> dict[str, Tensor]:
-        """The reduced losses by name: what the forward step reported, else the loss itself as `lm loss`."""
+        """The reduced losses by name: those that the forward step reported, else the loss itself as `lm loss`."""
         return self.total.reports or {"lm loss": self.total.value()}
 
     @cached_property
@@ -129,7 +129,7 @@ class Step:
 
     @property
     def tokens(self) -> Tensor | None:
-        """This rank's number of labels trained on, as a device tensor; None where it is not known."""
+        """The number of labels that this rank trained on, as a device tensor; None if unknown."""
         tokens = local_sums(self.micros)[2]
         return None if tokens is None else as_scalar(tokens, torch.int64, self.loss.device)
 
@@ -142,26 +142,26 @@ def mean_loss(micros: list[MicroLoss]) -> Tensor:
 
 @dataclass
 class LastStep:
-    """The step that ran last, or still runs; None before the first."""
+    """The current or most recent step; None before the first."""
 
     step: Step | None = None
     _loss_before: StepLoss | None = None
     _logit_before: Tensor | None = None
 
     def begin(self, number: int, batches: StepBatches) -> Step:
-        """A new step; of the one before only what it came to is kept."""
+        """Begin a new step; of the previous one only its results are kept."""
         self._loss_before, self._logit_before = self.loss, self.max_attention_logit
         self.step = Step(number, batches)
         return self.step
 
     @property
     def loss(self) -> StepLoss | None:
-        """The newest loss that is known: of the step that runs, or of the one before."""
+        """The newest known loss: of the current step, or of the previous one."""
         known: StepLoss | None = getattr(self.step, "total", None)
         return self._loss_before if known is None else known
 
     @property
     def max_attention_logit(self) -> Tensor | None:
-        """The same of the largest attention logit."""
+        """Likewise for the largest attention logit."""
         known = None if self.step is None else self.step.max_attention_logit
         return self._logit_before if known is None else known

@@ -1,4 +1,4 @@
-"""Mixtures of experts and multi-token prediction in the training loop: scales, counts, biases, reports."""
+"""Integrates mixtures of experts and multi-token prediction into the loop: scales, counts, biases and reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onstep.metrics.moe_losses import prediction_losses, reported_losses, tracke
 from onstep.models.layers.router import Router
 from onstep.models.layers.routing_record import FIGURES, RoutingStep, count_dtype
 from onstep.models.multi_token_prediction import MultiTokenPrediction
-from onstep.training.compute.losses import MicroLoss, Weight
+from onstep.training.compute.losses import MicroLoss, Scalar
 from onstep.training.compute.step import Step
 from onstep.training.feature import Feature, Interruption
 from onstep.training.protocols import StateDict
@@ -21,10 +21,10 @@ from onstep.training.stages.step_flops import model_options
 
 
 class Experts(Feature[Job]):
-    """The routers of a model, and its multi-token prediction, in the loop: every run of a step counts anew.
+    """Handles a model's routers and multi-token prediction in the loop; every run of a step restarts the counts.
 
-    All that they count lies in one vector on the device. A step's part of it is added up over the ranks at the step's
-    end, by one collective; the host does not wait for it.
+    All counts are in one vector on the device. A step's counts are summed over the ranks at the end of the step, by one
+    collective; the host does not wait for it.
     """
 
     name = "experts"
@@ -34,7 +34,7 @@ class Experts(Feature[Job]):
 
     @classmethod
     def wanted(cls, host: Job) -> bool:
-        """Whether the model has any; it is searched once for each training."""
+        """Whether the model has any; it is searched once per training."""
         modules = (module for chunk in host.model for module in chunk.modules())
         return any(isinstance(module, (Router, MultiTokenPrediction)) for module in modules)
 
@@ -50,16 +50,16 @@ class Experts(Feature[Job]):
         for prediction in self.predictions:
             prediction.step = self._routing
         self.last: Tensor | None = None
-        """The counts of the step that ended last, over all ranks; None before the first."""
+        """The counts of the last completed step, over all ranks; None before the first."""
         self.interval: Tensor | None = None
-        """The counts since the last logged step, over all ranks; of multi-token prediction sums of the steps' means,
-        and their number."""
+        """The counts since the last logged step, over all ranks; for multi-token prediction, the sums of the steps'
+        means and their number."""
         self._counts: Tensor | None = None
         self._before: Tensor | None = None
         self._is_open = False
 
     def after_zero_grad(self) -> None:
-        """Begin a step, or the one that did not end anew: what it has counted is forgotten."""
+        """Begin a step, or restart an unfinished one: its counts are reset."""
         counts, before = self._vectors()
         if self._is_open:
             counts.copy_(before)
@@ -70,16 +70,16 @@ class Experts(Feature[Job]):
             router.begin_step()
 
     def before_micro_batch(self, is_filler: bool) -> None:
-        """A filler counts nothing."""
+        """Stop counting for a filler."""
         self._routing.counts = not is_filler
 
-    def before_backward(self, step: Step, micro: MicroLoss, start: Weight | None) -> None:
-        """Give the auxiliary losses their scale: see `auxiliary_start`."""
+    def before_backward(self, step: Step, micro: MicroLoss, start: Scalar | None) -> None:
+        """Set the scale of the auxiliary losses: see `auxiliary_start`."""
         num_starts = len(step.batches.micro_batches) * self.host.run.world.size
         self._routing.loss_scale = auxiliary_start(micro, start, num_starts)
 
     def after_update(self, step: Step) -> None:
-        """Add the step up over the ranks, and move the expert biases where weights were updated too. Collective."""
+        """Sum the step over the ranks, and update the expert biases if the weights were updated. Collective."""
         counts, before = self._vectors()
         self.last = self.host.run.world.sum(counts - before)
         self._add_to_interval(self.last)
@@ -89,16 +89,16 @@ class Experts(Feature[Job]):
             router.update_expert_bias(row[: router.num_experts])
 
     def add_to_read(self, unread: dict[str, dict[str, Tensor]]) -> None:
-        """The losses of the interval beside the main one."""
+        """Add the interval's losses other than the main one."""
         unread["experts"] = {} if self.interval is None else self.losses(self.interval)
 
     def after_read(self) -> None:
-        """The next interval begins."""
+        """Begin the next interval."""
         self.flush()
 
     @contextmanager
     def pause(self, work: Interruption) -> Iterator[None]:
-        """Micro-batches that are computed again count nothing, and wait for no rank."""
+        """Recomputed micro-batches count nothing, and wait for no rank."""
         before = self._routing.is_replay
         self._routing.is_replay = before or work == "replay"
         try:
@@ -107,22 +107,22 @@ class Experts(Feature[Job]):
             self._routing.is_replay = before
 
     def flush(self) -> Tensor | None:
-        """The counts since the last flush, over all ranks; None where there was no step."""
+        """The counts since the last flush, over all ranks; None without a step."""
         interval, self.interval = self.interval, None
         return interval
 
     def rows(self, vector: Tensor) -> list[Tensor]:
-        """The routers' parts of a vector: loads, then `FIGURES`."""
+        """The routers' slices of a vector: loads, then `FIGURES`."""
         sizes = [router.num_experts + len(FIGURES) for router in self.routers]
         return list(torch.split(vector[: sum(sizes)], sizes)) if sizes else []
 
     def prediction_sums(self, vector: Tensor) -> Tensor:
-        """The part of multi-token prediction: (depths, 2), sum of losses and number of labels."""
+        """The slice of multi-token prediction: (depths, 2), sum of losses and number of labels."""
         num_values = sum(2 * len(one.depths) for one in self.predictions)
         return vector[vector.numel() - num_values :].view(-1, 2)
 
     def losses(self, counts: Tensor) -> dict[str, Tensor]:
-        """The losses in the `counts` of a step or an interval, by the names that they are reported by; unread."""
+        """The losses in the `counts` of a step or an interval, by the names they are reported under; not yet read."""
         model = model_options(self.host.run.cfg, self.chunks)
         layers = {}
         for router, row in zip(self.routers, self.rows(counts), strict=True):
@@ -140,7 +140,7 @@ class Experts(Feature[Job]):
         self.interval = None if interval is None else interval.to(self._vectors()[0].device).clone()
 
     def _add_to_interval(self, counts: Tensor) -> None:
-        """Of multi-token prediction each step counts the same, as of the main loss."""
+        """Add a step; for multi-token prediction every step has the same weight, as for the main loss."""
         counts = counts.clone()
         sums = self.prediction_sums(counts)
         sums[:, 0] /= sums[:, 1].clamp(min=1)
@@ -148,7 +148,7 @@ class Experts(Feature[Job]):
         self.interval = counts if self.interval is None else self.interval.add_(counts)
 
     def _vectors(self) -> tuple[Tensor, Tensor]:
-        """What is counted, and what was when the step began; the routers count into the first."""
+        """The vector of counts and its copy from the start of the step; the routers count into the first."""
         if self._counts is None or self._before is None:
             device = next(self.chunks[0].parameters()).device
             sizes = [one.num_experts + len(FIGURES) for one in self.routers]
@@ -163,19 +163,19 @@ class Experts(Feature[Job]):
         return self._counts, self._before
 
 
-def auxiliary_start(micro: MicroLoss, start: Weight | None, num_starts: int) -> Weight:
-    """What the backward pass of a micro-batch's auxiliary losses starts from.
+def auxiliary_start(micro: MicroLoss, start: Scalar | None, num_starts: int) -> Scalar:
+    """The value that the backward pass of a micro-batch's auxiliary losses starts from.
 
     With it, the gradient of a step is that of
 
         main loss + coefficient * mean over micro-batches and ranks of the auxiliary loss,
 
-    where each micro-batch weighs as much as in the main loss: by its labels, or as `train.loss_weighting` says. Of
-    shares (`LossShare`), whose whole is not known here, all weigh the same.
+    where each micro-batch has the same weight as in the main loss: by its labels, or by `train.loss_weighting`. Shares
+    (`LossShare`), whose total is not known here, all have the same weight.
 
     Args:
-        start: what the main loss starts from (`backward_start_of`), with the loss scale in it; None is 1.
-        num_starts: micro-batches of the step on one rank, times the ranks.
+        start: where the main loss starts (`backward_start_of`), including the loss scale; None means 1.
+        num_starts: micro-batches of the step on one rank, times the number of ranks.
     """
     start = 1.0 if start is None else start
     if micro.kind == "share":

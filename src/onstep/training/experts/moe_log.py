@@ -1,4 +1,4 @@
-"""Reports of mixtures of experts and multi-token prediction, with Megatron Bridge's names and its writer."""
+"""Reports mixtures of experts and multi-token prediction, with Megatron Bridge's names and its writer."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from onstep.trackers.tracker_logger import TrackerLogger
-from onstep.training.compute.losses import Weight
+from onstep.training.compute.losses import Scalar
 from onstep.training.experts.experts import Experts
 
 T = TypeVar("T")
 
 
 class ScalarWriter(Protocol):
-    """What reports need of a `SummaryWriter`."""
+    """The part of a `SummaryWriter` that reports use."""
 
-    def add_scalar(self, name: str, value: Weight, iteration: int, /) -> object: ...
+    def add_scalar(self, name: str, value: Scalar, iteration: int, /) -> object: ...
 
 
 class MetricLogger(Protocol):
-    """What they need of a client of MLflow or Comet."""
+    """The part of an MLflow or Comet client that reports use."""
 
-    def log_metrics(self, metrics: dict[str, Weight], /, *, step: int) -> object: ...
+    def log_metrics(self, metrics: dict[str, Scalar], /, *, step: int) -> object: ...
 
 
 class _MoeMetricFanoutWriter:
-    """Looks like a TensorBoard writer, and hands every value to MLflow and Comet too.
+    """Acts as a TensorBoard writer that also sends every value to MLflow and Comet.
 
     Args:
-        tb_writer: gets the value as it is, by `add_scalar`; None is none.
-        comet_logger: gets a plain number, by `log_metrics`; None is none.
-        mlflow_logger: the same.
+        tb_writer: receives the value unchanged, by `add_scalar`; None for no TensorBoard.
+        comet_logger: receives a Python number, by `log_metrics`; None for no Comet.
+        mlflow_logger: likewise.
     """
 
     def __init__(
@@ -42,18 +42,18 @@ class _MoeMetricFanoutWriter:
 
     @staticmethod
     def _sanitize(value: Tensor | T) -> Tensor | T | float:
-        """`value` as a plain number if it is a tensor without dimensions, which waits for its device, else as it is."""
+        """`value` as a Python number if it is a 0-d tensor, which waits for its device; else unchanged."""
         return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
 
-    def add_scalar(self, name: str, value: Weight, iteration: int) -> None:
-        """Hand one value of a step to every tracker that there is.
+    def add_scalar(self, name: str, value: Scalar, iteration: int) -> None:
+        """Send one value of a step to every tracker.
 
-        Onstep's own trackers read the device later, by themselves; only a client that was put in their place is given a
-        plain number here.
+        Onstep's own trackers read the device later, by themselves; only a client that replaced one receives a Python
+        number here.
 
         Args:
             name: the tag.
-            value: a number, or a tensor without dimensions.
+            value: a number or a 0-d tensor.
             iteration: the step.
         """
         if self._tb_writer is not None:
@@ -66,12 +66,12 @@ class _MoeMetricFanoutWriter:
 def _build_moe_metric_writer(
     tb_writer: ScalarWriter | None, comet_logger: MetricLogger | None, mlflow_logger: MetricLogger | None
 ) -> ScalarWriter | None:
-    """What reports of experts are written with: `tb_writer` itself where there is nothing else, else one for all.
+    """The writer for reports of experts: `tb_writer` itself without other trackers, else one for all.
 
     Args:
-        tb_writer: TensorBoard's, returned as it is, None too, without the other two.
-        comet_logger: has `log_metrics`; None is none.
-        mlflow_logger: the same.
+        tb_writer: TensorBoard's; without the other two it is returned unchanged, even if None.
+        comet_logger: has `log_metrics`; None for no Comet.
+        mlflow_logger: likewise.
     """
     if comet_logger is None and mlflow_logger is None:
         return tb_writer
@@ -79,14 +79,14 @@ def _build_moe_metric_writer(
 
 
 def step_losses(experts: Experts | None) -> dict[str, Tensor]:
-    """The step's losses of experts and multi-token prediction, unread."""
+    """The step's losses of experts and multi-token prediction, not yet read from the device."""
     if experts is None or experts.last is None:
         return {}
     return experts.losses(experts.last)
 
 
 def interval_losses(experts: Experts | None) -> dict[str, Tensor]:
-    """The same of the steps since the last logged one, unread."""
+    """The same for the steps since the last logged one, not yet read from the device."""
     if experts is None or experts.interval is None:
         return {}
     return experts.losses(experts.interval)

@@ -1,1 +1,4 @@
-"""TODO."""
+"""Times the sections of a run and learns their time limits.
+
+`sections.FaultToleranceSections` is the feature, `learned_timeouts` works without `nvidia-resiliency-ext`.
+"""

@@ -1,4 +1,4 @@
-"""Times the sections of a run and learns their time limits, where `nvidia-resiliency-ext` does not do it."""
+"""Times the sections of a run and learns their time limits, without `nvidia-resiliency-ext`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import time
 from collections.abc import Callable, Collection, Mapping
 
 from onstep.distributed import World
-from onstep.heartbeat import PULSE
+from onstep.heartbeat import HEARTBEAT
 
 SAFETY_FACTOR = 5.0
-"""A learned limit is this many times the longest time seen, on any rank and in any start of the run."""
+"""A learned limit is this multiple of the longest time seen, on any rank and in any start of the run."""
 SHORTEST_LIMIT_SECONDS = 60.0
-"""No learned limit is below this: a machine may be busy with something else for some seconds."""
+"""Minimum of a learned limit: a machine may be busy with something else for some seconds."""
 OUT_OF_SECTION = "out_of_section"
 
 
-class SectionClock:
-    """Measures the sections of this rank, and keeps in `limits` what was learned for all ranks.
+class LearnedTimeouts:
+    """Measures the sections of this rank, and stores the limits learned for all ranks in `limits`.
 
-    Its methods are named as those of `nvidia_resiliency_ext.fault_tolerance.RankMonitorClient`, whose place it takes.
+    Its methods have the names of `nvidia_resiliency_ext.fault_tolerance.RankMonitorClient`, which it replaces.
 
     Args:
         world: the ranks that learn together.
-        limits: seconds by section; the watchdog looks there.
+        limits: seconds by section; read by the watchdog.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class SectionClock:
     ) -> None:
         self.limits = limits
         self.longest: dict[str, float] = {}
-        """Seconds of the longest section of each name, so far."""
+        """Seconds of the longest section of each name so far."""
         self._world = world
         self._factor, self._shortest = safety_factor, shortest_seconds
         self._clock = clock
@@ -49,27 +49,27 @@ class SectionClock:
         self._outside_since = self._clock()
 
     def shutdown_workload_monitoring(self) -> None:
-        """Forget what is open."""
+        """Discard open sections."""
         self._open.clear()
-        self._outside_since = PULSE.section = None
+        self._outside_since = HEARTBEAT.section = None
 
     def start_section(self, section: str) -> None:
-        """A section begins."""
+        """Begin a section."""
         now = self._clock()
         if self._outside_since is not None:
             self._see(OUT_OF_SECTION, now - self._outside_since)
         self._open[section], self._outside_since = now, None
-        PULSE.section = section
-        PULSE.beats += 1
+        HEARTBEAT.section = section
+        HEARTBEAT.beats += 1
 
     def end_section(self, section: str) -> None:
-        """It ends; one that is not open ends without an effect."""
+        """End a section; does nothing if it is not open."""
         began, now = self._open.pop(section, None), self._clock()
         if began is None:
             return
         self._see(section, now - began)
-        PULSE.section = next(reversed(self._open), None)
-        PULSE.beats += 1
+        HEARTBEAT.section = next(reversed(self._open), None)
+        HEARTBEAT.beats += 1
         if not self._open:
             self._outside_since = now
 
@@ -79,12 +79,12 @@ class SectionClock:
         calc_out_of_section: bool = True,
         skip_if_not_ready: bool = False,
     ) -> bool:
-        """Learn the limits of some sections, or of all that were seen. Collective.
+        """Learn the limits of some sections, or of all sections seen. Collective.
 
         Args:
-            selected_sections: their names; None is all.
-            calc_out_of_section: learn too how long the run may be between two sections.
-            skip_if_not_ready: kept for its namesake: a section that was not seen is always left as it is.
+            selected_sections: their names; None means all.
+            calc_out_of_section: also learn how long the run may be between two sections.
+            skip_if_not_ready: kept for compatibility: the limit of a section that was not seen never changes.
         """
         if self._outside_since is not None:
             self._see(OUT_OF_SECTION, self._clock() - self._outside_since)
@@ -99,11 +99,11 @@ class SectionClock:
         return True
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """What was learned: seconds by section."""
+        """The learned limits: seconds by section."""
         return {"limits": dict(self.limits), "longest": {name: self.longest[name] for name in self.limits}}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on with what an earlier start has learned; no limit is below the shortest.
+        """Continue with the limits of an earlier start; none is set below the minimum.
 
         Raises:
             ValueError: for anything but finite seconds by name.

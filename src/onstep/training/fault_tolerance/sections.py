@@ -1,4 +1,4 @@
-"""Sections of a run (set-up, steps, checkpoints) for heartbeats and learned time limits.
+"""Times the sections of a run (set-up, steps, checkpoints) for heartbeats and learned time limits.
 
 All functions do nothing where neither `ft.calc_ft_timeouts` nor `ft.enable_ft_package` is set.
 """
@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from onstep.config.safety_config import FaultToleranceConfig
+from onstep.config import FaultToleranceConfig
 from onstep.distributed import World
 from onstep.errors import ConfigError, MissingExtraError
 from onstep.training.compute.step import Step
-from onstep.training.fault_tolerance.learned_timeouts import SectionClock
+from onstep.training.fault_tolerance.learned_timeouts import LearnedTimeouts
 from onstep.training.feature import Feature, Interruption
 from onstep.training.run import Run
 
@@ -31,9 +31,9 @@ Given = ParamSpec("Given")
 Found = TypeVar("Found")
 
 NUM_WARMUP_ITERS = 1
-"""Steps that are not timed: the first one compiles, allocates and fills caches."""
+"""Number of steps that are not timed: the first one compiles, allocates and fills caches."""
 MIN_ITERS_FOR_STEP_TIMEOUT_UPDATE = 16
-"""Steps after which the limit of a step may be learned."""
+"""Number of steps after which the limit of a step may be learned."""
 FT_STATE_FILE = "ft_state.json"
 
 _SOCKET = "FT_RANK_MONITOR_IPC_SOCKET"
@@ -42,14 +42,14 @@ _SIGNALS = {"rank_killed": signal.SIGKILL, "rank_hung": signal.SIGSTOP}
 
 @dataclass
 class FaultToleranceState:
-    """Which sections are open, and what was seen so far; it decides which time limits may be learned."""
+    """The open sections and what has been seen so far; determines which time limits may be learned."""
 
     ft_state_path: Path | None = None
-    """`ft_state.json`, in the folder of the checkpoints; None where nothing is learned."""
+    """`ft_state.json`, in the directory of the checkpoints; None if nothing is learned."""
     is_persistent_chkpt_loaded: bool = False
-    """The set-up has loaded a checkpoint, so its time is one that a later start takes too."""
+    """The set-up loaded a checkpoint, so its duration is representative of later starts."""
     is_async_chkpt_enabled: bool = False
-    """Saves go on in the background: their section does not tell how long they take."""
+    """Saves continue in the background: their section does not show how long they last."""
     is_calculating_timeouts: bool = False
     """`ft.calc_ft_timeouts`."""
     is_setup_section_open: bool = False
@@ -57,15 +57,15 @@ class FaultToleranceState:
     seen_tr_iters_cnt: int = 0
     curr_eval_iter_idx: int = 0
     open_steps: int = 0
-    """Steps and evaluation batches that run, one inside the other."""
+    """Steps and evaluation batches in progress, nested."""
 
 
 @dataclass
 class Sections:
-    """What times the sections of a run, and what it remembers."""
+    """The client that times the sections of a run, and its memory."""
 
-    client: SectionClock | None = None
-    """Our own, that of `nvidia-resiliency-ext` with the same methods, or None."""
+    client: LearnedTimeouts | None = None
+    """Onstep's own, that of `nvidia-resiliency-ext` with the same methods, or None."""
     state: FaultToleranceState = field(default_factory=FaultToleranceState)
 
 
@@ -75,18 +75,18 @@ def sections_of(run: Run) -> Sections:
 
 
 def setup(state: Run) -> None:
-    """Connect to the monitor, take up what earlier starts have learned, and open the section `setup`. Collective.
+    """Connect to the monitor, load what earlier starts have learned, and open the section `setup`. Collective.
 
     Raises:
-        ConfigError: a ValueError, where the run has no folder of checkpoints to keep the learned limits in.
-        MissingExtraError: where `nvidia-resiliency-ext` is asked for and not installed.
+        ConfigError: a ValueError, if the run has no checkpoint directory to keep the learned limits in.
+        MissingExtraError: if `nvidia-resiliency-ext` is configured but not installed.
     """
     config = state.cfg.ft
     if not (config.calc_ft_timeouts or config.enable_ft_package):
         return
     if state.checkpoints is None:
         raise ConfigError(
-            f"ft.calc_ft_timeouts and ft.enable_ft_package keep {FT_STATE_FILE} beside the checkpoints; set run.name "
+            f"ft.calc_ft_timeouts and ft.enable_ft_package store {FT_STATE_FILE} next to the checkpoints; set run.name "
             "or checkpoint.save."
         )
     sections_of(state).state = FaultToleranceState(
@@ -95,7 +95,7 @@ def setup(state: Run) -> None:
         is_calculating_timeouts=config.calc_ft_timeouts,
         is_setup_section_open=True,
     )
-    client = _their_client() if config.enable_ft_package else SectionClock(state.world, state.stage.section_limits)
+    client = _their_client() if config.enable_ft_package else LearnedTimeouts(state.world, state.stage.section_limits)
     _load(state, client)
     client.init_workload_monitoring()
     sections_of(state).client = client
@@ -103,7 +103,7 @@ def setup(state: Run) -> None:
 
 
 def on_training_step_start(state: Run) -> None:
-    """A training step begins; the first one ends the set-up, and the one after it is the first to be timed."""
+    """Begin a training step; the first one ends the set-up, and the second one is the first to be timed."""
     sections = sections_of(state)
     if sections.client is not None:
         sections.state.curr_eval_iter_idx = 0
@@ -111,7 +111,7 @@ def on_training_step_start(state: Run) -> None:
 
 
 def on_training_step_end(state: Run) -> None:
-    """It ends."""
+    """End a training step."""
     sections = sections_of(state)
     if sections.client is not None:
         _end_step(sections.client, sections.state)
@@ -119,14 +119,14 @@ def on_training_step_end(state: Run) -> None:
 
 
 def on_eval_step_start(state: Run) -> None:
-    """An evaluation batch begins; the first one of an evaluation is not timed."""
+    """Begin an evaluation batch; the first one of an evaluation is not timed."""
     sections = sections_of(state)
     if sections.client is not None:
         _start_step(state, sections.client, sections.state.curr_eval_iter_idx)
 
 
 def on_eval_step_end(state: Run) -> None:
-    """It ends."""
+    """End an evaluation batch."""
     sections = sections_of(state)
     if sections.client is not None:
         if sections.state.curr_eval_iter_idx >= NUM_WARMUP_ITERS:
@@ -135,17 +135,17 @@ def on_eval_step_end(state: Run) -> None:
 
 
 def on_checkpointing_start(state: Run) -> None:
-    """A save begins, or the end of one that goes on in the background."""
+    """Begin a save, or the completion of one that continues in the background."""
     client = sections_of(state).client
     if client is not None:
         client.start_section("checkpointing")
 
 
 def on_checkpointing_end(state: Run, is_async_finalization: bool = False) -> None:
-    """It ends. Collective where limits are learned: they are learned anew after each save.
+    """End a save; if limits are learned, they are learned again after each save, which is collective.
 
     Args:
-        is_async_finalization: it was the end of a save in the background, which does not count as one.
+        is_async_finalization: this was the completion of a save in the background, which does not count as a save.
     """
     client = sections_of(state).client
     if client is None:
@@ -157,7 +157,7 @@ def on_checkpointing_end(state: Run, is_async_finalization: bool = False) -> Non
 
 
 def shutdown(state: Run) -> None:
-    """Learn a last time, now also how long the run may be between sections, and disconnect. Collective."""
+    """Learn a last time, now including the time allowed between sections, and disconnect. Collective."""
     client = sections_of(state).client
     if client is None:
         return
@@ -170,7 +170,7 @@ def shutdown(state: Run) -> None:
 
 
 def abort(state: Run) -> None:
-    """Disconnect without a collective, as after an error."""
+    """Disconnect without a collective, for example after an error."""
     sections = sections_of(state)
     client, sections.client = sections.client, None
     if client is not None:
@@ -178,7 +178,7 @@ def abort(state: Run) -> None:
 
 
 class FaultToleranceSections(Feature[Run]):
-    """Times the sections of a run, and learns their limits."""
+    """Times the sections of a run and learns their limits."""
 
     name = "fault_tolerance"
     when = "ft.calc_ft_timeouts, ft.enable_ft_package, ft.simulate_fault"
@@ -192,9 +192,9 @@ class FaultToleranceSections(Feature[Run]):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """The section `setup`, and the simulated fault where one is wanted. Collective."""
+        """Open the section `setup`, and start the simulated fault if configured. Collective."""
         run = self.host
-        if sections_of(run).client is not None:  # a caller's own, which the caller has set up
+        if sections_of(run).client is not None:  # the caller's own, already set up
             yield
             return
         setup(run)
@@ -238,10 +238,10 @@ class FaultToleranceSections(Feature[Run]):
             on_checkpointing_end(self.host, is_async_finalization=work == "finalize")
 
 
-def _start_step(state: Run, client: SectionClock, num_seen: int) -> None:
+def _start_step(state: Run, client: LearnedTimeouts, num_seen: int) -> None:
     """Close the set-up, and after the warm-up open the section `step`.
 
-    An evaluation that a callback makes inside a step is part of that step.
+    An evaluation that a callback runs inside a step is part of that step.
     """
     ft = sections_of(state).state
     if ft.is_setup_section_open:
@@ -255,14 +255,14 @@ def _start_step(state: Run, client: SectionClock, num_seen: int) -> None:
     ft.open_steps += 1
 
 
-def _end_step(client: SectionClock, ft: FaultToleranceState) -> None:
+def _end_step(client: LearnedTimeouts, ft: FaultToleranceState) -> None:
     if ft.open_steps == 1:
         client.end_section("step")
     ft.open_steps = max(0, ft.open_steps - 1)
 
 
-def _maybe_update_timeouts(state: Run, client: SectionClock, *, is_closing: bool = False) -> None:
-    """Learn the limits of the sections of which enough was seen, and keep them. Collective."""
+def _maybe_update_timeouts(state: Run, client: LearnedTimeouts, *, is_closing: bool = False) -> None:
+    """Learn and store the limits of sections that were seen often enough. Collective."""
     ft = sections_of(state).state
     if not ft.is_calculating_timeouts:
         return
@@ -280,8 +280,8 @@ def _maybe_update_timeouts(state: Run, client: SectionClock, *, is_closing: bool
         _store(state, client)
 
 
-def _store(state: Run, client: SectionClock) -> None:
-    """Replace the file in one step, on rank 0; what cannot be written fails no training."""
+def _store(state: Run, client: LearnedTimeouts) -> None:
+    """Replace the file atomically, on rank 0; a failed write does not fail the training."""
     path = sections_of(state).state.ft_state_path
     if not state.world.is_main or path is None:
         return
@@ -297,14 +297,14 @@ def _store(state: Run, client: SectionClock) -> None:
         logger.warning("the learned time limits could not be written to %s: %s", path, error)
 
 
-def _load(state: Run, client: SectionClock) -> None:
-    """Take up the file of an earlier start, read on rank 0; a broken one is left out. Collective."""
+def _load(state: Run, client: LearnedTimeouts) -> None:
+    """Load the file of an earlier start, read on rank 0; a broken one is ignored. Collective."""
     path, content = sections_of(state).state.ft_state_path, None
     if state.world.is_main and path is not None and path.exists():
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            logger.warning("%s cannot be read (%s); the time limits are learned anew", path, error)
+            logger.warning("%s cannot be read (%s); learning the time limits from scratch", path, error)
     content = state.world.share(content)
     if content is None:
         return
@@ -312,29 +312,29 @@ def _load(state: Run, client: SectionClock) -> None:
         client.load_state_dict(content)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         if state.world.is_main:
-            logger.warning("%s does not hold time limits (%s); they are learned anew", path, error)
+            logger.warning("%s does not contain time limits (%s); learning them from scratch", path, error)
 
 
-def _their_client() -> SectionClock:
-    """The client of `nvidia-resiliency-ext`, in a process that its launcher has started."""
+def _their_client() -> LearnedTimeouts:
+    """The client of `nvidia-resiliency-ext`, in a process that its launcher started."""
     try:
         from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
         raise MissingExtraError(
-            "ft.enable_ft_package=True needs nvidia-resiliency-ext: pip install 'onstep[resiliency]', or leave it out: "
-            "Onstep's own watchdog needs nothing."
+            "ft.enable_ft_package=True requires nvidia-resiliency-ext: pip install 'onstep[resiliency]', or drop the "
+            "option: Onstep's own watchdog requires no package."
         ) from error
     if not os.environ.get(_SOCKET):
         raise ConfigError(
-            f"ft.enable_ft_package=True needs a monitor for each rank, and ${_SOCKET} is not set; start the ranks with "
-            "ft_launcher, or leave it out: Onstep's own watchdog needs no launcher."
+            f"ft.enable_ft_package=True requires a monitor for each rank, but ${_SOCKET} is not set; start the ranks "
+            "with ft_launcher, or drop the option: Onstep's own watchdog requires no launcher."
         )
-    client: SectionClock = RankMonitorClient()  # it has the same methods
+    client: LearnedTimeouts = RankMonitorClient()  # it has the same methods
     return client
 
 
 def plan_fault(config: FaultToleranceConfig, world_size: int, draw: random.Random) -> tuple[int, str, float]:
-    """Which rank fails, how, and after how many seconds: what the configuration leaves open is drawn."""
+    """Which rank fails, how, and after how many seconds; settings left open are drawn at random."""
     kind = config.simulated_fault_type
     kind = draw.choice(sorted(_SIGNALS)) if kind == "random" else kind
     rank = config.simulated_fault_rank
@@ -343,9 +343,9 @@ def plan_fault(config: FaultToleranceConfig, world_size: int, draw: random.Rando
 
 
 def simulate_fault(config: FaultToleranceConfig, world: World) -> None:
-    """Let one rank be killed or stopped after a while, by a thread of its own. Collective.
+    """Kill or stop one rank after a delay, from a separate thread. Collective.
 
-    Drawn from the system's generator: the run's own are not touched.
+    Draws from the system's generator: the run's generators are not touched.
     """
     rank, kind, delay = world.share(plan_fault(config, world.size, random.SystemRandom()))
     if world.is_main:

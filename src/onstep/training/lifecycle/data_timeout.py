@@ -1,4 +1,4 @@
-"""Waiting for a training batch, but not for ever once the run was asked to leave."""
+"""Waits for a training batch, with a time limit once the run has been asked to exit."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _DEATH_SECONDS = 1.0
 
 
 class DataTimeout(OnstepError):  # noqa: N818 - ends a wait, and the run then saves; nothing went wrong
-    """A signalled run gave up on a training batch. The reader stands where it stood before the read."""
+    """The run gave up on a training batch after a signal. The reader is where it was before the read."""
 
 
 class DataWait(Generic[T]):
-    """A read that is given up `data_timeout` seconds after a signal has come (before or during it).
+    """A read that is abandoned `data_timeout` seconds after a signal, received before or during the read.
 
-    It is interrupted in the main thread, by an exception between two of its bytecodes, while SIGALRM and the
-    real-time timer are borrowed and given back. It must be a Python function whose loader leaves no half-read stream
-    behind, as those of `onstep.data`. Workers that are stuck take up to five seconds more to end.
+    The read is interrupted in the main thread, by an exception between two of its bytecodes; SIGALRM and the real-time
+    timer are borrowed for this and given back. It must be a Python function whose loader leaves no half-read stream
+    behind, such as those of `onstep.data`. Stuck workers need up to five more seconds to end.
 
     Args:
         read: called for each read.
-        handler: entered already; without one, or outside the main thread, reads are waited for.
-        data_timeout: None waits on.
+        handler: already entered; without one, or outside the main thread, reads have no time limit.
+        data_timeout: None waits indefinitely.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class DataWait(Generic[T]):
         self._previous_timer = (0.0, 0.0)
 
     def __call__(self) -> T:
-        """What the read gives.
+        """Return the result of the read.
 
         Raises:
-            DataTimeout: when the time is over, or when the signal has ended the data workers too. What was read so far
-                is dropped.
+            DataTimeout: when the time is up, or when the signal has also ended the data workers. Data read so far is
+                dropped.
         """
         handler = self._handler
         if handler is None:
@@ -80,7 +80,7 @@ class DataWait(Generic[T]):
             self._has_given_up = self._has_lost_worker = False
 
     def _arm(self) -> None:
-        """Start the timer, where there is a limit; once."""
+        """Start the timer once, if there is a limit."""
         if self._seconds is None or self._armed_at is not None:
             return
         self._armed_at = time.monotonic()
@@ -88,7 +88,7 @@ class DataWait(Generic[T]):
         self._previous_timer = signal.setitimer(signal.ITIMER_REAL, self._seconds, _RETRY_SECONDS)
 
     def _disarm(self) -> None:
-        """Give the timer back, with what is left of a user's own."""
+        """Give the timer back, with the remaining time of a user's own."""
         if self._armed_at is None:
             return
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -101,16 +101,16 @@ class DataWait(Generic[T]):
         self._armed_at = None
 
     def _give_up(self, frame: FrameType | None) -> None:
-        """Interrupt the read because its workers are gone; once, so that what unwinds is left in peace."""
+        """Interrupt the read because its workers are gone; only once, so that unwinding is not disturbed."""
         if not self._has_given_up and _is_reading(frame):
             self._has_given_up = self._has_lost_worker = True
             raise _GiveUp
 
     def _expire(self, number: int, frame: FrameType | None) -> None:
-        """Interrupt the read; one that has returned already, and moved the position, is not."""
+        """Interrupt the read, unless it has already returned and advanced the position."""
         is_late = self._armed_at is not None and time.monotonic() - self._armed_at >= (self._seconds or 0)
         if not is_late or not _is_reading(frame):
-            return  # the timer comes again
+            return  # the timer fires again
         signal.setitimer(signal.ITIMER_REAL, 0)
         if not self._has_given_up:
             self._has_given_up = True
@@ -118,12 +118,12 @@ class DataWait(Generic[T]):
 
 
 def _run(read: Callable[[], T]) -> T:
-    """The frame of this function on the stack, below another one, shows that the read has not returned yet."""
+    """Run the read; this function's frame on the stack, below another one, shows that it has not returned yet."""
     return read()
 
 
 def _are_workers_lost(handler: DistributedSignalHandler) -> bool:
-    """Whether the signal has ended data workers; their sockets close a moment before the system tells of their end."""
+    """Whether the signal has ended data workers; their sockets close shortly before the system reports their exit."""
     deadline = time.monotonic() + _DEATH_SECONDS
     while not handler.lost_workers and time.monotonic() < deadline:
         time.sleep(_RETRY_SECONDS)

@@ -1,4 +1,4 @@
-"""The end of a run: which callbacks hear of it, in which order, whatever happened."""
+"""Fires the events of the end of a run exactly once and in order, however the run ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onstep.training.stages.job import Job
 
 
 class TrainingEnd(Feature[Job]):
-    """Fires `on_exception` and `on_train_end` where an exception ends the training, before anything is closed."""
+    """Fires `on_exception` and `on_train_end` if an exception ends the training, before anything is closed."""
 
     name = "training_end"
 
@@ -24,29 +24,29 @@ class TrainingEnd(Feature[Job]):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """See the error."""
+        """Catch the error in passing."""
         try:
             yield
         except BaseException as error:
             if self.host.run.ending.train_started:
-                fire_endings(self.host.run, self.host.tell.fire, error, is_outermost=False)
+                fire_endings(self.host.run, self.host.notify.fire, error, is_outermost=False)
             raise
 
 
 @contextmanager
 def run_scope(run: Run, fire: Callable[..., None]) -> Iterator[None]:
-    """Wraps everything of a run, so that its end is fired exactly once.
+    """Wraps a whole run, so that the events of its end are fired exactly once.
 
-    `on_exception` once when an exception ends the run, `on_train_end` once if `on_train_start` was fired, `on_run_end`
-    after everything. Scopes nest: what runs inside another scope shares its ending, and an evaluation that a callback
-    makes and whose error it handles ends nothing.
+    `on_exception` fires once if an exception ends the run, `on_train_end` once if `on_train_start` was fired,
+    `on_run_end` last. Scopes nest: what runs inside another scope shares its ending, and an evaluation that a callback
+    runs, and whose error it handles, ends nothing.
     """
     ending = run.ending
     if ending.in_run:
         yield
         return
     ending.in_run, ending.train_started, ending.train_ended = True, False, False
-    ending.exception_told, ending.ended = False, None
+    ending.exception_notified, ending.ended = False, None
     with current_calculator(run.batch_sizes):
         try:
             try:
@@ -62,7 +62,7 @@ def run_scope(run: Run, fire: Callable[..., None]) -> Iterator[None]:
 
 
 class Endings(Feature[Run]):
-    """Fires `on_run_end` after everything else, and `on_exception` where one ended the run."""
+    """Fires `on_run_end` after everything else, and `on_exception` if an exception ended the run."""
 
     name = "endings"
 
@@ -72,21 +72,21 @@ class Endings(Feature[Run]):
         return True
 
     def session(self) -> AbstractContextManager[None]:
-        """See how the run ends."""
-        return run_scope(self.host, self.host.door.fire)
+        """Observe how the run ends."""
+        return run_scope(self.host, self.host.entry_point.fire)
 
 
 def fire_endings(run: Run, fire: Callable[..., None], error: BaseException | None, *, is_outermost: bool) -> None:
-    """Fire what is due at the end of a training, or of the run. All of it is fired; the first error is raised.
+    """Fire the due events at the end of a training or of the run. All are fired; the first error is raised.
 
     Raises:
-        BaseException: what a callback raised, where nothing else ended the run; else it is a note on that.
+        BaseException: raised by a callback, if nothing else ended the run; else it becomes a note on that error.
     """
     ending = run.ending
     decided = error is None or isinstance(error, SystemExit)
     endings: list[tuple[str, dict[str, object]]] = []
-    if not decided and not ending.exception_told:
-        ending.exception_told = True
+    if not decided and not ending.exception_notified:
+        ending.exception_notified = True
         endings.append(("on_exception", {"exception": error}))
     if ending.train_started and not ending.train_ended:
         ending.train_ended = True
@@ -99,7 +99,7 @@ def fire_endings(run: Run, fire: Callable[..., None], error: BaseException | Non
     for event, fields in endings:
         try:
             fire(event, **fields)
-        except BaseException as one:  # noqa: BLE001 - every ending is fired; the first error is raised below
+        except BaseException as one:  # noqa: BLE001 - every event is fired; the first error is raised below
             raised.append(one)
     if not raised:
         return
@@ -113,7 +113,7 @@ def fire_endings(run: Run, fire: Callable[..., None], error: BaseException | Non
 
 
 def reason_of(run: Run, error: BaseException | None) -> Reason:
-    """How the run ended; a callback that exits the process has stopped it."""
+    """How the run ended; a callback that exits the process counts as having stopped it."""
     if isinstance(error, Preempted) or (error is None and run.exits.decided == "signal"):
         return "preempted"
     if error is not None:

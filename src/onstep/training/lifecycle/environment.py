@@ -1,4 +1,4 @@
-"""What a run sets around itself: environment variables, the level of its log, its trackers."""
+"""Sets up the environment of a run: environment variables, log level and trackers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onstep.training.run import Run
 
 
 class EnvironmentVariables(Feature[Run]):
-    """Sets the configured environment variables, unless they are set already."""
+    """Sets the configured environment variables that are not already set."""
 
     name = "environment"
     when = "env_vars"
@@ -40,7 +40,7 @@ class LogLevel(Feature[Run]):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Set it, and put it back at the end: a process may run others."""
+        """Set the level, and restore it at the end: the process may run more than one training."""
         log = logging.getLogger("onstep")
         before = log.level
         log.setLevel(self.host.cfg.logger.logging_level or logging.NOTSET)
@@ -51,41 +51,41 @@ class LogLevel(Feature[Run]):
 
 
 class TrackerSessions(Feature[Run]):
-    """Opens the trackers where training begins, and closes them as the run ended."""
+    """Opens the trackers when training begins, and closes them when the run ends."""
 
     name = "trackers"
-    when = "always; logger.report_to, logger.tensorboard_dir and the like say which trackers"
+    when = "always; logger.report_to, logger.tensorboard_dir and the like select the trackers"
     collective = True
     per_rank = True
 
     @classmethod
     def wanted(cls, host: Run) -> bool:
-        """Always: a callback may put a tracker in place later."""
+        """Always: a callback may install a tracker later."""
         return True
 
     def __init__(self, host: Run) -> None:
         super().__init__(host)
-        self.has_state = bool(host.trackers.configured)
+        self.has_state = bool(host.bridge_trackers.configured)
 
     def session(self) -> AbstractContextManager[object]:
-        """Close them at the end."""
-        return self.host.trackers.held(lambda: self.host.ending.ended)
+        """Close the trackers at the end."""
+        return self.host.bridge_trackers.held(lambda: self.host.ending.ended)
 
     def begin(self) -> None:
-        """Give every rank the id of the run, and open the trackers. Collective."""
-        trackers, progress = self.host.trackers, self.host.train_state
+        """Share the run's id with every rank, and open the trackers. Collective."""
+        trackers, progress = self.host.bridge_trackers, self.host.train_state
         trackers.agree_on_run()
         trackers.open(progress.step, progress.consumed_train_samples)
 
     def rolled_back(self) -> None:
-        """Go on from the step of the checkpoint."""
+        """Continue from the step of the checkpoint."""
         progress = self.host.train_state
-        self.host.trackers.reopen(progress.step, progress.consumed_train_samples)
+        self.host.bridge_trackers.reopen(progress.step, progress.consumed_train_samples)
 
     def state_dict(self) -> StateDict:
-        """What continues the trackers' runs."""
-        return self.host.trackers.state_dict()
+        """The state that lets the trackers' runs continue."""
+        return self.host.bridge_trackers.state_dict()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Continue them when they are opened."""
-        self.host.trackers.load_state_dict(dict(state_dict))
+        """Keep the state until the trackers are opened."""
+        self.host.bridge_trackers.load_state_dict(dict(state_dict))

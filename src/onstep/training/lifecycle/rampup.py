@@ -1,4 +1,4 @@
-"""The size of the next step, where batches grow during a run."""
+"""Sets the size of the next step when the batch size is ramped up during a run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from onstep.training.stages.ending import save_now
 from onstep.training.stages.job import Job
 
 
-class BatchGrowth(Feature[Job]):
-    """Sets the size of the next step as soon as a step is done with, since the end of an epoch depends on it.
+class BatchRampup(Feature[Job]):
+    """Sets the size of the next step as soon as a step is complete, since the end of an epoch depends on it.
 
-    Where it has grown, a run that saves of its own accord saves.
+    When the batch size increases, a run that saves automatically saves a checkpoint.
     """
 
     name = "batch_growth"
@@ -26,7 +26,7 @@ class BatchGrowth(Feature[Job]):
         return sizes is not None and (sizes.varies or host.run.cfg.train.decrease_batch_size_if_needed)
 
     def after_count(self, step: Step) -> None:
-        """Count the samples by which the step was smaller than configured, as skipped."""
+        """Count as skipped the samples by which the step was smaller than configured."""
         run = self.host.run
         sizes = run.batch_sizes
         if sizes is not None and run.cfg.train.decrease_batch_size_if_needed:
@@ -34,11 +34,11 @@ class BatchGrowth(Feature[Job]):
             run.train_state.skipped_train_samples += decrease
 
     def after_iteration(self, step: Step) -> None:
-        """Set the size of the next step, and save where it has grown. Collective then."""
+        """Set the size of the next step, and save if it increased. Collective in that case."""
         self.after_skip()
 
     def after_skip(self) -> None:
-        """The same after a skipped step. Collective where the size has grown."""
+        """The same after a skipped step. Collective if the size increased."""
         run, before = self.host.run, self.host.run.num_microbatches
         update_batch_size(run)
         assert run.num_microbatches >= before, f"micro-batches of a step went from {before} to {run.num_microbatches}"
@@ -47,7 +47,7 @@ class BatchGrowth(Feature[Job]):
         saves = run.checkpoints is not None and is_saving and run.saving.is_unsaved
         if run.num_microbatches == before or run.is_over or not saves:
             return
-        run.saving.save_reason = f"the batch grows to {run.current_global_batch_size} samples"
+        run.saving.save_reason = f"batch size ramped up to {run.current_global_batch_size} samples"
         run.features.settle()
         if not (run.is_over or run.ending.by_anomaly):
             save_now(self.host)

@@ -1,4 +1,4 @@
-"""Signals that ask a run to save and leave, and the wait for data that they end."""
+"""Handles signals that ask a run to save and exit, and abandons the wait for data that they interrupt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Read = Callable[[], StepBatches | None]
 
 
 class SignalHandling(Feature[Run]):
-    """Turns `train.exit_signals` into a request to save and leave, while the run goes on."""
+    """Turns `train.exit_signals` into a request to save and exit, during the run."""
 
     name = "signals"
     when = "train.exit_signal_handler"
@@ -41,7 +41,7 @@ class SignalHandling(Feature[Run]):
 
 
 class DataTimeoutGuard(Feature[Job]):
-    """Gives up on a batch that does not come after a signal has, and lets the run leave."""
+    """Gives up on a batch that does not arrive after a signal, so that the run can exit."""
 
     name = "data_timeout"
     when = "train.exit_signal_handler, train.data_timeout"

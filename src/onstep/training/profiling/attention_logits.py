@@ -1,4 +1,4 @@
-"""The largest attention logit of a step, where the model keeps one."""
+"""Tracks the largest attention logit of a step, for models that record it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onstep.events.context import unwrap
-from onstep.training.compute.losses import MicroLoss, Weight
+from onstep.training.compute.losses import MicroLoss, Scalar
 from onstep.training.compute.step import Step
 from onstep.training.feature import Feature
 from onstep.training.stages.job import Job
@@ -16,7 +16,7 @@ from onstep.training.stages.step_flops import model_options
 
 
 class AttentionLogits(Feature[Job]):
-    """Collects the largest attention logit of each micro-batch, and gives the step that of all ranks."""
+    """Collects the largest attention logit of each micro-batch, and sets the step's value over all ranks."""
 
     name = "attention_logits"
     when = "model.log_max_attention_logit"
@@ -24,7 +24,7 @@ class AttentionLogits(Feature[Job]):
 
     @classmethod
     def wanted(cls, host: Job) -> bool:
-        """Whether it is asked for, or a user's model keeps one unasked."""
+        """Whether it is configured, or a user's model records one anyway."""
         options = model_options(host.run.cfg, host.model)
         asked = host.run.cfg.model.log_max_attention_logit
         return bool(asked or getattr(options, "log_max_attention_logit", False))
@@ -35,17 +35,17 @@ class AttentionLogits(Feature[Job]):
         self._logits: list[Tensor] = []
 
     def after_zero_grad(self) -> None:
-        """A step begins, or begins again."""
+        """A step begins, or is computed again."""
         self._logits = []
 
-    def before_backward(self, step: Step, micro: MicroLoss, start: Weight | None) -> None:
-        """Look at the model after the forward pass of each micro-batch."""
+    def before_backward(self, step: Step, micro: MicroLoss, start: Scalar | None) -> None:
+        """Read the model's value after the forward pass of each micro-batch."""
         logit = getattr(self._model, "max_attention_logit", None)
         if logit is not None:
             self._logits.append(logit)
 
     def wrap_compute(self, compute: Callable[[Step], None]) -> Callable[[Step], None]:
-        """The largest over all ranks; None of a model that keeps none. Collective."""
+        """Reduce the largest value over all ranks; None for a model that records none. Collective."""
 
         def computed(step: Step) -> None:
             compute(step)

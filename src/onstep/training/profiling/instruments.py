@@ -1,8 +1,9 @@
-"""Features that measure a run, or look after its memory: timers, ranges, energy, profilers, garbage."""
+"""Features that measure a run or manage its memory: timers, ranges, energy, profilers, garbage collection."""
 
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from onstep.errors import warn_once
 from onstep.metrics.memory_reports import start_memory_history_recording
 from onstep.schedules import is_due
 from onstep.training.compute.step import Step
@@ -22,19 +24,20 @@ from onstep.training.profiling.profilers import (
     should_profile_rank,
     start_nsys_profiler,
     stop_nsys_profiler,
-    warn_once,
 )
 from onstep.training.reporting.gpu_telemetry import EnergyMonitor
 from onstep.training.reporting.timers import INTERVAL_TIME
 from onstep.training.run import Run
 from onstep.training.stages.job import Job
 
+logger = logging.getLogger(__name__)
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def within(context: Callable[[], AbstractContextManager[object]], function: Callable[P, T]) -> Callable[P, T]:
-    """The function, each call of it in a context of its own."""
+    """Wrap the function so that each call runs in a new context."""
 
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
         with context():
@@ -59,17 +62,17 @@ class MemoryHistory(Feature[Run]):
 
 
 class MemoryRelease(Feature[Run]):
-    """Gives the device's unused memory back around updates, and in evaluations."""
+    """Releases the device's unused memory around updates, and in evaluations."""
 
     name = "memory_release"
-    when = "train.empty_unused_memory_level from 1 on; 2 does it after the update too"
+    when = "train.empty_unused_memory_level of 1 or more; 2 also releases after the update"
 
     @classmethod
     def wanted(cls, host: Run) -> bool:
         return host.cfg.train.empty_unused_memory_level >= 1
 
     def wrap_update(self, update: Callable[[Step], None]) -> Callable[[Step], None]:
-        """Before the update, and at level 2 after it."""
+        """Release before the update, and at level 2 after it."""
         after = self.host.cfg.train.empty_unused_memory_level >= 2
 
         def released(step: Step) -> None:
@@ -81,7 +84,7 @@ class MemoryRelease(Feature[Run]):
         return released
 
     def wrap_score(self, score: Callable[P, T]) -> Callable[P, T]:
-        """After a batch of an evaluation."""
+        """Release after a batch of an evaluation."""
 
         def released(*args: P.args, **kwargs: P.kwargs) -> T:
             result = score(*args, **kwargs)
@@ -92,13 +95,13 @@ class MemoryRelease(Feature[Run]):
 
 
 def empty_unused_memory() -> None:
-    """Give the device's unused memory back to others; the CPU has none of the kind."""
+    """Release the device's unused memory to others; the CPU has none of this kind."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 class DeviceSync(Feature[Job]):
-    """Waits for the device every so many steps; the CPU has nothing to wait for."""
+    """Waits for the device every so many steps; on the CPU it does nothing."""
 
     name = "device_sync"
     when = "train.train_sync_interval"
@@ -113,7 +116,7 @@ class DeviceSync(Feature[Job]):
 
 
 class StepTimers(Feature[Job]):
-    """Times the parts of every step; `logger.timing_log_level` says which."""
+    """Times the parts of every step, as selected by `logger.timing_log_level`."""
 
     name = "timers"
     when = "logger.timing_log_level"
@@ -143,13 +146,13 @@ class StepTimers(Feature[Job]):
 
 
 class IntervalTime(Feature[Job]):
-    """The time of the steps of a logging interval, without evaluations and saves."""
+    """Measures the time of the steps of a logging interval, without evaluations and saves."""
 
     name = "interval_time"
 
     @classmethod
     def wanted(cls, host: Job) -> bool:
-        """Always: the throughput of every logged step is made of it."""
+        """Always: the throughput of every logged step is computed from it."""
         return True
 
     @contextmanager
@@ -186,12 +189,12 @@ class NvtxRanges(Feature[Job]):
 
     @classmethod
     def wanted(cls, host: Job) -> bool:
-        """Whether ranges are asked for and possible; where they are not, that is said once."""
+        """Whether ranges are configured and possible; if not possible, this is logged once."""
         if not host.run.cfg.profiling.nvtx_ranges:
             return False
         possible = host.run.world.device.type == "cuda" and torch.cuda.is_available()
         if not possible:
-            warn_once("profiling.nvtx_ranges does nothing: this run computes on no CUDA GPU; set it to false")
+            warn_once(logger, "profiling.nvtx_ranges does nothing: this run does not use a CUDA GPU; set it to false")
         return possible
 
     def wrap_iterate(self, iterate: Callable[P, T]) -> Callable[P, T]:
@@ -208,20 +211,20 @@ class NvtxRanges(Feature[Job]):
 
 @dataclass
 class GivenMonitor:
-    """A monitor that a caller put in place of the run's own."""
+    """Holds a monitor that a caller installed instead of the run's own."""
 
     monitor: EnergyMonitor | None = None
 
 
 def monitor_of(run: Run) -> EnergyMonitor:
-    """The monitor of a run, made when it is first asked for."""
+    """The monitor of a run, created on first use."""
     room = run.features.room(GivenMonitor)
     room.monitor = room.monitor or EnergyMonitor(run.world)
     return room.monitor
 
 
 class Energy(Feature[Job]):
-    """Measures the energy that the GPUs take for the steps."""
+    """Measures the energy that the GPUs use for the steps."""
 
     name = "energy"
     when = "logger.log_energy"
@@ -237,7 +240,7 @@ class Energy(Feature[Job]):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Measure; when the training ends well, rank 0 prints its energy. Collective."""
+        """Measure; if training ends without an error, rank 0 prints its energy. Collective."""
         monitor = self.monitor
         if monitor.setup():
             monitor.resume()
@@ -263,7 +266,7 @@ class Energy(Feature[Job]):
 
 
 class Profilers(Feature[Job]):
-    """Torch's profiler and Nsight Systems over a window of steps."""
+    """Runs torch's profiler and Nsight Systems over a window of steps."""
 
     name = "profilers"
     when = "profiling.use_pytorch_profiler, profiling.use_nsys_profiler, on profiling.profile_ranks"
@@ -283,7 +286,7 @@ class Profilers(Feature[Job]):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """End the profiles, whatever happens; what they have is written."""
+        """End the profiles, whatever happens; recorded data is written."""
         try:
             yield
         finally:
@@ -292,7 +295,7 @@ class Profilers(Feature[Job]):
             self._stop_nsys()
 
     def begin(self) -> None:
-        """Continue a profile in whose window the process begins."""
+        """Continue a profile if the process starts within its window."""
         config, step = self._config, self._run.train_state.step
         if config.use_nsys_profiler and config.profile_step_start < step < config.profile_step_end:
             self._nsys = start_nsys_profiler(config)
@@ -317,7 +320,7 @@ class Profilers(Feature[Job]):
 
 
 class ManualGarbageCollection(Feature[Job]):
-    """Collects garbage at the same steps on all ranks, and never in between."""
+    """Collects garbage at the same steps on all ranks, and at no other time."""
 
     name = "manual_gc"
     when = "train.manual_gc, every train.manual_gc_interval"
@@ -328,7 +331,7 @@ class ManualGarbageCollection(Feature[Job]):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Switch automatic collection off, and on again at the end."""
+        """Turn automatic collection off, and on again at the end."""
         was_enabled = gc.isenabled()
         gc.disable()
         gc.collect()
@@ -344,7 +347,7 @@ class ManualGarbageCollection(Feature[Job]):
 
     @contextmanager
     def pause(self, work: Interruption) -> Iterator[None]:
-        """Collect before an evaluation, and its youngest objects after it, with `train.manual_gc_eval`."""
+        """Collect before an evaluation, and the youngest generation after it, with `train.manual_gc_eval`."""
         collects = work == "evaluate" and self.host.run.cfg.train.manual_gc_eval
         if collects:
             gc.collect()

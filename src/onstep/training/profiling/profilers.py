@@ -1,4 +1,4 @@
-"""Profiles of a few steps: torch's own profiler, or marks for Nsight Systems."""
+"""Profiles a few steps with torch's profiler, or marks them for Nsight Systems."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ExecutionTraceObserver, ProfilerAction, profile
 
 from onstep.config import ProfilingConfig
-from onstep.errors import ConfigError
+from onstep.errors import ConfigError, warn_once
 from onstep.events import CallbackManager
 from onstep.metrics.torch_profiler import SoleProfiler, write_trace
 from onstep.training.run import Run
@@ -22,26 +22,24 @@ logger = logging.getLogger(__name__)
 NsysContext = AbstractContextManager[object]
 """Names torch's operations for Nsight Systems."""
 
-_warned_of: set[str] = set()
-
 
 class Profiler(Protocol):
-    """What the loop asks of torch's profiler (`torch.profiler.profile` is one)."""
+    """The interface of torch's profiler that the loop uses (`torch.profiler.profile` implements it)."""
 
     def step(self) -> None:
         """The next iteration begins."""
 
     def stop(self) -> None:
-        """End, and write what there is."""
+        """End the profile, and write what was recorded."""
 
 
 def should_profile_rank(config: ProfilingConfig | None, rank: int) -> bool:
-    """Whether a rank is profiled: one of `profile_ranks`, or any where that is empty; never without a configuration."""
+    """Whether a rank is profiled: one of `profile_ranks`, or any if that is empty; never without a configuration."""
     return config is not None and (not config.profile_ranks or rank in config.profile_ranks)
 
 
 def check_profilers(config: ProfilingConfig, manager: CallbackManager | None) -> None:
-    """Check that nobody else among the callbacks profiles too: to start a second profiler ends the process.
+    """Check that no callback profiles too: starting a second profiler ends the process.
 
     Raises:
         ConfigError: naming the callback.
@@ -51,24 +49,24 @@ def check_profilers(config: ProfilingConfig, manager: CallbackManager | None) ->
     for callback in manager.callbacks:
         if getattr(callback, "is_profiler", False):
             raise ConfigError(
-                f"profiling.use_pytorch_profiler=True and a {type(callback).__name__} both want torch's profiler, of "
-                "which a process has one; leave one of them out."
+                f"profiling.use_pytorch_profiler=True and a {type(callback).__name__} both need torch's profiler, of "
+                "which a process can have only one; remove one of them."
             )
 
 
 def handle_profiling_step(
     config: ProfilingConfig | None, iteration: int, rank: int, pytorch_prof: Profiler | None
 ) -> NsysContext | None:
-    """Begin an iteration for the profilers: torch's goes on, nsys starts at `profile_step_start`.
+    """Begin an iteration for the profilers: torch's advances, nsys starts at `profile_step_start`.
 
     Args:
         config: which profiler, and when.
-        iteration: steps done before this one.
+        iteration: number of steps done before this one.
         rank: this rank.
-        pytorch_prof: torch's profiler, where there is one.
+        pytorch_prof: torch's profiler, if any.
 
     Returns:
-        The context of nsys, entered, which `handle_profiling_stop` leaves; else None.
+        The entered context of nsys, which `handle_profiling_stop` exits; else None.
     """
     if config is None or not should_profile_rank(config, rank):
         return None
@@ -90,10 +88,10 @@ def handle_profiling_stop(
 
     Args:
         config: which profiler, and when; None ends nothing.
-        iteration: steps done.
+        iteration: number of steps done.
         rank: this rank.
-        pytorch_prof: torch's profiler, where there is one.
-        nsys_nvtx_context: what `handle_profiling_step` gave when nsys started.
+        pytorch_prof: torch's profiler, if any.
+        nsys_nvtx_context: the return value of `handle_profiling_step` when nsys started.
     """
     if config is None or iteration != config.profile_step_end or not should_profile_rank(config, rank):
         return
@@ -104,12 +102,14 @@ def handle_profiling_stop(
 
 
 def start_nsys_profiler(config: ProfilingConfig) -> NsysContext | None:
-    """Let `nsys profile -c cudaProfilerApi` begin; the entered context that names torch's operations for it.
+    """Start `nsys profile -c cudaProfilerApi`; returns the entered context that names torch's operations for it.
 
-    Without CUDA there is nothing to profile: that is said once.
+    Without CUDA there is nothing to profile, which is logged once.
     """
     if not torch.cuda.is_available():
-        warn_once("profiling.use_nsys_profiler does nothing: torch sees no CUDA GPU; use use_pytorch_profiler instead")
+        warn_once(
+            logger, "profiling.use_nsys_profiler does nothing: torch sees no CUDA GPU; use use_pytorch_profiler instead"
+        )
         return None
     torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
     context: NsysContext = torch.autograd.profiler.emit_nvtx(record_shapes=config.record_shapes)  # type: ignore[no-untyped-call]
@@ -118,7 +118,7 @@ def start_nsys_profiler(config: ProfilingConfig) -> NsysContext | None:
 
 
 def stop_nsys_profiler(context: NsysContext | None) -> None:
-    """Let nsys end, and leave the context that `start_nsys_profiler` gave."""
+    """Stop nsys, and exit the context that `start_nsys_profiler` returned."""
     if not torch.cuda.is_available():
         return
     torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
@@ -127,16 +127,16 @@ def stop_nsys_profiler(context: NsysContext | None) -> None:
 
 
 class TorchTrace:
-    """Torch's profiler over the steps after `profile_step_start` up to `profile_step_end`, in one trace.
+    """Runs torch's profiler over the steps after `profile_step_start` up to `profile_step_end`, into one trace.
 
-    It warms up in the step before. A run that continues within these steps records the rest of them; one that ends
-    within them, also by an exception, writes what there is. Where somebody else's profiler records already, nothing is
-    profiled, and a warning says so.
+    It warms up in the step before. A run that resumes within these steps records the rest of them; one that ends within
+    them, even with an exception, writes what was recorded. If another profiler is already recording, nothing is
+    profiled and a warning is logged.
 
     Args:
-        config: the steps, and what is kept of them.
+        config: the steps, and what to record.
         path: the trace's file; `.gz` compresses it.
-        get_step: steps done.
+        get_step: returns the number of steps done.
         chakra_path: file of torch's execution trace, or None.
     """
 
@@ -164,7 +164,7 @@ class TorchTrace:
             self.stop()
 
     def stop(self) -> None:
-        """End, and write what was recorded; nothing where nothing was begun."""
+        """End the profile, and write what was recorded; do nothing if it has not begun."""
         profiler, self._profiler = self._profiler, None
         self._is_over = True
         if profiler is not None:
@@ -174,13 +174,13 @@ class TorchTrace:
             self._observer = None
 
     def _started(self) -> SoleProfiler | None:
-        """The profiler; None where there is no folder for what it finds."""
+        """The profiler; None if the directory for its trace cannot be created."""
         config = self._config
-        for folder in [path.parent for path in (self._path, self._chakra_path) if path is not None]:
+        for directory in [path.parent for path in (self._path, self._chakra_path) if path is not None]:
             try:
-                folder.mkdir(parents=True, exist_ok=True)
+                directory.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                logger.warning("nothing is profiled: the folder %s cannot be made: %s", folder, error)
+                logger.warning("nothing is profiled: cannot create the directory %s: %s", directory, error)
                 return None
         if self._chakra_path is not None:
             self._observer = ExecutionTraceObserver().register_callback(str(self._chakra_path))
@@ -196,7 +196,7 @@ class TorchTrace:
         return profiler
 
     def _action(self, _: int) -> ProfilerAction:
-        """By the run's own step, which an iteration that is skipped advances too."""
+        """Choose by the run's own step, which a skipped iteration advances too."""
         is_recorded = self._get_step() >= self._config.profile_step_start
         return ProfilerAction.RECORD if is_recorded else ProfilerAction.WARMUP
 
@@ -206,10 +206,10 @@ class TorchTrace:
 
 
 def initialize_pytorch_profiler(state: Run) -> TorchTrace | None:
-    """Torch's profiler of this rank, where the configuration asks for it and the profiled steps are still to come.
+    """Torch's profiler of this rank, if it is configured and the profiled steps are still to come.
 
-    Its files are `torch_profile/rank-<r>.json.gz` and `chakra/rank-<r>.json.gz`, beside `logger.tensorboard_dir`, else
-    in the run's folder, else in `run.output_dir`.
+    Its files are `torch_profile/rank-<r>.json.gz` and `chakra/rank-<r>.json.gz`, next to `logger.tensorboard_dir`, else
+    in the run's directory, else in `run.output_dir`.
     """
     config, rank = state.cfg.profiling, state.world.rank
     if not config.use_pytorch_profiler or not should_profile_rank(config, rank):
@@ -218,16 +218,9 @@ def initialize_pytorch_profiler(state: Run) -> TorchTrace | None:
         return None
     tensorboard = state.cfg.logger.tensorboard_dir
     if tensorboard is not None:
-        folder = Path(tensorboard).absolute().parent
+        directory = Path(tensorboard).absolute().parent
     else:
-        folder = Path(state.cfg.run.output_dir if state.run_folder is None else state.run_folder.path)
+        directory = Path(state.cfg.run.output_dir if state.run_dir is None else state.run_dir.path)
     name = f"rank-{rank}.json.gz"
-    chakra = folder / "chakra" / name if config.pytorch_profiler_collect_chakra else None
-    return TorchTrace(config, folder / "torch_profile" / name, lambda: state.train_state.step, chakra)
-
-
-def warn_once(text: str) -> None:
-    """Log a warning, once in this process."""
-    if text not in _warned_of:
-        _warned_of.add(text)
-        logger.warning("%s", text)
+    chakra = directory / "chakra" / name if config.pytorch_profiler_collect_chakra else None
+    return TorchTrace(config, directory / "torch_profile" / name, lambda: state.train_state.step, chakra)

@@ -1,4 +1,4 @@
-"""Megatron Bridge's tags: which values a step is reported by, and which tracker gets each under which name."""
+"""Defines Megatron Bridge's tags: the reported values of a step, and their names in each tracker."""
 
 from __future__ import annotations
 
@@ -7,45 +7,45 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from onstep.config.reporting import LoggerConfig
+from onstep.config import LoggerConfig
 from onstep.progress import TrainState
 from onstep.trackers.metric_names import bridge_names
 from onstep.trackers.tag_record import VS_SAMPLES, TagRecord
 from onstep.trackers.tracker_logger import TrackerLogger
-from onstep.training.compute.losses import Weight
+from onstep.training.compute.losses import Scalar
 from onstep.training.protocols import Loggers
 
 TENSORBOARD, WANDB, MLFLOW, COMET = "tensorboard", "wandb", "mlflow", "comet"
 
 STEPS_ONLY = ("samples vs steps", "decoupled-learning-rate", "skipped-train-samples")
-"""Tags of a step that TensorBoard does not show over consumed samples too."""
+"""Tags of a step that TensorBoard does not also show over consumed samples."""
 
 
 @dataclass(frozen=True)
 class StepValues:
-    """What a step is reported by, as numbers or unread tensors; what is None has no tag and no field in the line."""
+    """The reported values of a step, as numbers or unread tensors; None means no tag and no field in the line."""
 
     losses: Mapping[str, Tensor]
     learning_rate: float | None = None
     decoupled_learning_rate: float | None = None
-    loss_scale: Weight = 1.0
-    grad_norm: Weight | None = None
+    loss_scale: Scalar = 1.0
+    grad_norm: Scalar | None = None
     num_zeros: Tensor | int | None = None
-    params_norm: Weight | None = None
-    max_attention_logit: Weight | None = None
+    params_norm: Scalar | None = None
+    max_attention_logit: Scalar | None = None
 
     @property
-    def shown(self) -> dict[str, Weight | None]:
-        """Those of the last step that the console line shows."""
+    def shown(self) -> dict[str, Scalar | None]:
+        """The last step's values that the console line shows."""
         names = ("loss_scale", "grad_norm", "num_zeros", "params_norm", "max_attention_logit")
         return {name: getattr(self, name) for name in names}
 
 
 def step_tags(
     values: StepValues, progress: TrainState, batch_size: int, world_size: int, options: LoggerConfig
-) -> dict[str, Weight]:
+) -> dict[str, Scalar]:
     """The tags of a step, in Megatron Bridge's order."""
-    tags: dict[str, Weight | None] = {
+    tags: dict[str, Scalar | None] = {
         "samples vs steps": progress.consumed_train_samples,
         "learning-rate": values.learning_rate,
         "decoupled-learning-rate": values.decoupled_learning_rate,
@@ -73,15 +73,15 @@ def evaluation_tags(kind: str, losses: Mapping[str, float], perplexities: Mappin
 
 
 def write_tags(
-    loggers: Loggers, tags: Mapping[str, Weight], step: int, samples: int, over_samples: Collection[str] = ()
+    loggers: Loggers, tags: Mapping[str, Scalar], step: int, samples: int, over_samples: Collection[str] = ()
 ) -> None:
-    """Hand tags to the trackers that there are, by name; device tensors go to ours unread.
+    """Write tags to the trackers given by name; Onstep's own receive device tensors unread.
 
-    A logger that the user put in the place of ours is called as its own client is: `add_scalar` of a `SummaryWriter`,
-    `log` of W&B, `log_metrics` of MLflow and Comet, with plain numbers for the last two.
+    A logger that the user installed is called like its own client: `add_scalar` of a `SummaryWriter`, `log` of W&B,
+    `log_metrics` of MLflow and Comet, with Python numbers for the last two.
 
     Args:
-        over_samples: those that TensorBoard shows over consumed samples too.
+        over_samples: the tags that TensorBoard also shows over consumed samples.
     """
     curves = {tag + VS_SAMPLES: value for tag, value in tags.items() if tag in over_samples}
     for tracker, logger in loggers.items():

@@ -1,8 +1,9 @@
-"""What NVIDIA's driver tells of a GPU (energy, power, temperature, load and clock), and the energy of a run."""
+"""Reads NVIDIA GPU telemetry (energy, power, temperature, load and clock), and measures the energy of a run."""
 
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,15 +11,17 @@ from typing import Any
 import torch
 
 from onstep.distributed import World
-from onstep.training.profiling.profilers import warn_once
+from onstep.errors import warn_once
+
+logger = logging.getLogger(__name__)
 
 
-class GpuGauge:
-    """Reads one GPU through NVML. What the driver does not tell is NaN.
+class GpuTelemetry:
+    """Reads one GPU through NVML. Values that the driver does not provide are NaN.
 
     Args:
-        nvml: the module `pynvml`, initialised.
-        handle: the GPU in it.
+        nvml: the module `pynvml`, initialized.
+        handle: the GPU's NVML handle.
     """
 
     def __init__(self, nvml: Any, handle: Any) -> None:
@@ -29,7 +32,7 @@ class GpuGauge:
         return self._read(lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) * 1e-3)
 
     def watts(self) -> float:
-        """Power now."""
+        """Current power."""
         return self._read(lambda: self._nvml.nvmlDeviceGetPowerUsage(self._handle) * 1e-3)
 
     def celsius(self) -> float:
@@ -37,11 +40,11 @@ class GpuGauge:
         return self._read(lambda: self._nvml.nvmlDeviceGetTemperature(self._handle, self._nvml.NVML_TEMPERATURE_GPU))
 
     def utilization(self) -> float:
-        """Percent of the last moments in which a kernel ran."""
+        """Percent of the recent sampling period in which a kernel ran."""
         return self._read(lambda: self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
 
     def megahertz(self) -> float:
-        """Clock of the multiprocessors."""
+        """Clock of the streaming multiprocessors."""
         return self._read(lambda: self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_SM))
 
     def _read(self, read: Callable[[], float]) -> float:
@@ -51,31 +54,31 @@ class GpuGauge:
             return math.nan
 
 
-def open_gauge(device: torch.device) -> GpuGauge | None:
-    """A gauge of a CUDA device; None, with one warning, where there is no such device or nobody to ask."""
+def open_gpu_telemetry(device: torch.device) -> GpuTelemetry | None:
+    """Open the readings of a CUDA device; None, with one warning, without such a device or a driver to query."""
     if device.type != "cuda":
-        warn_once("readings of power and energy are those of NVIDIA's GPUs; this run is on the CPU and has none")
+        warn_once(logger, "power and energy are only measured on NVIDIA GPUs; this run is on the CPU")
         return None
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
-        warn_once("readings of the GPU need pynvml: pip install 'onstep[gpu]'. Until then there are none")
+        warn_once(logger, "GPU telemetry requires pynvml: pip install 'onstep[gpu]'; without it none is recorded")
         return None
     try:
         nvml.nvmlInit()
         handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     except nvml.NVMLError as error:
-        warn_once(f"NVIDIA's driver gives no readings of {device}: {error}")
+        warn_once(logger, f"NVIDIA's driver provides no telemetry for {device}: {error}")
         return None
-    return GpuGauge(nvml, handle)
+    return GpuTelemetry(nvml, handle)
 
 
 class EnergyMonitor:
-    """Adds up the joules of all ranks while it is not paused, as in evaluations and saves.
+    """Sums the joules of all ranks, except while paused, as during evaluations and saves.
 
     Args:
         world: the ranks.
-        joules: this rank's meter, which only grows; None where it has none.
+        joules: this rank's monotonically increasing meter; None without one.
     """
 
     def __init__(self, world: World, joules: Callable[[], float] | None = None) -> None:
@@ -86,32 +89,32 @@ class EnergyMonitor:
         self._total = 0.0
 
     def setup(self) -> bool:
-        """Whether every rank can read its meter; without that nothing is measured. Collective."""
+        """Whether every rank can read its meter; otherwise nothing is measured. Collective."""
         if self._joules is None:
-            gauge = open_gauge(self._world.device)
+            gauge = open_gpu_telemetry(self._world.device)
             self._joules = gauge.joules if gauge is not None else None
         can_read = self._joules is not None and not math.isnan(self._joules())
         self.is_available = self._world.agree([int(not can_read)]) == [0]
         return self.is_available
 
     def resume(self) -> None:
-        """Count from here on."""
+        """Start or continue counting."""
         if self._started is None:
             self._started = self._read()
 
     def restart(self) -> None:
-        """Forget what came since the last lap, and count from here on."""
+        """Discard everything since the last lap, and start counting."""
         self._since_lap = 0.0
         self._started = self._read()
 
     def pause(self) -> None:
-        """Count nothing until `resume`."""
+        """Stop counting until `resume`."""
         if self._started is not None:
             self._since_lap += self._read() - self._started
             self._started = None
 
     def lap(self) -> float:
-        """Joules of all ranks since the last lap; goes on counting. Collective."""
+        """Joules of all ranks since the last lap; counting continues. Collective."""
         was_running = self._started is not None
         self.pause()
         joules, self._since_lap = self._since_lap, 0.0

@@ -1,4 +1,4 @@
-"""What happened since the last logged step, kept on the device and read once."""
+"""Accumulates losses and gradient norms since the last logged step on the device, and reads them once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from onstep.training.compute.losses import StepLoss, Weight, as_scalar, at_least_one
+from onstep.training.compute.losses import Scalar, StepLoss, as_scalar, at_least_one
 from onstep.training.protocols import StateDict
 
 Name = TypeVar("Name")
@@ -20,61 +20,62 @@ _MAX_NORM, _ZEROS = "max_norm", "num_zeros"
 
 @dataclass
 class IntervalReport:
-    """Plain numbers of the steps since the last report."""
+    """Python numbers for the steps since the last report."""
 
     num_steps: int
     num_skipped: int
     num_losses: int
-    """Steps that the mean is taken over: all but those that an anomaly left out."""
+    """Number of steps in the mean: all except those that an anomaly skipped."""
     loss: float
-    """Mean of the steps' losses; NaN where every step was left out."""
+    """Mean of the steps' losses; NaN if every step was skipped."""
     grad_norm: float | None
     """Root mean square of the steps' gradient norms."""
     max_grad_norm: float | None
     tokens: int | None
-    """Labels trained on, over all ranks."""
+    """Number of labels trained on, over all ranks."""
     num_zeros: int | None = None
-    """Zeros among the gradients of the last step that counted them."""
+    """Zeros in the gradients of the last step that counted them."""
     others: dict[str, float] = field(default_factory=dict)
-    """Mean of every further loss that the forward step reported, over the steps that reported it."""
+    """Mean of every additional loss that the forward step reported, over the steps that reported it."""
     applied: dict[str, float] = field(default_factory=dict)
-    """Mean of every loss over the steps whose update was applied: what the forward step reported, else `lm loss`."""
+    """Mean of every loss over the steps whose update was applied: the losses that the forward step reported, else
+    `lm loss`."""
     extras: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What `read` was given, as plain numbers."""
+    """The extras passed to `read`, as Python numbers."""
 
 
-class IntervalMeter:
-    """Takes up each step's loss and gradient norm without reading the device.
+class LossAccumulator:
+    """Accumulates each step's loss and gradient norm without reading the device.
 
-    A step costs two list appends; every 64 steps the lists are folded into running sums on the device. The one read
-    happens in `read`, or else in `flush`.
+    A step costs two list appends; every 64 steps the lists are folded into running sums on the device. The only read
+    happens in `read`, or otherwise in `flush`.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Discard everything."""
         self.num_steps = 0
         self.num_skipped = 0
         self._num_losses = 0
         self._losses: list[StepLoss] = []
         self._unapplied: set[int] = set()
-        """Which of these losses are of steps whose update was not applied."""
-        self._norms: list[Weight] = []
+        """Indices of the losses of steps whose update was not applied."""
+        self._norms: list[Scalar] = []
         self._num_norms = 0
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
         self._max_norm: Tensor | None = None
-        self._num_zeros: Weight | None = None
+        self._num_zeros: Scalar | None = None
         self._report: IntervalReport | None = None
 
     def add(
-        self, step_loss: StepLoss | None, grad_norm: Weight | None, successful: bool, num_zeros: Weight | None = None
+        self, step_loss: StepLoss | None, grad_norm: Scalar | None, successful: bool, num_zeros: Scalar | None = None
     ) -> None:
-        """Take up one step; norm and zeros may be plain numbers, as other optimizers give them.
+        """Add one step; norm and zeros may be Python numbers, as other optimizers return them.
 
-        None is a step that an anomaly left out: it has a record of its own, and no part in the mean.
+        None stands for a step that an anomaly skipped: it has its own record, and does not enter the mean.
         """
         self.num_steps += 1
         self.num_skipped += not successful
@@ -92,12 +93,12 @@ class IntervalMeter:
             self._fold()
 
     def read(self, **extras: Mapping[str, object]) -> IntervalReport | None:
-        """Everything since the last flush, read from the device at once; None when there was no step.
+        """Everything since the last flush, read from the device at once; None without a step.
 
-        A second call without a step in between reads nothing and has the first one's report.
+        Without a step in between, a second call reads nothing and returns the first one's report.
 
         Args:
-            **extras: further numbers and tensors of one element, read along with the others.
+            **extras: additional numbers and tensors of one element to read along with the others.
         """
         if self.num_steps == 0:
             return None
@@ -111,13 +112,13 @@ class IntervalMeter:
         return self._report
 
     def flush(self) -> IntervalReport | None:
-        """The same, forgotten here: the next interval begins."""
+        """The same as `read`, then reset: the next interval begins."""
         report = self.read()
         self.reset()
         return report
 
     def tokens_so_far(self) -> int:
-        """Labels trained on since the last flush, read from the device; nothing is folded or forgotten."""
+        """Labels trained on since the last flush, read from the device; nothing is folded or discarded."""
         folded = [self._sums["tokens"]] if "tokens" in self._sums else []
         waiting = [loss.tokens for loss in self._losses if loss.tokens is not None]
         if not folded and not waiting:
@@ -126,7 +127,7 @@ class IntervalMeter:
         return round(float(_stack([*folded, *waiting], device).sum()))
 
     def state_dict(self) -> StateDict:
-        """Everything since the last flush, as it is: folding it now would change the last bits of the mean."""
+        """Everything since the last flush, unfolded: folding now would change the last bits of the mean."""
         return {
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
@@ -155,14 +156,14 @@ class IntervalMeter:
         self._num_losses = state_dict["num_losses"]
         for (numerator, weight, tokens), names in zip(zip(*columns, strict=True), state_dict["reports"], strict=True):
             self._losses.append(StepLoss(numerator, weight, tokens, {name: next(values) for name in names}))
-        self._unapplied = set(state_dict.get("unapplied", ()))  # older checkpoints do not say
+        self._unapplied = set(state_dict.get("unapplied", ()))  # missing in older checkpoints
         self._norms = _unpacked(state_dict["norms"], device)
         self._num_norms = state_dict["num_norms"]
         self._sums = {name: value.to(device) for name, value in state_dict["sums"].items()}
         self._counts = dict(state_dict["counts"])
         max_norm = state_dict["max_norm"]
         self._max_norm = None if max_norm is None else max_norm.to(device)
-        zeros = state_dict.get("num_zeros")  # older checkpoints have none
+        zeros = state_dict.get("num_zeros")  # missing in older checkpoints
         self._num_zeros = zeros.to(device) if isinstance(zeros, Tensor) else zeros
 
     def _make_report(self, sums: dict[str, float], max_norm: float | None, num_zeros: float | None) -> IntervalReport:
@@ -207,7 +208,7 @@ class IntervalMeter:
         self._losses, self._norms, self._unapplied = [], [], set()
 
     def _grow_losses(self, name: str, values: Tensor, steps: Sequence[int]) -> None:
-        """Add the losses of some of the waiting steps; of those that were applied too, once one was not."""
+        """Add the losses of some pending steps; count the applied ones separately once a step was not applied."""
         applied = f"applied/{name}"
         if self._unapplied or applied in self._sums:
             rows = [row for row, step in enumerate(steps) if step not in self._unapplied]
@@ -220,7 +221,7 @@ class IntervalMeter:
 
 
 def read_together(values: Mapping[Name, object]) -> dict[Name, Any]:
-    """`values` with tensors of one element as plain numbers, read from the device at once."""
+    """`values` with tensors of one element as Python numbers, read from the device at once."""
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     if not tensors:
         return dict(values)
@@ -229,20 +230,20 @@ def read_together(values: Mapping[Name, object]) -> dict[Name, Any]:
     return {**values, **dict(zip(tensors, numbers, strict=True))}
 
 
-def _packed(values: Sequence[Weight | None]) -> Tensor | list[Weight | None]:
-    """A list of 0-d tensors of one type as one tensor; any other list as it is."""
+def _packed(values: Sequence[Scalar | None]) -> Tensor | list[Scalar | None]:
+    """A list of 0-d tensors of one type as one tensor; any other list unchanged."""
     tensors = [one for one in values if isinstance(one, Tensor) and one.ndim == 0]
     is_packed = len(tensors) == len(values) and len({one.dtype for one in tensors}) == 1
     return torch.stack(tensors) if is_packed else list(values)
 
 
-def _unpacked(packed: Tensor | list[Weight | None], device: torch.device) -> list[Any]:
+def _unpacked(packed: Tensor | list[Scalar | None], device: torch.device) -> list[Any]:
     if isinstance(packed, Tensor):
         return list(packed.to(device).unbind())
     return [one.to(device) if isinstance(one, Tensor) else one for one in packed]
 
 
-def _stack(numbers: Sequence[Weight], device: torch.device) -> Tensor:
+def _stack(numbers: Sequence[Scalar], device: torch.device) -> Tensor:
     """Host and device numbers as one float64 vector on the device, without waiting for it."""
     if any(isinstance(number, Tensor) for number in numbers):
         return torch.stack([as_scalar(number, torch.float64, device) for number in numbers])

@@ -1,4 +1,4 @@
-"""The clocks of a run, and its named timers: seconds of its parts on each rank, printed and handed to the trackers."""
+"""Provides a run's clocks and named timers: seconds per part and rank, printed and written to the trackers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TIMER_LEVELS: dict[str, int] = {
     "forward-compute": 2,
     "backward-compute": 2,
 }
-"""Level of each timer that Onstep starts; any other is of level 2 unless its first user says otherwise."""
+"""Level of each timer that Onstep starts; any other has level 2 unless its first use specifies one."""
 
 _LAST_LEVEL = 2
 _NAME_WIDTH = 48
@@ -48,27 +48,26 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 @dataclass(frozen=True)
 class Clock:
-    """What the training log reads the time from."""
+    """The time sources of the training log."""
 
     wall: Callable[[], float] = time.time
-    """Unix seconds."""
+    """Unix time in seconds."""
     elapsed: Callable[[], float] = time.perf_counter
-    """Seconds on a clock that never goes back; only differences mean anything."""
+    """Seconds on a monotonic clock; only differences are meaningful."""
 
 
 class TimerError(OnstepError):
-    """A timer is started twice, stopped unstarted, or read although it is not on."""
+    """A timer is started twice, stopped without a start, or read while it is off."""
 
 
 class Timer:
-    """A stopwatch that adds up; `log` and `write` of `Timers` each read what came since they last read.
+    """A stopwatch that accumulates; `log` and `write` of `Timers` each read the time since they last did so.
 
-    On CUDA the device is waited for at each start and stop, so that the time is that of the work which was queued in
-    between.
+    On CUDA, each start and stop waits for the device, so that the time covers the work queued in between.
 
     Args:
-        name: what it is called in lines, tags and errors.
-        clock: seconds on a clock that never goes back.
+        name: its name in lines, tags and errors.
+        clock: seconds on a monotonic clock.
         synchronize: waits for the device.
         wait_for_ranks: a barrier of all ranks.
     """
@@ -90,32 +89,32 @@ class Timer:
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started and not stopped."""
+        """Whether it was started and not yet stopped."""
         return self._started is not None
 
     def start(self, barrier: bool = False) -> None:
-        """Start it, after a barrier of all ranks where that is asked for; then collective.
+        """Start the timer, after a barrier of all ranks if requested, which is collective.
 
         Raises:
-            TimerError: where it runs already.
+            TimerError: if it is already running.
         """
         if self._started is not None:
-            raise TimerError(f"timer {self.name!r} runs already; stop it before it is started again.")
+            raise TimerError(f"timer {self.name!r} is already running; stop it before starting it again.")
         self._started = self._now(barrier)
 
     def stop(self, barrier: bool = False) -> None:
-        """Stop it, and add the seconds since its start. Collective with `barrier`.
+        """Stop the timer, and add the seconds since its start. Collective with `barrier`.
 
         Raises:
-            TimerError: where it does not run.
+            TimerError: if it is not running.
         """
         if self._started is None:
-            raise TimerError(f"timer {self.name!r} does not run; start it before it is stopped.")
+            raise TimerError(f"timer {self.name!r} is not running; start it before stopping it.")
         self._bring_up_to_date(barrier)
         self._started = None
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Seconds since it was last reset, also while it runs; it goes on running. Collective with `barrier`."""
+        """Seconds since the last reset, including a running interval; it keeps running. Collective with `barrier`."""
         self._bring_up_to_date(barrier)
         seconds = self._seconds
         if reset:
@@ -123,7 +122,7 @@ class Timer:
         return seconds
 
     def since_written(self, reset: bool = True, barrier: bool = False) -> float:
-        """Seconds since the trackers got it last; independent of `elapsed`. Collective with `barrier`."""
+        """Seconds since the last write to the trackers; independent of `elapsed`. Collective with `barrier`."""
         self._bring_up_to_date(barrier)
         seconds = self._written
         if reset:
@@ -133,7 +132,7 @@ class Timer:
     def measure(self, barrier: bool = False) -> AbstractContextManager[None]:
         """Time a block, with a barrier before and after it; a block that fails is not counted.
 
-        Inside itself, as in an evaluation that a callback makes within another, only the outer block counts. Collective
+        When nested, as in an evaluation that a callback runs within another, only the outer block counts. Collective
         with `barrier`.
         """
         return _NOTHING if self._started is not None else self._measured(barrier)
@@ -143,18 +142,18 @@ class Timer:
         self.start(barrier)
         try:
             yield
-        except BaseException:  # other ranks may not come to a barrier any more
+        except BaseException:  # other ranks might no longer reach a barrier
             self._started = None
             raise
         self.stop(barrier)
 
     def restart(self) -> None:
-        """Forget all seconds; one that runs goes on running."""
+        """Discard all seconds; a running timer keeps running."""
         self._bring_up_to_date(barrier=False)
         self._seconds = self._written = 0.0
 
     def reset(self) -> None:
-        """Forget all seconds and stop."""
+        """Discard all seconds and stop."""
         self._seconds = self._written = 0.0
         self._started = None
 
@@ -184,7 +183,7 @@ class Timer:
 
 
 class OffTimer(Timer):
-    """What stands in for every timer above the level: starting and stopping it does nothing."""
+    """Replaces every timer above the level: starting and stopping it does nothing."""
 
     is_on = False
 
@@ -211,13 +210,13 @@ _OFF = OffTimer()
 
 
 class Timers:
-    """The timers of a run by name. Reading them is collective: all ranks do it with the same names.
+    """The timers of a run by name. Reading them is collective: all ranks must use the same names.
 
     Args:
         log_level: highest level that is measured; -1 measures nothing.
-        log_option: what `log` prints of the ranks: max, minmax or all.
-        world: the ranks; None is a single one.
-        clock: seconds on a clock that never goes back.
+        log_option: statistic over the ranks that `log` prints: max, minmax or all.
+        world: the ranks; None means a single one.
+        clock: seconds on a monotonic clock.
     """
 
     def __init__(
@@ -239,13 +238,13 @@ class Timers:
         self._levels: dict[str, int] = {}
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
-        """The timer of that name, made at its first use; one above the level measures nothing.
+        """The timer of that name, created on first use; one above the level measures nothing.
 
         Args:
-            log_level: 0, 1 or 2; None is that of `TIMER_LEVELS`, else 2.
+            log_level: 0, 1 or 2; None means the level in `TIMER_LEVELS`, else 2.
 
         Raises:
-            TimerError: for a level that is none of these, or not that of the timer's first use.
+            TimerError: for any other level, or one that differs from the timer's first use.
         """
         if name not in self._timers:
             level = TIMER_LEVELS.get(name, _LAST_LEVEL) if log_level is None else log_level
@@ -256,13 +255,13 @@ class Timers:
             self._timers[name] = Timer(name, self._clock, self._synchronize, self._world.barrier) if is_on else _OFF
         elif log_level is not None and log_level != self._levels[name]:
             raise TimerError(
-                f"timer {name!r} is of level {self._levels[name]} since its first use, got {log_level}; "
-                "give the same level or none."
+                f"timer {name!r} has had level {self._levels[name]} since its first use, got {log_level}; "
+                "pass the same level or none."
             )
         return self._timers[name]
 
     def names(self, lowest: int = 1, highest: int = _LAST_LEVEL) -> list[str]:
-        """Names of Onstep's own timers of these levels that are on, the same on all ranks."""
+        """Names of Onstep's own enabled timers of these levels; the same on all ranks."""
         return [name for name, level in TIMER_LEVELS.items() if lowest <= level <= min(highest, self.log_level)]
 
     def gather(
@@ -272,7 +271,7 @@ class Timers:
         barrier: bool = False,
         read: Callable[[Timer, bool, bool], float] = Timer.elapsed,
     ) -> dict[str, list[float]]:
-        """Seconds of each rank, in rank order, by name. Collective, once; a timer that a rank has not used is 0."""
+        """Seconds of each rank, in rank order, by name. One collective; a timer that a rank has not used is 0."""
         if not names:
             return {}
         if barrier:
@@ -290,14 +289,14 @@ class Timers:
         reset: bool = True,
         barrier: bool = False,
     ) -> None:
-        """Print the times in milliseconds, as `log_option` says. Collective.
+        """Print the times in milliseconds, as selected by `log_option`. Collective.
 
         Args:
-            names: timers; those that measured nothing on any rank are left out.
-            rank: who prints; None is the last rank.
-            normalizer: what the times are divided by.
-            reset: start again from 0.
-            barrier: wait for all ranks before the times are taken.
+            names: timers; those that measured nothing on any rank are omitted.
+            rank: the rank that prints; None means the last rank.
+            normalizer: divisor of the times.
+            reset: restart the times from 0.
+            barrier: wait for all ranks before reading the times.
         """
         times = _used(self.gather(names, reset, barrier), normalizer)
         printer = self._world.size - 1 if rank is None else rank
@@ -307,9 +306,9 @@ class Timers:
     def maxima(
         self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True, barrier: bool = False
     ) -> dict[str, float]:
-        """Seconds of the slowest rank by tag (`<name>-time`), since this was last asked for. Collective.
+        """Seconds of the slowest rank by tag (`<name>-time`), since the last call. Collective.
 
-        What `log` prints is not touched by it.
+        The times that `log` prints are not affected.
         """
         times = _used(self.gather(names, reset, barrier, Timer.since_written), normalizer)
         return {f"{name}-time": max(seconds) for name, seconds in times.items()}
@@ -323,11 +322,11 @@ class Timers:
         reset: bool = True,
         barrier: bool = False,
     ) -> None:
-        """Hand the slowest rank's seconds to trackers, as `<name>-time`. Collective.
+        """Write the slowest rank's seconds to trackers, as `<name>-time`. Collective.
 
         Args:
             writer: an object with `add_scalar`, several loggers by name (tensorboard, wandb, mlflow, comet), which all
-                get the same values, or None where this rank has none.
+                receive the same values, or None on a rank without any.
             iteration: the x-axis.
         """
         tags = self.maxima(names, normalizer, reset, barrier)
@@ -338,7 +337,7 @@ class Timers:
 
 
 def times_block(times: Mapping[str, Sequence[float]], log_option: str) -> str:
-    """Megatron Bridge's lines of some timers; `times` are each rank's seconds by name, 0 for a rank without any."""
+    """Megatron Bridge's lines for some timers; `times` are each rank's seconds by name, 0 for an unused timer."""
     lines = [_TITLES[log_option]]
     for name, seconds in times.items():
         padded = f"    {f'{name} '.ljust(_NAME_WIDTH, '.')}: "
@@ -354,5 +353,5 @@ def times_block(times: Mapping[str, Sequence[float]], log_option: str) -> str:
 
 
 def _used(times: Mapping[str, list[float]], normalizer: float) -> dict[str, list[float]]:
-    """Those that some rank has measured, divided by the normalizer."""
+    """The timers that some rank has used, divided by the normalizer."""
     return {name: [one / normalizer for one in seconds] for name, seconds in times.items() if any(seconds)}

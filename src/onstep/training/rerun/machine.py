@@ -1,8 +1,8 @@
-"""Recomputes a suspicious result, to tell a fault of the machine from a true value.
+"""Recomputes a suspicious result, to distinguish a hardware fault from a correct value.
 
-First in place, on the same device; if that gives the same, the run saves and leaves (exit code 16), and after a restart
-the step is computed again, on another device if the scheduler gives one. The states and exit codes are those of
-Megatron-Core's rerun state machine.
+The first rerun is in place, on the same device; if the result is the same, the run saves and exits (exit code 16), and
+after a restart the step is recomputed, on another device if the scheduler provides one. The states and exit codes are
+those of Megatron-Core's rerun state machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from onstep.config.parts import RerunStateMachineConfig
+from onstep.config import RerunStateMachineConfig
 from onstep.distributed import World
 from onstep.training.protocols import StateDict
 from onstep.training.rerun.snapshot import Rewindable, StepSnapshot, rewindable
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 REPORTING_INTERVAL = 100
-"""Iterations between two reports of determinism statistics."""
+"""Number of iterations between two reports of determinism statistics."""
 
 _NOTHING, _REPRODUCED, _NOT_REPRODUCED = range(3)
 
@@ -51,7 +51,7 @@ _EXITS = {
     RerunState.RERUNNING_FROM_CHECKPOINT: (False, True, EXIT_CODE_FAILED_ON_RESULT_VALIDATION),
     RerunState.RERUNNING_AGAIN_FROM_CHECKPOINT: (False, True, EXIT_CODE_RESUME_TO_DISAMBIGUATE),
 }
-"""(save a checkpoint first, leave without an update, exit code) after a step."""
+"""(save a checkpoint first, exit without an update, exit code) after a step."""
 
 
 class RerunStateMachine:
@@ -61,16 +61,16 @@ class RerunStateMachine:
             ...  # zero the gradients, forward, backward; `validate_result` for each result in question
         should_checkpoint, should_exit, exit_code = machine.should_checkpoint_and_exit()
 
-    Every rank has one. Its state is the rank's own (a PER_RANK component of a checkpoint).
+    Every rank has one. Its state is per rank (a PER_RANK component of a checkpoint).
 
     Args:
         world: the ranks that decide together.
         mode: see `RerunMode`.
-        state_save_func: gives what a forward pass changes besides the random generators (buffers of the model, states
+        state_save_func: returns what a forward pass changes besides the random generators (buffers of the model, states
             of a parallel generator); called before the first run of a step.
-        state_restore_func: takes that back, before each rerun.
+        state_restore_func: restores that state before each rerun.
         error_injector: simulates errors.
-        device: identity of this rank's device; None asks `device_identity`.
+        device: identity of this rank's device; None calls `device_identity`.
     """
 
     def __init__(
@@ -90,15 +90,15 @@ class RerunStateMachine:
         self._snapshot = StepSnapshot(self._world.device, state_save_func, state_restore_func)
         self.state = RerunState.NOT_RUNNING_YET
         self.current_iteration = 0
-        """Steps done before the one that runs; the loop sets it when it starts."""
+        """Steps done before the current one; set by the loop when it starts."""
         self.diagnosis: Diagnosis | None = None
-        """What the last rerun showed; the same on all ranks."""
+        """The result of the last rerun; the same on all ranks."""
         self.verdict: str | None = None
-        """The same in words; also where it showed only that another device has to tell."""
+        """The same as text; also set if another device is needed to decide."""
         self.stats: dict[str, DifferenceStats] = {}
-        """Of `report_determinism_stats`: differences on this rank, by the message of the validation."""
+        """For `report_determinism_stats`: differences on this rank, by the validation's message."""
         self._rejections: list[Rejection] = []
-        """Of this rank while a step runs; of all ranks once a rerun is decided on."""
+        """Of this rank while a step runs; of all ranks once a rerun is decided."""
         self._largest: dict[str, dict[str, float]] = {}
         self._is_in_step = False
         self._is_resumed = False
@@ -108,27 +108,27 @@ class RerunStateMachine:
 
     @classmethod
     def from_config(cls, config: RerunStateMachineConfig, world: World, **options: Any) -> RerunStateMachine:
-        """The machine that `config` describes; `options` are those of the constructor."""
+        """Build the machine that `config` describes; `options` are those of the constructor."""
         injector = RerunErrorInjector(config.error_injection_rate, config.error_injection_type, seed=1 + world.rank)
         return cls(world, config.rerun_mode, error_injector=injector, **options)
 
     def get_mode(self) -> RerunMode:
-        """What the machine does."""
+        """The machine's current mode."""
         return self._mode
 
     def set_mode(self, mode: RerunMode | str) -> None:
-        """Change what the machine does, between two steps.
+        """Change the mode, between two steps.
 
         Raises:
-            RuntimeError: while a step runs.
+            RuntimeError: while a step is running.
         """
         if self._is_in_step:
-            raise RuntimeError("the mode of a RerunStateMachine cannot change while a step runs; change it between two")
+            raise RuntimeError("the mode of a RerunStateMachine cannot change during a step; change it between steps")
         self._mode = RerunMode(mode)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Rerun nothing meanwhile, as in evaluations: their results are validated at once."""
+        """Rerun nothing within the block, as in evaluations: their results are validated at once."""
         before = self._mode
         self.set_mode(RerunMode.DISABLED)
         try:
@@ -138,14 +138,14 @@ class RerunStateMachine:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether anything is ever rerun."""
+        """Whether the machine ever reruns anything."""
         return self._mode is not RerunMode.DISABLED
 
     def should_run_forward_backward(self, data_iterator: Rewindable | list[Rewindable] | None = None) -> bool:
         """Whether to compute the step (again). Collective, unless the mode is `disabled`.
 
         Args:
-            data_iterator: a `RerunDataIterator`, or a list with one for each virtual pipeline stage. None where the
+            data_iterator: a `RerunDataIterator`, or a list with one for each virtual pipeline stage. None if the
                 micro-batches of a step are at hand and need not be read again.
 
         Raises:
@@ -172,20 +172,20 @@ class RerunStateMachine:
         tolerance: float = 0.0,
         fatal: bool = True,
     ) -> None:
-        """Look at a result of a forward or backward pass; one that is rejected is computed again.
+        """Validate a result of a forward or backward pass; a rejected one is recomputed.
 
         Reads the device. The validations of a step must come in the same order each time it runs.
 
         Args:
-            result: a number or tensor; anything with a `comparison_func` of its own.
+            result: a number or tensor; any type with a custom `comparison_func`.
             rejection_func: whether a result is suspicious.
-            message: what is said of it.
-            comparison_func: how far two results are apart; None is `relative_difference`.
-            tolerance: up to how far two results count as the same.
-            fatal: whether a result that stays suspicious ends the run; others are only warned of.
+            message: description of the problem.
+            comparison_func: returns how far two results are apart; None is `relative_difference`.
+            tolerance: the largest difference at which two results count as the same.
+            fatal: whether a result that remains suspicious ends the run; otherwise it is only logged as a warning.
 
         Raises:
-            UnexpectedResultError: for a fatal one, where the mode is `disabled`.
+            UnexpectedResultError: for a fatal result, if the mode is `disabled`.
         """
         if not self._is_in_step or not self.is_enabled:
             if rejection_func(result):
@@ -209,7 +209,7 @@ class RerunStateMachine:
         if is_rejected or is_injected:
             rejection = self._rejection(call, result, message, fatal)
             rejection.injected = is_injected
-            if not is_initial:  # right the first time, and suspicious now
+            if not is_initial:  # accepted the first time, and suspicious now
                 rejection.difference, rejection.is_reproduced = math.inf, False
             self._rejections.append(rejection)
 
@@ -218,7 +218,7 @@ class RerunStateMachine:
     ) -> bool:
         """Whether a result is more than `threshold` times the largest of the first `num_samples`; for `rejection_func`.
 
-        The first ones, of each `context`, are only taken note of. `resample` takes note anew. Reads the device.
+        The first results of each `context` are only recorded. `resample` starts recording again. Reads the device.
         """
         value = abs(float(result))
         known = self._largest.setdefault(context, {"num_samples": 0, "largest": 0.0})
@@ -231,10 +231,10 @@ class RerunStateMachine:
         return False
 
     def should_checkpoint_and_exit(self) -> tuple[bool, bool, int]:
-        """After a step: (save a checkpoint first, leave without an update, exit code).
+        """Decide after a step: (save a checkpoint first, exit without an update, exit code).
 
-        Where a checkpoint is asked for, the random generators, the iterators and what `state_restore_func` takes back
-        stand again where they stood before the step.
+        If a checkpoint is requested, the random generators, the iterators and the state of `state_restore_func` are
+        restored to what they were before the step.
         """
         if self._mode is not RerunMode.VALIDATE_RESULTS or self._is_in_step:
             return False, False, 0
@@ -243,7 +243,7 @@ class RerunStateMachine:
         return _EXITS.get(self.state, (False, False, 0))
 
     def state_dict(self) -> StateDict:
-        """What the next process has to know: values to compare with, and which results are in question."""
+        """The state that the next process needs: values to compare with, and the results in question."""
         pending = self.state is RerunState.WILL_RERUN_FROM_CHECKPOINT
         iterators = [one.state_dict() for one in self._snapshot.iterators] if pending else self._iterator_states
         pending = pending or self._is_resumed
@@ -260,9 +260,9 @@ class RerunStateMachine:
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Go on from a checkpoint; a result in question is computed again in the next step.
+        """Continue from a checkpoint; a result in question is recomputed in the next step.
 
-        Not where reruns are disabled now, or the number of ranks has changed: then there is nothing to compare with.
+        It is not recomputed if reruns are disabled now or the number of ranks has changed: nothing is then comparable.
         """
         self.current_iteration = int(state_dict["current_iteration"])
         self._largest = {context: dict(known) for context, known in state_dict["largest"].items()}
@@ -274,7 +274,7 @@ class RerunStateMachine:
             self._mode is not RerunMode.VALIDATE_RESULTS or state_dict["world_size"] != self._world.size
         ):
             logger.warning(
-                "the checkpoint has results in question (%s), and they are not computed again: that takes "
+                "the checkpoint has results in question (%s), but they are not recomputed: that requires "
                 "rerun_state_machine.rerun_mode=validate_results and %d ranks",
                 "; ".join(map(str, self._rejections)),
                 state_dict["world_size"],
@@ -283,7 +283,7 @@ class RerunStateMachine:
             self.error_injector.is_active = False
 
     def report_determinism_stats(self) -> dict[str, DifferenceStats]:
-        """Log how often results differed, the worst of all ranks for each validation, and return it. Collective."""
+        """Log how often results differed, for the worst rank of each validation, and return it. Collective."""
         worst: dict[str, DifferenceStats] = {}
         for of_rank in self._world.gather(self.stats):
             for name, stats in of_rank.items():
@@ -305,7 +305,7 @@ class RerunStateMachine:
             self._snapshot.take(iterators)
 
     def _resume(self, iterators: list[Rewindable]) -> None:
-        """Set out to compute again what a checkpoint has in question."""
+        """Prepare to recompute the results that a checkpoint holds in question."""
         for iterator, state in zip(iterators, self._iterator_states, strict=False):
             iterator.load_state_dict(state)
         self._rejections = [one for one in self._rejections if one.rank == self._world.rank]
@@ -318,7 +318,7 @@ class RerunStateMachine:
         self._is_resumed, self._iterator_states = False, []
 
     def _must_run_again(self) -> bool:
-        """Whether the step that has just run does so once more; decides what follows from a rerun."""
+        """Whether the step that has just run must run once more; acts on the outcome of a rerun."""
         if not self.is_enabled:
             return False
         counts = self._mode is RerunMode.REPORT_DETERMINISM_STATS
@@ -326,7 +326,7 @@ class RerunStateMachine:
             if not counts and self._world.agree([int(bool(self._rejections))]) == [0]:
                 return False
             for one in self._rejections:
-                logger.warning("%s; the step is computed again on the same device", one)
+                logger.warning("%s; recomputing the step on the same device", one)
             self.state = RerunState.RERUNNING_IN_PLACE
             return True
         if not counts:
@@ -342,21 +342,21 @@ class RerunStateMachine:
         (outcome,) = self._world.agree([max(map(_outcome, self._rejections), default=_NOTHING)])
         if outcome == _NOTHING:
             for one in self._rejections:
-                logger.warning("%s; computed again it differs by %s; not fatal, training goes on", one, one.difference)
+                logger.warning("%s; recomputed, it differs by %s; not fatal, training continues", one, one.difference)
             self.state, self._rejections, self.error_injector.is_active = RerunState.NOT_RUNNING_YET, [], False
             return
         self._rejections = [one for of_rank in self._world.gather(self._rejections) for one in of_rank]
-        culprit = next(one for one in self._rejections if _outcome(one) == outcome)
+        suspect = next(one for one in self._rejections if _outcome(one) == outcome)
         if self.state is RerunState.RERUNNING_IN_PLACE and outcome == _REPRODUCED:
             self.state = RerunState.WILL_RERUN_FROM_CHECKPOINT
-            self._say("%s; the same device computes the same again: start again on another device to tell why", culprit)
+            self._say("%s; the same device computes it again; restart on another device to find the cause", suspect)
         elif self.state is RerunState.RERUNNING_AGAIN_FROM_CHECKPOINT:
-            self._say("%s; this is the same device again, which tells nothing new: start again on another one", culprit)
+            self._say("%s; this is the same device again, which is inconclusive; restart on another one", suspect)
         else:
             kind = RerunDiagnostic.CORRECT_RESULT if outcome == _REPRODUCED else RerunDiagnostic.PERSISTENT_ERROR
             if self.state is RerunState.RERUNNING_IN_PLACE:
                 kind = RerunDiagnostic.TRANSIENT_ERROR
-            self.diagnosis, self.error_injector.is_active = Diagnosis(kind, culprit), False
+            self.diagnosis, self.error_injector.is_active = Diagnosis(kind, suspect), False
             self._say("%s", self.diagnosis)
 
     def _say(self, text: str, what: object) -> None:
@@ -365,15 +365,15 @@ class RerunStateMachine:
             logger.error(text, what)
 
     def _refuse(self, rejection: Rejection) -> None:
-        """Nothing is computed again here."""
+        """Report a rejection that is not recomputed."""
         if rejection.fatal:
             raise UnexpectedResultError(
-                f"{rejection}; rerun_state_machine.rerun_mode=validate_results computes such a step again."
+                f"{rejection}; rerun_state_machine.rerun_mode=validate_results recomputes such a step."
             )
         logger.warning("%s", rejection)
 
     def _attribute(self, first: Rejection, difference: float, tolerance: float) -> None:
-        """Remember how far the second result of a rejected one is from it."""
+        """Record how far the second result of a rejected one is from it."""
         if first.injected:
             is_other_device = self.state is RerunState.RERUNNING_FROM_CHECKPOINT
             difference = self.error_injector.maybe_miscompare(difference, on_other_device=is_other_device)

@@ -1,4 +1,4 @@
-"""What the loop's own step gives the rerun state machine: its batches and its losses."""
+"""Feeds batches and losses of the loop's own step to the rerun state machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from onstep.config.parts import RerunStateMachineConfig
+from onstep.config import RerunStateMachineConfig
 from onstep.data import StepBatches
 from onstep.events import Request
 from onstep.training.compute.losses import MicroLoss, as_scalar
@@ -25,13 +25,13 @@ from onstep.training.stages.job import Job
 
 @dataclass
 class GivenMachine:
-    """The machine of steps that are trained without `train()`, as a caller set it."""
+    """The machine that a caller set for steps that are trained without `train()`."""
 
     machine: RerunStateMachine = field(default_factory=RerunStateMachine)
 
 
 class RerunMachine(Feature[Job]):
-    """Computes a suspicious step again, and leaves where the fault cannot be told here."""
+    """Recomputes a suspicious step, and exits if the cause cannot be determined here."""
 
     name = "rerun"
     when = "rerun_state_machine.rerun_mode"
@@ -41,7 +41,7 @@ class RerunMachine(Feature[Job]):
 
     @classmethod
     def wanted(cls, host: Job) -> bool:
-        """Where results are validated, and where a resumed run must say what its checkpoint has in question."""
+        """If results are validated, or if a resumed run must report results that its checkpoint holds in question."""
         run = host.run
         if run.cfg.rerun_state_machine.rerun_mode != "disabled":
             return True
@@ -63,7 +63,7 @@ class RerunMachine(Feature[Job]):
         self.has_state = self.machine.is_enabled or self._run.stage.is_resumed
 
     def begin(self) -> None:
-        """Number the steps from where the run stands; a disabled machine has nothing to save."""
+        """Number the steps from the run's current step; a disabled machine has nothing to save."""
         self.machine.current_iteration = self._run.train_state.step
         self.has_state = self.machine.is_enabled
 
@@ -93,7 +93,7 @@ class RerunMachine(Feature[Job]):
             if leaves:
                 verdict, details = machine.verdict or "", {"exit_code": exit_code}
                 decision = Request("rerun_exit", "rerun state machine", "", verdict, self._run.world.rank, details)
-                why = "before leaving, for a result to be computed again"
+                why = "before exiting, to recompute a result"
                 raise Leave(exit_code, decision, self._position if saves else None, why)
 
         return computed
@@ -113,15 +113,15 @@ class RerunMachine(Feature[Job]):
 
 
 def fresh_batches(batches: StepBatches) -> StepBatches:
-    """The step's micro-batches for one more run: a forward step may have taken entries out of them."""
+    """Copy the step's micro-batches for one more run: a forward step may have removed entries from them."""
     return replace(batches, micro_batches=[shallow_copy(batch) for batch in batches.micro_batches])
 
 
 def validate_losses(machine: RerunStateMachine, micros: list[MicroLoss], config: RerunStateMachineConfig) -> None:
-    """Validate the losses of a step on this rank, one by one; micro-batches that count nothing are left out.
+    """Validate the losses of a step on this rank, one by one, except for micro-batches without weight.
 
     NaN and infinity are fatal, a spike (`spiky_loss_factor`) is not. Reads the device once. Does nothing while the
-    machine is disabled: what is not finite is then refused before the update, by `train.on_nonfinite`.
+    machine is disabled: `train.on_nonfinite` then handles non-finite values before the update.
     """
     if not machine.is_enabled:
         return
@@ -139,7 +139,7 @@ def validate_losses(machine: RerunStateMachine, micros: list[MicroLoss], config:
 
 
 def _mean_losses(micros: list[MicroLoss]) -> list[float]:
-    """The losses of the micro-batches that have weight, as numbers; a sum is divided by what it is the sum of."""
+    """The losses of the micro-batches that have weight, as numbers; a sum is divided by its count."""
     if not micros:
         return []
     device = micros[0].loss.device

@@ -1,4 +1,4 @@
-"""What a run of a step moves, remembered so that the step can run again from the same place and with the same data."""
+"""Snapshots the state that a step changes, so that it can run again from the same state with the same data."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ Item = TypeVar("Item")
 
 
 class RerunDataIterator(Iterator[Item]):
-    """Passes the items of `iterable` (an iterator, a loader, a list) on, and gives those of a step again.
+    """Passes on the items of `iterable` (an iterator, a loader, a list), and can repeat those of a step.
 
-    Nothing is kept until `advance` was called for the first time, which a `RerunStateMachine` does where it may rerun.
-    Containers are copied shallowly: a forward step may take entries out of a micro-batch, but not write into its
-    tensors.
+    Nothing is kept until the first call of `advance`, which a `RerunStateMachine` makes if it may rerun. Containers are
+    copied shallowly: a forward step may remove entries from a micro-batch, but must not modify its tensors.
     """
 
     def __init__(self, iterable: Iterable[Item]) -> None:
         self._source = iter(iterable)
         self._kept: list[Item] = []
         self._next = 0
-        """Which of the kept items comes next; behind them comes the source."""
+        """Index of the next kept item; after the last one, the source is read."""
         self._keeps = False
 
     def __next__(self) -> Item:
@@ -42,21 +41,21 @@ class RerunDataIterator(Iterator[Item]):
         return item
 
     def rewind(self) -> None:
-        """Give everything since the last `advance` again."""
+        """Repeat everything since the last `advance`."""
         self._next = 0
 
     def advance(self) -> None:
-        """Forget what was given; what comes next is kept."""
+        """Discard the items already passed on; keep what comes next."""
         del self._kept[: self._next]
         self._next = 0
         self._keeps = True
 
     def state_dict(self) -> StateDict:
-        """The kept micro-batches, and how many of them were given again; the position of the source is not in it."""
+        """The kept micro-batches, and how many of them were repeated; excludes the position of the source."""
         return {"kept": list(self._kept), "next": self._next, "keeps": self._keeps}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Give the kept micro-batches of another iterator, then go on with this one's source."""
+        """Repeat the kept micro-batches of another iterator, then continue with this one's source."""
         self._kept = list(state_dict["kept"])
         self._next = int(state_dict["next"])
         self._keeps = bool(state_dict["keeps"])
@@ -66,12 +65,12 @@ Rewindable = RerunDataIterator[Any]
 
 
 class StepSnapshot:
-    """The random generators, the data iterators, and whatever else the caller saves and restores.
+    """Saves and restores the random generators, the data iterators, and whatever else the caller specifies.
 
     Args:
-        device: whose generator belongs to it, besides Python's, NumPy's and torch's.
-        save: gives what else a forward pass changes, as copies; None is nothing.
-        restore: takes that back, more than once.
+        device: the device whose generator is included, besides Python's, NumPy's and torch's.
+        save: returns copies of what else a forward pass changes; None means nothing.
+        restore: restores those copies; may be called more than once.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class StepSnapshot:
         self.iterators: list[Rewindable] = []
 
     def take(self, iterators: list[Rewindable]) -> None:
-        """Remember where everything stands; the iterators keep what they give from here on."""
+        """Save the current state; from here on the iterators keep what they pass on."""
         self.iterators = iterators
         for one in iterators:
             one.advance()
@@ -94,7 +93,7 @@ class StepSnapshot:
         self._extra = None if self._save is None else self._save()
 
     def go_back(self) -> None:
-        """Put everything where it stood."""
+        """Restore the saved state."""
         self._rng.load_state_dict(self._generators)
         if self._restore is not None:
             self._restore(self._extra)
@@ -106,7 +105,7 @@ def rewindable(data_iterator: Rewindable | list[Rewindable] | None) -> list[Rewi
     """The iterators to rewind for a rerun.
 
     Raises:
-        TypeError: for one that cannot.
+        TypeError: for one that cannot be rewound.
     """
     if data_iterator is None:
         return []
@@ -114,14 +113,14 @@ def rewindable(data_iterator: Rewindable | list[Rewindable] | None) -> list[Rewi
     for one in iterators:
         if not (hasattr(one, "rewind") and hasattr(one, "advance")):
             raise TypeError(
-                f"a step that may be rerun needs its data again, and {type(one).__name__} cannot rewind; pass "
-                f"RerunDataIterator(...) of it, or rerun_state_machine.rerun_mode=disabled"
+                f"a step that may be rerun must read its data again, but {type(one).__name__} cannot rewind; wrap it "
+                f"in RerunDataIterator(...), or set rerun_state_machine.rerun_mode=disabled"
             )
     return iterators
 
 
 def shallow_copy(item: Any) -> Any:
-    """A micro-batch whose containers are new and whose tensors are the same."""
+    """A micro-batch with new containers and the same tensors."""
     if isinstance(item, dict):
         return {key: shallow_copy(value) for key, value in item.items()}
     if isinstance(item, list):

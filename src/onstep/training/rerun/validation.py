@@ -1,4 +1,4 @@
-"""Results that look wrong: what is remembered of them, how they are compared, and how they are simulated."""
+"""Defines the records of rejected results, and compares and simulates them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from onstep.errors import OnstepError
 from onstep.training.protocols import StateDict
 
 EXIT_CODE_RESUME_TO_DISAMBIGUATE = 16
-"""Start the same command again, on another device: it computes the step once more."""
+"""Restart the same command on another device: it recomputes the step."""
 EXIT_CODE_FAILED_ON_RESULT_VALIDATION = 17
-"""A result was wrong, and where the fault lies is known as far as it can be."""
+"""A result was wrong, and the fault has been located as far as possible."""
 
 
 class RerunMode(StrEnum):
-    """What the machine does."""
+    """The machine's behavior."""
 
     DISABLED = "disabled"
-    """Nothing is rerun: a rejected result raises at once, if fatal, and is warned of otherwise."""
+    """Nothing is rerun: a rejected result raises at once if fatal, and otherwise logs a warning."""
     VALIDATE_RESULTS = "validate_results"
     """A step with a rejected result is rerun."""
     REPORT_DETERMINISM_STATS = "report_determinism_stats"
@@ -33,57 +33,57 @@ class RerunMode(StrEnum):
 
 
 class RerunState(Enum):
-    """Where the machine stands."""
+    """The state of the machine."""
 
     NOT_RUNNING_YET = "not_running_yet"
     INITIAL_RUN = "initial_run"
     RERUNNING_IN_PLACE = "rerunning_in_place"
-    """Also after it, where the second result was another one."""
+    """The first rerun; also after it, if the second result was different."""
     WILL_RERUN_FROM_CHECKPOINT = "will_rerun_from_checkpoint"
     RERUNNING_FROM_CHECKPOINT = "rerunning_from_checkpoint"
     """After a restart on another device."""
     RERUNNING_AGAIN_FROM_CHECKPOINT = "rerunning_again_from_checkpoint"
-    """After a restart on the same device, which cannot tell anything new."""
+    """After a restart on the same device, which gives no new information."""
 
 
 class UnexpectedResultError(OnstepError, RuntimeError):
-    """A result was rejected where nothing is rerun."""
+    """A result was rejected while reruns are disabled."""
 
 
 class RerunDiagnostic(StrEnum):
-    """What a rejected result turned out to be."""
+    """The conclusion about a rejected result."""
 
     CORRECT_RESULT = "correct_result"
-    """Another device computes the same: not the machine's fault."""
+    """Another device computes the same result: not a hardware fault."""
     TRANSIENT_ERROR = "transient_error"
-    """The same device computes something else the second time."""
+    """The same device computes a different result the second time."""
     PERSISTENT_ERROR = "persistent_error"
-    """The same device computes it again, and another one something else."""
+    """The same device computes the same result again, another device a different one."""
 
 
 @dataclass
 class Rejection:
-    """A result that was rejected, of plain values: it travels in checkpoints and between ranks."""
+    """A rejected result, as plain values: it is saved in checkpoints and exchanged between ranks."""
 
     rank: int
     device: str
     """Identity of the device: machine and accelerator."""
     iteration: int
-    """Steps done before the one that computed it."""
+    """Number of steps done before the one that computed it."""
     call: int
-    """Which validation of the step on this rank it was."""
+    """Index of the validation within the step on this rank."""
     value: object
     message: str
     fatal: bool
     injected: bool = False
     """Simulated."""
     difference: float | None = None
-    """How far the second result was from this one; None until there is one."""
+    """How far the second result was from this one; None until it is known."""
     is_reproduced: bool | None = None
 
     @classmethod
     def from_dict(cls, values: StateDict) -> Rejection:
-        """The rejection of these values; unknown keys are of a later version and left out."""
+        """Build a rejection from these values; unknown keys, from a later version, are ignored."""
         known = {one.name for one in fields(cls)}
         return cls(**{key: value for key, value in values.items() if key in known})
 
@@ -98,21 +98,21 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a rerun showed."""
+    """The outcome of a rerun."""
 
     kind: RerunDiagnostic
     rejection: Rejection
 
     def __str__(self) -> str:
-        verdict = {
-            RerunDiagnostic.CORRECT_RESULT: "another device computed the same, so the result is right as computed and "
-            "the machine is not at fault; look at data, model and hyperparameters",
-            RerunDiagnostic.TRANSIENT_ERROR: "the same device computed something else the second time, a transient "
-            "error of it (or a computation that is not deterministic)",
-            RerunDiagnostic.PERSISTENT_ERROR: f"another device computed something else, so {self.rejection.device} has "
-            f"a persistent fault; take it out of service",
+        explanation = {
+            RerunDiagnostic.CORRECT_RESULT: "another device computed the same result, so the result is correct and "
+            "the machine is not at fault; check data, model and hyperparameters",
+            RerunDiagnostic.TRANSIENT_ERROR: "the same device computed a different result the second time: a transient "
+            "error (or a nondeterministic computation)",
+            RerunDiagnostic.PERSISTENT_ERROR: f"another device computed a different result, so {self.rejection.device} "
+            f"has a persistent fault; take it out of service",
         }[self.kind]
-        return f"{self.rejection}: {verdict}."
+        return f"{self.rejection}: {explanation}."
 
 
 @dataclass
@@ -137,10 +137,10 @@ class DifferenceStats:
 
 
 class RerunErrorInjector:
-    """Simulates errors at one in `error_injection_rate` validations (0: never), to rehearse what follows from them.
+    """Simulates errors at a share `error_injection_rate` of validations (0: never), to rehearse the response.
 
-    One error at a time: no other is simulated until the first is diagnosed. It draws from a generator of its own, so
-    that the run's random numbers stay those of a run without it.
+    One error at a time: no other is simulated until the first is diagnosed. It draws from a separate generator, so the
+    run's random numbers are the same as without it.
     """
 
     def __init__(
@@ -156,23 +156,23 @@ class RerunErrorInjector:
         self._random = random.Random(seed)
 
     def maybe_inject(self) -> bool:
-        """Whether the result that is being validated shall count as unexpected."""
+        """Whether to treat the result being validated as unexpected."""
         if self.rate < 1 or self.is_active or self._random.randrange(self.rate) != 0:
             return False
         self.is_active = True
         return True
 
     def maybe_miscompare(self, difference: float, *, on_other_device: bool) -> float:
-        """The difference that the simulated error would show in place of the true one."""
+        """The difference that the simulated error would show, instead of the true one."""
         is_persistent = self.kind is RerunDiagnostic.PERSISTENT_ERROR and on_other_device
         return math.inf if self.kind is RerunDiagnostic.TRANSIENT_ERROR or is_persistent else difference
 
     def state_dict(self) -> StateDict:
-        """Whether an error is being simulated, and where the generator stands."""
+        """Whether an error is being simulated, and the state of the generator."""
         return {"is_active": self.is_active, "random": self._random.getstate()}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Go on from a state that `state_dict` gave."""
+        """Continue from a state that `state_dict` returned."""
         self.is_active = bool(state_dict["is_active"])
         version, words, gauss = state_dict["random"]
         self._random.setstate((version, tuple(words), gauss))
@@ -181,7 +181,7 @@ class RerunErrorInjector:
 def relative_difference(first: object, second: object) -> float:
     """|a - b| / max(|a|, |b|), the largest over all elements; NaN equals NaN, infinity equals the same infinity.
 
-    Numbers or tensors of the same shape; infinity where only one of the two is finite, or where the shapes differ.
+    Accepts numbers or tensors of the same shape; infinity if only one of the two is finite, or if the shapes differ.
     """
     a, b = (torch.as_tensor(one).detach().to("cpu", torch.float64) for one in (first, second))
     if a.shape != b.shape:
@@ -193,12 +193,12 @@ def relative_difference(first: object, second: object) -> float:
 
 
 def plain(result: object) -> object:
-    """A result as it can be kept: a tensor as a copy on the host, anything else as it is."""
+    """A result in a form that can be kept: a tensor as a copy on the host, anything else unchanged."""
     return result.detach().cpu().clone() if isinstance(result, Tensor) else result
 
 
 def device_identity(world: World) -> str:
-    """Which piece of hardware this rank computes on: the machine, and the accelerator's own number where it has one."""
+    """The hardware that this rank computes on: the machine, and the accelerator's own id if it has one."""
     host = platform.node() or "unknown host"
     if world.device.type != "cuda":
         return f"{host}/{world.device}"

@@ -1,4 +1,4 @@
-"""Signals that mean: save and leave. A handler only sets a flag, and the loop acts where all ranks agree."""
+"""Handles signals that mean "save and exit": a handler only sets a flag; the loop acts once all ranks agree."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from onstep.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 PREEMPTED_EXIT_CODE = 75
-"""`EX_TEMPFAIL`: the run was asked to leave and has saved; the same command goes on."""
+"""`EX_TEMPFAIL`: the run was asked to exit and has saved; the same command continues it."""
 
 REPEAT_WINDOW_SECONDS = 1.0
-"""A signal this soon after the first is the same request once more: schedulers signal a whole process group and
-`torchrun` passes the same signal on, so that every rank gets it twice."""
+"""A signal this soon after the first is a repetition of the same request: schedulers signal a whole process group, and
+`torchrun` forwards the same signal, so every rank receives it twice."""
 
 _BROKEN = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS")
 _REFUSED = {
     **dict.fromkeys(("SIGKILL", "SIGSTOP"), "no process can handle it"),
-    **dict.fromkeys(_BROKEN, "it tells of a broken process"),
+    **dict.fromkeys(_BROKEN, "it indicates a broken process"),
     "SIGCHLD": "data workers use it",
     "SIGALRM": "train.data_timeout uses it",
 }
@@ -37,11 +37,11 @@ ExitKind = Literal["signal", "duration", "straggler", "interval"]
 
 Handler = Callable[[int, FrameType | None], object]
 Installed = Handler | int | None
-"""What `signal.getsignal` gives: None for a handler that was not installed by Python."""
+"""The result of `signal.getsignal`: None for a handler that was not installed from Python."""
 
 
 class Preempted(SystemExit):
-    """Ends the process with exit code 75, after the run was asked to leave and has saved what it could."""
+    """Ends the process with exit code 75, after the run was asked to exit and has saved what it could."""
 
     def __init__(self, message: str) -> None:
         super().__init__(PREEMPTED_EXIT_CODE)
@@ -52,40 +52,40 @@ class Preempted(SystemExit):
 
 
 def signal_numbers(names: Iterable[str | int]) -> list[signal.Signals]:
-    """The signals of `names` (as in `train.exit_signals`), or of their numbers; each once.
+    """The signals with these names (as in `train.exit_signals`) or numbers, each once.
 
     Raises:
-        ConfigError: for a name that this system does not have, or a signal that cannot ask for a graceful stop.
+        ConfigError: for a name that does not exist on this system, or a signal that cannot request a graceful stop.
     """
     numbers: dict[signal.Signals, None] = {}
-    valid = f"it takes {', '.join(one.name for one in signal.Signals if one.name not in _REFUSED)}."
+    valid = f"it accepts {', '.join(one.name for one in signal.Signals if one.name not in _REFUSED)}."
     for name in names:
         try:
             number = signal.Signals[name] if isinstance(name, str) else signal.Signals(name)
         except (KeyError, ValueError):
             raise ConfigError(f"train.exit_signals has no signal {name!r}; {valid}") from None
         if number.name in _REFUSED:
-            raise ConfigError(f"train.exit_signals cannot have {number.name}: {_REFUSED[number.name]}; {valid}")
+            raise ConfigError(f"train.exit_signals must not contain {number.name}: {_REFUSED[number.name]}; {valid}")
         numbers[number] = None
     return list(numbers)
 
 
 class DistributedSignalHandler:
-    """While entered, remembers that one of some signals came; leaving restores the handlers from before.
+    """While entered, records that one of some signals was received; on exit restores the previous handlers.
 
     The handler sets a flag, writes one line to standard error and calls the handler that a user had installed before
-    (Python's own for SIGINT is not called). A second signal, later than `REPEAT_WINDOW_SECONDS` after the first, leaves
-    at once by the default action of that signal. Python runs handlers between two bytecodes: a process that hangs in a
-    collective learns of neither.
+    (Python's own for SIGINT is not called). A second signal, later than `REPEAT_WINDOW_SECONDS` after the first, ends
+    the process at once by that signal's default action. Python runs handlers between two bytecodes: a process that
+    hangs in a collective notices neither.
 
-    Handlers are installed in the main thread only; elsewhere nothing is, with a warning. Entered inside another one (a
-    `train()` within a callback), it installs nothing for signals that the outer one handles, and tells what that knows.
-    In forked processes these signals set nothing: SIGTERM ends them, others are ignored, so that the workers of a
-    data loader go on while the main process finishes its step.
+    Handlers are only installed in the main thread; elsewhere a warning is logged. Entered inside another instance (a
+    `train()` within a callback), it installs nothing for signals that the outer one handles, and reports the outer
+    one's state. In forked processes these signals set nothing: SIGTERM ends them, others are ignored, so that the
+    workers of a data loader continue while the main process finishes its step.
 
     Args:
         sig: one signal, or several, as numbers, names or `signal.Signals`.
-        world: the ranks that `signals_received` asks; None is torch's default process group.
+        world: the ranks that `signals_received` queries; None means torch's default process group.
 
     Raises:
         ConfigError: see `signal_numbers`.
@@ -102,9 +102,9 @@ class DistributedSignalHandler:
         self._first_signal: signal.Signals | None = None
         self._children = _QuietChildren(self)
         self.on_first_signal: Callable[[], None] | None = None
-        """Called by the handler with the first signal; it must be quick and take no locks."""
+        """Called by the handler with the first signal; must be fast and acquire no locks."""
         self.on_lost_worker: Callable[[FrameType | None], None] | None = None
-        """Called with the interrupted frame when a worker of a data loader has died after the first signal."""
+        """Called with the interrupted frame if a data loader's worker has died after the first signal."""
 
     def __enter__(self) -> DistributedSignalHandler:
         self._entries += 1
@@ -120,41 +120,41 @@ class DistributedSignalHandler:
 
     @property
     def received(self) -> bool:
-        """Whether this process got one of the signals."""
+        """Whether this process received one of the signals."""
         return self._first_signal is not None or (self._outer is not None and self._outer.received)
 
     @property
     def signal_name(self) -> str | None:
-        """The first signal that came, as `SIGTERM`; None as long as none did."""
+        """The first signal received, such as `SIGTERM`; None before any."""
         if self._first_signal is not None:
             return self._first_signal.name
         return None if self._outer is None else self._outer.signal_name
 
     @property
     def is_installed(self) -> bool:
-        """Whether signals reach this handler, or the one it was entered inside of."""
+        """Whether signals reach this handler, or the one that it was entered inside of."""
         return bool(self._previous) or (self._outer is not None and self._outer.is_installed)
 
     @property
     def lost_workers(self) -> bool:
-        """Whether a worker of a data loader died after the first signal, most likely of the same one."""
+        """Whether a data loader's worker died after the first signal, most likely from the same one."""
         return self._children.has_lost or (self._outer is not None and self._outer.lost_workers)
 
     @property
     def innermost(self) -> DistributedSignalHandler:
-        """The handler that signals reach: this one, or the one it was entered inside of."""
+        """The handler that signals reach: this one, or the one that it was entered inside of."""
         return self if self._outer is None or self._previous else self._outer.innermost
 
     def signals_received(self) -> list[bool]:
-        """Whether each rank got one of the signals, in rank order. Collective."""
+        """Whether each rank received one of the signals, in rank order. Collective."""
         world = self._world or World(rank=shards.rank(), size=shards.world_size())
         return [bool(one) for one in world.gather(self.received)]
 
     def release(self) -> bool:
-        """Restore the handlers from before; False if that was done already, or nothing was installed."""
+        """Restore the previous handlers; False if that was already done, or nothing was installed."""
         was_installed = bool(self._previous)
         for number, previous in self._previous.items():
-            if signal.getsignal(number) == self._handle:  # a handler that somebody put over ours stays theirs
+            if signal.getsignal(number) == self._handle:  # a handler installed over this one stays
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
         self._previous = {}
         self._outer = None
@@ -164,8 +164,8 @@ class DistributedSignalHandler:
     def _install(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             logger.warning(
-                "training outside the main thread: Python handles signals in the main thread only, so %s will not save "
-                "and leave; run the training in the main thread for that",
+                "training outside the main thread: Python only handles signals in the main thread, so %s will not save "
+                "and exit; run the training in the main thread to enable this",
                 ", ".join(one.name for one in self._signals),
             )
             return
@@ -180,7 +180,7 @@ class DistributedSignalHandler:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """What runs between two bytecodes of the main thread: no locks, no logging, nothing that waits."""
+        """Run between two bytecodes of the main thread: without locks, logging, or anything that waits."""
         if os.getpid() != self._pid:
             if number == signal.SIGTERM:
                 self._leave_at_once(number)
@@ -206,14 +206,14 @@ class DistributedSignalHandler:
         for one in self._signals:
             signal.signal(one, signal.SIG_DFL)
         signal.raise_signal(number)
-        os._exit(128 + number)  # the first process of a container does not die of its own signals
+        os._exit(128 + number)  # the first process of a container is not killed by its own signals
 
 
 class _QuietChildren:
-    """Keeps the death of a data worker from interrupting the step, once a signal came.
+    """Keeps the death of a data worker from interrupting the step, once a signal has been received.
 
-    A signal to the process group, as `torchrun` sends it, ends the workers of a torch DataLoader too. Torch then raises
-    a RuntimeError in the main thread wherever it is, also in the middle of a save.
+    A signal to the process group, as sent by `torchrun`, also ends the workers of a torch DataLoader. Torch then raises
+    a RuntimeError in the main thread wherever it is, even in the middle of a save.
     """
 
     def __init__(self, owner: DistributedSignalHandler) -> None:
@@ -237,19 +237,19 @@ class _QuietChildren:
             return
         try:
             self._torch_handler(number, frame)
-        except RuntimeError:  # what torch raises for a dead worker
+        except RuntimeError:  # raised by torch for a dead worker
             self.has_lost = True
             if self._owner.on_lost_worker is not None:
                 self._owner.on_lost_worker(frame)
 
 
 class Interrupts:
-    """Notices SIGINT also while the main thread stands in C, where Python cannot raise `KeyboardInterrupt` yet.
+    """Detects SIGINT even while the main thread is in C code, where Python cannot raise `KeyboardInterrupt` yet.
 
-    A pipe to which Python's own handler in C writes the number of each signal as it comes.
+    It uses a pipe to which Python's own C handler writes the number of each signal on arrival.
 
-    Only where the signal would raise `KeyboardInterrupt`, and nobody else has such a pipe; else `look` is always False.
-    Made and closed in the main thread.
+    It is active only if the signal would raise `KeyboardInterrupt` and no other such pipe is installed; else `look`
+    always returns False. Must be created and closed in the main thread.
     """
 
     def __init__(self) -> None:
@@ -267,14 +267,14 @@ class Interrupts:
             self.close()
 
     def look(self) -> bool:
-        """Whether SIGINT was sent to this process since this was made."""
+        """Whether SIGINT was sent to this process since this object was created."""
         if self._ends is not None and not self._was_sent:
             with suppress(BlockingIOError):
                 self._was_sent = signal.SIGINT in os.read(self._ends[0], 4096)
         return self._was_sent
 
     def close(self) -> None:
-        """Give the signals' pipe back."""
+        """Restore the previous signal pipe."""
         ends, self._ends = self._ends, None
         if ends is None:
             return
@@ -287,37 +287,37 @@ class Interrupts:
 
 @dataclass
 class ExitWatch:
-    """What ends the process before the run is done, and what a pending save waits for; ranks agree on it."""
+    """The reasons to end the process early, and the status of a pending save; ranks agree on both."""
 
     handler: DistributedSignalHandler | None = None
-    """None outside of a run and where `train.exit_signal_handler` is off."""
+    """None outside of a run and without `train.exit_signal_handler`."""
     deadline: float | None = None
-    """When `train.exit_duration_in_mins` is over, in seconds of the monotonic clock."""
+    """When the limit `train.exit_duration_in_mins` expires, in seconds of the monotonic clock."""
     decided: ExitKind | None = None
-    is_said: bool = False
-    """Why the process leaves has been printed."""
+    exit_announced: bool = False
+    """Whether the reason for the exit has been printed."""
     straggler: str = ""
-    """Which rank is so slow that the run is to end, in words; nothing otherwise."""
+    """Describes the rank that is so slow that the run should end; otherwise empty."""
     some_rank_writes: bool = False
     """Whether a rank is still writing its files of an asynchronous save."""
 
     def start(self, exit_duration_in_mins: float | None, start_time: float) -> None:
-        """Forget an earlier decision, and start the clock of `train.exit_duration_in_mins` if it does not run yet."""
+        """Clear an earlier decision, and start the clock of `train.exit_duration_in_mins` unless already running."""
         if self.decided != "signal":
             self.decided = None
-        self.is_said, self.straggler = False, ""
+        self.exit_announced, self.straggler = False, ""
         if exit_duration_in_mins is not None and self.deadline is None:
             self.deadline = time.monotonic() + 60 * exit_duration_in_mins - (time.time() - start_time)
 
     def votes(self, is_main: bool, writes: bool) -> list[int]:
-        """What this rank knows: a signal came; the time is over (rank 0's clock); a rank is too slow; its save is not
-        written yet."""
+        """The status of this rank: a signal was received; the time is up (rank 0's clock); a rank is too slow; its
+        save is not written yet."""
         signalled = self.handler is not None and self.handler.received
         is_late = self.deadline is not None and is_main and time.monotonic() >= self.deadline
         return [int(signalled), int(is_late), int(bool(self.straggler)), int(writes)]
 
-    def adopt(self, votes: list[int]) -> None:
-        """Take the votes of all ranks; a signal wins over the clock, and that over a slow rank."""
+    def set_agreed(self, votes: list[int]) -> None:
+        """Apply the votes of all ranks; a signal has priority over the clock, and the clock over a slow rank."""
         signalled, is_late, is_slow, writes = votes
         if signalled:
             self.decided = "signal"
@@ -329,7 +329,7 @@ class ExitWatch:
 
 
 def _is_users(handler: Installed) -> TypeGuard[Handler]:
-    """Whether a previous handler is to be called: not the default, not Python's for SIGINT, not a parent's of ours."""
+    """Whether to call a previous handler: not the default, Python's for SIGINT, or Onstep's of a parent process."""
     if not callable(handler) or handler is signal.default_int_handler or isinstance(handler, signal.Handlers):
         return False
     return not isinstance(getattr(handler, "__self__", None), DistributedSignalHandler)

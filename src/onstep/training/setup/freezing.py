@@ -1,4 +1,4 @@
-"""Parts of a model that training leaves as they are."""
+"""Freezes parts of a model."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _SHARED_GATE = ("gate_weight", "gate_bias")
 
 
 def freeze_moe_router(model: nn.Module | ModelList) -> ModelList:
-    """The model as a list of chunks, the weights of its routers and of its shared experts' gates frozen in place.
+    """Freeze the weights of the routers and of the shared experts' gates in place; returns the model as list of chunks.
 
-    Found are `layers[i].feed_forward` of Onstep's models and `decoder.layers[i].mlp` of Megatron's, those of
-    multi-token prediction too, also behind data-parallel and other wrappers; what a layer does not have is passed over.
+    Covers `layers[i].feed_forward` of Onstep's models and `decoder.layers[i].mlp` of Megatron's, including those of
+    multi-token prediction and those inside data-parallel and other wrappers; missing modules are skipped.
 
-    The routing of a frozen router does not move: its expert bias is left as it is here, and our loop updates it only
-    where the router's weight is trained. The auxiliary losses still reach what lies before the router. Freeze before
-    the optimizer is made and the model is wrapped.
+    The routing of a frozen router does not change: its expert bias is not modified here, and Onstep's loop updates it
+    only if the router's weight is trained. The auxiliary losses still reach the layers before the router. Freeze before
+    building the optimizer and wrapping the model.
 
     Args:
-        model: one chunk or a list of chunks; a list is returned itself.
+        model: one chunk or a list of chunks; a list is returned as is.
     """
     chunks = ensure_model_list(model)
     for chunk in chunks:
@@ -36,14 +36,14 @@ def freeze_moe_router(model: nn.Module | ModelList) -> ModelList:
 
 
 def _freeze_parameter_if_present(module: object, name: str) -> None:
-    """Take the parameter `name` of a module out of training; nothing where there is none."""
+    """Exclude the parameter `name` of a module from training; do nothing if it does not exist."""
     parameter = getattr(module, name, None)
     if parameter is not None:
         parameter.requires_grad = False
 
 
 def _feed_forwards(chunk: nn.Module) -> Iterator[object]:
-    """The feed-forward parts of all layers of a chunk, under Onstep's name or Megatron's."""
+    """The feed-forward modules of all layers of a chunk, under Onstep's name or Megatron's."""
     inner = chunk
     while isinstance(inside := getattr(inner, "module", None), nn.Module):
         inner = inside

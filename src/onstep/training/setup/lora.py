@@ -1,4 +1,4 @@
-"""LoRA: a few added weights beside frozen ones, by the `peft` library, and how they leave as files."""
+"""Adds LoRA weights to a frozen model with the `peft` library, and exports them as files."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from onstep.config.model_rules import LORA_PROJECTIONS
-from onstep.config.part import nearest
-from onstep.config.parts import PeftConfig
+from onstep.config import PeftConfig
+from onstep.config.checks.model import LORA_PROJECTIONS
+from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError, MissingExtraError
 from onstep.metrics.model_shape import is_target
 from onstep.models import Transformer, hf_config_dict
 from onstep.models.transformer import empty_transformer
 
 _FUSED = ("gpt2",)
-"""Models of `transformers` that keep several of our matrices in one, so that an adapter has no names there."""
+"""Models of `transformers` that fuse several of Onstep's matrices into one, so that an adapter has no names there."""
 
 ADAPTER = "default"
-"""The name under which `peft` keeps the added weights."""
+"""The name under which `peft` registers the added weights."""
 
 _BASE, _A, _B = ".base_layer.", f".lora_A.{ADAPTER}.", f".lora_B.{ADAPTER}."
 
 
 def add_lora(model: Transformer, config: PeftConfig, seed: int) -> None:
-    """Freeze `model` and give its projections added matrices `B A` of rank `config.dim`, in place.
+    """Freeze `model` and add matrices `B A` of rank `config.dim` to its projections, in place.
 
-    `A` is drawn from `seed` alone, the same on every rank, and `B` is 0: the model computes what it did. torch's
-    global generator stays as it was.
+    `A` is drawn from `seed` alone, the same on every rank, and `B` is 0: the model's output does not change. torch's
+    global generator is not touched.
 
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021), section 4.1.
 
     Raises:
-        ConfigError: when a target is no projection of the model.
-        MissingExtraError: when `peft` is not installed.
+        ConfigError: if a target is not a projection of the model.
+        MissingExtraError: if `peft` is not installed.
     """
     try:
         import peft
     except ImportError as error:
-        raise MissingExtraError("LoRA needs the peft library: pip install 'onstep[peft]'") from error
+        raise MissingExtraError("LoRA requires the peft library: pip install 'onstep[peft]'") from error
     lora = peft.LoraConfig(
         r=config.dim,
-        lora_alpha=_alpha(config),  # type: ignore[arg-type]  # peft computes with any number
+        lora_alpha=_alpha(config),  # type: ignore[arg-type]  # peft accepts any number
         lora_dropout=config.dropout,
         target_modules=target_names(model, config.target_modules),
     )
@@ -55,14 +55,14 @@ def add_lora(model: Transformer, config: PeftConfig, seed: int) -> None:
 
 
 def target_names(model: nn.Module, target_modules: Sequence[str] | None) -> list[str]:
-    """The projections of the layers that LoRA goes to, by their full names, in order.
+    """The full names of the layers' projections that LoRA applies to, in order.
 
     Args:
         model: a `Transformer`.
-        target_modules: ends of names, ours (`query`) or those of `transformers` (`q_proj`); None is every projection.
+        target_modules: name suffixes, Onstep's (`query`) or those of `transformers` (`q_proj`); None means all.
 
     Raises:
-        ConfigError: for an end that no projection has.
+        ConfigError: for a suffix that no projection has.
     """
     found = {name: projection_in_hf(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     known = {name: theirs for name, theirs in found.items() if theirs is not None}
@@ -81,7 +81,7 @@ def target_names(model: nn.Module, target_modules: Sequence[str] | None) -> list
 
 
 def projection_in_hf(name: str) -> str | None:
-    """`transformers`' name for a projection of a layer; None for any other module."""
+    """`transformers`' name for a layer's projection; None for any other module."""
     layers, _, rest = name.partition(".")
     index, _, projection = rest.partition(".")
     if layers != "layers" or projection not in LORA_PROJECTIONS:
@@ -90,12 +90,12 @@ def projection_in_hf(name: str) -> str | None:
 
 
 def has_lora(model: nn.Module) -> bool:
-    """Whether `add_lora` was here."""
+    """Whether `add_lora` was applied."""
     return any(_A in f".{name}" for name, _ in model.named_parameters())
 
 
 def statistics(model: nn.Module) -> str:
-    """How many of the weights are trained, as Megatron Bridge tells it."""
+    """The number of trained weights, in Megatron Bridge's format."""
     total = sum(parameter.numel() for parameter in model.parameters())
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return (
@@ -107,10 +107,10 @@ def statistics(model: nn.Module) -> str:
 
 
 def merged_state_dict(state: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """The weights of the model without LoRA that computes the same: `W + scale * B A`, under the plain names.
+    """The weights of the equivalent model without LoRA: `W + scale * B A`, under the plain names.
 
     Args:
-        state: of a model that `add_lora` changed.
+        state: the state of a model changed by `add_lora`.
         scale: `alpha / dim`.
     """
     merged = {}
@@ -125,7 +125,7 @@ def merged_state_dict(state: Mapping[str, Tensor], scale: float) -> dict[str, Te
 
 
 def merged_model(model: Transformer, config: PeftConfig) -> Transformer:
-    """A copy on the CPU in which LoRA's matrices are part of the weights; `model` stays as it is."""
+    """A copy on the CPU with LoRA's matrices merged into the weights; `model` is not changed."""
     state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     merged = empty_transformer(model.config)
     merged.load_state_dict(merged_state_dict(state, config.alpha / config.dim))
@@ -133,33 +133,33 @@ def merged_model(model: Transformer, config: PeftConfig) -> Transformer:
 
 
 def has_hf_names(model: Transformer) -> bool:
-    """Whether `transformers` has a matrix of its own for each projection."""
+    """Whether `transformers` has a separate matrix for each projection."""
     return hf_config_dict(model.config)["model_type"] not in _FUSED
 
 
 def save_adapter(model: Transformer, config: PeftConfig, directory: str | Path, base_model: str | None) -> None:
-    """Write what LoRA added to `directory`, so that `PeftModel.from_pretrained(base, directory)` opens it.
+    """Write the LoRA weights to `directory`, for `PeftModel.from_pretrained(base, directory)`.
 
-    Each file is replaced whole. One process calls this.
+    Each file is replaced atomically. One process calls this.
 
     Args:
-        model: one that `add_lora` changed.
-        config: what it was changed by.
-        base_model: the Hugging Face folder that it goes on, as the file tells it; None where that is not known.
+        model: a model changed by `add_lora`.
+        config: the configuration that it was changed with.
+        base_model: the Hugging Face directory that the adapter applies to, as recorded in the file; None if unknown.
     """
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
+    target = Path(directory)
+    target.mkdir(parents=True, exist_ok=True)
     tensors = _tensors(model)
     described = _described(list(tensors), model.config.num_layers, config, base_model)
-    partial = folder / "adapter.partial"
+    partial = target / "adapter.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
-    partial.replace(folder / "adapter_model.safetensors")
+    partial.replace(target / "adapter_model.safetensors")
     partial.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-    partial.replace(folder / "adapter_config.json")
+    partial.replace(target / "adapter_config.json")
 
 
 def _tensors(model: Transformer) -> dict[str, Tensor]:
-    """The added weights by `peft`'s names: the module's in `transformers`, and which of the two matrices."""
+    """The added weights under `peft`'s names: the module's name in `transformers`, and which of the two matrices."""
     found = {}
     for name, tensor in model.state_dict().items():
         module, matrix, _ = name.partition(".lora_")
@@ -171,7 +171,7 @@ def _tensors(model: Transformer) -> dict[str, Tensor]:
 
 
 def _described(names: list[str], num_layers: int, config: PeftConfig, base_model: str | None) -> dict[str, object]:
-    """`adapter_config.json`; the targets by the ends of their names where every layer has all of them."""
+    """`adapter_config.json`, with the targets by the ends of their names if every layer has all of them."""
     modules = sorted({name.removeprefix("base_model.model.").partition(".lora_")[0] for name in names})
     ends = sorted({module.split(".", 3)[3] for module in modules})
     is_everywhere = len(modules) == len(ends) * num_layers
@@ -191,5 +191,5 @@ def _described(names: list[str], num_layers: int, config: PeftConfig, base_model
 
 
 def _alpha(config: PeftConfig) -> float | int:
-    """A whole number as `peft` writes it, where it is one."""
+    """An integer where possible, as `peft` writes it."""
     return int(config.alpha) if float(config.alpha).is_integer() else config.alpha

@@ -21,14 +21,14 @@ from onstep.training.setup.pretrained import find_pretrained, load_pretrained
 
 
 def build_model(config: ConfigContainer, world: World, state: Run) -> list[nn.Module]:
-    """The model's chunks, on the device, wrapped for data parallelism; every rank has the same weights. Collective.
+    """The model's chunks, on the device, wrapped for data parallelism, with the same weights on every rank. Collective.
 
-    Trained weights are read unless the run continues from a checkpoint of its own, which has them all. LoRA comes
-    before the `pre_wrap_hooks`, which so have the last word on what is trained.
+    Pretrained weights are loaded unless the run continues from its own checkpoint, which contains them all. LoRA is
+    applied before the `pre_wrap_hooks`, which therefore have the last word on what is trained.
 
     Raises:
         MissingWeightsError: for fine-tuning without weights.
-        ConfigError: when a hook gives no list of modules.
+        ConfigError: if a hook does not return a list of modules.
     """
     transformer = _transformer(config, world, state)
     state.sums.flops_per_token = 6.0 * (
@@ -38,17 +38,17 @@ def build_model(config: ConfigContainer, world: World, state: Run) -> list[nn.Mo
         add_lora(transformer, config.peft, config.rng.seed)
         if world.is_main:
             print(statistics(transformer), flush=True)  # noqa: T201 - Megatron Bridge's block
-    with torch.random.fork_rng(devices=[]):  # what hooks draw follows from the seed too, such as a new head's weights
+    with torch.random.fork_rng(devices=[]):  # what hooks draw depends on the seed too, such as a new head's weights
         torch.manual_seed(config.rng.seed)
-        chunks = run_hooks([transformer], state.door.pre_wrap_hooks)
+        chunks = run_hooks([transformer], state.entry_point.pre_wrap_hooks)
     return data_parallel([chunk.to(world.device) for chunk in chunks], world, config.ddp)
 
 
 def run_hooks(chunks: list[nn.Module], hooks: Sequence[ModelHook]) -> list[nn.Module]:
-    """The chunks after each hook in turn. A hook that raises is named in a note of its error.
+    """The chunks after each hook in turn. If a hook raises, a note on its error names it.
 
     Raises:
-        ConfigError: when a hook gives anything but None or a list of modules.
+        ConfigError: if a hook returns anything but None or a list of modules.
     """
     for hook in hooks:
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
@@ -61,8 +61,8 @@ def run_hooks(chunks: list[nn.Module], hooks: Sequence[ModelHook]) -> list[nn.Mo
             continue
         if not isinstance(given, list) or not given or not all(isinstance(chunk, nn.Module) for chunk in given):
             raise ConfigError(
-                f"the pre-wrap hook {name} must give None or a list of modules, got {type(given).__name__}; give the "
-                f"list that it was handed."
+                f"the pre-wrap hook {name} must return None or a list of modules, got {type(given).__name__}; return "
+                f"the list that was passed to it."
             )
         chunks = given
     return chunks
@@ -84,22 +84,22 @@ def _transformer(config: ConfigContainer, world: World, state: Run) -> Transform
 
 
 def idle_parameters(config: ModelConfig) -> int:
-    """Weights of experts that a token does not meet."""
+    """Number of expert weights that a token does not use."""
     shape = ModelShape.of(config)
     return 0 if shape is None else num_parameters(shape) - num_active_parameters(shape)
 
 
 def open_tokenizer(state: Run) -> Tokenizer:
-    """The configured tokenizer. Collective where it is `bpe`.
+    """The configured tokenizer. Collective for `bpe`.
 
-    A tokenizer that is learned is kept in the run's folder, and a run that continues takes its own, whatever has become
-    of the corpus: token ids must go on meaning the same.
+    A trained tokenizer is stored in the run's directory, and a resumed run uses its own, whatever has happened to the
+    corpus: token ids must keep their meaning.
     """
     config, world = state.cfg, state.world
     if config.tokenizer.tokenizer_type != "bpe":
         return build_tokenizer(config.tokenizer)
-    folder = None if state.run_folder is None else state.run_folder.path
-    kept = None if folder is None else folder / "tokenizer.json"
+    directory = None if state.run_dir is None else state.run_dir.path
+    kept = None if directory is None else directory / "tokenizer.json"
     kept = world.share(kept if kept is not None and kept.is_file() else None)
     if kept is not None:
         return TokenizersTokenizer(kept)
@@ -110,15 +110,15 @@ def open_tokenizer(state: Run) -> Tokenizer:
         show_progress=world.is_main,
         wait_for_other=not world.is_main,
     )
-    if folder is not None and world.is_main:
-        tokenizer.save(folder)
+    if directory is not None and world.is_main:
+        tokenizer.save(directory)
     return tokenizer
 
 
 def build_data(
     config: ConfigContainer, world: World, tokenizer: Tokenizer
 ) -> tuple[TrainLoader | None, EvalLoader | None, EvalLoader | None]:
-    """Loaders of the three splits. The first rank of all writes the token file while the others wait for it."""
+    """Loaders of the three splits. The globally first rank writes the token file while the others wait for it."""
     train, valid, test = build_datasets(
         config.dataset,
         tokenizer,
@@ -152,7 +152,7 @@ def train_loader(config: ConfigContainer, world: World, dataset: object) -> Trai
 
 
 def eval_loader(config: ConfigContainer, world: World, dataset: object) -> EvalLoader | None:
-    """A loader that reads a split from its start, in evaluation batches; None where there is no split."""
+    """A loader that reads a split from its start, in evaluation batches; None without a split."""
     if dataset is None:
         return None
     micro, batch = config.validation.eval_micro_batch_size, config.validation.eval_global_batch_size

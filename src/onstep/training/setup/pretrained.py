@@ -1,4 +1,4 @@
-"""The trained weights that a run starts from: where they are, what model they are of, and how they get into it."""
+"""Finds and loads the pretrained weights that a run starts from, and fills its model section from them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from onstep.checkpoint import CheckpointInfo, checkpoints, read_manifest, resolv
 from onstep.checkpoint.loading import read_weights
 from onstep.checkpoint.states import mismatches
 from onstep.checkpoint.storage.manifest import MANIFEST
-from onstep.config import ConfigContainer, from_dict
-from onstep.config.load import typed_copy
-from onstep.config.parts import ModelConfig, TokenizerConfig
-from onstep.config.run_rules import check_finetune, loads_own
-from onstep.config.validate import fill
+from onstep.config import ConfigContainer, ModelConfig, TokenizerConfig, from_dict
+from onstep.config.checks.run import check_finetune, loads_own
+from onstep.config.derived import fill
+from onstep.config.keys import typed_copy
 from onstep.data import tokenizer_in_run
-from onstep.data.corpus.tokenizer_files import tokenizer_in_folder
+from onstep.data.corpus.tokenizer_files import tokenizer_in_dir
 from onstep.distributed import World
 from onstep.errors import CheckpointError, ConfigError, MissingWeightsError, RunExistsError
 from onstep.models import Transformer, load_hf
 from onstep.models.hf.directory import load_hf_config
 from onstep.models.transformer import empty_transformer
-from onstep.training.runs.run_dir import RunFolder
+from onstep.training.runs.run_dir import RunDir
 from onstep.training.setup.lora import merged_state_dict
 
 logger = logging.getLogger(__name__)
@@ -48,22 +47,22 @@ OF_TRAINING = frozenset(
         "mtp_loss_scaling_factor",
     }
 )
-"""What a run may choose for itself: how a model is trained, not which one it is."""
+"""Settings that a run may choose freely: how a model is trained, not which model it is."""
 
 
 def fill_model(
     config: ConfigContainer, model: ModelConfig, tokenizer: TokenizerConfig | None, where: str
 ) -> ConfigContainer:
-    """A copy of `config` with the model of trained weights, and their tokenizer where it names none of its own.
+    """A copy of `config` with the model of pretrained weights, and their tokenizer if the configuration names none.
 
     Args:
-        config: its values of the model hold where they are not the defaults, and must then be the weights'.
-        model: what the weights are of.
-        tokenizer: what their tokens mean, if that is known.
+        config: its model values apply if they are not the defaults, and must then match the weights.
+        model: the model of the weights.
+        tokenizer: the tokenizer of the weights, if known.
         where: the weights, for messages.
 
     Raises:
-        ConfigError: naming the first value that is another one than the weights'.
+        ConfigError: naming the first value that differs from that of the weights.
     """
     config = typed_copy(config)
     if model.position_embedding_type == "learned_absolute" and config.model.seq_length != model.seq_length:
@@ -82,10 +81,10 @@ def fill_model(
                 taken.append(f"{name}={of_weights}")
         elif not _same(getattr(ours, name), of_weights):
             raise ConfigError(
-                f"model.{name}={own} is not that of the weights in {where}, which is {of_weights}; leave it out, or "
-                f"set it to its default, to take theirs."
+                f"model.{name}={own} does not match the weights in {where}, which have {of_weights}; leave it out, or "
+                f"set it to its default, to use theirs."
             )
-    origin = f"as configured; there is none with the weights in {where}"
+    origin = f"as configured; the weights in {where} come without one"
     if tokenizer is not None and config.tokenizer == TokenizerConfig():
         config.tokenizer, origin = tokenizer, f"that of the weights in {where}"
     elif tokenizer is not None:
@@ -119,20 +118,20 @@ CONFIG_FILE = "config.json"
 
 @dataclass(frozen=True)
 class PretrainedSource:
-    """Trained weights, found but not read."""
+    """Pretrained weights, located but not read."""
 
     path: Path
-    """A Hugging Face folder, a checkpoint, or a folder of checkpoints."""
+    """A Hugging Face directory, a checkpoint, or a directory of checkpoints."""
     is_hugging_face: bool
     model: ModelConfig
     tokenizer: TokenizerConfig | None
-    """What the weights' tokens mean, where the source says so."""
+    """The tokenizer of the weights, if the source records it."""
     step: int | None = None
-    """The checkpoint to take from a folder of them; None is the newest."""
+    """The step to load from a directory of checkpoints; None is the newest."""
 
 
 def pretrained_path(config: ConfigContainer) -> tuple[Path, int | None] | None:
-    """What the configuration names as trained weights to start from, and which step of it; None where it names none."""
+    """The pretrained weights that the configuration names to start from, and their step; None if it names none."""
     checkpoint = config.checkpoint
     if checkpoint.pretrained_checkpoint is not None:
         return Path(checkpoint.pretrained_checkpoint).expanduser(), None
@@ -142,14 +141,14 @@ def pretrained_path(config: ConfigContainer) -> tuple[Path, int | None] | None:
 
 
 def find_pretrained(config: ConfigContainer) -> PretrainedSource | None:
-    """The trained weights that the configuration names; None where it names none.
+    """The pretrained weights that the configuration names; None if it names none.
 
-    A folder with a `config.json` is a Hugging Face model; of a run its final weights are taken, else its newest
+    A directory with a `config.json` is a Hugging Face model; of a run, the final weights are used, else its newest
     checkpoint.
 
     Raises:
-        MissingWeightsError: when nothing is there.
-        ConfigError: for a model that the built-in transformer is not.
+        MissingWeightsError: if nothing exists there.
+        ConfigError: for a model that the built-in transformer cannot represent.
     """
     named = pretrained_path(config)
     if named is None:
@@ -157,27 +156,27 @@ def find_pretrained(config: ConfigContainer) -> PretrainedSource | None:
     path, step = named
     if not path.exists():
         raise MissingWeightsError(
-            f"{_key(config)}={path} does not exist; give a Hugging Face folder, a run or a checkpoint."
+            f"{_key(config)}={path} does not exist; pass a Hugging Face directory, a run or a checkpoint."
         )
-    tokenizer, folder = None, path
+    tokenizer, directory = None, path
     if not (path / CONFIG_FILE).is_file():
-        folder = path / "model"
-        if step is not None or not (path / "run.json").is_file() or not (folder / CONFIG_FILE).is_file():
+        directory = path / "model"
+        if step is not None or not (path / "run.json").is_file() or not (directory / CONFIG_FILE).is_file():
             return _of_checkpoints(path, step, config)
         tokenizer = tokenizer_in_run(_stored_config(path).tokenizer, path)
-    return PretrainedSource(folder, True, load_hf_config(folder), tokenizer or tokenizer_in_folder(folder))
+    return PretrainedSource(directory, True, load_hf_config(directory), tokenizer or tokenizer_in_dir(directory))
 
 
 def fill_from_pretrained(config: ConfigContainer) -> ConfigContainer:
-    """A copy whose model and tokenizer are those of the trained weights that it names; as it is where it names none.
+    """A copy with the model and tokenizer of the pretrained weights that it names; unchanged if it names none.
 
-    A value of the model that is left at its default is taken from the weights; any other must be theirs. A tokenizer
-    that is left at its default is theirs too. Where the weights are gone, a run that has its own checkpoints keeps the
-    values that it was started with.
+    A model value left at its default is taken from the weights; any other must match them. A tokenizer left at its
+    default is theirs too. If the weights are gone, a run with its own checkpoints keeps the values that it was started
+    with.
 
     Raises:
-        ConfigError: naming the first value that is another one than the weights', or a rule that is broken.
-        MissingWeightsError: when there are no weights.
+        ConfigError: naming the first value that differs from that of the weights, or the violated rule.
+        MissingWeightsError: if the weights do not exist.
     """
     config = typed_copy(config)
     check_finetune(config)
@@ -192,11 +191,11 @@ def fill_from_pretrained(config: ConfigContainer) -> ConfigContainer:
 
 
 def load_pretrained(source: PretrainedSource, config: ModelConfig, world: World) -> Transformer:
-    """A model of `config` with the trained weights, in float32 on the CPU. Collective.
+    """A model of `config` with the pretrained weights, in float32 on the CPU. Collective.
 
     Raises:
-        CheckpointError: for a checkpoint that is not whole, or holds another model's weights.
-        OnstepError: for a Hugging Face folder of which the same is true.
+        CheckpointError: for a checkpoint that is incomplete, or holds another model's weights.
+        OnstepError: for a Hugging Face directory with the same problem.
     """
     if source.is_hugging_face:
         return load_hf(source.path, config)
@@ -214,14 +213,14 @@ def load_pretrained(source: PretrainedSource, config: ModelConfig, world: World)
 
 
 def model_of_checkpoint(path: Path) -> Transformer:
-    """The model of a checkpoint, or of the newest one of a run: in float32 on the CPU, LoRA merged.
+    """The model of a checkpoint, or of a run's newest one: in float32 on the CPU, with LoRA merged.
 
     Raises:
-        CheckpointError: where there is none that is whole, or it does not hold the model of its configuration.
+        CheckpointError: if no complete one exists, or it does not hold the model of its configuration.
     """
     info = resolve(path)
     if not info.manifest.config:
-        raise CheckpointError(f"{info.path} holds no configuration, so its model is not known.")
+        raise CheckpointError(f"{info.path} has no configuration, so its model is unknown.")
     return _model_of(info, from_dict(info.manifest.config).model)
 
 
@@ -235,15 +234,15 @@ def _model_of(info: CheckpointInfo, config: ModelConfig) -> Transformer:
     problems = mismatches(model.state_dict(), state)
     if problems:
         raise CheckpointError(
-            f"{info.path} does not hold the weights of this run's model: {'; '.join(problems)}. Take the "
-            f"model section of the run that saved it."
+            f"{info.path} does not hold the weights of this run's model: {'; '.join(problems)}. Use the "
+            f"model section of the configuration that saved it."
         )
     model.load_state_dict(state)
     return model
 
 
 def _of_checkpoints(path: Path, step: int | None, config: ConfigContainer) -> PretrainedSource:
-    """The configuration that the newest manifest holds; whether the checkpoint is whole is seen when it is read."""
+    """The configuration stored in the newest manifest; the checkpoint's completeness is checked when it is read."""
     if (path / MANIFEST).is_file():
         manifest = read_manifest(path)
     else:
@@ -252,33 +251,34 @@ def _of_checkpoints(path: Path, step: int | None, config: ConfigContainer) -> Pr
         if not found:
             wanted = "" if step is None else f" of step {step}"
             raise MissingWeightsError(
-                f"{_key(config)}={path} holds neither {CONFIG_FILE} (a Hugging Face folder) nor a checkpoint{wanted} "
-                f"of Onstep; give one of these."
+                f"{_key(config)}={path} holds neither {CONFIG_FILE} (a Hugging Face directory) nor a "
+                f"checkpoint{wanted} "
+                f"of Onstep; pass one of these."
             )
         manifest = found[0].manifest
     if not manifest.config:
         raise ConfigError(
-            f"{path} holds no configuration, so its model is not known; export its weights, and load them into a model "
-            f"of your own."
+            f"{path} has no configuration, so its model is unknown; export its weights and load them into your "
+            f"own model."
         )
     stored = from_dict(manifest.config)
     return PretrainedSource(path, False, stored.model, tokenizer_in_run(stored.tokenizer, path), step)
 
 
 def _stored_config(run: Path) -> ConfigContainer:
-    return from_dict(RunFolder(run).read()["config"])
+    return from_dict(RunDir(run).read()["config"])
 
 
 def _started_with(config: ConfigContainer) -> ConfigContainer | None:
-    """The configuration of the run that is continued from its own checkpoints; None where there is none."""
+    """The stored configuration of a run that continues from its own checkpoints; None without any."""
     if config.run.name is None or config.run.fresh:
         return None
-    folder = RunFolder(Path(config.run.output_dir) / config.run.name)
-    if not any(folder.checkpoints.glob("checkpoint-*")):
+    directory = RunDir(Path(config.run.output_dir) / config.run.name)
+    if not any(directory.checkpoints.glob("checkpoint-*")):
         return None
     try:
-        stored = _stored_config(folder.path)
-    except (RunExistsError, ConfigError):  # claiming the folder will say what is wrong with it
+        stored = _stored_config(directory.path)
+    except (RunExistsError, ConfigError):  # claiming the directory will report what is wrong with it
         return None
     is_same = pretrained_path(stored) == pretrained_path(config)
     return stored if is_same else None

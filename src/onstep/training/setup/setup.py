@@ -1,4 +1,4 @@
-"""Builds what a run needs from its configuration: model, optimizer, scheduler, data."""
+"""Builds a run's model, optimizer, scheduler and data from its configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from onstep.config import ConfigContainer
 from onstep.config.differences import configured_schedule_holds
-from onstep.config.lengths import has_growing_tails, schedule_samples, sizes_of, standing_after, train_iters
+from onstep.config.lengths import has_rampup_tails, schedule_samples, sizes_of, standing_after, train_iters
 from onstep.data import EvalLoader, TrainLoader
 from onstep.errors import ConfigError
 from onstep.events import Dispatcher
@@ -24,12 +24,12 @@ MODEL_TIMER, DATA_TIMER = "model-and-optimizer-setup", "train/valid/test-data-it
 
 
 @dataclass
-class Parts:
-    """What `train()` is handed."""
+class TrainingSetup:
+    """The objects passed to `train()`."""
 
     model: list[nn.Module]
     optimizer: UserOptimizer | None
-    """None, as are scheduler and training data, in a run that only evaluates."""
+    """None in a run that only evaluates, as are scheduler and training data."""
     scheduler: UserScheduler | None
     train_data: TrainLoader | None
     valid_data: EvalLoader | None
@@ -41,16 +41,17 @@ class Parts:
             self.train_data.close()
 
 
-def set_up(state: Run, tell: Dispatcher) -> Parts:
+def set_up(state: Run, notify: Dispatcher) -> TrainingSetup:
     """Build everything of a language-model run. Collective.
 
-    Tells `on_data_init_start` before any data file is opened (but those that a `bpe` tokenizer is learned from) and
-    `on_init_end` when all is built. The scheduler is there at `on_data_init_start` unless it takes the length of an
-    epoch, which only the data can tell: in a run by epochs, and where batches grow while epochs end in tails.
+    Fires `on_data_init_start` before any data file is opened (except those that a `bpe` tokenizer is trained on) and
+    `on_init_end` when everything is built. The scheduler exists at `on_data_init_start` unless it requires the length
+    of an epoch, which is only known from the data: in a run by epochs, and with a batch-size ramp-up if epochs end in
+    partial batches.
     """
     config, world, timers = state.cfg, state.world, state.timers
     with timers("tokenizer-setup").measure():
-        state.tokenizer = state.door.processing_class = open_tokenizer(state)
+        state.tokenizer = state.entry_point.processing_class = open_tokenizer(state)
     resolve_vocabulary(config, state.tokenizer.vocab_size)
     with timers(MODEL_TIMER).measure(barrier=True):
         model = build_model(config, world, state)
@@ -58,47 +59,47 @@ def set_up(state: Run, tell: Dispatcher) -> Parts:
         trains, iters = not config.validation.skip_train, train_iters(config, world_size=world.size)
         scaler = build_loss_scaler(config.optimizer, config.mixed_precision)
         optimizer = build_optimizer(model, config.optimizer, scaler=scaler) if trains else None
-        waits = iters is None or has_growing_tails(config, world.size)
+        waits = iters is None or has_rampup_tails(config, world.size)
         scheduler = None if optimizer is None or waits else scheduler_for(config, optimizer, iters, world.size)
-    tell.model, tell.optimizer, tell.scheduler = model, optimizer, scheduler
-    load_checkpoint(state, tell)
-    tell.on_data_init_start()
+    notify.model, notify.optimizer, notify.scheduler = model, optimizer, scheduler
+    load_checkpoint(state, notify)
+    notify.on_data_init_start()
     with timers(DATA_TIMER).measure(barrier=True):
         train_data, valid_data, test_data = build_data(config, world, state.tokenizer)
     if scheduler is None and train_data is not None and optimizer is not None:
         iters = train_iters(config, train_data.num_samples, world_size=world.size)
         scheduler = scheduler_for(config, optimizer, iters, world.size, train_data.num_samples)
-        tell.scheduler = scheduler
-    state.door.train_dataloader, state.door.eval_dataloader = train_data, valid_data
+        notify.scheduler = scheduler
+    state.entry_point.train_dataloader, state.entry_point.eval_dataloader = train_data, valid_data
     count_steps(state, train_data)
     validation = config.validation
     state.train_state.do_train = trains and bool(iters)
     state.train_state.do_valid = valid_data is not None and validation.eval_iters != 0
     state.train_state.do_test = test_data is not None and validation.eval_iters != 0
-    end_set_up(state, tell)
-    return Parts(model, optimizer, scheduler, train_data, valid_data, test_data)
+    end_set_up(state, notify)
+    return TrainingSetup(model, optimizer, scheduler, train_data, valid_data, test_data)
 
 
-def load_checkpoint(state: Run, tell: Dispatcher) -> None:
-    """Put the checkpoint that the run continues from, if there is one, into what `tell` shows callbacks. Collective."""
+def load_checkpoint(state: Run, notify: Dispatcher) -> None:
+    """Pass the checkpoint that the run continues from, if any, to the callbacks' context. Collective."""
     if state.checkpoints is not None:
         with state.timers("load-checkpoint").measure(barrier=True):
-            state.checkpoints.load_progress(Trained(tell.model, tell.optimizer, tell.scheduler))
+            state.checkpoints.load_progress(Trained(notify.model, notify.optimizer, notify.scheduler))
     if state.stage.is_resumed:
         state.print_timers(["load-checkpoint"])
 
 
-def end_set_up(state: Run, tell: Dispatcher) -> None:
-    """Print how long the set-up took, and tell `on_init_end`. Collective."""
+def end_set_up(state: Run, notify: Dispatcher) -> None:
+    """Print how long the set-up took, and fire `on_init_end`. Collective."""
     state.print_timers([MODEL_TIMER, "load-pretrained-checkpoint", DATA_TIMER])
-    tell.on_init_end()
+    notify.on_init_end()
 
 
 def resolve_vocabulary(config: ConfigContainer, tokenizer_size: int) -> None:
-    """Give the model the tokenizer's vocabulary, padded; a larger one is kept.
+    """Set the model's vocabulary to the tokenizer's, padded; a larger one is kept.
 
     Raises:
-        ConfigError: when the model's vocabulary is smaller than the tokenizer's.
+        ConfigError: if the model's vocabulary is smaller than the tokenizer's.
     """
     model = config.model
     if model.vocab_size is None:
@@ -107,7 +108,7 @@ def resolve_vocabulary(config: ConfigContainer, tokenizer_size: int) -> None:
     elif model.vocab_size < tokenizer_size:
         raise ConfigError(
             f"model.vocab_size={model.vocab_size} must be at least the tokenizer's {tokenizer_size}; leave it unset to "
-            f"take the tokenizer's."
+            f"use the tokenizer's."
         )
 
 
@@ -120,8 +121,8 @@ def scheduler_for(
 ) -> UserScheduler:
     """The learning-rate schedule of a run of `iters` steps.
 
-    `world_size` matters where a global batch is rounded down to whole micro-batches, `num_samples` of an epoch where
-    batches grow while epochs end in tails.
+    `world_size` matters if a global batch is rounded down to full micro-batches, `num_samples` of an epoch with a
+    batch-size ramp-up if epochs end in partial batches.
     """
     if iters is None:
         raise ConfigError("The run has no length; set train.train_iters, train.train_samples or train.num_epochs.")
@@ -139,8 +140,8 @@ def scheduler_for(
 
 
 def count_steps(state: Run, train_data: TrainLoader | None) -> None:
-    """Fill in the facts that Hugging Face's view of the progress shows."""
-    config, world, facts = state.cfg, state.world, state.facts
+    """Set the counts shown in Hugging Face's view of the progress."""
+    config, world, info = state.cfg, state.world, state.info
     train, validation = config.train, config.validation
     assert train.micro_batch_size is not None
     assert train.global_batch_size is not None
@@ -152,28 +153,26 @@ def count_steps(state: Run, train_data: TrainLoader | None) -> None:
             validation.eval_micro_batch_size * world.size
         )
     num_samples = None if train_data is None else train_data.num_samples
-    facts.max_steps = train_iters(config, num_samples, world_size=world.size) or 0
-    facts.samples_per_epoch = num_samples if sizes.varies else None
-    facts.steps_per_epoch = None if train_data is None else train_data.steps_per_epoch(sizes.last // row_size)
-    facts.num_train_epochs = train.num_epochs or (
-        facts.max_steps / facts.steps_per_epoch if facts.steps_per_epoch else 0
-    )
-    facts.num_examples, facts.num_train_samples = num_samples, sizes.samples_after(facts.max_steps)
+    info.max_steps = train_iters(config, num_samples, world_size=world.size) or 0
+    info.samples_per_epoch = num_samples if sizes.varies else None
+    info.steps_per_epoch = None if train_data is None else train_data.steps_per_epoch(sizes.last // row_size)
+    info.num_train_epochs = train.num_epochs or (info.max_steps / info.steps_per_epoch if info.steps_per_epoch else 0)
+    info.num_examples, info.num_train_samples = num_samples, sizes.samples_after(info.max_steps)
     if num_samples:
-        end = standing_after(facts.max_steps, sizes, num_samples, train.drop_last)
-        facts.num_train_samples = end.consumed
+        end = standing_after(info.max_steps, sizes, num_samples, train.drop_last)
+        info.num_train_samples = end.consumed
         if sizes.varies:
-            facts.num_train_epochs = train.num_epochs or end.epochs
-    facts.logging_steps = config.logger.log_interval
-    facts.eval_steps = validation.eval_interval or 0
-    facts.train_batch_size = train.micro_batch_size
-    facts.max_eval_steps = -1 if validation.eval_iters is None else validation.eval_iters
-    facts.num_processes, facts.rank, facts.local_rank = world.size, world.rank, world.local_rank
+            info.num_train_epochs = train.num_epochs or end.epochs
+    info.logging_steps = config.logger.log_interval
+    info.eval_steps = validation.eval_interval or 0
+    info.train_batch_size = train.micro_batch_size
+    info.max_eval_steps = -1 if validation.eval_iters is None else validation.eval_iters
+    info.num_processes, info.rank, info.local_rank = world.size, world.rank, world.local_rank
     state.control.rank = world.rank
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's global generators; the order of the data has its own."""
+    """Seed Python's, NumPy's and torch's global generators; the data order has a separate one."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

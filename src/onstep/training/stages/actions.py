@@ -1,4 +1,4 @@
-"""What is due or asked for at the end of a step or an epoch, and doing it: go back, log, evaluate, save, leave."""
+"""Marks what is due or requested at the end of a step or epoch, and does it: roll back, log, evaluate, save, exit."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from onstep.errors import AnomalyError
 from onstep.events import Request
 from onstep.progress import TrainState
-from onstep.training.anomalies.anomaly import shorten_ids
 from onstep.training.reporting.timers import INTERVAL_TIME
 from onstep.training.run import Run
-from onstep.training.stages.agreement import agree, write_decision
+from onstep.training.stages.agreement import agree, shorten_ids, write_decision
 from onstep.training.stages.data_position import apply_overrides, leave_out_skipped
 from onstep.training.stages.evaluation import evaluate_and_print_results, note_best_metric
 from onstep.training.stages.exits import (
@@ -25,29 +24,29 @@ from onstep.training.stages.record import log_step, publish
 
 
 def mark_due(run: Run) -> None:
-    """Put into the control what is due at this step, where callbacks may veto it."""
+    """Mark in the control what is due at this step; callbacks may veto it there."""
     validation, step, set_now = run.cfg.validation, run.train_state.step, run.train_state.overrides
     log_every = set_now.get("log_interval", run.cfg.logger.log_interval)
     eval_every = set_now.get("eval_interval", validation.eval_interval)
     logs = bool(log_every) and step % (log_every or 1) == 0
     first_evaluated = validation.start_eval_at_iter or 0
     evaluates = bool(eval_every) and step >= first_evaluated and step % (eval_every or 1) == 0
-    if run.door.evaluates_last_step and step >= first_evaluated and run.has_all_steps:
+    if run.entry_point.evaluates_last_step and step >= first_evaluated and run.has_all_steps:
         evaluates = True
     save_every = set_now.get("save_interval", run.cfg.checkpoint.save_interval)
     saves = run.checkpoints is not None and bool(save_every) and step % (save_every or 1) == 0
     logs = logs or (step == 1 and run.cfg.logger.log_first_step)
     if logs or evaluates or saves:
-        run.control.fill(log=logs, evaluate=evaluates or (saves and validation.eval_on_save), save=saves)
+        run.control.set_due(log=logs, evaluate=evaluates or (saves and validation.eval_on_save), save=saves)
 
 
 def mark_due_after_an_epoch(run: Run) -> None:
-    """Put into the control what is due when an epoch has ended, where callbacks may veto it."""
+    """Mark in the control what is due at the end of an epoch; callbacks may veto it there."""
     validation = run.cfg.validation
     run.saving.is_unsaved = True
     saves = run.checkpoints is not None and run.cfg.checkpoint.save_each_epoch
     evaluates = validation.eval_each_epoch and run.trainer_state.epoch >= (validation.start_eval_at_epoch or 0)
-    run.control.fill(
+    run.control.set_due(
         log=run.cfg.logger.log_on_each_epoch,
         evaluate=evaluates or (saves and validation.eval_on_save),
         save=saves,
@@ -55,10 +54,10 @@ def mark_due_after_an_epoch(run: Run) -> None:
 
 
 def act(job: Job) -> None:
-    """Agree on what is due or asked for, and do it: go back, log, evaluate, save, leave, in this order. Collective.
+    """Agree on what is due or requested and do it, in order: roll back, log, evaluate, save, exit. Collective.
 
-    An aborted run does none of it. A process that leaves does not begin an evaluation: that is still pending in its
-    checkpoint.
+    An aborted run does none of this. A process that is about to exit does not start an evaluation: its checkpoint still
+    lists it as pending.
     """
     run, on, control = job.run, job.run.features, job.run.control
     agree(run)
@@ -74,14 +73,14 @@ def act(job: Job) -> None:
         return
     on.after_agreement()
     if control.should_log:
-        control.honoured("should_log")
+        control.clear("should_log")
         on.settle()
         on.before_log()
-        log_step(run, job.meter, job.optimizer, job.tell)
+        log_step(run, job.accumulator, job.optimizer, job.notify)
         run.saving.is_unsaved = True
         agree(run)
     if control.should_evaluate and not run.leaves:
-        control.honoured("should_evaluate")
+        control.clear("should_evaluate")
         on.settle()
         evaluate_unless_interrupted(job)
         run.saving.is_unsaved = True
@@ -91,16 +90,16 @@ def act(job: Job) -> None:
 
 
 def save_and_decide_exit(job: Job) -> None:
-    """Save what is due, and let `run.exits` say whether the process leaves. Collective.
+    """Save what is due, and let `run.exits` decide whether the process exits. Collective.
 
-    What came while a save ran is agreed on right after it, so that a signal then makes no second checkpoint.
+    Requests that arrive during a save are agreed on right after it, so that a signal then causes no second checkpoint.
     """
     run, saving = job.run, job.run.saving
     was_unsaved, is_due_now = saving.is_unsaved, run.control.should_save
     if is_due_now or run.leaves:
         run.features.settle()
     if run.ending.by_anomaly:  # the counters may be ahead of the weights
-        run.control.honoured("should_save")
+        run.control.clear("should_save")
         return
     saving.saves_at_end = run.cfg.checkpoint.save_at_end and run.is_over and not run.leaves
     _save_and_decide_exit(job)
@@ -118,18 +117,18 @@ def _save_and_decide_exit(job: Job) -> None:
 
 
 def evaluate_unless_interrupted(job: Job) -> None:
-    """Evaluate; where a signal ends it, put everything back to before it, so that the resumed run evaluates again."""
+    """Evaluate; if a signal interrupts it, restore the state from before, so that the resumed run evaluates again."""
     run = job.run
     random_state = random_state_before(run)
     try:
         run_evaluation(job)
     except EvaluationInterrupted:
-        run.control.fill(log=False, evaluate=True, save=False)
+        run.control.set_due(log=False, evaluate=True, save=False)
         restore_random_state(run, random_state)
 
 
 def run_evaluation(job: Job) -> None:
-    """Evaluate inside the loop, on the validation set or as the caller said; no time of the logging interval."""
+    """Evaluate inside the loop, on the validation set or as the caller specified; excluded from the interval's time."""
     run = job.run
     run.evaluated.is_restartable = True
     with run.features.pause("evaluate"), run.timers("eval-time").measure(barrier=True):
@@ -145,7 +144,7 @@ def run_evaluation(job: Job) -> None:
                 run.cfg.model,
                 process_non_loss_data_func=job.process_non_loss_data_func,
                 non_loss_data_func=job.non_loss_data_func,
-                tell=job.tell,
+                notify=job.notify,
             )
             note_best_metric(run, run.evaluated.last_metrics)
     run.evaluated.at_step = run.train_state.step
@@ -153,37 +152,37 @@ def run_evaluation(job: Job) -> None:
 
 @dataclass(frozen=True)
 class RollBack:
-    """A decided rollback: weights, optimizer, scheduler and random state come from a checkpoint, the data goes on.
+    """A decided rollback: weights, optimizer, scheduler and random state come from a checkpoint, the data continues.
 
-    The data position is the one after the bad step: what lies between the checkpoint and the bad step, which the
-    abandoned branch was trained on, is passed over with it.
+    Data resumes after the bad step: the samples between the checkpoint and the bad step, which the abandoned branch
+    was trained on, are skipped with it.
     """
 
     bad_step: int
     """The step that is undone."""
     request: Request
-    """Who asked, and why."""
+    """Who requested it, and why."""
     lr_factor: float
-    """The learning-rate factor that holds from here on."""
+    """The learning-rate factor from here on."""
     abandoned: TrainState
-    """The progress of the branch that is left, as a copy."""
+    """A copy of the progress of the abandoned branch."""
 
     @classmethod
     def at(cls, progress: TrainState, bad_step: int, request: Request, factor: float) -> RollBack:
-        """The rollback of `bad_step`, with `progress` as it is after that step."""
+        """The rollback of `bad_step`, given the `progress` right after that step."""
         lr_factor: float = progress.overrides.get("lr_factor", 1.0) * factor
         return cls(bad_step, request, lr_factor, deepcopy(progress))
 
     @property
     def last_good_step(self) -> int:
-        """A checkpoint of this step or an earlier one is to be loaded."""
+        """The newest step whose checkpoint may be loaded."""
         return self.bad_step - 1
 
     def carry_over(self, progress: TrainState) -> None:
-        """Bring into the loaded `progress` what is not undone.
+        """Copy into the loaded `progress` what is not undone.
 
         That is the data position with its counters, the skip list, the numbers of skips and rollbacks, and every value
-        that was set while running; the samples that are passed over count as skipped.
+        set at run time. The samples that the rollback skips count as skipped.
         """
         left = self.abandoned
         passed_over = left.consumed_train_samples - progress.consumed_train_samples
@@ -198,25 +197,25 @@ class RollBack:
             progress.overrides["lr_factor"] = self.lr_factor
 
     def record(self, to_step: int) -> Request:
-        """The decision as it is recorded, done: the progress is at `to_step` now."""
+        """The decision as recorded when done: the progress is now at `to_step`."""
         details = {"bad_step": self.bad_step, "to_step": to_step, "lr_factor": self.lr_factor}
         return replace(self.request, flag="rolled_back", details={**self.request.details, **details})
 
     def without_checkpoint(self) -> AnomalyError:
-        """The error of a run that has nothing to go back to."""
+        """The error for a run that has no checkpoint to roll back to."""
         why = shorten_ids(self.request.reason or str(self.request))
         return AnomalyError(
-            f"step {self.bad_step} is to be undone ({why}), and there is no verified "
-            f"checkpoint of step {self.last_good_step} or before to go back to; save more often with "
-            f"checkpoint.save_interval, or leave such steps out with train.on_nonfinite=skip."
+            f"step {self.bad_step} must be undone ({why}), but no verified "
+            f"checkpoint of step {self.last_good_step} or earlier exists; save more often with "
+            f"checkpoint.save_interval, or skip such steps with train.on_nonfinite=skip."
         )
 
 
 def roll_back(job: Job, request: Request) -> None:
-    """Undo a bad step: load the newest verified checkpoint before it; the data goes on after the bad step. Collective.
+    """Undo a bad step: load the newest verified checkpoint before it and continue with the data after it. Collective.
 
     Raises:
-        AnomalyError: where there is no such checkpoint, or after more than `anomaly.max_rollbacks`.
+        AnomalyError: if no such checkpoint exists, or after more than `anomaly.max_rollbacks` rollbacks.
     """
     run, checkpoints, progress = job.run, job.run.checkpoints, job.run.train_state
     bad_step = request.details.get("bad_step", progress.step)
@@ -237,12 +236,12 @@ def roll_back(job: Job, request: Request) -> None:
     apply_overrides(job)
     run.saving.is_unsaved = True
     record = {"rolled_back_from": bad_step, "anomaly": request.reason or str(request)}
-    publish(run, {"epoch": run.trainer_state.epoch, **record}, job.tell)
+    publish(run, {"epoch": run.trainer_state.epoch, **record}, job.notify)
     restart_interval(job)
 
 
 def restart_interval(job: Job) -> None:
-    """Start the time of the logging interval, and of everything that is measured over it."""
+    """Restart the clock of the logging interval and of everything measured over it."""
     timer = job.run.timers(INTERVAL_TIME)
     job.run.sums.interval_start = job.run.clock.elapsed()
     job.run.features.restart_interval()

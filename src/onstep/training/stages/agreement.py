@@ -1,24 +1,29 @@
-"""Ranks agree: what any rank asked for becomes one decision at one step on all ranks."""
+"""Turns requests of any rank into one decision, at one step, on all ranks."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 
 from onstep.events import Request
 from onstep.events.control import STICKY
-from onstep.metrics_log import encode
+from onstep.json_values import encode
 from onstep.training.run import Run
 
 logger = logging.getLogger(__name__)
 
+IDS_SHOWN = 12
+"""Sample ids of one list that a message about several steps shows; the metrics log has them all."""
+_IDS = re.compile(r"\[(-?\d+(?:, -?\d+)+)\]")
+
 
 def agree(state: Run) -> None:
-    """Make the control's flags the same on all ranks; over ranks, set wins. Collective.
+    """Make the control's flags the same on all ranks: a flag set on any rank is set on all. Collective.
 
-    Who asked, and why, travels in a second collective, and only when something was asked. What was decided goes to the
-    run's `decisions.jsonl`; values that were set are in force when this returns.
+    Authors and reasons are exchanged in a second collective, only if something was requested. Decisions are appended to
+    the run's `decisions.jsonl`; values that were set are in effect on return.
     """
     control, world = state.control, state.world
     watch, checkpoints = state.exits, state.checkpoints
@@ -26,27 +31,27 @@ def agree(state: Run) -> None:
     if world.size == 1:
         signalled = watch.handler is not None and watch.handler.received
         if signalled or writes or watch.some_rank_writes or watch.deadline is not None or watch.straggler:
-            watch.adopt(watch.votes(world.is_main, writes))
+            watch.set_agreed(watch.votes(world.is_main, writes))
         if state.ending.stopped_by is not None:
             _forget_withdrawn_stop(state)
         if control.requests:
-            record(state, control.drain())
+            record(state, control.pop_requests())
         return
-    votes = [*watch.votes(world.is_main, writes), int(control.hears_before_update)]
+    votes = [*watch.votes(world.is_main, writes), int(control.has_pre_update_listener)]
     agreed = world.agree([*votes, *control.vector()])
     *exits, heard = agreed[: len(votes)]
-    state.exits.adopt(exits)
-    control.is_heard_before_update = bool(heard)
-    is_asked = control.adopt(agreed[len(votes) :])
+    state.exits.set_agreed(exits)
+    control.any_pre_update_listener = bool(heard)
+    is_asked = control.set_agreed(agreed[len(votes) :])
     _forget_withdrawn_stop(state)
     if is_asked:
-        record(state, [request for of_rank in world.gather(control.drain()) for request in of_rank])
+        record(state, [request for of_rank in world.gather(control.pop_requests()) for request in of_rank])
 
 
 def record(state: Run, requests: list[Request]) -> None:
     """Act on the requests of all ranks, in rank order, and append them to the run's `decisions.jsonl`.
 
-    Remembered are who asked for the end of training and for a rollback; of two values for one key the later one holds.
+    It keeps who requested the end of training or a rollback; of two values for one key, the later one wins.
     """
     is_training = state.ending.train_started and not state.ending.train_ended
     for request in requests:
@@ -64,16 +69,16 @@ def record(state: Run, requests: list[Request]) -> None:
 
 
 def write_decision(state: Run, request: Request, step: int | None = None) -> None:
-    """Append a decision to the run's `decisions.jsonl`, on rank 0; a crash costs at most its line.
+    """Append a decision to the run's `decisions.jsonl`, on rank 0; a crash loses at most its line.
 
-    It is about `step`; None is the last one that is done.
+    `step` is the step that it concerns; None is the last completed one.
     """
-    if state.run_folder is None or not state.world.is_main:
+    if state.run_dir is None or not state.world.is_main:
         return
     head = {"timestamp": time.time(), "step": state.train_state.step if step is None else step}
     line = encode({**head, **vars(request)})
     try:
-        with state.run_folder.decisions.open("ab+", buffering=0) as file:
+        with state.run_dir.decisions.open("ab+", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - 1))
             is_torn = size > 0 and file.read(1) != b"\n"  # by an earlier crash
@@ -85,3 +90,15 @@ def write_decision(state: Run, request: Request, step: int | None = None) -> Non
 def _forget_withdrawn_stop(state: Run) -> None:
     if state.ending.stopped_by is not None and not any(getattr(state.control, flag) for flag in STICKY):
         state.ending.stopped_by = None
+
+
+def shorten_ids(text: str) -> str:
+    """The text with every list of sample ids cut to its first `IDS_SHOWN` and a count."""
+
+    def cut(match: re.Match[str]) -> str:
+        ids = match[1].split(", ")
+        if len(ids) <= IDS_SHOWN:
+            return match[0]
+        return f"[{', '.join(ids[:IDS_SHOWN])}, ... and {len(ids) - IDS_SHOWN} more]"
+
+    return _IDS.sub(cut, text)

@@ -1,4 +1,4 @@
-"""Where the loop stands in its data, and how it gets there: at the start, from a checkpoint, in the next epoch."""
+"""Moves the loop through its data: to the start, to the position of a checkpoint, past skipped steps and epochs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare(job: Job) -> None:
-    """Forget what an earlier `train()` on this run left (its stop, its mean loss); keep what a checkpoint brought."""
+    """Forget what an earlier `train()` on this run left (its stop, its mean loss); keep what a checkpoint restored."""
     run, stage = job.run, job.run.stage
     for chunk in job.model:
         chunk.train()
@@ -25,12 +25,12 @@ def prepare(job: Job) -> None:
         run.control.clear_stops()
         run.ending.stopped_by = None
         run.sums.loss_sum, run.sums.loss_steps = 0.0, 0
-        stage.was_concluded = stage.epoch_is_open = False
+        stage.final_metrics_logged = stage.epoch_is_open = False
     run.ending.was_stopped = stage.data_exhausted = stage.has_stepped = run.saving.saves_at_end = False
-    run.facts.max_steps = run.train_iters or 0
+    run.info.max_steps = run.train_iters or 0
     run.sums.flops_at_start = run.train_state.floating_point_operations_so_far
     run.exits.start(run.cfg.train.exit_duration_in_mins, run.start_time)
-    run.features.of_the_loop = {"meter": job.meter}
+    run.features.of_the_loop = {"meter": job.accumulator}
     if job.scaler is not None and isinstance(job.optimizer, ForeignOptimizer):
         run.features.of_the_loop["scaler"] = job.scaler
     if run.checkpoints is not None:
@@ -41,7 +41,7 @@ def prepare(job: Job) -> None:
 
 
 def go_to(job: Job) -> None:
-    """Move data, log interval and random generators to where the checkpoint was taken. Collective."""
+    """Move data, log interval and random generators to the position of the checkpoint. Collective."""
     run = job.run
     if run.checkpoints is not None and run.stage.is_resumed:
         leave_out_skipped(job)
@@ -53,7 +53,7 @@ def go_to(job: Job) -> None:
 
 
 def update_batch_size(run: Run) -> None:
-    """Set the number of micro-batches of the next step from the consumed samples, where batches grow."""
+    """Set the number of micro-batches of the next step from the consumed samples, if the batch size is ramped up."""
     sizes = run.batch_sizes
     if sizes is not None and sizes.varies:
         sizes.update(run.train_state.consumed_train_samples, verbose=run.world.is_main)
@@ -61,9 +61,9 @@ def update_batch_size(run: Run) -> None:
 
 
 def count(job: Job, step: Step) -> None:
-    """Take the step into the log interval, and count it and its samples."""
+    """Add the step to the log interval, and count it and its samples."""
     run, samples = job.run, step.batches.num_samples
-    job.meter.add(None if step.left_out else step.total, step.grad_norm, step.applied, step.num_zeros)
+    job.accumulator.add(None if step.left_out else step.total, step.grad_norm, step.applied, step.num_zeros)
     advance(run, job.samples_of(step.batches) if samples is None else samples)
     run.stage.has_stepped = True
     if job.start.is_first:
@@ -89,16 +89,16 @@ def is_skipped(run: Run) -> bool:
 def skip_step(job: Job, batches: StepBatches | None) -> bool:
     """Count the next step without training on it; False at the end of the data.
 
-    Its samples count as consumed and as skipped, the schedule stands still, and nothing else happens at it: no callback
-    is called, and nothing is logged, evaluated or saved. Only where the batch grows with them is a checkpoint written,
-    as after any other step.
+    Its samples count as consumed and as skipped, the schedule does not advance, and nothing else happens: no callback
+    is called, and nothing is logged, evaluated or saved. A checkpoint is written only if the batch size increases with
+    it, as after any other step.
     """
     if batches is None:
         return False
     run, samples = job.run, job.samples_of(batches)
     advance(run, samples)
     run.train_state.skipped_train_samples += samples
-    job.start.pass_over(samples)
+    job.start.skip_step(samples)
     if run.world.is_main:
         step = run.train_state.step
         logger.info("skipped step %d and its %d samples (train.iterations_to_skip)", step, samples)
@@ -107,14 +107,14 @@ def skip_step(job: Job, batches: StepBatches | None) -> bool:
 
 
 def begin_epoch(run: Run) -> None:
-    """Open the epoch; a request to end it early was about the one before, unless a checkpoint has it open."""
+    """Open the epoch; a request to end an epoch early applied to the previous one, unless a checkpoint has it open."""
     if not run.stage.epoch_is_open:
-        run.control.honoured("should_epoch_stop")
+        run.control.clear("should_epoch_stop")
     run.stage.epoch_is_open = True
 
 
 def end_epoch(job: Job, has_data: bool) -> None:
-    """Move to the next epoch if this one is over, or is to end early; a raw iterator goes on where it stands."""
+    """Advance to the next epoch if this one is over or is to end early; a raw iterator continues from its position."""
     run, progress = job.run, job.run.train_state
     is_over = not has_data or not job.reader.has_next(run.num_microbatches)
     if is_over:
@@ -128,10 +128,10 @@ def end_epoch(job: Job, has_data: bool) -> None:
 
 
 def check_that_there_was_data(job: Job) -> None:
-    """Notice data that ends for good: a raw iterator has one epoch, and an epoch without a step has no next one.
+    """Detect the end of the data: a raw iterator has one epoch, and after an epoch without a step no other follows.
 
     Raises:
-        DataError: when the data had not a single step in it.
+        DataError: if the data does not contain a single step.
     """
     run = job.run
     progress = run.train_state
@@ -143,13 +143,13 @@ def check_that_there_was_data(job: Job) -> None:
 
 
 def leave_out_skipped(job: Job) -> None:
-    """Tell the reader which samples an anomaly left out; one without sample ids cannot, and meets them again."""
+    """Pass the samples that an anomaly skipped to the reader; a reader without sample ids will read them again."""
     if job.run.train_state.skip_list:
         job.reader.leave_out(job.run.train_state.skip_list)
 
 
 def apply_overrides(job: Job) -> None:
-    """Bring into force what was set while the run went on and acts outside the loop's own decisions."""
+    """Apply values that were set during the run and act outside the loop's own decisions."""
     scheduler = job.scales_rates
     if scheduler is not None:
         factor = job.run.train_state.overrides.get("lr_factor", 1.0)

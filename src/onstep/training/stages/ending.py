@@ -1,4 +1,4 @@
-"""The end of a run and of its training: why, the final metrics, the last checkpoint, and who is told."""
+"""Ends a run's training: logs the reason and the final metrics, saves the last checkpoint, handles early exits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onstep.training.run import Run
 from onstep.training.runs.signals import Preempted
 from onstep.training.stages.actions import save_and_decide_exit
 from onstep.training.stages.agreement import write_decision
-from onstep.training.stages.exits import save_checkpoint_and_time, say_exit
+from onstep.training.stages.exits import announce_exit, save_checkpoint_and_time
 from onstep.training.stages.job import Job
 from onstep.training.stages.record import advance_tokens, final_metrics, publish
 
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 class Leave(SystemExit):
-    """A decision of all ranks alike to leave within a step, which may still save.
+    """A decision, the same on all ranks, to exit within a step; it may still save.
 
     Args:
         code: exit code of the process.
-        decision: what is recorded, as one about the step that is left.
-        position: the position of the data to save with; None saves nothing.
+        decision: the decision to record, about the step that is abandoned.
+        position: the data position to save; None saves nothing.
         save_reason: why that checkpoint is written.
     """
 
@@ -36,7 +36,7 @@ class Leave(SystemExit):
 
 
 def leave_early(job: Job, leave: Leave) -> None:
-    """Save what a decision to leave wants saved, and record it. The step in question is not counted. Collective.
+    """Save what an early exit requires, and record its decision. The abandoned step is not counted. Collective.
 
     Raises:
         Leave: always.
@@ -53,13 +53,13 @@ def leave_early(job: Job, leave: Leave) -> None:
 
 
 def conclude(job: Job) -> None:
-    """Say why training ended, log the final metrics and save; an aborted run logs and saves nothing more."""
+    """Log why training ended and its final metrics, and save; an aborted run logs and saves nothing more."""
     run, control, ending = job.run, job.run.control, job.run.ending
     run.features.settle()
     stopped_before_the_end = control.should_training_stop and not run.has_all_steps
     ending.was_stopped = run.leaves or control.should_abort_without_save or stopped_before_the_end
-    if run.leaves and not run.exits.is_said:  # it was decided before the first step
-        say_exit(run)
+    if run.leaves and not run.exits.exit_announced:  # decided before the first step
+        announce_exit(run)
     if not ending.was_stopped:
         ending.stopped_by = None
     if run.world.is_main and not run.leaves:
@@ -75,34 +75,33 @@ def conclude(job: Job) -> None:
 
 
 def publish_final_metrics(job: Job) -> None:
-    """Log what the training did, once: a run that ended, was killed and is started again has logged it."""
+    """Log the final metrics once: a run that ended, was killed and is restarted has already logged them."""
     run = job.run
-    if run.stage.was_concluded:
+    if run.stage.final_metrics_logged:
         return
-    rest = job.meter.flush()
+    rest = job.accumulator.flush()
     if rest is not None:
         advance_tokens(run, rest)
     metrics = final_metrics(run, job.start)
-    job.tell.on_final_metrics(logs=metrics)
-    publish(run, metrics, job.tell)
-    run.stage.was_concluded = run.saving.is_unsaved = True
+    job.notify.on_final_metrics(logs=metrics)
+    publish(run, metrics, job.notify)
+    run.stage.final_metrics_logged = run.saving.is_unsaved = True
 
 
 def save_at_end(job: Job) -> None:
-    """Save the state that the training ended with, so that it can be extended.
+    """Save the state at the end of training, so that the run can be extended.
 
-    Not where the policy `stop` ended it: a device tells late of a bad step, and the counters may be ahead of the
-    weights.
+    Not after the policy `stop`: an accelerator reports a bad step late, and the counters may be ahead of the weights.
     """
     run = job.run
     saves = run.checkpoints is not None and run.cfg.checkpoint.save_at_end and not run.ending.by_anomaly
     if saves and run.saving.is_unsaved:
-        run.saving.save_reason = "the training ended"
+        run.saving.save_reason = "training ended"
         save_now(job)
 
 
 def save_now(job: Job, reader: StepSource | None = None) -> None:
-    """Save this moment, with the data at the reader's position. Collective."""
+    """Save the current state, with the data at the reader's position. Collective."""
     run = job.run
     save_checkpoint_and_time(
         run,
@@ -116,17 +115,17 @@ def save_now(job: Job, reader: StepSource | None = None) -> None:
 
 
 def give_up_on_data(job: Job) -> None:
-    """The data does not come and a signal says to leave: save without the batch that is missing.
+    """Save without the missing batch, when no data arrives and a signal has requested the exit.
 
     Raises:
-        Preempted: where there are other ranks. They may be in the middle of the step, so nothing can be agreed on; the
-            newest checkpoint stands.
+        Preempted: if there are other ranks. They may be in the middle of the step, so no agreement is possible; the
+            run will continue from its newest checkpoint.
     """
     run = job.run
     if run.world.size > 1:
         raise Preempted(
-            f"rank {run.world.rank} waited {run.cfg.train.data_timeout} s for data after a signal; the run leaves "
-            f"without a save and continues from its newest checkpoint."
+            f"rank {run.world.rank} waited {run.cfg.train.data_timeout} s for data after a signal; the run exits "
+            f"without saving and will continue from its newest checkpoint."
         )
     run.exits.decided = "signal"
     save_and_decide_exit(job)
@@ -134,7 +133,7 @@ def give_up_on_data(job: Job) -> None:
 
 @dataclass(frozen=True)
 class _Standing:
-    """A reader that has not read: it stands where the step began."""
+    """A reader that has read nothing: its position is the start of the step."""
 
     position: StateDict
 
@@ -142,8 +141,8 @@ class _Standing:
         return self.position
 
 
-def leave_if_preempted(run: Run) -> None:
-    """End the process where a signal asked for it, with the exit code that says: start me again.
+def exit_if_preempted(run: Run) -> None:
+    """End the process if a signal requested it, with the exit code that asks for a restart.
 
     Raises:
         Preempted: a SystemExit with code 75.

@@ -1,4 +1,4 @@
-"""Validation and test: the same forward step without gradients, averaged over tokens; and the best of the metrics."""
+"""Runs validation and test: forward steps without gradients, token-weighted means, and the best metric so far."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from onstep.data import Batch, EvalLoader, IteratorReader, StepBatches
 from onstep.distributed import World
 from onstep.events import CallbackManager, Dispatcher, Request
-from onstep.models.modes import kept_modes
+from onstep.models.modes import preserve_modes
 from onstep.training.compute.losses import MicroLoss, evaluation_sums, read_loss
 from onstep.training.compute.step import MicroBatches
 from onstep.training.protocols import DataSource, ForwardStep, Metrics, NonLossFunction
 from onstep.training.reporting.bridge_tags import TENSORBOARD, evaluation_tags, write_tags
 from onstep.training.run import Run
 from onstep.training.stages.agreement import agree
-from onstep.training.stages.exits import EvaluationInterrupted, leave_if_decided
+from onstep.training.stages.exits import EvaluationInterrupted, exit_if_decided
 from onstep.training.stages.forward_step import prepare_forward_step_func
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def evaluate(
     non_loss_data_func: NonLossFunction | None = None,
     callback_manager: CallbackManager | None = None,
     is_test: bool = False,
-    tell: Dispatcher | None = None,
+    notify: Dispatcher | None = None,
     metric_key_prefix: str | None = None,
     extra_metrics: Callable[[], Metrics] | None = None,
 ) -> tuple[dict[str, Tensor] | None, Any, bool]:
@@ -49,36 +49,36 @@ def evaluate(
 
     Args:
         data_iterator: an `EvalLoader`, read from its start, or an iterator of micro-batches, of which the next
-            `validation.eval_iters` steps are taken (None: all that it has).
-        process_non_loss_data_func: where it is given and `non_loss_data_func` is not, the first batch is passed through
-            the model once more, and its loss functions, called with `non_loss_data=True`, give the collected data.
+            `validation.eval_iters` steps are read (None: all of them).
+        process_non_loss_data_func: if given without `non_loss_data_func`, the first batch is passed through the model
+            once more, and its loss functions, called with `non_loss_data=True`, return the collected data.
         config: the model's configuration; kept for Megatron Bridge.
-        verbose: print, on rank 0, how many samples are evaluated and how far it is.
-        non_loss_data_func: called with the model after the evaluation; what it returns is the collected data.
-        is_test: tell `on_test_*` instead of `on_eval_*`.
-        metric_key_prefix: what metrics are called; `eval` or `test`.
-        extra_metrics: called after the loop; what it returns joins the metrics.
+        verbose: print the number of samples and the progress, on rank 0.
+        non_loss_data_func: called with the model after the evaluation; its return value is the collected data.
+        is_test: fire `on_test_*` instead of `on_eval_*`.
+        metric_key_prefix: prefix of the metrics' names; `eval` or `test`.
+        extra_metrics: called after the loop; its return value is added to the metrics.
 
     Returns:
         The token-weighted means by name (0-d tensors), the collected non-loss data, and whether
-        `train.exit_duration_in_mins` ended it before its end; then the other two are None.
+        `train.exit_duration_in_mins` cut the evaluation short; then the other two are None.
 
     Raises:
-        EvaluationInterrupted: where a signal ended it, or, inside the training loop, a time limit: the loop saves from
-            before it.
+        EvaluationInterrupted: if a signal ended it or, inside the training loop, a time limit: the loop saves the state
+            from before it.
     """
-    tell = tell or Dispatcher(callback_manager, state, model)
+    notify = notify or Dispatcher(callback_manager, state, model)
     kind = "test" if is_test else "eval"
     forward_step_func = prepare_forward_step_func(forward_step_func, state)
     collected: object = None
-    with kept_modes(model):
+    with preserve_modes(model):
         for chunk in model:
             chunk.eval()
         try:
             with state.features.pause("score"), state.timers("evaluate").measure(barrier=True):
-                tell.fire(f"on_{kind}_start")
+                notify.fire(f"on_{kind}_start")
                 started = time.perf_counter()
-                totals = _sum_batches(state, forward_step_func, data_iterator, model, tell, kind, verbose)
+                totals = _sum_batches(state, forward_step_func, data_iterator, model, notify, kind, verbose)
                 if non_loss_data_func is not None:
                     collected = non_loss_data_func(model)
                 elif process_non_loss_data_func is not None:
@@ -93,8 +93,8 @@ def evaluate(
             metrics["epoch"] = state.trainer_state.epoch
             state.evaluated.last_metrics = metrics
             state.evaluated.is_restartable = False
-            state.facts.log_history.append({**metrics, "step": state.train_state.step})
-            tell.fire(f"on_{kind}_end", total_loss_dict=means, metrics=metrics)
+            state.info.log_history.append({**metrics, "step": state.train_state.step})
+            notify.fire(f"on_{kind}_end", total_loss_dict=means, metrics=metrics)
         except EvaluationInterrupted:
             if not _is_over_in_time(state):
                 raise
@@ -104,7 +104,7 @@ def evaluate(
 
 @dataclass
 class _Totals:
-    """What is added up over the batches of an evaluation."""
+    """Sums over the batches of an evaluation."""
 
     sums: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     samples: int = 0
@@ -124,7 +124,7 @@ def _sum_batches(
     forward_step_func: ForwardStep,
     data_iterator: DataSource,
     model: list[nn.Module],
-    tell: Dispatcher,
+    notify: Dispatcher,
     kind: str,
     verbose: bool,
 ) -> _Totals:
@@ -149,11 +149,11 @@ def _sum_batches(
     for number, step in enumerate(eval_batches(state, data_iterator), start=1):
         if shows:
             print(f"Evaluating iter {number}/{limit or '?'}", flush=True)  # noqa: T201 - asked for
-        tell.fire(f"on_{kind}_step_start")
+        notify.fire(f"on_{kind}_step_start")
         score(step)
-        tell.fire(f"on_{kind}_step_end")
+        notify.fire(f"on_{kind}_step_end")
         agree(state)
-        leave_if_decided(state)
+        exit_if_decided(state)
         totals.samples += step.num_samples or 0
         totals.batches += 1
     state.train_state.consumed_valid_samples += totals.samples
@@ -161,7 +161,7 @@ def _sum_batches(
 
 
 def _is_over_in_time(state: Run) -> bool:
-    """Whether a time limit ended an evaluation that no training loop waits for; then the run has not all it should."""
+    """Whether a time limit ended an evaluation outside of the training loop; the run then counts as stopped."""
     if state.exits.decided == "signal":
         return False
     if state.world.is_main:
@@ -175,7 +175,7 @@ def _is_over_in_time(state: Run) -> bool:
 def _collect_non_loss_data(
     state: Run, forward_step_func: ForwardStep, data_iterator: DataSource, model: list[nn.Module]
 ) -> list[object]:
-    """What the loss functions of one batch's micro-batches give for `non_loss_data=True`. All ranks do it."""
+    """What the loss functions of one batch's micro-batches return for `non_loss_data=True`. Must run on all ranks."""
     step = next(eval_batches(state, data_iterator), None)
     if step is None:
         return []
@@ -184,7 +184,7 @@ def _collect_non_loss_data(
 
 
 def eval_batches(state: Run, data_iterator: DataSource) -> Iterator[StepBatches]:
-    """The global batches of one evaluation, `validation.eval_iters` at the most."""
+    """The global batches of one evaluation, at most `validation.eval_iters`."""
     limit = state.cfg.validation.eval_iters
     if isinstance(data_iterator, EvalLoader):
         yield from data_iterator.batches(limit)
@@ -200,7 +200,7 @@ def eval_batches(state: Run, data_iterator: DataSource) -> Iterator[StepBatches]
 def _results(
     state: Run, forward_step_func: ForwardStep, step: StepBatches, model: list[nn.Module], **asked: bool
 ) -> Iterator[tuple[Batch, object]]:
-    """A batch's micro-batches, each with what its loss function returns; None of data without labels."""
+    """A batch's micro-batches, each with its loss function's result; None for data without labels."""
     iterator = MicroBatches(step, state.world.device)
     for index in range(len(iterator)):
         batch = iterator.stage(index)
@@ -211,7 +211,7 @@ def _results(
 
 
 def _metrics(prefix: str, losses: dict[str, Tensor], totals: _Totals, seconds: float) -> Metrics:
-    """Plain numbers under Hugging Face's names: `eval_loss`, `eval_perplexity`, rates."""
+    """Numbers under Hugging Face's names: `eval_loss`, `eval_perplexity`, rates."""
     metrics: Metrics = {f"{prefix}_{key}": mean.item() for key, mean in losses.items() if key != "lm loss"}
     loss = metrics.get(f"{prefix}_loss")
     if loss is not None and totals.counts_tokens:
@@ -223,7 +223,7 @@ def _metrics(prefix: str, losses: dict[str, Tensor], totals: _Totals, seconds: f
 
 
 def perplexity(loss: float) -> float:
-    """`exp(loss)`, with the exponent held at 20 so that an untrained model does not overflow it."""
+    """`exp(loss)`, with the exponent capped at 20 so that the loss of an untrained model does not overflow."""
     return math.exp(min(20.0, loss)) if not math.isnan(loss) else math.nan
 
 
@@ -240,20 +240,20 @@ def evaluate_and_print_results(
     non_loss_data_func: NonLossFunction | None = None,
     callback_manager: CallbackManager | None = None,
     is_test: bool = False,
-    tell: Dispatcher | None = None,
+    notify: Dispatcher | None = None,
 ) -> dict[str, Tensor] | None:
     """Evaluate, and report the losses with their perplexities on the last rank. Collective.
 
-    They are printed between two rules where no callback shows progress, and go to the trackers of Megatron Bridge's
-    tags: `<loss> validation` or `<loss> test`, once a step.
+    They are printed between two rules if no callback shows progress, and sent to the trackers of Megatron Bridge's
+    tags: `<loss> validation` or `<loss> test`, at most once per step.
 
     Args:
-        write_to_tensorboard: False leaves TensorBoard out; the other trackers get them all the same.
-        process_non_loss_data_func: called on the last rank, where there is a TensorBoard logger, with what was
-            collected, the step and the logger.
+        write_to_tensorboard: False skips TensorBoard, but not the other trackers.
+        process_non_loss_data_func: called on the last rank, if it has a TensorBoard logger, with the collected data,
+            the step and the logger.
 
     Returns:
-        The means by name; None where a time limit ended the evaluation.
+        The means by name; None if a time limit ended the evaluation.
     """
     means, collected, is_over = evaluate(
         state,
@@ -266,24 +266,24 @@ def evaluate_and_print_results(
         non_loss_data_func,
         callback_manager,
         is_test,
-        tell,
+        notify,
     )
-    if means and state.door.prints_console_line and state.is_last_rank:
+    if means and state.entry_point.prints_console_line and state.is_last_rank:
         print(result_block(prefix, means), flush=True)  # noqa: T201 - this block is what was asked for
-    state.trackers.join(callback_manager)
-    if state.trackers.takers and not is_over:
-        with state.trackers.held(lambda: state.ending.ended):
+    state.bridge_trackers.join(callback_manager)
+    if state.bridge_trackers.takers and not is_over:
+        with state.bridge_trackers.held(lambda: state.ending.ended):
             if means:
                 write_evaluation(state, means, "test" if is_test else "validation", write_to_tensorboard)
-            writer = state.trackers.get(TENSORBOARD) if write_to_tensorboard else None
+            writer = state.bridge_trackers.get(TENSORBOARD) if write_to_tensorboard else None
             if process_non_loss_data_func is not None and writer is not None:
                 process_non_loss_data_func(collected, state.train_state.step, writer)
     return means
 
 
 def write_evaluation(state: Run, means: dict[str, Tensor], kind: str, write_to_tensorboard: bool = True) -> None:
-    """Hand an evaluation's losses to the trackers; a second one of its kind at the same step adds no second point."""
-    trackers, progress = state.trackers, state.train_state
+    """Send an evaluation's losses to the trackers; another one of its kind at the same step adds no second point."""
+    trackers, progress = state.bridge_trackers, state.train_state
     if trackers.evaluated.get(kind) == progress.step:
         return
     trackers.evaluated[kind] = progress.step
@@ -308,9 +308,9 @@ def result_block(prefix: str, means: dict[str, Tensor]) -> str:
 def note_best_metric(state: Run, metrics: Metrics) -> None:
     """Remember the value of `validation.metric_for_best_model` if it is the best so far.
 
-    Called after `on_evaluate`, so that early stopping compares with the best of the evaluations before. A metric whose
-    name ends in `loss` or `perplexity` is better when smaller, unless `validation.greater_is_better` says otherwise.
-    With `checkpoint.save_on_best` a checkpoint is asked for. All ranks have the same metrics.
+    Called after `on_evaluate`, so that early stopping compares with the best of the earlier evaluations. For a metric
+    whose name ends in `loss` or `perplexity`, smaller is better, unless `validation.greater_is_better` says otherwise.
+    With `checkpoint.save_on_best` a checkpoint is requested. All ranks have the same metrics.
     """
     name = state.cfg.validation.metric_for_best_model
     if name is None:
@@ -332,18 +332,19 @@ def note_best_metric(state: Run, metrics: Metrics) -> None:
 
 
 def note_best_checkpoint(state: Run, step: int, path: str | Path) -> None:
-    """Remember where the weights of the best step are, if `path` is the checkpoint of that step; nothing else changes.
+    """Remember where the weights of the best step are, if `path` is that step's checkpoint; change nothing else.
 
-    Called on every rank when a checkpoint is durable, and again when one was loaded: it was written before its own
-    place was known. As in `transformers`, the place of an earlier best stays until the best step has a checkpoint.
+    Called on every rank when a checkpoint is durable, and again after loading one: it was written before its own
+    location was known. As in `transformers`, the location of an earlier best remains until the best step has a
+    checkpoint.
     """
     if step == state.train_state.best_step:
         state.train_state.best_model_checkpoint = str(path)
 
 
 def _ask_to_save(state: Run, reason: str) -> None:
-    """Every rank comes to it by itself; that of rank 0 goes on record."""
+    """Request a save on every rank; rank 0's request is recorded."""
     if state.world.is_main:
-        state.control.ask(Request("should_save", "save_on_best", "", reason, state.world.rank))
+        state.control.add_request(Request("should_save", "save_on_best", "", reason, state.world.rank))
     else:
-        state.control.decide("should_save")
+        state.control.set_flag("should_save")

@@ -1,4 +1,4 @@
-"""Checkpoints and exits at the end of a step: decided in one place, for all ranks."""
+"""Decides on checkpoints and exits at the end of a step, in one place for all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationInterrupted(Preempted):
-    """A signal or time limit ended an evaluation; the training saves from before it, anything else just leaves."""
+    """A signal or time limit ended an evaluation; training saves the state from before it, other callers just exit."""
 
 
 def checkpoint_and_decide_exit(
@@ -35,18 +35,18 @@ def checkpoint_and_decide_exit(
     checkpointing_context: Mapping[str, object] | None,
     train_data_iterator: Any,
 ) -> bool:
-    """Save what is due or asked for, and decide whether the process leaves now. Collective; it only reads decisions.
+    """Save what is due or requested, and decide whether the process exits now. Collective; it only reads decisions.
 
-    A process that leaves (signal, `train.exit_duration_in_mins`, a slow rank with `stop_if_detected`,
-    `train.exit_interval`) saves first, once, where there are checkpoints and anything has changed since the last one.
+    A process that exits (signal, `train.exit_duration_in_mins`, a slow rank with `stop_if_detected`,
+    `train.exit_interval`) saves first, once, if the run has checkpoints and anything has changed since the last one.
 
     Args:
-        state: the run's; its `checkpoints` write.
+        state: the run's state; its `checkpoints` do the writing.
         model: list of model chunks.
-        optimizer: what the loop drives.
+        optimizer: the optimizer that the loop drives.
         opt_param_scheduler: the learning-rate schedule, or None.
-        num_floating_point_operations_so_far: of the whole run until its last logged step; for the progress log.
-        checkpointing_context: accepted for callers written for Megatron Bridge, and not read.
+        num_floating_point_operations_so_far: of the whole run up to its last logged step; for the progress log.
+        checkpointing_context: accepted for compatibility with Megatron Bridge, and ignored.
         train_data_iterator: its position is saved; None saves none.
 
     Returns:
@@ -64,7 +64,7 @@ def checkpoint_and_decide_exit(
     leaves = exits.decided is not None
     saving, every = state.saving, state.cfg.checkpoint.non_persistent_save_interval
     is_asked = state.control.should_save
-    state.control.honoured("should_save")
+    state.control.clear("should_save")
     persistent = (is_asked and not saving.saves_at_end) or (leaves and saving.is_unsaved)
     if persistent or (not is_asked and saving.is_unsaved and is_due(step, every)):
         saving.save_reason = _why_saved(state, is_asked) if persistent else f"every {every} steps, not persistent"
@@ -79,7 +79,7 @@ def checkpoint_and_decide_exit(
             not persistent,
             train_data_iterator,
         )
-    return leaves and say_exit(state)
+    return leaves and announce_exit(state)
 
 
 def save_checkpoint_and_time(
@@ -92,29 +92,29 @@ def save_checkpoint_and_time(
     non_persistent_ckpt: bool = False,
     train_data_iterator: Any = None,
 ) -> None:
-    """Save a checkpoint, and print what it took; that time belongs to no logging interval. Collective.
+    """Save a checkpoint and print the time it took, which counts towards no logging interval. Collective.
 
     A run without checkpoints warns once.
 
     Args:
-        state: the run's; its `checkpoints` write.
+        state: the run's state; its `checkpoints` do the writing.
         model: list of model chunks.
-        optimizer: what the loop drives.
+        optimizer: the optimizer that the loop drives.
         opt_param_scheduler: the learning-rate schedule, or None.
-        num_floating_point_operations_so_far: of the whole run until its last logged step; for the progress log, which
+        num_floating_point_operations_so_far: of the whole run up to its last logged step; for the progress log, which
             adds those of the steps since.
-        checkpointing_context: accepted for callers written for Megatron Bridge, and not read.
-        non_persistent_ckpt: whether it is one of which only the newest is kept.
+        checkpointing_context: accepted for compatibility with Megatron Bridge, and ignored.
+        non_persistent_ckpt: whether only the newest checkpoint of this kind is kept.
         train_data_iterator: its position is saved; None saves none.
 
     Raises:
-        CheckpointError: when it cannot be written and `checkpoint.on_save_error` is stop; on all ranks alike.
+        CheckpointError: if it cannot be written and `checkpoint.on_save_error` is stop; on all ranks alike.
     """
     if state.checkpoints is None:
         if state.world.is_main and not state.saving.warned_of_saving:
             state.saving.warned_of_saving = True
             logger.warning(
-                "a save is due at step %d, but this run has no folder to save in; set run.name or checkpoint.save",
+                "a save is due at step %d, but this run has no directory to save in; set run.name or checkpoint.save",
                 state.train_state.step,
             )
         return
@@ -129,31 +129,31 @@ def save_checkpoint_and_time(
             compute_throughputs_and_append_to_progress_log(state, flops)
 
 
-def leave_if_decided(state: Run) -> None:
-    """End an evaluation of which nothing was reported yet; a further set of the same evaluation is finished.
+def exit_if_decided(state: Run) -> None:
+    """End an evaluation that has reported nothing yet; a further set of the same evaluation is finished.
 
     Raises:
-        EvaluationInterrupted: once ranks agree that the process leaves.
+        EvaluationInterrupted: once ranks agree that the process exits.
     """
     if state.exits.decided is not None and state.evaluated.is_restartable:
-        raise EvaluationInterrupted(f"preempted in an evaluation at step {state.train_state.step}")
+        raise EvaluationInterrupted(f"preempted during an evaluation at step {state.train_state.step}")
 
 
 def random_state_before(state: Run) -> StateDict | None:
-    """The random generators before something that a signal may interrupt; None where no signal is handled."""
+    """The random generators before work that a signal may interrupt; None if no signal is handled."""
     return None if state.exits.handler is None else RngState(state.world.device).state_dict()
 
 
 def restore_random_state(state: Run, before: StateDict | None) -> None:
-    """Put the random generators back."""
+    """Restore the random generators."""
     if before is not None:
         RngState(state.world.device).load_state_dict(before)
 
 
-def say_exit(state: Run) -> bool:
-    """Print why the process leaves, in Megatron Bridge's words, and remember it as the end's reason; True."""
+def announce_exit(state: Run) -> bool:
+    """Print why the process exits, in Megatron Bridge's words, record it as the reason, and return True."""
     step = state.train_state.step
-    state.exits.is_said = True
+    state.exits.exit_announced = True
     if state.exits.decided == "signal":
         handler = state.exits.handler
         name = (handler.signal_name if handler is not None else None) or "a signal on another rank"
@@ -175,6 +175,6 @@ def say_exit(state: Run) -> bool:
 
 def _why_saved(state: Run, is_due_or_asked: bool) -> str:
     if not is_due_or_asked:
-        return f"before leaving ({state.exits.decided})"
+        return f"before exiting ({state.exits.decided})"
     every = state.train_state.overrides.get("save_interval", state.cfg.checkpoint.save_interval)
-    return f"every {every} steps" if is_due(state.train_state.step, every) else "asked for, or an epoch ended"
+    return f"every {every} steps" if is_due(state.train_state.step, every) else "requested, or an epoch ended"

@@ -1,4 +1,4 @@
-"""The arithmetic of one step: forward and backward of its micro-batches, the scale of their gradients, and buffers."""
+"""Computes a step: forward and backward passes of its micro-batches, gradient scaling, and buffer snapshots."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 from onstep.data import Batch
 from onstep.distributed import no_sync
-from onstep.training.compute.losses import MicroLoss, Weight, divisor, is_known, read_loss
+from onstep.training.compute.losses import MicroLoss, Scalar, divisor, is_known, read_loss
 from onstep.training.compute.step import MicroBatches, Step
 from onstep.training.stages.job import Job
 
 ForwardPass = Callable[[MicroBatches, Batch, bool], MicroLoss]
-"""`(the step's micro-batches, the one whose turn it is, whether it is a filler)`; gives its loss."""
+"""`(the step's micro-batches, the current one, whether it is a filler)`; returns its loss."""
 
 
 def forward_of(job: Job) -> ForwardPass:
-    """The forward pass of one micro-batch, in the precision of the run."""
+    """The forward pass of one micro-batch, in the run's precision."""
     run, forward_step_func, model = job.run, job.forward_step_func, job.model[0]
     weighting = run.cfg.train.loss_weighting
 
@@ -34,16 +34,16 @@ def forward_of(job: Job) -> ForwardPass:
     return forward if run.cfg.mixed_precision is None else forward_in_autocast
 
 
-def backward_start_of(job: Job, micro: MicroLoss, num_micro_batches: int) -> Weight | None:
-    """What a micro-batch's backward pass starts from, with the loss scale of float16 in it; None is 1.
+def backward_start_of(job: Job, micro: MicroLoss, num_micro_batches: int) -> Scalar | None:
+    """The value that a micro-batch's backward pass starts from, including the loss scale of float16; None means 1.
 
-    Of a step of one micro-batch on one rank the weight is known at once. Data parallelism divides the summed gradients
-    by the number of ranks; a share must not be divided.
+    For a step of one micro-batch on one rank, the weight is known at once. Data parallelism divides the summed
+    gradients by the number of ranks; a share must not be divided.
     """
     run, kind, weight = job.run, micro.kind, micro.weight
     alone = num_micro_batches == 1 and run.world.size == 1
     nominal = 1.0 if alone else run.nominal_step_size
-    start: Weight | None = None
+    start: Scalar | None = None
     if kind == "mean":
         start = None if alone else weight / nominal
     elif kind == "sum" and alone:
@@ -59,8 +59,8 @@ def backward_start_of(job: Job, micro: MicroLoss, num_micro_batches: int) -> Wei
     return job.scaler.scale if start is None else start * job.scaler.scale
 
 
-def gradient_factor_of(job: Job, step: Step) -> Weight | None:
-    """What the step's gradients are multiplied by, now that its weight is known; None is 1."""
+def gradient_factor_of(job: Job, step: Step) -> Scalar | None:
+    """The factor for the step's gradients, now that the step's weight is known; None means 1."""
     run, size = job.run, job.run.world.size
     if step.micros[0].kind == "share" or (len(step.micros) == 1 and size == 1):
         return None
@@ -69,15 +69,15 @@ def gradient_factor_of(job: Job, step: Step) -> Weight | None:
 
 
 def clear_gradients(job: Job) -> None:
-    """Forget the last step's gradients, also in the buffers of chunks that have their own."""
+    """Clear the last step's gradients, including the buffers of chunks that manage their own."""
     for chunk in job.chunks_with_buffers:
         chunk.zero_grad_buffer()
     job.optimizer.zero_grad()
 
 
 def needs_norm(job: Job) -> bool:
-    """Whether anybody looks at the gradient norm of this step: the log, a feature, or a callback."""
-    on = job.tell.on
+    """Whether the log, a feature or a callback uses the gradient norm of this step."""
+    on = job.notify.on
     return bool(
         job.needs_norm
         or job.run.features.needs_grad_norm
@@ -90,7 +90,7 @@ def needs_norm(job: Job) -> bool:
 
 
 def exchanging(model: list[nn.Module], is_last: bool) -> AbstractContextManager[object]:
-    """Around a micro-batch: ranks exchange gradients with the last one of a step only."""
+    """Context of a micro-batch: ranks exchange gradients only with the last one of a step."""
     return _EXCHANGING if is_last else no_sync(model)
 
 
@@ -98,11 +98,11 @@ _EXCHANGING: AbstractContextManager[object] = nullcontext()
 
 
 class BufferGuard:
-    """Puts buffers such as the running statistics of a batch norm back to where a step began.
+    """Restores buffers, such as the running statistics of a batch norm, to their state at the start of a step.
 
-    A forward pass changes them before anybody knows whether the step is good.
+    A forward pass changes them before it is known whether the step is good.
 
-    Only buffers that are saved with the model count, unless `saved_only` is False. A model without any costs nothing.
+    Only covers buffers that are saved with the model, unless `saved_only` is False. Free for a model without any.
     """
 
     def __init__(self, model: list[nn.Module], *, saved_only: bool = True) -> None:
@@ -117,7 +117,7 @@ class BufferGuard:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copy the buffers as they are now."""
+        """Copy the current buffers."""
         buffers = self._buffers()
         if [copy.shape for copy in self._copies] != [buffer.shape for buffer in buffers]:
             self._copies = [buffer.clone() for buffer in buffers]
@@ -127,7 +127,7 @@ class BufferGuard:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the buffers back to what `keep` saw."""
+        """Restore the buffers to the copies that `keep` made."""
         for copy, (module, name) in zip(self._copies, self._places.values(), strict=False):
             buffer = getattr(module, name)
             if buffer.shape == copy.shape:
@@ -136,5 +136,5 @@ class BufferGuard:
                 setattr(module, name, copy.clone())
 
     def _buffers(self) -> list[Tensor]:
-        """The buffers of today: a forward pass may put another tensor, of another size too, in the place of one."""
+        """The current buffers: a forward pass may replace one with another tensor, even of another size."""
         return [getattr(module, name) for module, name in self._places.values()]

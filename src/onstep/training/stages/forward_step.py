@@ -1,4 +1,4 @@
-"""Forward steps: what the loop calls for each micro-batch, and how the run's state is handed to those that want it."""
+"""Defines the default forward step, and binds the run's state to forward steps that accept it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Annotated, Union, get_args, get_origin
 
 from torch import Tensor, nn
 
-from onstep.training.compute.losses import IGNORE_INDEX, Weight
+from onstep.training.compute.losses import IGNORE_INDEX, Scalar
 from onstep.training.protocols import ForwardStep
 from onstep.training.run import Run
 
 
 def forward_step(
     data_iterator: Iterator[dict[str, Tensor]], model: nn.Module, return_schedule_plan: bool = False
-) -> tuple[Tensor, partial[tuple[Tensor, Weight, dict[str, object]]]]:
+) -> tuple[Tensor, partial[tuple[Tensor, Scalar, dict[str, object]]]]:
     """Next-token prediction on micro-batches `{"tokens": (batch, seq), "labels": (batch, seq)}`.
 
-    Labels are shifted already; those equal to -100 are not trained on. `position_ids` and `document_ids` of packed
-    sequences, (batch, seq) too, are passed on. Returns the sum of the losses and the function that counts them.
+    Labels are already shifted; labels equal to -100 are not trained on. `position_ids` and `document_ids` of packed
+    sequences, also (batch, seq), are passed on. Returns the sum of the losses and the function that counts them.
     """
     batch = next(data_iterator)
     packed = {key: batch[key] for key in ("position_ids", "document_ids") if key in batch}
@@ -29,23 +29,23 @@ def forward_step(
     return loss_sum, partial(next_token_loss, batch)
 
 
-def next_token_loss(batch: dict[str, Tensor], loss_sum: Tensor) -> tuple[Tensor, Weight, dict[str, object]]:
+def next_token_loss(batch: dict[str, Tensor], loss_sum: Tensor) -> tuple[Tensor, Scalar, dict[str, object]]:
     """`(sum of losses, number of labels, report)` of a micro-batch."""
     known = batch.get("num_tokens")
     return loss_sum, known if known is not None else batch["labels"].ne(IGNORE_INDEX).sum(), {}
 
 
 def needs_global_state_injection(forward_step_func: ForwardStep) -> bool:
-    """Whether a forward step wants the run's state as its first argument.
+    """Whether a forward step expects the run's state as its first argument.
 
-    True when a parameter is annotated with `GlobalState` (or `GlobalState | None`), or the first one is called `state`
-    or `global_state`. Works for functions, partials, callable objects and bound methods.
+    True if a parameter is annotated with `GlobalState` (or `GlobalState | None`), or the first one is named `state` or
+    `global_state`. Works for functions, partials, callable objects and bound methods.
 
     Args:
-        forward_step_func: what `train` is given, not called here.
+        forward_step_func: the forward step given to `train`; it is not called here.
 
     Raises:
-        ValueError: for a builtin that has no signature.
+        ValueError: for a builtin without a signature.
     """
     parameters = list(inspect.signature(forward_step_func).parameters.values())
     if any(_means_global_state(parameter.annotation) for parameter in parameters):
@@ -54,12 +54,12 @@ def needs_global_state_injection(forward_step_func: ForwardStep) -> bool:
 
 
 def maybe_inject_state(forward_step_func: ForwardStep, state: Run, needs_injection: bool | None = None) -> ForwardStep:
-    """The forward step with `state` bound as its first argument if it wants it, else as it is.
+    """The forward step with `state` bound as its first argument if it expects one, else unchanged.
 
     Args:
-        forward_step_func: a function or any callable object, which keeps its own attributes.
-        state: bound by reference: later changes of it are seen.
-        needs_injection: whether it wants the state, where that is known; None looks at its signature.
+        forward_step_func: a function or any callable object; attributes are preserved.
+        state: bound by reference: later changes are visible.
+        needs_injection: whether it expects the state, if known; None inspects its signature.
     """
     if needs_injection is None:
         needs_injection = needs_global_state_injection(forward_step_func)
@@ -67,11 +67,11 @@ def maybe_inject_state(forward_step_func: ForwardStep, state: Run, needs_injecti
 
 
 def prepare_forward_step_func(forward_step_func: ForwardStep, state: Run) -> ForwardStep:
-    """`maybe_inject_state`, decided once for each `train()` or `evaluate()`.
+    """`maybe_inject_state`, decided once per `train()` or `evaluate()`.
 
     Args:
-        forward_step_func: of one of the documented signatures.
-        state: of the run.
+        forward_step_func: a function with one of the documented signatures.
+        state: the run's state.
     """
     return maybe_inject_state(forward_step_func, state)
 

@@ -1,4 +1,4 @@
-"""What one training works with: the run, and everything that `train()` was handed."""
+"""Holds the objects of one training: the run, and everything passed to `train()`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onstep.events import Dispatcher
 from onstep.optim import ScalesRates, StepOptimizer, as_step_optimizer
 from onstep.training.compute.step import LastStep, Step
 from onstep.training.protocols import DataSource, ForwardStep, NonLossFunction, Trained, UserOptimizer, UserScheduler
-from onstep.training.reporting.loss_accumulator import IntervalMeter
+from onstep.training.reporting.loss_accumulator import LossAccumulator
 from onstep.training.run import Run
 from onstep.training.stages.record import RunStart
 
@@ -26,58 +26,58 @@ class Job:
 
     run: Run
     forward_step_func: ForwardStep
-    """Called as `(iterator, model chunk)`; the run's state is injected where it wants it."""
+    """Called as `(iterator, model chunk)`, with the run's state injected if it expects one."""
     raw_forward_step_func: ForwardStep
     model: list[nn.Module]
     optimizer: StepOptimizer
     raw_optimizer: UserOptimizer
-    """The optimizer as callbacks and checkpoints know it: an adapter is not shown."""
+    """The optimizer as callbacks and checkpoints see it, without an adapter."""
     scheduler: UserScheduler | None
     reader: StepSource
-    tell: Dispatcher
+    notify: Dispatcher
     start: RunStart
     valid_data_iterator: DataSource | None = None
     evaluation: Evaluation | None = None
-    """What an evaluation does, where one validation set is not all of it."""
+    """The evaluation to run, if it is more than one validation set."""
     process_non_loss_data_func: NonLossFunction | None = None
     non_loss_data_func: NonLossFunction | None = None
-    meter: IntervalMeter = field(default_factory=IntervalMeter)
+    accumulator: LossAccumulator = field(default_factory=LossAccumulator)
 
     @property
     def last(self) -> Step | None:
-        """The step that ran last, or still runs."""
+        """The current or most recent step."""
         return self.run.features.room(LastStep).step
 
     def __post_init__(self) -> None:
         self.scaler = self.optimizer.scaler
-        """What scales the loss of float16; None in any other precision."""
+        """The loss scaler of float16; None in any other precision."""
         self.scales_rates = self.scheduler if isinstance(self.scheduler, ScalesRates) else None
-        """The schedule, where a decision of the run can scale its rates."""
+        """The schedule, if decisions of the run can scale its rates."""
         options = self.run.cfg.logger
         self.needs_norm = bool(options.log_interval or options.log_first_step or options.log_on_each_epoch)
-        """Whether the log wants the gradient norm of each step."""
+        """Whether the log needs the gradient norm of each step."""
         train, checkpoint = self.run.cfg.train, self.run.cfg.checkpoint
         self.decides_at_every_step = bool(
             train.exit_interval or checkpoint.non_persistent_save_interval or self.run.cfg.nvrx_straggler.enabled
         )
-        """Whether a save or an exit may be due at a step where nothing was asked for."""
+        """Whether a save or an exit may be due at a step without any request."""
         sizes = self.run.batch_sizes
         self._step_size = None if sizes is None or sizes.varies else sizes.current_running_global_batch_size
-        """Samples of every whole step, where that is one number for the run."""
+        """Samples of every full step, if constant throughout the run."""
         self.chunks_with_buffers: list[Any] = [one for one in self.model if hasattr(type(one), "zero_grad_buffer")]
-        """Chunks that have gradient buffers of their own."""
+        """Chunks that manage their own gradient buffers."""
 
     @property
     def trained(self) -> Trained:
-        """Its model, optimizer and schedule, as checkpoints know them."""
+        """Its model, optimizer and schedule, as checkpoints see them."""
         return Trained(self.model, self.raw_optimizer, self.scheduler)
 
     def samples_of(self, batches: StepBatches) -> int:
-        """Samples of a step over all ranks; the configured number where the data does not tell."""
+        """Samples of a step over all ranks; the configured number if the data does not provide it."""
         return batches.num_samples if batches.num_samples is not None else self.run.current_running_global_batch_size
 
     def schedule_increment(self, batches: StepBatches) -> int:
-        """Samples that the schedule moves on by: those of a whole step, where the configuration says what that is."""
+        """Samples by which the schedule advances: those of a full step, if the configuration defines one."""
         if self._step_size is not None:
             return self._step_size
         if self.run.cfg.train.global_batch_size is None:
@@ -86,9 +86,9 @@ class Job:
 
 
 def drive(optimizer: Any, model: list[nn.Module], run: Run) -> StepOptimizer:
-    """What the loop drives for any optimizer, with the loss scaler of the run where it has none.
+    """The optimizer interface that the loop drives; adds the run's loss scaler to optimizers without one.
 
     Raises:
-        ConfigError: it has no `step()`.
+        ConfigError: if it has no `step()`.
     """
     return as_step_optimizer(optimizer, model, run.cfg.optimizer, device=run.world.device, scaler=run.foreign_scaler)

@@ -1,4 +1,4 @@
-"""`progress.txt` beside the checkpoints: a line for each start and each save of a job, in Megatron Bridge's format.
+"""Writes `progress.txt` next to the checkpoints: a line for each start and save of a job, in Megatron Bridge's format.
 
 A line is `YYYY-MM-DD HH:MM:SS<TAB>Job ID: <id><TAB># GPUs: <ranks><TAB><what happened>`. Rank 0 writes it.
 """
@@ -27,15 +27,15 @@ _FLOPS = "Floating-point operations: "
 
 
 def append_to_progress_log(save_dir: str | Path, text: str, world: World | None = None, barrier: bool = True) -> None:
-    """Append a line about this job to the log in `save_dir`, which is made if needed.
+    """Append a line about this job to the log in `save_dir`, which is created if needed.
 
-    Collective where `barrier` is True: the line then says what all ranks have done. A line that an earlier job left
-    half-written is ended first.
+    Collective if `barrier` is True: the line then reports what all ranks have done. A line that an earlier job left
+    incomplete is terminated first.
 
     Args:
-        save_dir: folder of the checkpoints.
-        text: what happened; its parts are separated by tabs.
-        world: None is torch's default process group.
+        save_dir: directory of the checkpoints.
+        text: the event; its fields are separated by tabs.
+        world: None means torch's default process group.
     """
     if world is None:
         world = World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World()
@@ -55,91 +55,91 @@ def append_to_progress_log(save_dir: str | Path, text: str, world: World | None 
 
 
 def log_job_start(state: Run) -> None:
-    """Write that a job starts: `Starting job`. Collective."""
-    folder = _folder_of(state)
-    if folder is not None:
-        append_to_progress_log(folder, "Starting job", state.world)
+    """Record the start of a job: `Starting job`. Collective."""
+    directory = _dir_of(state)
+    if directory is not None:
+        append_to_progress_log(directory, "Starting job", state.world)
 
 
 def log_async_checkpoint_saved(state: Run, step: int) -> None:
-    """Write that the asynchronous save of `step` is durable: `Saved async checkpoint`. No collective."""
-    folder = _folder_of(state)
-    if folder is not None:
-        append_to_progress_log(folder, f"Saved async checkpoint\tIteration: {step}", state.world, barrier=False)
+    """Record that the asynchronous save of `step` is durable: `Saved async checkpoint`. Not collective."""
+    directory = _dir_of(state)
+    if directory is not None:
+        append_to_progress_log(directory, f"Saved async checkpoint\tIteration: {step}", state.world, barrier=False)
 
 
 def get_start_time_from_progress_log(
-    cfg: ConfigContainer, *, folder: str | Path | None = None, world_size: int | None = None
+    cfg: ConfigContainer, *, directory: str | Path | None = None, world_size: int | None = None
 ) -> tuple[datetime, float]:
-    """When the jobs with the present number of ranks began, and the floating-point operations done before that.
+    """When the jobs with the current number of ranks began, and the floating-point operations done before that.
 
-    That is the first `Starting job` line after the last line of another number of ranks, and the operations of the last
-    checkpoint that was durable by then. An asynchronous save counts from its `Saved async checkpoint` line on. Lines
-    that cannot be read, as the last one of a job that was killed, are skipped.
+    The start is the first `Starting job` line after the last line with another number of ranks; the operations are
+    those of the last checkpoint that was durable by then. An asynchronous save counts from its `Saved async checkpoint`
+    line on. Unreadable lines, such as the last line of a killed job, are skipped.
 
     Args:
-        cfg: its `checkpoint.save` is the folder of the log, unless `folder` is given.
-        world_size: number of ranks; None is that of the process group, or of torchrun's environment.
+        cfg: its `checkpoint.save` is the directory of the log, unless `directory` is given.
+        world_size: number of ranks; None means that of the process group, or of torchrun's environment.
 
     Raises:
-        CheckpointError: when there is no folder, no log, or no such line in it.
+        CheckpointError: if the directory, the log or such a line is missing.
     """
-    folder = folder if folder is not None else cfg.checkpoint.save
-    if folder is None:
-        raise CheckpointError("checkpoint.save is not set, and the progress log is in that folder; set it.")
-    path = Path(folder) / FILE_NAME
+    directory = directory if directory is not None else cfg.checkpoint.save
+    if directory is None:
+        raise CheckpointError("checkpoint.save is not set; set it to the directory of the progress log.")
+    path = Path(directory) / FILE_NAME
     ranks = world_size if world_size is not None else world_size_from_environment()
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]  # the rest is half a line
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]  # the rest is an incomplete line
     except FileNotFoundError:
         raise CheckpointError(
-            f"there is no progress log {path}; logger.log_progress=true writes one from the start of a job on."
+            f"found no progress log {path}; logger.log_progress=true writes one from the start of a job."
         ) from None
     start = _first_start(lines, ranks)
     if start is None:
         raise CheckpointError(
-            f"{path} must have a 'Starting job' line of {ranks} ranks after the last line of another number, and has "
-            f"none; start jobs with logger.log_progress=true."
+            f"{path} must have a 'Starting job' line with {ranks} ranks after the last line with another number, but "
+            f"has none; start jobs with logger.log_progress=true."
         )
     return start
 
 
 def compute_throughputs_and_append_to_progress_log(state: Run, num_floating_point_operations_so_far: float) -> None:
-    """Write that a checkpoint is saved (or that its asynchronous save begins), with the model's TFLOP/s per GPU.
+    """Record that a checkpoint is saved (or that its asynchronous save begins), with the model's TFLOP/s per GPU.
 
-    Of this job: since `state.start_time`. Cumulative: since the first job with as many ranks. Collective; does nothing
-    where there is no folder of checkpoints. Its tokens are the samples so far times the run's `model.seq_length`, as
-    Bridge counts them, whatever the model or the samples are like.
+    Job throughput counts from `state.start_time`, cumulative throughput from the first job with as many ranks.
+    Collective; does nothing without a checkpoint directory. Tokens are the samples so far times the run's
+    `model.seq_length`, as in Bridge, whatever the model or the samples look like.
 
     Args:
-        state: the run's; its `flops_at_start` is where the job began.
+        state: the run's state; its `flops_at_start` is where the job began.
         num_floating_point_operations_so_far: of the whole run, over all ranks.
     """
-    folder = _folder_of(state)
-    if folder is None:
+    directory = _dir_of(state)
+    if directory is None:
         return
-    text = _save_text(state, folder, num_floating_point_operations_so_far) if state.world.is_main else ""
-    append_to_progress_log(folder, text, state.world)
+    text = _save_text(state, directory, num_floating_point_operations_so_far) if state.world.is_main else ""
+    append_to_progress_log(directory, text, state.world)
 
 
 def pending_flops(state: Run) -> float:
-    """Floating-point operations since the last logged step, which the run's own count does not have yet.
+    """Floating-point operations since the last logged step, which the run's own count does not include yet.
 
-    It reads the device, and leaves the log interval as it is.
+    Reads the device, and does not change the log interval.
     """
-    meter = state.features.of_the_loop.get("meter")
-    return 0.0 if meter is None else meter.tokens_so_far() * state.sums.flops_per_token
+    accumulator = state.features.of_the_loop.get("meter")
+    return 0.0 if accumulator is None else accumulator.tokens_so_far() * state.sums.flops_per_token
 
 
-def _save_text(state: Run, folder: Path, flops: float) -> str:
+def _save_text(state: Run, directory: Path, flops: float) -> str:
     ranks, progress = state.world.size, state.train_state
     job_seconds = time.time() - state.start_time
     job = _tflops_per_gpu(flops - state.sums.flops_at_start, job_seconds, ranks)
     cumulative = job
     try:
-        start, flops_at_first_start = get_start_time_from_progress_log(state.cfg, folder=folder, world_size=ranks)
-    except CheckpointError as error:  # a log that somebody removed must not end the run at its next save
-        logger.warning("cumulative throughput is that of this job: %s", error)
+        start, flops_at_first_start = get_start_time_from_progress_log(state.cfg, directory=directory, world_size=ranks)
+    except CheckpointError as error:  # a deleted log must not end the run at its next save
+        logger.warning("reporting this job's throughput as the cumulative one: %s", error)
     else:
         seconds = (datetime.now() - start).total_seconds()
         cumulative = _tflops_per_gpu(flops - flops_at_first_start, seconds, ranks)
@@ -158,20 +158,20 @@ def _save_text(state: Run, folder: Path, flops: float) -> str:
 
 
 def _tflops_per_gpu(flops: float, seconds: float, ranks: int) -> float:
-    """0 for no time at all, and for a run that went back to before its start."""
+    """0 for an empty time span, and for a run that was rolled back to before its start."""
     return max(flops, 0.0) / (seconds * 1e12 * ranks) if seconds > 0 else 0.0
 
 
 def _first_start(lines: Iterable[str], own_ranks: int) -> tuple[datetime, float] | None:
-    """When the first job with this number of ranks began that no other number followed, and the operations by then."""
+    """The start of the first job with this number of ranks after the last other number, and the operations by then."""
     start = None
     committed = 0.0
-    pending: dict[str, float] = {}  # of the asynchronous saves that are not durable yet, by their `Iteration: N`
+    pending: dict[str, float] = {}  # of asynchronous saves that are not durable yet, by their `Iteration: N`
     for line in lines:
         try:
             moment, _, gpus, kind, *rest = line.split("\t")
             when, ranks = datetime.strptime(moment, _TIME), int(gpus.removeprefix("# GPUs: "))
-            # the last part does not count: its last figures may be missing
+            # the last field is ignored: its last digits may be missing
             flops = [float(part.removeprefix(_FLOPS)) for part in rest[:-1] if part.startswith(_FLOPS)]
         except ValueError:
             continue
@@ -191,8 +191,8 @@ def _first_start(lines: Iterable[str], own_ranks: int) -> tuple[datetime, float]
     return start
 
 
-def _folder_of(state: Run) -> Path | None:
-    """Where the run's checkpoints are: `checkpoint.save`, else the folder that the run chose itself."""
+def _dir_of(state: Run) -> Path | None:
+    """The directory of the run's checkpoints: `checkpoint.save`, else the one that the run chose itself."""
     if state.cfg.checkpoint.save is not None:
         return Path(state.cfg.checkpoint.save)
     return state.checkpoints.root if state.checkpoints is not None else None

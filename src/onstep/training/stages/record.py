@@ -1,4 +1,4 @@
-"""A logged step: one read of the device, one mutable `logs` dictionary, told to everybody."""
+"""Logs a step: one read of the device, one mutable `logs` dictionary, passed to all callbacks."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ import torch
 
 from onstep.events import Dispatcher
 from onstep.progress import TrainState
-from onstep.training.compute.losses import Weight
+from onstep.training.compute.losses import Scalar
 from onstep.training.compute.step import Step
 from onstep.training.protocols import Metrics, UserOptimizer
-from onstep.training.reporting.loss_accumulator import IntervalMeter, IntervalReport
+from onstep.training.reporting.loss_accumulator import IntervalReport, LossAccumulator
 from onstep.training.run import Run
 
 logger = logging.getLogger(__name__)
 
 
-def log_step(state: Run, meter: IntervalMeter, optimizer: UserOptimizer, tell: Dispatcher) -> None:
-    """Report the steps since the last logged one: read the device, tell `on_log_step`, then `on_log`. Collective."""
+def log_step(state: Run, accumulator: LossAccumulator, optimizer: UserOptimizer, notify: Dispatcher) -> None:
+    """Report the steps since the last logged one: read the device, fire `on_log_step`, then `on_log`. Collective."""
     unread: dict[str, dict[str, torch.Tensor]] = {}
     state.features.add_to_read(unread)
-    report = meter.read(**unread)
+    report = accumulator.read(**unread)
     if report is None:
         return
-    meter.reset()
+    accumulator.reset()
     state.features.after_read()
     advance_tokens(state, report)
     logs = build_logs(state, report, optimizer, extras=tuple(unread))
     warn_of_nothing_learned(state, report)
-    tell.on_log_step(logs=logs)
-    publish(state, logs, tell)
+    notify.on_log_step(logs=logs)
+    publish(state, logs, notify)
     state.sums.interval_start = state.clock.elapsed()
 
 
 def warn_of_nothing_learned(state: Run, report: IntervalReport) -> None:
-    """Warn, on rank 0, where every step was left out and a norm above `grad_norm_skip_threshold` says why."""
+    """Warn, on rank 0, if every step was skipped and a norm above `grad_norm_skip_threshold` explains it."""
     most, norm = state.cfg.optimizer.grad_norm_skip_threshold, report.max_grad_norm
     if most is None or norm is None or norm <= most or report.num_skipped < report.num_steps:
         return
     if report.num_losses == report.num_steps and state.world.is_main:
         logger.warning(
-            "all %d steps up to step %d were left out, with gradient norms up to %.6g: nothing is learned; raise "
+            "all %d steps up to step %d were skipped, with gradient norms up to %.6g: nothing is learned; raise "
             "optimizer.grad_norm_skip_threshold=%g",
             report.num_steps,
             state.train_state.step,
@@ -53,15 +53,15 @@ def warn_of_nothing_learned(state: Run, report: IntervalReport) -> None:
         )
 
 
-def publish(state: Run, logs: Metrics, tell: Dispatcher) -> None:
-    """Add a record to `log_history`, with its step, and tell `on_log`; Megatron Bridge's tags go with it."""
-    state.facts.log_history.append({**logs, "step": state.train_state.step})
-    tell.on_log(logs=logs)
-    state.trackers.record.clear()
+def publish(state: Run, logs: Metrics, notify: Dispatcher) -> None:
+    """Append a record with its step to `log_history`, and fire `on_log`; Megatron Bridge's tags are written with it."""
+    state.info.log_history.append({**logs, "step": state.train_state.step})
+    notify.on_log(logs=logs)
+    state.bridge_trackers.record.clear()
 
 
 def advance_tokens(state: Run, report: IntervalReport) -> None:
-    """Bring the counters of tokens, FLOPs and the mean loss up to date."""
+    """Update the counters of tokens and FLOPs, and the mean loss."""
     tokens = report.tokens or 0
     state.train_state.consumed_tokens += tokens
     if report.num_losses:
@@ -71,7 +71,7 @@ def advance_tokens(state: Run, report: IntervalReport) -> None:
 
 
 def build_logs(state: Run, report: IntervalReport, optimizer: UserOptimizer, extras: tuple[str, ...] = ()) -> Metrics:
-    """The record of a logged step, under Hugging Face's names; `extras` are the groups that features read with it."""
+    """The record of a logged step, under Hugging Face's names; `extras` are groups that features added to the read."""
     progress = state.train_state
     logs: Metrics = {"epoch": state.trainer_state.epoch, "loss": report.loss}
     logs |= {key: value for key, value in report.others.items() if key not in ("loss", "lm loss")}
@@ -93,8 +93,8 @@ def build_logs(state: Run, report: IntervalReport, optimizer: UserOptimizer, ext
     scaler = state.loss_scaler(optimizer)
     if scaler is not None:
         logs["loss_scale"] = scaler.scale
-    if state.trackers.dropped:
-        logs["sink/dropped"] = state.trackers.dropped
+    if state.bridge_trackers.dropped:
+        logs["sink/dropped"] = state.bridge_trackers.dropped
     if state.world.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(state.world.device)
         torch.cuda.reset_peak_memory_stats(state.world.device)
@@ -105,14 +105,14 @@ def build_logs(state: Run, report: IntervalReport, optimizer: UserOptimizer, ext
 def learning_rate(optimizer: UserOptimizer) -> float | None:
     """The rate that the optimizer will use next, read from its last non-empty parameter group.
 
-    Groups of embedding and output with a rate of their own do not count, where there are others.
+    Groups of embedding and output layers with their own rate are ignored if there are others.
     """
     rate = _rate_of_last(optimizer, is_decoupled=False)
     return _rate_of_last(optimizer, is_decoupled=True) if rate is None else rate
 
 
 def decoupled_learning_rate(optimizer: UserOptimizer) -> float | None:
-    """The next rate of embedding and output matrices that have one of their own; None where they have not."""
+    """The next rate of embedding and output matrices with their own rate; None without such groups."""
     return _rate_of_last(optimizer, is_decoupled=True)
 
 
@@ -125,28 +125,28 @@ def _rate_of_last(optimizer: UserOptimizer, is_decoupled: bool) -> float | None:
 
 @dataclass
 class RunStart:
-    """Where the clock of a run's final metrics starts: after its first step, which may compile."""
+    """The start of the timing for a run's final metrics: after its first step, which may compile."""
 
     seconds: float
     progress: TrainState
-    """A copy, of the counters at that moment."""
-    first_tokens: Weight = 0
-    """Labels of the first step, when it is left out."""
+    """A copy of the counters at that time."""
+    first_tokens: Scalar = 0
+    """Labels of the first step, if excluded."""
     is_first: bool = True
     """Whether the first step is still to come."""
 
     @classmethod
     def now(cls, state: Run) -> RunStart:
-        """This instant."""
+        """A start at the present time."""
         return cls(time.perf_counter(), replace(state.train_state))
 
-    def pass_over(self, samples: int) -> None:
-        """Leave a step that is not trained on out of the rates."""
+    def skip_step(self, samples: int) -> None:
+        """Exclude a step that is not trained on from the rates."""
         self.progress.step += 1
         self.progress.consumed_train_samples += samples
 
     def note_first_step(self, run: Run, step: Step) -> None:
-        """Say how losses are weighted, and leave this step and its tokens out of the rates, whose clock starts now."""
+        """Log how losses are weighted, and exclude this step and its tokens from the rates, whose clock starts now."""
         say_weighting(run, step)
         if run.is_over:
             return
@@ -156,9 +156,9 @@ class RunStart:
 
 
 def say_weighting(run: Run, step: Step) -> None:
-    """Say once how mean losses are weighted, which only the first micro-batch tells; `Trainer` says it itself."""
+    """Log once how mean losses are weighted, which only the first micro-batch shows; `Trainer` logs this itself."""
     micro = step.micros[0]
-    if micro.kind != "mean" or run.door.trainer is not None or not run.world.is_main:
+    if micro.kind != "mean" or run.entry_point.trainer is not None or not run.world.is_main:
         return
     unit = run.cfg.train.loss_weighting
     if unit == "auto":
@@ -167,7 +167,7 @@ def say_weighting(run: Run, step: Step) -> None:
 
 
 def final_metrics(state: Run, start: RunStart) -> Metrics:
-    """What this `train()` did; the rates count its own steps and tokens only, also after a resume."""
+    """Totals of this `train()`; the rates count only its own steps and tokens, even after a resume."""
     progress, before = state.train_state, start.progress
     steps = progress.step - before.step
     runtime = time.perf_counter() - start.seconds

@@ -1,1 +1,5 @@
-"""TODO."""
+"""Finds slow ranks.
+
+`detector.Stragglers` times data and forward passes, `comparison` compares the ranks, `nvrx.NvrxStragglers` uses
+`nvidia-resiliency-ext`.
+"""

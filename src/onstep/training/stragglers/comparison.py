@@ -1,4 +1,4 @@
-"""Who is slow, and in what: the times of all ranks compared, and said in one line."""
+"""Compares the times of all ranks, finds slow ranks and their cause, and formats the report line."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FORWARD_SHARE = 3.0
-"""Forward and backward pass take three times what the forward pass takes: the backward pass has twice its products."""
+"""Forward and backward pass together cost three times the forward pass: the backward pass has twice its products."""
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What one rank measured, in seconds of one step; readings of its GPU are NaN where there are none."""
+    """One rank's measurements, in seconds per step; GPU readings are NaN if not available."""
 
     step: float
     data: float
     forward: float
-    """The forward passes. No collective stands in them, so they tell the rank's own speed."""
+    """The forward passes. They contain no collective, so they show the rank's own speed."""
     watts: float = math.nan
     celsius: float = math.nan
     utilization: float = math.nan
@@ -26,46 +26,46 @@ class RankTimes:
 
     @property
     def compute(self) -> float:
-        """The forward and, by estimate, the backward passes; no more than the step has left for them."""
+        """The forward passes and an estimate of the backward passes, at most the rest of the step."""
         return min(FORWARD_SHARE * self.forward, max(0.0, self.step - self.data))
 
     @property
     def work(self) -> float:
-        """What the rank is busy with by itself."""
+        """The rank's own work."""
         return self.data + self.compute
 
     @property
     def communication(self) -> float:
-        """The rest of the step: collectives, the waiting for slower ranks in them, and the update."""
+        """The rest of the step: collectives, including the wait for slower ranks, and the update."""
         return max(0.0, self.step - self.work)
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that holds the others up."""
+    """A rank that slows the others down."""
 
     rank: int
     cause: str
-    """data | compute: where it spends more than the median rank."""
+    """data | compute: where it spends more time than the median rank."""
     speed: float
-    """Share of the median rank's speed."""
+    """Fraction of the median rank's speed."""
     seconds: float
-    """What it spends there in a step."""
+    """The time that it spends there per step."""
     usual_seconds: float
-    """What the median rank spends there."""
+    """The time that the median rank spends there."""
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} is slow in {self.cause}: {self.seconds * 1000:.1f} ms a step there, the median rank "
-            f"{self.usual_seconds * 1000:.1f} ms; it has {self.speed:.0%} of that rank's speed"
+            f"rank {self.rank} is slow in {self.cause}: {self.seconds * 1000:.1f} ms per step, the median rank "
+            f"{self.usual_seconds * 1000:.1f} ms; it runs at {self.speed:.0%} of that rank's speed"
         )
 
 
 def find_stragglers(times: Sequence[RankTimes], threshold: float) -> list[Straggler]:
-    """The ranks whose own work takes so long that their speed is below `threshold` of the median rank's, slowest first.
+    """The ranks whose own work is so slow that their speed is below `threshold` of the median rank's, slowest first.
 
-    A rank that waits for others in a collective is not slow: only data and computation count. Of an even number of
-    ranks the faster of the two middle ones is the median.
+    A rank that waits for others in a collective is not slow: only data and computation count. With an even number of
+    ranks, the median is the faster of the two middle ones.
     """
     usual = {part: statistics.median_low(getattr(one, part) for one in times) for part in ("data", "compute", "work")}
     found = []
@@ -78,7 +78,7 @@ def find_stragglers(times: Sequence[RankTimes], threshold: float) -> list[Stragg
 
 
 def straggler_line(times: Sequence[RankTimes], step_flops: float) -> str:
-    """One line of the least and largest of all ranks; `step_flops` are the model FLOPs of a step over all ranks."""
+    """One line with the minima and maxima over all ranks; `step_flops` are a step's model FLOPs over all ranks."""
     teraflops = step_flops / len(times) / 1e12
     columns = {
         "step (ms)": [one.step * 1000 for one in times],
@@ -101,7 +101,7 @@ def straggler_line(times: Sequence[RankTimes], step_flops: float) -> str:
 
 
 def ranking_lines(times: Sequence[RankTimes], count: int) -> list[str]:
-    """The `count` slowest and fastest ranks by their own work, where more than one is asked for."""
+    """The `count` slowest and fastest ranks by their own work, if more than one is requested."""
     if count <= 1:
         return []
     order = sorted(range(len(times)), key=lambda rank: times[rank].work)

@@ -1,4 +1,4 @@
-"""Measures, on each rank, what a step spends on data and in the forward pass, and compares the ranks."""
+"""Measures, on each rank, the time that a step spends on data and in the forward pass, and compares the ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
-from onstep.config.safety_config import StragglerDetectionConfig
+from onstep.config import StragglerDetectionConfig
 from onstep.distributed import World
 from onstep.events import Request
 from onstep.training.compute.step import Step
 from onstep.training.feature import Feature, Interruption
-from onstep.training.reporting.gpu_telemetry import open_gauge
+from onstep.training.reporting.gpu_telemetry import open_gpu_telemetry
 from onstep.training.run import Run
 from onstep.training.stages.agreement import write_decision
 from onstep.training.stages.job import Job
@@ -35,16 +35,16 @@ Mark = TypeVar("Mark")
 
 
 class TogglePort(ThreadingHTTPServer):
-    """Listens on 127.0.0.1; `curl -X POST http://127.0.0.1:<port>/` turns the detection over, GET only asks.
+    """Listens on 127.0.0.1; `curl -X POST http://127.0.0.1:<port>/` toggles the detection, GET only queries it.
 
-    What it says holds from the next report on.
+    A change applies from the next report on.
 
     Args:
-        port: 0 takes a free one.
-        is_wanted: whether the detection is on now.
+        port: 0 selects a free one.
+        is_wanted: whether the detection is currently on.
 
     Raises:
-        OSError: for a port that is taken.
+        OSError: for a port in use.
     """
 
     daemon_threads = True
@@ -74,24 +74,24 @@ class _Toggle(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_POST(self) -> None:
-        if self.headers.get("Origin") is not None:  # a web page in somebody's browser
+        if self.headers.get("Origin") is not None:  # a web page in a browser
             self.send_error(403)
             return
         self.server.is_wanted = not self.server.is_wanted
         self.do_GET()
 
     def log_message(self, format: str, *args: object) -> None:
-        """A request is no news."""
+        """Do not log requests."""
 
 
 class _Section(Generic[Mark]):
-    """Adds up the seconds between entering and leaving, which are only computed when the sum is asked for."""
+    """Sums the seconds between entering and exiting, computed only when the sum is requested."""
 
     def __init__(self, mark: Callable[[], Mark], seconds_between: Callable[[Mark, Mark], float]) -> None:
         self._mark, self._seconds_between = mark, seconds_between
         self._begun: Mark | None = None
         self.pairs: list[tuple[Mark, Mark]] = []
-        """Marks at the beginning and the end of each time inside."""
+        """Pairs of marks at the beginning and the end of each interval."""
 
     def __enter__(self) -> None:
         self._begun = self._mark()
@@ -116,22 +116,22 @@ def _device_mark() -> torch.cuda.Event:
 
 
 def _seconds_on_device(begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
-    """Waits for the device."""
+    """The seconds between two events; waits for the device."""
     ended.synchronize()
     return float(begun.elapsed_time(ended)) / 1000
 
 
 class StragglerDetector:
-    """Names the rank that holds the others up, and in what: its data or its computation.
+    """Identifies the rank that slows the others down, and whether its data or its computation is the cause.
 
-    `with timer(bdata=True)` stands around the reading of a batch, `with timer` around the forward pass; both cost two
-    readings of a clock, on CUDA two recorded events. Nothing is waited for before `report`.
+    Use `with timer(bdata=True)` around the reading of a batch, and `with timer` around the forward pass; both cost two
+    clock readings, on CUDA two recorded events. Nothing waits for the device before `report`.
 
     Args:
-        options: thresholds and what happens.
+        options: thresholds and actions.
         world: the ranks.
-        clock: seconds on a clock that never goes back.
-        on_found: told what `report` found, on every rank alike.
+        clock: seconds on a monotonic clock.
+        on_found: called with the findings of `report`, identically on every rank.
     """
 
     def __init__(
@@ -144,13 +144,13 @@ class StragglerDetector:
         self._options, self._world, self._clock, self._on_found = options, world or World(), clock, on_found
         self._data = _Section(clock, _seconds_on_host)
         self._forward: _Section[float] | _Section[torch.cuda.Event] = _Section(clock, _seconds_on_host)
-        self._gauge = None
+        self._telemetry = None
         if self._world.device.type == "cuda":
             self._forward = _Section(_device_mark, _seconds_on_device)
-            self._gauge = open_gauge(self._world.device)
+            self._telemetry = open_gpu_telemetry(self._world.device)
         self.enabled = not options.disable_straggler_on_startup
         self.stragglers: tuple[Straggler, ...] = ()
-        """What the last report found."""
+        """The findings of the last report."""
         self._since = clock()
         self._port: TogglePort | None = None
         if options.open_port and self._world.is_main:
@@ -158,10 +158,10 @@ class StragglerDetector:
             try:
                 self._port = TogglePort(port, self.enabled)
             except OSError as error:
-                logger.warning("the straggler detection cannot be switched: port %d of 127.0.0.1: %s", port, error)
+                logger.warning("cannot open port %d of 127.0.0.1 to toggle the straggler detection: %s", port, error)
 
     def __call__(self, bdata: bool = False) -> _Section[float] | _Section[torch.cuda.Event] | StragglerDetector:
-        """What to stand in `with` around the reading of a batch (`bdata`), or around the forward pass."""
+        """The context manager for the reading of a batch (`bdata`), or for the forward pass."""
         if not self.enabled:
             return self
         return self._data if bdata else self._forward
@@ -181,24 +181,24 @@ class StragglerDetector:
             self._forward.__enter__()
 
     def stop(self) -> None:
-        """End a forward pass; nothing where none was begun."""
+        """End a forward pass; do nothing if none was begun."""
         self._forward.__exit__()
 
     def leave_out(self, seconds: float) -> None:
-        """Take an evaluation or a save out of the time of the steps."""
+        """Subtract an evaluation or a save from the time of the steps."""
         self._since += seconds
 
     def report(self, total_flops: float = 0.0, log_interval: int = 0) -> bool:
-        """Compare the ranks over the steps since the last report, print it on rank 0, and measure anew. Collective.
+        """Compare the ranks over the steps since the last report, print it on rank 0, and restart. Collective.
 
         Args:
-            total_flops: model FLOPs of all ranks over these steps; 0 leaves TFLOP/s out.
-            log_interval: how many steps there were, where the readings of batches do not tell.
+            total_flops: model FLOPs of all ranks over these steps; 0 omits TFLOP/s.
+            log_interval: number of steps, if it is not known from the readings of batches.
 
         Returns:
-            Whether a rank is slow: the same on all ranks.
+            Whether a rank is slow; the same on all ranks.
         """
-        if not (self.enabled or self._options.open_port):  # the same on all ranks: a request to rank 0 may switch it on
+        if not (self.enabled or self._options.open_port):  # the same on all ranks: a request to rank 0 may turn it on
             return False
         is_wanted = self._port.is_wanted if self._port is not None else self.enabled
         steps = max(len(self._data.pairs) or log_interval, 1)
@@ -225,13 +225,13 @@ class StragglerDetector:
             self._port = None
 
     def _times(self, steps: int) -> RankTimes:
-        gauge = self._gauge
+        gauge = self._telemetry
         readings = (gauge.watts(), gauge.celsius(), gauge.utilization(), gauge.megahertz()) if gauge else ()
         parts = (self._clock() - self._since, self._data.seconds(), self._forward.seconds())
         return RankTimes(*(part / steps for part in parts), *readings)
 
     def restart(self) -> None:
-        """Forget what was measured, and measure from here on."""
+        """Discard the measurements, and measure from here on."""
         self._data.pairs.clear()
         self._forward.pairs.clear()
         self._since = self._clock()
@@ -243,7 +243,7 @@ class _Room:
 
 
 def detector_of(run: Run) -> StragglerDetector:
-    """The detector of a run, made when it is first asked for."""
+    """The detector of a run, created on first use."""
     room = run.features.room(_Room)
     room.detector = room.detector or StragglerDetector(
         run.cfg.straggler, run.world, lambda: run.clock.elapsed(), lambda found: act_on_stragglers(run, found)
@@ -281,7 +281,7 @@ class Stragglers(Feature[Job]):
         return self._measured(forward, is_data=False)
 
     def after_iteration(self, step: Step) -> None:
-        """Compare the ranks where the step is a logged one. Collective then."""
+        """Compare the ranks at a logged step, which is collective."""
         job, run = self.host, self._run
         self._flops += flops_of_samples(run.cfg, job.model, job.samples_of(step.batches))
         log_interval = run.cfg.logger.log_interval
@@ -307,7 +307,7 @@ class Stragglers(Feature[Job]):
 
 
 def act_on_stragglers(state: Run, found: list[Straggler]) -> None:
-    """Warn on rank 0, record it among the run's decisions, and ask for the end where that is configured."""
+    """Warn on rank 0, record the findings among the run's decisions, and request a stop if configured."""
     text = "; ".join(map(str, found))
     if state.world.is_main:
         logger.warning("STRAGGLER DETECTION WARNING: %s", text)

@@ -1,4 +1,4 @@
-"""The straggler detection of `nvidia-resiliency-ext`, which scores GPUs by the kernels that they run."""
+"""Detects stragglers with `nvidia-resiliency-ext`, which scores GPUs by the kernels that they run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
-from onstep.config.safety_config import NVRxStragglerDetectionConfig
+from onstep.config import NVRxStragglerDetectionConfig
 from onstep.distributed import World, attempt
 from onstep.errors import MissingExtraError
 from onstep.training.compute.step import Step
@@ -25,16 +25,16 @@ Given = ParamSpec("Given")
 Found = TypeVar("Found")
 
 _SLOWER_THAN = {"relative": "the others", "individual": "they were"}
-"""What GPUs are compared with, by the kind of their score."""
+"""The baseline of each kind of score."""
 
 
 class NVRxStragglerDetectionManager:
-    """Owns the package's `Detector`, of which there is one in a process.
+    """Owns the package's `Detector`, of which a process has only one.
 
     Args:
-        config: what is scored, how often, and what happens.
+        config: what to score, how often, and how to react.
         world: the ranks.
-        write: takes scores by tag, on every rank.
+        write: receives scores by tag, on every rank.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class NVRxStragglerDetectionManager:
         self._kinds = [kind for kind, is_wanted in wanted.items() if is_wanted]
         self._package: ModuleType | None = None
         self.found = ""
-        """What the last report found, in words, on all ranks."""
+        """The findings of the last report, as text, on all ranks."""
 
     @property
     def rank(self) -> int:
@@ -57,15 +57,15 @@ class NVRxStragglerDetectionManager:
 
     @property
     def is_initialized(self) -> bool:
-        """Between `initialize` and `shutdown`."""
+        """True between `initialize` and `shutdown`."""
         return self._package is not None
 
     def initialize(self) -> None:
-        """Start the detector. All ranks do.
+        """Start the detector. Must be called on all ranks.
 
         Raises:
-            MissingExtraError: where the package is not installed.
-            ValueError: where neither kind of score is asked for.
+            MissingExtraError: if the package is not installed.
+            ValueError: if neither kind of score is enabled.
         """
         if not self._kinds:
             raise ValueError(
@@ -81,7 +81,7 @@ class NVRxStragglerDetectionManager:
         self._package = package
 
     def wrap_train_step_function(self, train_step: Callable[Given, Found]) -> Callable[Given, Found]:
-        """A `train_step` whose kernels are scored; as it was, where the detector does not run."""
+        """A `train_step` whose kernels are scored; unchanged if the detector is not running."""
         if self._package is None:
             return train_step
 
@@ -94,9 +94,9 @@ class NVRxStragglerDetectionManager:
         return measured
 
     def check_stragglers(self, global_rank: int) -> bool:
-        """Whether the run is to end because a GPU is slow: the same on all ranks. Collective, once a step.
+        """Whether to end the run because a GPU is slow; the same on all ranks. Collective, once per step.
 
-        A report is made, and said on rank 0, when `report_time_interval` is over.
+        When `report_time_interval` has passed, a report is made, and printed on rank 0.
         """
         if self._package is None:
             return False
@@ -111,13 +111,13 @@ class NVRxStragglerDetectionManager:
         return bool(self.found) and self._config.stop_if_detected
 
     def shutdown(self) -> None:
-        """End the detector; nothing where it does not run."""
+        """Stop the detector; do nothing if it is not running."""
         if self._package is not None:
             package, self._package = self._package, None
             package.Detector.shutdown()
 
     def _say(self, report: Any) -> tuple[str, dict[str, float]]:
-        """Warn of what the package's report found and print the scores: the former in words, the latter by tag."""
+        """Warn of the findings in the package's report and print the scores; returns findings, and scores by tag."""
         config = self._config
         stragglers = report.identify_stragglers(
             gpu_rel_threshold=config.gpu_relative_perf_threshold,
@@ -141,20 +141,20 @@ class NVRxStragglerDetectionManager:
 
 
 def check_nvrx_straggler_detection(nvrx_straggler_manager: NVRxStragglerDetectionManager | None) -> bool:
-    """Whether the run is to end because a GPU is slow; False without a manager. Collective where there is one."""
+    """Whether to end the run because a GPU is slow; False without a manager. Collective with one."""
     manager = nvrx_straggler_manager
     return manager is not None and manager.check_stragglers(manager.rank)
 
 
 def safe_shutdown_nvrx_straggler_manager(nvrx_straggler_manager: NVRxStragglerDetectionManager | None) -> None:
-    """End the detection; what goes wrong is logged and not raised."""
+    """Stop the detection; errors are logged, not raised."""
     error = None if nvrx_straggler_manager is None else attempt(nvrx_straggler_manager.shutdown)[1]
     if error is not None:
-        logger.error("the straggler detection of nvidia-resiliency-ext did not end well: %s", error)
+        logger.error("cannot stop the straggler detection of nvidia-resiliency-ext: %s", error)
 
 
 def scores_block(kind: str, scores: Mapping[int, float], nodes: Mapping[int, str], count: int) -> str:
-    """Lines of the `count` worst and best GPUs, or of all where there are few."""
+    """Lines of the `count` worst and best GPUs, or of all if there are few."""
     order = sorted(scores, key=lambda rank: scores[rank])
     if len(order) <= 2 * count:
         groups: dict[str, Sequence[int]] = {"all ranks, worst first": order}
@@ -168,7 +168,7 @@ def scores_block(kind: str, scores: Mapping[int, float], nodes: Mapping[int, str
 
 
 def score_summary(prefix: str, scores: Sequence[float]) -> dict[str, float]:
-    """`<prefix>/min`, `/median`, `/max`; NaN where there are no scores."""
+    """`<prefix>/min`, `/median`, `/max`; NaN without scores."""
     values = (min(scores), statistics.median_low(scores), max(scores)) if scores else (math.nan,) * 3
     return {f"{prefix}/{name}": value for name, value in zip(("min", "median", "max"), values, strict=True)}
 
@@ -178,13 +178,13 @@ def _straggler_module() -> ModuleType:
         return importlib.import_module("nvidia_resiliency_ext.straggler")
     except ImportError as error:
         raise MissingExtraError(
-            "nvrx_straggler.enabled=True needs nvidia-resiliency-ext: pip install 'onstep[resiliency]', or use "
-            "straggler.log_straggler, which needs nothing."
+            "nvrx_straggler.enabled=True requires nvidia-resiliency-ext: pip install 'onstep[resiliency]', or use "
+            "straggler.log_straggler, which requires no package."
         ) from error
 
 
 class NvrxStragglers(Feature[Job]):
-    """The straggler detection of `nvidia-resiliency-ext` around every step; its scores go to the trackers."""
+    """Runs the straggler detection of `nvidia-resiliency-ext` around every step; its scores go to the trackers."""
 
     name = "nvrx_stragglers"
     when = "nvrx_straggler.enabled"
@@ -203,7 +203,7 @@ class NvrxStragglers(Feature[Job]):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Start the detection; where that fails on a rank, the run goes on without it. Collective."""
+        """Start the detection; if it fails on a rank, the run continues without it. Collective."""
         world, manager = self.host.run.world, self.manager
         error = None if manager is None else attempt(manager.initialize)[1]
         if world.agree([int(error is not None)]) == [1]:
@@ -221,7 +221,7 @@ class NvrxStragglers(Feature[Job]):
         return train_step if self.manager is None else self.manager.wrap_train_step_function(train_step)
 
     def before_exit_decision(self) -> None:
-        """Ask, once a step, whether a GPU is so slow that the run is to end. Collective."""
+        """Check, once per step, whether a GPU is so slow that the run should end. Collective."""
         run, manager = self.host.run, self.manager
         if manager is None or self._checked_at == run.train_state.step:
             return
@@ -231,4 +231,4 @@ class NvrxStragglers(Feature[Job]):
 
     def _write(self, scores: Mapping[str, float]) -> None:
         run, progress = self.host.run, self.host.run.train_state
-        write_tags(run.trackers.loggers, scores, progress.step, progress.consumed_train_samples)
+        write_tags(run.bridge_trackers.loggers, scores, progress.step, progress.consumed_train_samples)

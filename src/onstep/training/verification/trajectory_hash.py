@@ -1,6 +1,6 @@
-"""Proof that a resumed run is the uninterrupted one: a hash chain over what every step took, drew, used and left.
+"""Proves that a resumed run equals the uninterrupted one, by a hash chain over each step's data, RNG and results.
 
-`first_difference` compares those of two runs, for `onstep verify-resume`.
+`first_difference` compares the chains of two runs, for `onstep verify-resume`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor, nn
 
 from onstep.checkpoint import RngState
 from onstep.checkpoint.format.tensor_file import bytes_of
-from onstep.metrics_log import Journal, Record, align, read_records, without_wall_clock
+from onstep.metrics_log import MetricsLog, Record, align, read_records, without_wall_clock
 from onstep.training.compute.step import Step
 from onstep.training.feature import Feature
 from onstep.training.protocols import StateDict, UserOptimizer
-from onstep.training.runs.run_dir import RunFolder
+from onstep.training.runs.run_dir import RunDir
 from onstep.training.stages.job import Job
 from onstep.training.stages.record import learning_rate
 
 ITEMS = ("samples", "rng", "learning_rate", "loss", "weights")
-"""What a step's record holds beside its number and the chain, in the order in which differences are looked for."""
+"""Fields of a step's record besides its number and the chain, in the order in which differences are searched."""
 ABSENT = "nothing"
 _NO_RECORD: Record = {}
 
@@ -35,25 +35,25 @@ _AS_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MODULUS = 2**31 - 1
 
 
-class Certificate:
-    """This rank's hash chain. Each step's record is chained to the one before and appended to `path`.
+class HashChain:
+    """This rank's hash chain. Each step's record is chained to the previous one and appended to `path`.
 
-    It reads the loss and a fingerprint of the weights at every step, so a device is waited for; it is meant for proofs,
-    not for speed. Resuming cuts the file to what the checkpoint covers.
+    It reads the loss and a fingerprint of the weights from the device at every step: it is meant for proofs, not for
+    speed. Resuming truncates the file to the steps that the checkpoint covers.
     """
 
     def __init__(self, path: Path | None, device: torch.device) -> None:
         self._path = path
         self._rng = RngState(device)
         self.chain = ""
-        """The hash over all steps so far, as hexadecimal digits; empty before the first."""
+        """The hash over all steps so far, in hexadecimal; empty before the first."""
         self._num_records = 0
-        self._journal: Journal | None = None
+        self._metrics_log: MetricsLog | None = None
 
     def extend(
         self, step: int, sample_ids: object, optimizer: UserOptimizer, loss: Tensor, model: Iterable[nn.Module]
     ) -> StateDict:
-        """Add the step that just ended; returns its record."""
+        """Add the step that just ended and return its record."""
         record: StateDict = {
             "step": step,
             "samples": _digest(json.dumps(sample_ids).encode()),
@@ -65,30 +65,30 @@ class Certificate:
         self.chain = _digest((self.chain + json.dumps(record)).encode())
         record["chain"] = self.chain
         self._num_records += 1
-        if self._path is not None and self._journal is None:
-            if self._path.exists() and self._num_records == 1:  # a run that starts anew
+        if self._path is not None and self._metrics_log is None:
+            if self._path.exists() and self._num_records == 1:  # a run that starts from scratch
                 align(self._path, num_records=0)
-            self._journal = Journal.open(self._path)
-        if self._journal is not None:
-            self._journal.append(record)
+            self._metrics_log = MetricsLog.open(self._path)
+        if self._metrics_log is not None:
+            self._metrics_log.append(record)
         return record
 
     def state_dict(self) -> StateDict:
-        """The chain and its length."""
+        """The chain's current hash and its length."""
         return {"chain": self.chain, "num_records": self._num_records}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Continue the chain; later records of an interrupted process are kept aside."""
+        """Continue the chain; later records of an interrupted process are set aside."""
         self.close()
         self.chain, self._num_records = state_dict["chain"], state_dict["num_records"]
         if self._path is not None and self._path.exists():
             align(self._path, num_records=self._num_records)
 
     def close(self) -> None:
-        """Let go of the file; doing it twice is harmless."""
-        journal, self._journal = self._journal, None
-        if journal is not None:
-            journal.close()
+        """Close the file; calling it twice is harmless."""
+        metrics_log, self._metrics_log = self._metrics_log, None
+        if metrics_log is not None:
+            metrics_log.close()
 
     def _rng_digest(self) -> str:
         hasher = blake3()
@@ -98,7 +98,7 @@ class Certificate:
 
 
 class TrajectoryHash(Feature[Job]):
-    """Keeps this rank's certificate, in the run's folder if it has one."""
+    """Records this rank's trajectory hash, in the run's directory if it has one."""
 
     name = "certificate"
     when = "checkpoint.certify"
@@ -112,26 +112,26 @@ class TrajectoryHash(Feature[Job]):
     def __init__(self, host: Job) -> None:
         super().__init__(host)
         run = host.run
-        folder = None if run.run_folder is None else run.run_folder.path / "certificate"
-        path = None if folder is None else folder / f"rank_{run.world.rank}.json"
-        self.certificate = Certificate(path, run.world.device)
+        directory = None if run.run_dir is None else run.run_dir.path / "certificate"
+        path = None if directory is None else directory / f"rank_{run.world.rank}.json"
+        self.hash_chain = HashChain(path, run.world.device)
 
     def session(self) -> AbstractContextManager[object]:
-        return closing(self.certificate)
+        return closing(self.hash_chain)
 
     def after_count(self, step: Step) -> None:
         job = self.host
-        self.certificate.extend(step.number, step.sample_ids, job.optimizer, step.total.value(), job.model)
+        self.hash_chain.extend(step.number, step.sample_ids, job.optimizer, step.total.value(), job.model)
 
     def state_dict(self) -> StateDict:
-        return self.certificate.state_dict()
+        return self.hash_chain.state_dict()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        self.certificate.load_state_dict(state_dict)
+        self.hash_chain.load_state_dict(state_dict)
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:
-    """A digest of the tensors' bits that differs, but for chance, where any bit does; one read of a device."""
+    """A digest of the tensors' bits; any differing bit changes it, barring collisions. Reads the device once."""
     hasher, sums = blake3(), []
     for tensor in tensors:
         if tensor.device.type == "cpu":
@@ -171,16 +171,16 @@ def _digest(text: bytes) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing in which two runs differ."""
+    """The first difference between two runs."""
 
     item: str
-    """One of `ITEMS`, or what else is compared."""
+    """One of `ITEMS`, or a description of what else was compared."""
     left: str
     right: str
     step: int | None = None
-    """None for what belongs to the whole run."""
+    """None if it concerns the whole run."""
     rank: int | None = None
-    """None for what is not a rank's own."""
+    """None if it does not belong to a single rank."""
 
     def __str__(self) -> str:
         places = (("step", self.step), ("rank", self.rank))
@@ -189,17 +189,17 @@ class Difference:
 
 
 def first_difference(left: Path, right: Path) -> Difference | None:
-    """The first difference between the runs in two folders, both made with `checkpoint.certify`; None if equal.
+    """The first difference between the runs in two directories, both run with `checkpoint.certify`; None if equal.
 
-    Compared are the certificates of all ranks (the earliest step first, within it rank by rank), the final weights and
-    the journals without wall-clock fields.
+    Compares the trajectory hashes of all ranks (earliest step first, then by rank), the final weights, and the metrics
+    logs without their wall-clock fields.
 
     Raises:
-        FileNotFoundError: where the first folder has no certificate.
+        FileNotFoundError: if the first directory has no trajectory hash.
     """
-    ours, theirs = certificates(left), certificates(right)
+    ours, theirs = hash_chains(left), hash_chains(right)
     if not ours:
-        raise FileNotFoundError(f"{left} has no certificate; make the run with checkpoint.certify=true.")
+        raise FileNotFoundError(f"{left} has no trajectory hash; run it with checkpoint.certify=true.")
     found = []
     for rank in sorted({*ours, *theirs}):
         records = (read_records(one[rank]) if rank in one else [] for one in (ours, theirs))
@@ -208,17 +208,17 @@ def first_difference(left: Path, right: Path) -> Difference | None:
             found.append(difference)
     if found:
         return min(found, key=lambda one: (one.step or 0, one.rank or 0))
-    return _weights_difference(left, right) or _journal_difference(left, right)
+    return _weights_difference(left, right) or _metrics_log_difference(left, right)
 
 
-def certificates(run: Path) -> dict[int, Path]:
-    """The certificates of a run by rank."""
+def hash_chains(run: Path) -> dict[int, Path]:
+    """The trajectory hash files of a run, by rank."""
     found = (run / "certificate").glob("rank_*.json")
     return {int(path.stem.partition("_")[2]): path for path in sorted(found) if path.stem[5:].isdigit()}
 
 
 def _difference_of_rank(rank: int, ours: list[Record], theirs: list[Record]) -> Difference | None:
-    """Where two certificates part: the first step, and in it the first item."""
+    """The first step, and in it the first item, where two trajectory hashes differ."""
     for one, other in zip_longest(ours, theirs, fillvalue=_NO_RECORD):
         step = int((one or other)["step"])
         if not (one and other):
@@ -226,19 +226,21 @@ def _difference_of_rank(rank: int, ours: list[Record], theirs: list[Record]) -> 
             return Difference("the number of steps", left, right, step, rank)
         for item in ("step", *ITEMS, "chain"):
             if one.get(item) != other.get(item):
-                return Difference(item, _told(item, one.get(item)), _told(item, other.get(item)), step, rank)
+                return Difference(
+                    item, _value_text(item, one.get(item)), _value_text(item, other.get(item)), step, rank
+                )
     return None
 
 
-def _told(item: str, value: object) -> str:
-    """A float as people read it, beside its exact hexadecimal form; digests as they are."""
+def _value_text(item: str, value: object) -> str:
+    """A float in readable form next to its exact hexadecimal form; digests unchanged."""
     if item in ("loss", "learning_rate") and isinstance(value, str):
         return f"{float.fromhex(value):.9g} ({value})"
     return str(value)
 
 
 def _weights_difference(left: Path, right: Path) -> Difference | None:
-    digests = [_digests(RunFolder(run).model) for run in (left, right)]
+    digests = [_digests(RunDir(run).model) for run in (left, right)]
     for name in sorted({*digests[0], *digests[1]}):
         ours, theirs = (one.get(name, ABSENT) for one in digests)
         if ours != theirs:
@@ -246,18 +248,18 @@ def _weights_difference(left: Path, right: Path) -> Difference | None:
     return None
 
 
-def _digests(folder: Path) -> dict[str, str]:
-    files = sorted(path for path in folder.glob("*") if path.is_file())
+def _digests(directory: Path) -> dict[str, str]:
+    files = sorted(path for path in directory.glob("*") if path.is_file())
     return {path.name: blake3(path.read_bytes()).hexdigest(length=16) for path in files}
 
 
-def _journal_difference(left: Path, right: Path) -> Difference | None:
-    journals = [RunFolder(run).journal for run in (left, right)]
-    ours, theirs = ([without_wall_clock(one) for one in read_records(path)] for path in journals)
+def _metrics_log_difference(left: Path, right: Path) -> Difference | None:
+    metrics_logs = [RunDir(run).metrics_log for run in (left, right)]
+    ours, theirs = ([without_wall_clock(one) for one in read_records(path)] for path in metrics_logs)
     for one, other in zip_longest(ours, theirs, fillvalue=_NO_RECORD):
         for key in one | other:
-            told = [json.dumps(each[key]) if key in each else ABSENT for each in (one, other)]
-            if told[0] != told[1]:
+            texts = [json.dumps(each[key]) if key in each else ABSENT for each in (one, other)]
+            if texts[0] != texts[1]:
                 step = one.get("global_step", other.get("global_step"))
-                return Difference(f"{key} in the journal", told[0], told[1], step)
+                return Difference(f"{key} in the metrics log", texts[0], texts[1], step)
     return None

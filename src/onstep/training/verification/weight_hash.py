@@ -1,4 +1,4 @@
-"""Are the replicas' weights the same, bit for bit? Compared by a hash of each parameter."""
+"""Compares the replicas' weights bit for bit, by a hash of each parameter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from blake3 import blake3
 from torch import nn
 
 from onstep.checkpoint.format.tensor_file import bytes_of
-from onstep.config.part import listed
+from onstep.config.suggestions import listed
 from onstep.distributed import World, shards
 from onstep.errors import ReplicaMismatchError
 from onstep.schedules import is_due
@@ -19,9 +19,9 @@ from onstep.training.stages.job import Job
 
 
 def weight_hashes(model: Sequence[nn.Module]) -> dict[str, bytes]:
-    """The hash of each parameter's bytes by name: frozen ones too, tied ones once.
+    """The hash of each parameter's bytes by name, including frozen ones; tied parameters count once.
 
-    A parameter that is split over the ranks (a DTensor) has no replica here and is left out. Every byte goes through
+    A parameter that is sharded over the ranks (a DTensor) has no replica here and is skipped. Every byte passes through
     the host.
     """
     seen: set[int] = set()
@@ -47,22 +47,22 @@ def check_param_hashes_across_dp_replicas(
         iteration: the step, for the message.
 
     Raises:
-        ReplicaMismatchError: on every rank, naming the ranks and parameters that differ from what most ranks have (from
-            rank 0 where there is no majority).
+        ReplicaMismatchError: on every rank, naming the ranks and parameters that differ from the majority (from rank 0
+            without a majority).
     """
     world = world or World(rank=shards.rank(), size=shards.world_size())
     differing = _differing(world.gather(weight_hashes(model)))
     if differing:
-        told = "; ".join(f"rank {rank} differs in {listed(names, 3)}" for rank, names in differing.items())
+        listing = "; ".join(f"rank {rank} differs in {listed(names, 3)}" for rank, names in differing.items())
         when = "" if iteration is None else f" after {iteration} iterations"
         raise ReplicaMismatchError(
-            f"Parameter hashes not matching across DP replicas{when}: {told}. A rank changed weights on "
-            "its own, or computes wrongly (look at its memory errors); continue from a checkpoint of before it."
+            f"Parameter hashes not matching across DP replicas{when}: {listing}. A rank modified weights on "
+            "its own, or computes incorrectly (check for memory errors); continue from a checkpoint before that."
         )
 
 
 def _differing(by_rank: list[dict[str, bytes]]) -> dict[int, list[str]]:
-    """The parameters by rank that are not as on most ranks."""
+    """The parameters by rank that differ from those of most ranks."""
     differing: dict[int, list[str]] = {}
     for name in dict.fromkeys(name for hashes in by_rank for name in hashes):
         found = [hashes.get(name) for hashes in by_rank]
@@ -75,7 +75,7 @@ def _differing(by_rank: list[dict[str, bytes]]) -> dict[int, list[str]]:
 
 
 class WeightHashes(Feature[Job]):
-    """Compares the weights of all replicas, before the first step and every so many steps."""
+    """Compares the weights of all replicas, before the first step and at a configured interval."""
 
     name = "weight_hashes"
     when = "train.check_weight_hash_across_dp_replicas_interval"
@@ -99,7 +99,7 @@ class WeightHashes(Feature[Job]):
 
 
 def check_weight_hashes(model: Sequence[nn.Module], iteration: int, world: World | None = None) -> None:
-    """Compare all weights over the data-parallel ranks, and say on rank 0 that they match. Collective.
+    """Compare all weights over the data-parallel ranks, and print on rank 0 that they match. Collective.
 
     Raises:
         ReplicaMismatchError: see `check_param_hashes_across_dp_replicas`.

@@ -1,4 +1,4 @@
-"""Carries what ranks tell of themselves through the process group's store, outside of the collectives."""
+"""Exchanges the ranks' reports through the process group's store, outside of the collectives."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from onstep.training.watchdog.diagnosis import SILENT_BEATS, Verdict
-from onstep.training.watchdog.rank_report import RankRecord
+from onstep.training.watchdog.diagnosis import SILENT_BEATS, FailureDiagnosis
+from onstep.training.watchdog.rank_report import RankReport
 from onstep.training.watchdog.stacks import state_of
 
 _PREFIX = "onstep_watchdog"
@@ -20,12 +20,12 @@ _URGENT_SECONDS = 0.05
 _ANSWER_SECONDS = 5.0
 
 
-class RankCourier(threading.Thread):
-    """A thread that publishes this rank's record and reads those of others, once an interval.
+class RankExchange(threading.Thread):
+    """A thread that publishes this rank's record and reads those of other ranks, once per interval.
 
-    The store holds one record, and after a verdict one text of stacks, for each rank, and three keys more. The lowest
-    rank that is heard of reads all records; the others read only that one's, so that the store answers a few small
-    requests of each rank in an interval.
+    The store holds one record per rank, after a diagnosis one text of stacks per rank, and three more keys. The lowest
+    rank that is still reporting reads all records; the others read only that rank's, so that the store answers a few
+    small requests of each rank per interval.
     """
 
     def __init__(self, rank: int, size: int, interval: float) -> None:
@@ -33,49 +33,49 @@ class RankCourier(threading.Thread):
         self.rank = rank
         self.size = size
         self.interval = interval
-        self.record = RankRecord(rank)
-        """What is published next."""
+        self.record = RankReport(rank)
+        """The record to publish next."""
         self.leader = 0
-        """The rank that judges, as far as this one knows."""
-        self.proposal: Verdict | None = None
-        """What this rank would decide; it holds where it comes first."""
-        self.ruling: Verdict | None = None
+        """The diagnosing rank, as far as this one knows."""
+        self.proposal: FailureDiagnosis | None = None
+        """This rank's own diagnosis; it counts if this is the diagnosing rank."""
+        self.decision: FailureDiagnosis | None = None
         self.is_reported = False
         self.stacks: str | None = None
-        """Those of this rank, to be published."""
+        """The stacks of this rank, to be published."""
         self.wants_stacks = False
-        """Whether this rank collects the stacks of all."""
+        """Whether this rank collects the stacks of all ranks."""
         self.collected: dict[int, str] = {}
         self.report_is_out = False
-        """Set by the reporter when it has written its report."""
+        """Set by the reporting rank once its report is written."""
         self.last_answer = time.monotonic()
-        """When the store answered last."""
+        """When the store last answered."""
         self.is_urgent = False
-        self._seen: dict[int, RankRecord] = {}
+        self._seen: dict[int, RankReport] = {}
         """The newest record of each other rank."""
         self._seen_at: dict[int, float] = {}
-        """When it came."""
+        """When that record arrived."""
         self._order = 0
         self._tick = 0
         self._wake = threading.Event()
         self._stopping = False
         shared: Any = dist.distributed_c10d._get_default_store()
-        self._store: Any = shared.clone()  # its own connection: no lock is shared
+        self._store: Any = shared.clone()  # a separate connection: no lock is shared
         self._store.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
-        session = int(self._store.add(f"{_PREFIX}/sessions/{rank}", 1))  # ranks watch the same runs, in one order
-        self._names = [f"{_PREFIX}/{session}/{what}" for what in ("verdict", "reported", "order")]
+        session = int(self._store.add(f"{_PREFIX}/sessions/{rank}", 1))  # ranks watch the same runs in the same order
+        self._names = [f"{_PREFIX}/{session}/{what}" for what in ("diagnosis", "reported", "order")]
         self._keys = [f"{_PREFIX}/{session}/rank/{one}" for one in range(size)]
         self._stack_keys = [f"{_PREFIX}/{session}/stacks/{one}" for one in range(size)]
-        # nobody looks at the one before the last any more: there were collectives in between
+        # the last session but one is no longer read: there were collectives in between
         self._store.delete_key(f"{_PREFIX}/{session - 2}/rank/{rank}")
 
     def run(self) -> None:
-        """Exchange until stopped, or the store is gone for good."""
+        """Exchange records until stopped, or until the store is gone for good."""
         while True:
             is_last = self._stopping
             try:
                 self._exchange()
-            except (RuntimeError, ValueError):  # torch's network errors; what follows from it, the watchdog decides
+            except (RuntimeError, ValueError):  # torch's network errors; the watchdog decides what to do
                 pass
             else:
                 self.last_answer = time.monotonic()
@@ -89,16 +89,16 @@ class RankCourier(threading.Thread):
         self._wake.set()
 
     def forgive(self, seconds: float) -> None:
-        """Count the silence of others from later on, by so much."""
+        """Measure the silence of other ranks from a time later by this much."""
         self.last_answer += seconds
         for rank, at in list(self._seen_at.items()):
             self._seen_at[rank] = min(time.monotonic(), at + seconds)
 
     def stop(self, linger_seconds: float) -> None:
-        """Publish the last record and end, at the latest a second later where the store does not answer.
+        """Publish the last record and end, at most a second later if the store does not answer.
 
         Args:
-            linger_seconds: how long to wait for the other ranks to leave too, as long as all is well.
+            linger_seconds: how long to wait for the other ranks to leave too, without a failure.
         """
         self.is_urgent = True
         self._wake.set()
@@ -113,8 +113,8 @@ class RankCourier(threading.Thread):
         self._wake.set()
         self.join(1.0)
 
-    def witnesses(self) -> dict[int, RankRecord]:
-        """All ranks as this one sees them; itself included."""
+    def rank_reports(self) -> dict[int, RankReport]:
+        """All ranks as this one sees them, including itself."""
         now, host = time.monotonic(), self.record.host
         found = {self.rank: self._in_order(self.record)}
         for rank, record in list(self._seen.items()):
@@ -127,19 +127,19 @@ class RankCourier(threading.Thread):
 
     @property
     def knows_all(self) -> bool:
-        """Whether every other rank was heard of at least once."""
+        """Whether every other rank has reported at least once."""
         return len(self._seen) == self.size - 1
 
     def _exchange(self) -> None:
         self._publish()
         self._read()
-        verdict, reported, _ = self._names
-        if self.ruling is None and self.proposal is not None:
+        diagnosis, reported, _ = self._names
+        if self.decision is None and self.proposal is not None:
             text = json.dumps(vars(self.proposal))
-            self.ruling = Verdict(**json.loads(self._store.compare_set(verdict, "", text)))
-        if self.ruling is None and self._store.check([verdict]):
-            self.ruling = Verdict(**json.loads(self._store.get(verdict)))
-        if self.ruling is None:
+            self.decision = FailureDiagnosis(**json.loads(self._store.compare_set(diagnosis, "", text)))
+        if self.decision is None and self._store.check([diagnosis]):
+            self.decision = FailureDiagnosis(**json.loads(self._store.get(diagnosis)))
+        if self.decision is None:
             return
         if self.stacks is not None:
             self._store.set(self._stack_keys[self.rank], self.stacks)
@@ -158,7 +158,7 @@ class RankCourier(threading.Thread):
             self._order = int(self._store.add(self._names[2], 1))
         self._store.set(self._keys[self.rank], replace(self._in_order(record), tick=self._tick).encode())
 
-    def _in_order(self, record: RankRecord) -> RankRecord:
+    def _in_order(self, record: RankReport) -> RankReport:
         if record.failure is None:
             return record
         return replace(record, failure=replace(record.failure, order=self._order or self.size + 1))
@@ -179,7 +179,7 @@ class RankCourier(threading.Thread):
         there = [one for one in ranks if one in self._seen]
         there += [one for one in ranks if one not in self._seen and self._store.check([self._keys[one]])]
         for rank, data in zip(there, self._store.multi_get([self._keys[one] for one in there]), strict=True):
-            record = RankRecord.decode(data)
+            record = RankReport.decode(data)
             seen = self._seen.get(rank)
             if seen is None or seen.tick != record.tick:
                 self._seen_at[rank], self._seen[rank] = time.monotonic(), record

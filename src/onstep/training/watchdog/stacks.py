@@ -1,4 +1,4 @@
-"""Processes of this machine: whether one still runs, and the stacks of its threads and data workers."""
+"""Inspects processes of this machine: whether one is still running, and the stacks of its threads and data workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Place = tuple[str, int | None, str]
 """File, line and function of a frame."""
 
 DUMP_SIGNAL: int | None = getattr(signal, "SIGRTMIN", 0) + 9 if hasattr(signal, "SIGRTMIN") else None
-"""A real-time signal, which nobody else uses, that makes a process write its stacks; None where there are none."""
+"""An otherwise unused real-time signal that makes a process write its stacks; None on systems without any."""
 
 _DUMP_SECONDS = 1.0
 _TORCH = str(Path(torch.__file__).parent)
@@ -37,7 +37,7 @@ _COLLECTIVE = (f"{_TORCH}/distributed/", f"{_TORCH}/nn/parallel/distributed.py")
 
 
 def this_host() -> str:
-    """Names this machine and its table of processes: a pid means the same process wherever this is the same."""
+    """Identify this machine and its process table: a pid means the same process wherever this value is the same."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{platform.node()} {boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -46,16 +46,16 @@ def this_host() -> str:
 
 
 def birth_of(pid: int) -> int:
-    """When a process of this machine began, in ticks since the machine did; 0 where the system does not tell.
+    """When a process of this machine began, in ticks since boot; 0 if the system does not report it.
 
-    With the pid it names a process for good: numbers are given out again, also while a dead rank is looked for.
+    With the pid it identifies a process uniquely: pids are reused, even while a dead rank is being looked for.
     """
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
 
 
 def state_of(pid: int, birth: int) -> State:
-    """How a process of this machine stands; unknown where the system does not tell."""
+    """The state of a process of this machine; unknown if the system does not report it."""
     fields = _stat(pid)
     if fields is None:
         return "unknown"
@@ -72,7 +72,7 @@ def end_process(pid: int, birth: int) -> None:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of `/proc/<pid>/stat` behind the name; [] without such a process, None without such a file."""
+    """The fields of `/proc/<pid>/stat` after the name; [] without such a process, None without such a file."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except FileNotFoundError:
@@ -82,14 +82,14 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def places_of(thread: int) -> list[Place]:
-    """Where a thread stands, with the innermost frame first; nothing for one that has ended."""
+    """The position of a thread, innermost frame first; empty for a thread that has ended."""
     frame = sys._current_frames().get(thread)
     frames = [] if frame is None else traceback.walk_stack(frame)
     return [(one.f_code.co_filename, line, one.f_code.co_name) for one, line in frames]
 
 
 def place_of(places: list[Place]) -> str:
-    """`file:line in function` of the innermost frame of the user's own code below Onstep's, else of all."""
+    """`file:line in function` of the innermost frame in the user's own code below Onstep's, else of all frames."""
     of_onstep = [index for index, (name, _, _) in enumerate(places) if name.startswith(_ONSTEP)]
     below = places[: of_onstep[-1]] if of_onstep else places
     own = [one for one in below if not one[0].startswith(("<frozen", _ONSTEP, *_LIBRARIES))]
@@ -99,16 +99,16 @@ def place_of(places: list[Place]) -> str:
 
 
 def place_of_error(error: BaseException) -> str:
-    """The same of the line that raised an error, be it in a data worker."""
+    """The same for the line that raised an error, even in a data worker."""
     frames: list[Place] = [(one.filename, one.lineno, one.name) for one in traceback.extract_tb(error.__traceback__)]
     if frames and frames[-1][0] == f"{_TORCH}/_utils.py" and frames[-1][2] == "reraise":
-        told = re.findall(r'(?m)^ *File "([^"\n]+)", line (\d+), in (\S+)', str(error))
-        frames = [(name, int(line), function) for name, line, function in told] or frames
+        listed = re.findall(r'(?m)^ *File "([^"\n]+)", line (\d+), in (\S+)', str(error))
+        frames = [(name, int(line), function) for name, line, function in listed] or frames
     return place_of(frames[::-1])
 
 
-def told_of(error: BaseException) -> tuple[str | None, str | None]:
-    """Event and callback whose telling raised an error, as the callback manager has noted them."""
+def callback_of_error(error: BaseException) -> tuple[str | None, str | None]:
+    """The event and callback that raised an error, from the note of the callback manager."""
     for note in reversed(getattr(error, "__notes__", [])):
         found = re.fullmatch(r"raised by callback '(.*)' during '(.*)'", note)
         if found:
@@ -127,7 +127,7 @@ def waits_in_collective(places: list[Place]) -> bool:
 
 
 def waits_for_worker(places: list[Place]) -> bool:
-    """Whether the innermost frame that is not the standard library's is the data loader's."""
+    """Whether the innermost frame outside of the standard library is the data loader's."""
     for name, _, _ in places:
         if name.startswith(_TORCH) or not name.startswith(_LIBRARIES):
             return name.startswith(f"{_TORCH}/utils/data/")
@@ -135,7 +135,7 @@ def waits_for_worker(places: list[Place]) -> bool:
 
 
 def is_in_debugger(places: list[Place]) -> bool:
-    """Whether a thread stands at a debugger's prompt, or an attached debugger may hold it."""
+    """Whether a thread is at a debugger's prompt, or an attached debugger may be holding it."""
     debugpy = sys.modules.get("debugpy")
     if debugpy is not None and debugpy.is_client_connected():
         return True
@@ -143,7 +143,7 @@ def is_in_debugger(places: list[Place]) -> bool:
 
 
 def stacks_of_threads(left_out: Collection[int]) -> str:
-    """The stacks of all Python threads but some, the main thread's first."""
+    """The stacks of all Python threads except `left_out`, the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
@@ -155,9 +155,9 @@ def stacks_of_threads(left_out: Collection[int]) -> str:
 
 
 class StackDump:
-    """A file into which `faulthandler` writes the stacks of this process, or of one of its forked data workers.
+    """A file to which `faulthandler` writes the stacks of this process, or of one of its forked data workers.
 
-    It needs no Python lock, so that it also works where a C call never gives the interpreter back.
+    It needs no Python lock, so it works even if a C call never releases the interpreter.
     """
 
     def __init__(self, *, is_alone: bool) -> None:
@@ -171,10 +171,10 @@ class StackDump:
             faulthandler.register(self._signal, file=self._file, all_threads=True)
 
     def renew(self, seconds: float | None) -> None:
-        """Have a process alone write its stacks to standard error unless this is called again within that time.
+        """Make a single process write its stacks to standard error unless this is called again within that time.
 
-        It then goes on: perhaps it was only stopped for a while, which no thread of it can tell. Of several ranks the
-        others ask for the stacks, and end one that does not answer. None is for as long as it takes.
+        The process then continues: it may only have been stopped for a while, which its threads cannot detect. With
+        several ranks, the others request the stacks, and end a rank that does not answer. None disables the limit.
         """
         if self._is_alone and seconds is None:
             faulthandler.cancel_dump_traceback_later()
@@ -182,12 +182,12 @@ class StackDump:
             faulthandler.dump_traceback_later(seconds, file=_standard_error() or self._file)
 
     def stacks_of_workers(self) -> str:
-        """The stacks of this process's children, which inherited the handler when they were forked."""
+        """The stacks of this process's children, which inherited the handler at fork."""
         children = [] if self._signal is None else [one.pid for one in multiprocessing.active_children()]
         return "\n".join(f"data worker {pid}:\n{dumped_by(pid, self.path)}" for pid in children if pid is not None)
 
     def close(self) -> None:
-        """Give the signal and the timer back, and remove the file."""
+        """Release the signal and the timer, and remove the file."""
         self.renew(None)
         if self._signal is not None:
             faulthandler.unregister(self._signal)
@@ -195,13 +195,13 @@ class StackDump:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the file; `os._exit` leaves no other trace."""
+        """Remove the file, the only trace that `os._exit` would leave."""
         with suppress(OSError):
             os.unlink(self.path)
 
 
 def dumped_by(pid: int, path: str) -> str:
-    """What a process of this machine writes into its dump file when asked for; "" where it does not."""
+    """What a process of this machine writes to its dump file on request; "" if it writes nothing."""
     if DUMP_SIGNAL is None:
         return ""
     file = Path(path)
@@ -223,7 +223,7 @@ def dumped_by(pid: int, path: str) -> str:
 
 
 def _own_prefix() -> str:
-    """How the files of this machine's processes begin; the folder may be shared with other containers."""
+    """The file name prefix of this machine's processes; the directory may be shared with other containers."""
     return f"onstep-stacks-{zlib.crc32(this_host().encode()):08x}-"
 
 
@@ -237,7 +237,7 @@ def _sweep() -> None:
 
 
 def _standard_error() -> int | None:
-    """The process's standard error; None where it is closed."""
+    """The process's standard error; None if it is closed."""
     try:
         return None if sys.__stderr__ is None else sys.__stderr__.fileno()
     except (ValueError, OSError):

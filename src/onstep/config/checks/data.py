@@ -1,0 +1,112 @@
+"""The rules of data and tokenizer against each other."""
+
+from __future__ import annotations
+
+import math
+from pathlib import PurePath
+
+from onstep.config.container import ConfigContainer
+from onstep.config.sections import DatasetConfig, TokenizerConfig
+from onstep.errors import ConfigError
+
+_SMALLEST_BPE = 257
+_JSONL = (".jsonl", ".ndjson", ".jsonlines")
+_FILES_OF_ROWS = (*_JSONL, ".json", ".parquet", ".arrow", ".csv", ".tsv")
+_PLAIN_TEXT = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".py", ".csv", ".tsv", ".json")
+"""Suffixes of files that `text` reads as one document each; a directory or glob may hold JSONL too."""
+
+
+def check_data(config: ConfigContainer) -> None:
+    """Check the keys of data and tokenizer against each other."""
+    data = config.dataset
+    if parse_split(data.split)[0] == 0 and not config.validation.skip_train:
+        raise ConfigError(f"dataset.split={data.split!r} leaves nothing to train on.")
+    _check_paths(data)
+    _check_files(data)
+    _check_weights(data)
+    _check_tokenizer(config.tokenizer, data.kind)
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """The shares of train, validation and test as fractions of 1, from text such as '90,5,5'.
+
+    Missing shares are 0, so '100' trains on everything.
+
+    Raises:
+        ConfigError: not one to three numbers >= 0 with a sum above 0.
+    """
+    try:
+        shares = [float(share) for share in text.split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or not all(0 <= share < math.inf for share in shares) or sum(shares) == 0:
+        raise ConfigError(f"dataset.split={text!r} must be the shares of train, validation and test, such as '90,5,5'.")
+    train, valid, test = (share / sum(shares) for share in [*shares, 0.0, 0.0][:3])
+    return train, valid, test
+
+
+def _check_paths(data: DatasetConfig) -> None:
+    if data.kind != "text" and not data.paths:
+        what = {
+            "megatron": "the prefixes of .bin and .idx files",
+            "huggingface": "a directory, files, or a name on the hub",
+            "chat": "JSONL files or datasets of conversations",
+        }
+        raise ConfigError(f"dataset.paths=[] is empty; dataset.kind={data.kind} requires {what[data.kind]}.")
+
+
+def _check_files(data: DatasetConfig) -> None:
+    """Refuse keys that do not apply to the given files, as far as their suffixes show."""
+    if data.hf_subset is not None and _all_end(data.paths, _FILES_OF_ROWS):
+        raise ConfigError(
+            f"dataset.hf_subset={data.hf_subset!r} is a configuration of a dataset on the hub, and dataset.paths="
+            f"{data.paths} are files; drop it."
+        )
+    if data.kind == "text" and "text_key" in data.changed() and _all_end(data.paths, _PLAIN_TEXT):
+        named = f"dataset.paths={data.paths} are files of plain text" if data.paths else "Python's own sources are not"
+        raise ConfigError(
+            f"dataset.text_key={data.text_key!r} is a key of JSONL records, and {named}; drop it, or name files "
+            f"that end in {', '.join(_JSONL)}."
+        )
+
+
+def _all_end(paths: list[str], suffixes: tuple[str, ...]) -> bool:
+    return all(PurePath(path).suffix.lower() in suffixes for path in paths)
+
+
+def _check_weights(data: DatasetConfig) -> None:
+    if data.weights is None:
+        return
+    if len(data.weights) != len(data.paths):
+        raise ConfigError(
+            f"dataset.weights={data.weights} must have one number for each of the {len(data.paths)} dataset.paths."
+        )
+    if not all(math.isfinite(weight) and weight > 0 for weight in data.weights):
+        raise ConfigError(
+            f"dataset.weights={data.weights} must be numbers > 0 (they are divided by their sum); leave out a path "
+            "with a share of 0."
+        )
+
+
+def _check_tokenizer(tokenizer: TokenizerConfig, kind: str) -> None:
+    how, path, size = tokenizer.tokenizer_type, tokenizer.tokenizer_model, tokenizer.vocab_size
+    has_path = how not in ("bytes", "bpe")
+    if has_path and path is None:
+        raise ConfigError(f"tokenizer_type={how} requires tokenizer.tokenizer_model, the path of the tokenizer.")
+    if not has_path and path is not None:
+        raise ConfigError(
+            f"tokenizer.tokenizer_model={path} means nothing for tokenizer_type={how}; drop it, or set "
+            "tokenizer_type to tokenizers (a file) or huggingface (a directory)."
+        )
+    if how != "bpe" and size is not None:
+        raise ConfigError(
+            f"tokenizer.vocab_size={size} is what tokenizer_type=bpe learns, and tokenizer_type is {how}; leave it "
+            "out, or set model.vocab_size for a larger model."
+        )
+    if how == "bpe" and size is not None and size < _SMALLEST_BPE:
+        raise ConfigError(f"tokenizer.vocab_size={size} must be >= {_SMALLEST_BPE}: all bytes and the end token.")
+    if how == "bpe" and kind == "megatron":
+        raise ConfigError(
+            "tokenizer_type=bpe is learned from text, and dataset.kind=megatron has token ids; set the tokenizer that "
+            "the files were made with."
+        )

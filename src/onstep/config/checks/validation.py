@@ -1,0 +1,81 @@
+"""The check of a whole configuration before any work starts, and its copy with every derived value filled in."""
+
+from __future__ import annotations
+
+from onstep.config.checks.batches import check_batches, check_steps
+from onstep.config.checks.data import check_data
+from onstep.config.checks.model import check_lora_targets, check_trained_model
+from onstep.config.checks.optimizer import check_optimizer, check_phases, check_schedule
+from onstep.config.checks.run import check_checkpoints, check_finetune, check_measuring, check_run, check_watching
+from onstep.config.checks.values import check_alone, check_values
+from onstep.config.container import ConfigContainer
+from onstep.config.derived import fill
+from onstep.config.hf.arguments import made_silently
+from onstep.config.keys import typed_copy
+from onstep.config.lengths import train_iters, warmup_and_decay
+from onstep.config.section import ConfigSection
+from onstep.config.trackers import name_list, tracker_list
+from onstep.errors import ConfigError
+
+
+def validate(config: ConfigContainer, world_size: int = 1) -> None:
+    """Check a configuration for a run on `world_size` data-parallel ranks; it is not modified.
+
+    Warns (UserWarning) if the warm-up is as long as the learning-rate schedule (it is then shortened), if the run ends
+    before its ramp-up of the batch, and if it ends before a step to skip.
+
+    Raises:
+        ConfigError: the first rule that is broken, with the value and the remedy.
+    """
+    config = typed_copy(config)
+    check_values(config)
+    for name in config.field_names():
+        section = getattr(config, name)
+        if isinstance(section, ConfigSection):
+            section.validate()
+            check_alone(section, f"{name}.")
+    check_batches(config, world_size)
+    check_optimizer(config)
+    check_schedule(config)
+    check_trained_model(config)
+    check_data(config)
+    check_run(config)
+    check_checkpoints(config)
+    check_finetune(config)
+    check_lora_targets(config)
+    tracker_list(config.logger.report_to, "logger.report_to")
+    name_list(config.logger.report_names)
+    check_watching(config, world_size)
+    check_measuring(config, world_size)
+    if config.trainer.get("config_overrides"):
+        raise ConfigError("trainer.config_overrides cannot be part of a configuration; set the keys that it names.")
+    made_silently(config.trainer)
+    filled = fill(config, world_size)
+    iters = train_iters(filled, world_size=world_size)
+    check_steps(filled, iters, world_size)
+    if iters is not None:
+        check_phases(filled, iters, world_size)
+
+
+def resolve(config: ConfigContainer, world_size: int = 1) -> ConfigContainer:
+    """A validated deep copy with every derived value filled in; the caller's configuration is not modified.
+
+    Filled in: micro and global batch sizes, also of evaluation; the model's `ffn_hidden_size`, `num_query_groups` and
+    `kv_channels`; `min_lr`, start and end of the weight decay, `data_seed`; `metric_for_best_model` where checkpoints
+    are chosen by it; the warm-up is shortened to the schedule.
+    Left as they are: `train_iters` of runs by samples or epochs (see `train_iters()`), and values that depend on the
+    tokenizer (`vocab_size`), the machine (`device`, backend) or the run's directory.
+
+    Raises:
+        ConfigError: as `validate`.
+    """
+    validate(config, world_size)
+    resolved = fill(config, world_size)
+    iters = train_iters(resolved, world_size=world_size)
+    if iters is not None:
+        warmup, decay = warmup_and_decay(resolved, iters, world_size)
+        unit = "iters" if resolved.train.train_samples is None else "samples"
+        if warmup >= decay:
+            resolved.scheduler.lr_warmup_fraction = None
+            setattr(resolved.scheduler, f"lr_warmup_{unit}", decay - 1)
+    return resolved

@@ -1,0 +1,50 @@
+"""The rules of single values, as their fields declare them."""
+
+from __future__ import annotations
+
+import math
+
+from onstep.config.keys import leaves
+from onstep.config.section import ConfigSection
+from onstep.config.suggestions import not_a_choice
+from onstep.errors import ConfigError
+
+
+def check_values(config: ConfigSection, prefix: str = "") -> None:
+    """Check each value of a configuration, or of a section whose keys start with `prefix`, on its own.
+
+    None is allowed wherever the type includes it, and is not checked.
+
+    Raises:
+        ConfigError: naming the key, the value and the rule.
+    """
+    for key, section, name in leaves(config, prefix):
+        value = getattr(section, name)
+        if value is None:
+            continue
+        option = section.option(name)
+        if isinstance(value, float) and not math.isfinite(value) and not (option.may_be_infinite and value > 0):
+            raise ConfigError(f"{key}={value} must be a finite number.")
+        if option.bound is not None and not option.bound.holds(value):
+            raise ConfigError(f"{key}={value!r} must be {option.bound.text}.")
+        if option.choices and value not in option.choices and value not in option.spellings:
+            raise not_a_choice(key, value, option.choices)
+
+
+def check_alone(section: ConfigSection, prefix: str) -> None:
+    """Refuse a changed value that has no meaning with another value of its section (`Option.only_with`).
+
+    Raises:
+        ConfigError: naming both values and the remedy.
+    """
+    for name, value in section.changed().items():
+        only_with = section.option(name).only_with
+        if only_with is None:
+            continue
+        other, allowed = only_with
+        chosen = getattr(section, other)
+        if chosen not in allowed:
+            raise ConfigError(
+                f"{prefix}{name}={value!r} means nothing for {prefix}{other}={chosen}; set {prefix}{other} to "
+                f"{' or '.join(allowed)}, or leave {name} at its default {getattr(type(section)(), name)!r}."
+            )

@@ -1,0 +1,84 @@
+"""`ConfigContainer`, the configuration of a run: its sections and the keys beside them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from onstep.config.section import SAFE, TRAJECTORY, ConfigSection, option
+from onstep.config.sections import (
+    AnomalyConfig,
+    CheckpointConfig,
+    DatasetConfig,
+    DistributedDataParallelConfig,
+    DistributedInitConfig,
+    FaultToleranceConfig,
+    LoggerConfig,
+    ModelConfig,
+    NVRxStragglerDetectionConfig,
+    OptimizerConfig,
+    PeftConfig,
+    ProfilingConfig,
+    RerunStateMachineConfig,
+    RNGConfig,
+    RunConfig,
+    SchedulerConfig,
+    StragglerDetectionConfig,
+    TokenizerConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
+
+
+@dataclass
+class ConfigContainer(ConfigSection):
+    """The configuration of a run. It may be changed until training starts, which validates a deep copy.
+
+    Names and defaults are Megatron Bridge's where it has them.
+    """
+
+    train: TrainingConfig = field(default_factory=TrainingConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+    ddp: DistributedDataParallelConfig = field(default_factory=DistributedDataParallelConfig)
+    dist: DistributedInitConfig = field(default_factory=DistributedInitConfig)
+    rng: RNGConfig = field(default_factory=RNGConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    anomaly: AnomalyConfig = field(default_factory=AnomalyConfig)
+    rerun_state_machine: RerunStateMachineConfig = field(default_factory=RerunStateMachineConfig)
+    ft: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
+    straggler: StragglerDetectionConfig = field(default_factory=StragglerDetectionConfig)
+    nvrx_straggler: NVRxStragglerDetectionConfig = field(default_factory=NVRxStragglerDetectionConfig)
+    peft: PeftConfig = field(default_factory=PeftConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    mixed_precision: str | None = option(
+        None,
+        TRAJECTORY,
+        choices=("bf16_mixed", "fp16_mixed"),
+        spellings={"bf16-mixed": "bf16_mixed", "fp16-mixed": "fp16_mixed"},
+        effect="weights and optimizer load as they are; steps compute in the current precision",
+        known_as=("precision",),
+        common=True,
+        help="Precision: None (float32), bf16_mixed or fp16_mixed (autocast over float32 weights; float16 with a "
+        "loss scale).",
+    )
+    env_vars: dict[str, str] = option(
+        {}, SAFE, entries={}, help="Environment variables to set before anything starts, unless they are set already."
+    )
+    trainer: dict[str, Any] = option(
+        {},
+        SAFE,
+        entries={"label_names": TRAJECTORY, "remove_unused_columns": TRAJECTORY},
+        help="Fields of `TrainingArguments` that have no key above (`label_names`, `disable_tqdm`, ...), where "
+        "they differ from their default. Only `Trainer` reads them.",
+    )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dictionaries, as they go to YAML."""
+        return asdict(self)

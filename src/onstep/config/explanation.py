@@ -1,0 +1,90 @@
+"""The keys of a configuration as text: the common ones with their help, and one with everything about it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+
+from onstep.config.keys import KEYS, Key
+from onstep.config.load import unknown_key
+from onstep.config.section import ChangeClass
+from onstep.config.values import type_name
+
+WIDTH = 120
+"""Columns of the text."""
+
+
+def explain(name: str, keys: Mapping[str, Key] = KEYS) -> str:
+    """Everything that is known about a key: help, type, default, rules, consequence of a change, other names.
+
+    Raises:
+        ConfigError: for an unknown key, with the nearest one.
+    """
+    if name not in keys:
+        raise unknown_key(name, list(keys))
+    key = keys[name]
+    rows = dict(_info(key, keys))
+    width = max(map(len, rows)) + 2
+    indent = " " * (width + 2)
+    lines = [
+        textwrap.fill(f"  {label:{width}}{text}", WIDTH, subsequent_indent=indent, break_long_words=False)
+        for label, text in rows.items()
+    ]
+    return "\n".join([name, textwrap.fill(key.option.help, WIDTH, initial_indent="  ", subsequent_indent="  "), *lines])
+
+
+def _info(key: Key, keys: Mapping[str, Key]) -> Iterator[tuple[str, str]]:
+    option = key.option
+    yield "type", type_name(key.annotation)
+    yield "default", yaml_value(key.default)
+    if option.bound is not None:
+        yield "must be", option.bound.text
+    if option.choices:
+        yield "choices", " | ".join(option.choices)
+    if option.elements:
+        yield "elements", " | ".join(option.elements)
+    if option.only_with is not None:
+        section, (other, values) = key.name.rpartition(".")[0], option.only_with
+        yield "only with", f"{section}.{other}={' or '.join(values)}"
+    changed = option.on_change.value
+    yield "if changed", f"{changed}: {key.effect}" if option.on_change is ChangeClass.TRAJECTORY else changed
+    for entry, kind in (option.entries or {}).items():
+        yield f"{entry} changed", kind.value
+    if option.hf:
+        yield "TrainingArguments", option.hf
+    names = [name for name in option.known_as if name != option.hf]
+    if names:
+        yield "elsewhere", ", ".join(names)
+
+
+def yaml_value(value: object) -> str:
+    """A value as YAML on one line."""
+    import yaml
+
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
+
+
+def common_defaults(keys: Mapping[str, Key] = KEYS) -> str:
+    """The keys that most runs set with their defaults, as YAML with their help as comments."""
+    common = [key for key in keys.values() if key.option.common]
+    lines = [
+        f"# The {len(common)} keys that most runs set, of {len(keys)}; all of them: onstep config defaults --all",
+        "# Everything about one of them: onstep config explain KEY",
+    ]
+    section = ""
+    for key in common:
+        head, _, name = key.name.rpartition(".")
+        if head != section:
+            section = head
+            lines += [f"{section}:"] if section else []
+        indent = "  " if section else ""
+        lines += textwrap.wrap(
+            _first_sentence(key.option.help), WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
+        )
+        lines.append(f"{indent}{name}: {yaml_value(key.default)}")
+    return "\n".join(lines) + "\n"
+
+
+def _first_sentence(text: str) -> str:
+    sentence, dot, _ = text.partition(". ")
+    return sentence + dot.strip() if dot else text

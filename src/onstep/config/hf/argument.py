@@ -1,0 +1,69 @@
+"""`argument`, which declares a field of `TrainingArguments` that has an effect, and tables of its names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar
+
+from onstep.config.keys import KEYS
+from onstep.config.section import BOUNDS, Bound
+
+T = TypeVar("T")
+
+LOG_LEVELS = {"passive": None, "detail": 10, "debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
+"""Hugging Face's names of log levels; 'passive' leaves the level unchanged."""
+
+OPTIMIZERS = {"adamw_torch_fused": "adam", "adamw_torch": "adam", "sgd": "sgd"}
+"""`optim` and the corresponding optimizer."""
+
+STYLES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "inverse_sqrt": "inverse-square-root",
+    "warmup_stable_decay": "WSD",
+}
+"""`lr_scheduler_type` and the corresponding `lr_decay_style`."""
+
+RENAMED = {
+    "warmup_ratio": "warmup_steps: below 1 it is a share of the run",
+    "evaluation_strategy": "eval_strategy",
+    "no_cuda": "use_cpu",
+    "group_by_length": "train_sampling_strategy ('group_by_length' is not supported yet)",
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+    "tpu_num_cores": "torchrun to start more than one process",
+    "half_precision_backend": "bf16 or fp16",
+}
+"""Names of earlier versions of transformers, and their replacements."""
+
+KEY_OF = {one.option.hf: one for one in KEYS.values() if one.option.hf}
+"""The key of the configuration that has the same value as an argument, as the key itself declares (`hf=`)."""
+
+
+@dataclass(frozen=True)
+class Argument:
+    """The values that an argument allows."""
+
+    bound: Bound | None = None
+    choices: tuple[Any, ...] = ()
+
+
+def argument(default: T, *, bound: Literal["> 0", ">= 0"] | None = None, choices: tuple[Any, ...] = ()) -> T:
+    """A field of `TrainingArguments` with Hugging Face's default and rules of its own.
+
+    A field with the value of a key and without rules of its own has those of the key.
+    """
+    return field(default=default, metadata={"argument": Argument(BOUNDS[bound] if bound else None, choices)})
+
+
+def rules_of(args: Any) -> dict[str, Argument]:
+    """The rules of the arguments that have some, by name: their own, else those of the key with the same value."""
+    rules = {
+        name: Argument(key.option.bound, (None, *key.option.choices) if key.option.choices else ())
+        for name, key in KEY_OF.items()
+    }
+    own = {one.name: one.metadata["argument"] for one in fields(args) if "argument" in one.metadata}
+    return {name: rule for name, rule in {**rules, **own}.items() if rule != Argument()}

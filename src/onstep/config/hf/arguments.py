@@ -1,0 +1,318 @@
+"""`TrainingArguments`: Hugging Face's names and defaults (transformers 5.23), and Forgather's own names."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field, fields
+from enum import Enum
+from typing import Any, TypeVar
+
+from onstep.config.hf.argument import LOG_LEVELS, OPTIMIZERS, RENAMED, STYLES, argument
+from onstep.config.hf.checks import check_arguments
+from onstep.config.hf.reserved import ReservedArguments, check_reserved, reserved_fields
+from onstep.config.lengths import share_of
+from onstep.config.suggestions import nearest
+from onstep.config.trackers import DEFAULT_PROJECT, tracker_list
+from onstep.config.values import coerce, field_types
+from onstep.errors import ConfigError
+
+Arguments = TypeVar("Arguments", bound=type)
+
+
+class UnknownArgumentError(ConfigError, TypeError):
+    """A keyword that `TrainingArguments` does not have; a TypeError as Python itself would raise."""
+
+
+def is_greater_better(metric: str) -> bool:
+    """Whether a higher metric is better, judged by its name."""
+    return not metric.endswith(("loss", "perplexity"))
+
+
+def _names_unknown_keywords(cls: Arguments) -> Arguments:
+    """Make the constructor of a dataclass name the nearest field for an unknown keyword."""
+    generated: Callable[..., None] = vars(cls)["__init__"]
+    known = [f.name for f in fields(cls) if f.init]
+
+    @functools.wraps(generated)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in known and type(self) is cls:
+                hint = f" Use {RENAMED[name]}." if name in RENAMED else nearest(name, known)
+                raise UnknownArgumentError(f"{cls.__name__} has no argument {name!r}.{hint}")
+        generated(self, *args, **kwargs)
+
+    type.__setattr__(cls, "__init__", checked)
+    return cls
+
+
+@_names_unknown_keywords
+@dataclass
+class TrainingArguments(ReservedArguments):
+    """A run in the words of Hugging Face's `TrainingArguments`.
+
+    Every field of transformers 5.23 exists with its default. Those declared here have an effect; those of
+    `ReservedArguments` are accepted at their default only. As in `transformers`, `output_dir=None` becomes
+    'trainer_output', an unset `eval_steps` becomes `logging_steps`, and `eval_strategy` other than 'no' sets `do_eval`.
+    Enum members are kept as their values. Continuing an unfinished run is automatic, unlike Hugging Face's.
+
+    Raises:
+        ConfigError: an unknown name, a value of another type or out of range, or one that is not supported.
+    """
+
+    output_dir: str | None = None
+    """Directory of the run: `<run.output_dir>/<run.name>`."""
+    _: KW_ONLY
+    per_device_train_batch_size: int = 8
+    """Samples of one forward pass on one rank."""
+    num_train_epochs: float = 3.0
+    """Epochs; a fraction of an epoch is rounded up to a step. Has no effect if `max_steps` > 0."""
+    max_steps: int = -1
+    """Optimizer steps, where > 0."""
+    learning_rate: float = argument(5e-5, bound=">= 0")
+    lr_scheduler_type: str = argument("linear", choices=tuple(STYLES))
+    """linear | cosine | cosine_with_min_lr | constant | constant_with_warmup | inverse_sqrt | warmup_stable_decay"""
+    lr_scheduler_kwargs: dict[str, Any] | str | None = None
+    warmup_steps: int | float = argument(0, bound=">= 0")
+    """Steps; below 1 it is a share of the run."""
+    optim: str = argument("adamw_torch_fused", choices=tuple(OPTIMIZERS))
+    """adamw_torch_fused | adamw_torch | sgd"""
+    weight_decay: float = 0.0
+    adam_beta1: float = argument(0.9)  # these two and data_seed are checked when the run starts
+    adam_beta2: float = argument(0.999)
+    adam_epsilon: float = 1e-8
+    gradient_accumulation_steps: int = argument(1, bound="> 0")
+    max_grad_norm: float | None = argument(1.0, bound=">= 0")
+    """Largest global gradient norm; 0 or None does not clip."""
+    bf16: bool = False
+    """bfloat16 autocast over float32 weights."""
+    fp16: bool = False
+    """float16 autocast over float32 weights, with a dynamic loss scale (`optimizer.loss_scale`, ... in
+    `config_overrides`)."""
+    logging_strategy: str = argument("steps", choices=("no", "steps", "epoch"))
+    """no | steps | epoch"""
+    logging_steps: int | float = argument(500, bound=">= 0")
+    """Steps; below 1 it is a share of the run."""
+    logging_first_step: bool = False
+    log_on_each_node: bool = True
+    log_level: str = argument("passive", choices=tuple(LOG_LEVELS))
+    disable_tqdm: bool | None = None
+    report_to: str | list[str] | None = "none"
+    """Trackers to report to: none | all (that are installed) | one or a list of csv, tensorboard, wandb,
+    mlflow, comet (Hugging Face's comet_ml), trackio. Becomes a list, as in `transformers`."""
+    run_name: str | None = None
+    """The run's name in trackers; None is the name of `output_dir`."""
+    project: str = DEFAULT_PROJECT
+    """Project (in MLflow: experiment) in trackers. The default leaves it to them: their environment variable, else
+    "onstep"."""
+    trackio_space_id: str | None = None
+    """Hugging Face Space that Trackio logs to; None is the local store."""
+    trackio_bucket_id: str | None = None
+    """Hugging Face Bucket of that Space."""
+    eval_strategy: str = argument("no", choices=("no", "steps", "epoch"))
+    """no | steps | epoch"""
+    eval_steps: int | float | None = argument(None, bound=">= 0")
+    """Steps; below 1 it is a share of the run. None is `logging_steps`."""
+    eval_delay: int | float = argument(0, bound=">= 0")
+    """Steps (epochs with `eval_strategy='epoch'`) before the first evaluation."""
+    per_device_eval_batch_size: int = 8
+    prediction_loss_only: bool = False
+    eval_on_start: bool = False
+    eval_accumulation_steps: int | None = argument(None, bound="> 0")
+    """Accepted without effect: predictions are moved off the device after every batch."""
+    include_for_metrics: list[str] = field(default_factory=list)
+    save_only_model: bool = False
+    """Save checkpoints without optimizer, scheduler and random generators."""
+    save_strategy: str = argument("steps", choices=("no", "steps", "epoch", "best"))
+    """no | steps | epoch | best: when an evaluation yields the best `metric_for_best_model` so far. `steps` and `epoch`
+    also save at the end of the run; all of them, `no` included, save when a signal ends it."""
+    save_steps: int | float = argument(500, bound=">= 0")
+    """Steps; below 1 it is a share of the run."""
+    save_total_limit: int | None = None
+    """Number of newest checkpoints to keep, beside the best ones; None keeps all."""
+    load_best_model_at_end: bool = False
+    """Load the weights of the best checkpoint after training. Saves must be at evaluated steps."""
+    metric_for_best_model: str | None = None
+    """The metric that `best_metric`, early stopping and the choice of the best checkpoints follow; None becomes 'loss'
+    with `load_best_model_at_end`."""
+    greater_is_better: bool | None = None
+    """None is False for names that end in `loss` or `perplexity`, else True."""
+    seed: int = 42
+    data_seed: int | None = argument(None)
+    use_cpu: bool = False
+    dataloader_drop_last: bool = False
+    """Drop the tail of an epoch that is shorter than one global batch."""
+    dataloader_num_workers: int = 0
+    dataloader_pin_memory: bool = True
+    dataloader_persistent_workers: bool = False
+    remove_unused_columns: bool = True
+    label_names: list[str] | None = None
+    train_sampling_strategy: str = argument("random", choices=("random", "sequential"))
+    """random | sequential"""
+    ddp_find_unused_parameters: bool | None = None
+    """None is False, for any model."""
+    ddp_bucket_cap_mb: int | None = None
+    ddp_broadcast_buffers: bool | None = None
+    """None is False."""
+    ddp_backend: str | None = None
+    ddp_timeout: int = argument(1800, bound="> 0")
+    """Seconds."""
+    do_train: bool = False
+    do_eval: bool = False
+    do_predict: bool = False
+    resume_from_checkpoint: bool | str | None = None
+    """A checkpoint, or a directory of checkpoints, to start from; None and True continue the run in `output_dir` from
+    its newest checkpoint, if any; False does not continue it."""
+    restore_callback_states_from_checkpoint: bool = False
+    """Accepted without effect: the states of callbacks are always restored."""
+    enable_jit_checkpoint: bool = False
+    """Accepted without effect: SIGTERM always saves a checkpoint and ends the run."""
+    local_rank: int = -1
+    """Accepted for old launchers; the rank is `local_process_index`."""
+
+    mixed_precision: str | None = argument(None, choices=(None, "no", "bf16", "fp16"))
+    """Forgather's spelling of `bf16` and `fp16`: None | no | bf16 | fp16."""
+    max_eval_steps: int = -1
+    """Global batches of one evaluation; -1 is the whole set."""
+    logging_dir: str | None = None
+    """Where the metrics log is written; None is `output_dir`."""
+    eval_on_save: bool = False
+    """Evaluate before each checkpoint, so that checkpoints can be compared."""
+    preserve_best_model: bool = False
+    """Keep the best checkpoints beyond `save_total_limit`. Saves must be at evaluated steps."""
+    preserve_n_best: int = argument(1, bound="> 0")
+    """How many best checkpoints to keep."""
+    best_model_metric: str = "loss"
+    """Forgather's name of `metric_for_best_model`, with `preserve_best_model`."""
+    best_model_greater_is_better: bool | None = None
+    """Forgather's name of `greater_is_better`, with `preserve_best_model`."""
+    checkpoint_components: list[str] | None = None
+    """Parts to save: model, optimizer, scheduler, trainer, dataset, rng, callbacks; None is all."""
+    config_overrides: dict[str, Any] | None = None
+    """Values of the `ConfigContainer` that have no name above, by section or dotted key; they win."""
+
+    def __post_init__(self) -> None:
+        self._settle()
+        self.check()
+
+    def check(self) -> None:
+        """Check all values, as the constructor does; call it again after assigning to fields.
+
+        Raises:
+            ConfigError: naming the field, the value and the rule.
+        """
+        for name, annotation in field_types(type(self)).items():
+            if name in _OWN_FIELDS:
+                setattr(self, name, coerce(getattr(self, name), annotation, f"TrainingArguments.{name}"))
+        self.report_to = tracker_list(self.report_to, "TrainingArguments.report_to")
+        check_reserved(self)
+        check_arguments(self)
+
+    def _settle(self) -> None:
+        """Turn enum members into their values and fill in what Hugging Face fills in."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, Enum):
+                setattr(self, each.name, value.value)
+            elif isinstance(value, list):
+                setattr(self, each.name, [v.value if isinstance(v, Enum) else v for v in value])
+        self.output_dir = os.path.expanduser("trainer_output" if self.output_dir is None else self.output_dir)
+        if isinstance(self.lr_scheduler_kwargs, str) and self.lr_scheduler_kwargs.startswith("{"):
+            self.lr_scheduler_kwargs = json.loads(self.lr_scheduler_kwargs)
+        if self.eval_strategy == "steps" and not self.eval_steps:
+            self.eval_steps = self.logging_steps
+        if self.eval_strategy != "no":
+            self.do_eval = True
+        # one metric chooses the best checkpoints, under whichever of its two names it was given
+        if self.metric_for_best_model is None and self.preserve_best_model:
+            self.metric_for_best_model = self.best_model_metric
+        if self.metric_for_best_model is None and self.load_best_model_at_end:
+            self.metric_for_best_model = "loss"
+        if self.greater_is_better is None and self.preserve_best_model:
+            self.greater_is_better = self.best_model_greater_is_better
+        if self.greater_is_better is None and self.metric_for_best_model is not None:
+            self.greater_is_better = is_greater_better(self.metric_for_best_model)
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples of one forward pass on this rank."""
+        return self.per_device_train_batch_size
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples of one evaluation batch on this rank."""
+        return self.per_device_eval_batch_size
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run (`WORLD_SIZE`)."""
+        return int(os.environ.get("WORLD_SIZE", "1"))
+
+    @property
+    def process_index(self) -> int:
+        """Rank of this process (`RANK`)."""
+        return int(os.environ.get("RANK", "0"))
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank of this process on its machine (`LOCAL_RANK`)."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def device(self) -> str:
+        """Where this rank trains, as text: 'cpu' or 'cuda:<local rank>'.
+
+        Asks torch only if it is imported already, so that reading arguments does not import it; before that, 'cpu'.
+        """
+        torch = sys.modules.get("torch")
+        if self.use_cpu or torch is None or not torch.cuda.is_available():
+            return "cpu"
+        return f"cuda:{self.local_process_index}"
+
+    @property
+    def n_gpu(self) -> int:
+        """GPUs of this process: 0 or 1."""
+        return 0 if self.device == "cpu" else 1
+
+    @property
+    def should_log(self) -> bool:
+        """Whether this process reports: the first of each machine, or of all with `log_on_each_node=False`."""
+        return (self.local_process_index if self.log_on_each_node else self.process_index) == 0
+
+    @property
+    def should_save(self) -> bool:
+        """Whether this process writes the weights."""
+        return self.process_index == 0
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Steps of the warm-up in a run of `num_training_steps`."""
+        if self.warmup_steps >= 1:
+            return int(self.warmup_steps)
+        return share_of(num_training_steps, self.warmup_steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values; tokens are hidden."""
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        return {name: f"<{name.upper()}>" if name.endswith("_token") else value for name, value in values.items()}
+
+    def to_json_string(self) -> str:
+        """`to_dict()` as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+
+def made_silently(values: dict[str, Any]) -> TrainingArguments:
+    """Arguments made from values whose warnings have been given already.
+
+    Raises:
+        ConfigError: as `TrainingArguments`.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return TrainingArguments(**values)
+
+
+_OWN_FIELDS = {each.name for each in fields(TrainingArguments)} - {each.name for each in reserved_fields()}

@@ -1,0 +1,98 @@
+"""The rules of `TrainingArguments`: of single arguments, and of those that choose the best model."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+from onstep.config.hf.argument import rules_of
+from onstep.config.suggestions import nearest
+from onstep.errors import ConfigError
+
+
+def check_arguments(args: Any) -> None:
+    """Refuse (ConfigError) values of the implemented fields; the message names the field, the value and the rule."""
+    for name, rule in rules_of(args).items():
+        value = getattr(args, name)
+        if rule.choices and value not in rule.choices:
+            hint = nearest(value, [choice for choice in rule.choices if choice]) if isinstance(value, str) else ""
+            spelled = ", ".join(repr(choice) for choice in rule.choices)
+            raise ConfigError(f"TrainingArguments.{name}={value!r} is not supported; use one of {spelled}.{hint}")
+        if rule.bound and value is not None and not (rule.bound.holds(value) and value < math.inf):
+            raise ConfigError(f"TrainingArguments.{name}={value} must be {rule.bound.text} and finite.")
+    if args.max_steps <= 0 and not 0 < args.num_train_epochs < math.inf:
+        raise ConfigError(
+            f"TrainingArguments.num_train_epochs={args.num_train_epochs} must be > 0; for a length in steps set "
+            f"max_steps > 0."
+        )
+    for what in ("logging", "eval", "save"):
+        if getattr(args, f"{what}_strategy") == "steps":
+            _check_interval(f"{what}_steps", getattr(args, f"{what}_steps"))
+    given = {"bf16=True": "bf16"} if args.bf16 else {}
+    given |= {"fp16=True": "fp16"} if args.fp16 else {}
+    given |= {f"mixed_precision={args.mixed_precision!r}": args.mixed_precision} if args.mixed_precision else {}
+    if len(set(given.values())) > 1:  # several arguments may say the precision, and must say the same
+        first, second, *_ = given
+        raise ConfigError(f"TrainingArguments: {first} contradicts {second}; drop one of them.")
+    if args.save_total_limit is not None and args.save_total_limit < 1:
+        raise ConfigError(
+            f"TrainingArguments.save_total_limit={args.save_total_limit} would keep no checkpoint; use None for all, "
+            f"or at least 1: the newest one."
+        )
+    foreign = [name for name in args.include_for_metrics if name not in ("inputs", "loss")]
+    if foreign:
+        raise ConfigError(f"TrainingArguments.include_for_metrics has {foreign[0]!r}; it may hold 'inputs' and 'loss'.")
+
+
+def _check_interval(name: str, value: float | None) -> None:
+    if not value:
+        raise ConfigError(
+            f"TrainingArguments.{name}={value} must be > 0 with the strategy 'steps'; use 'no' for never."
+        )
+    if value > 1 and value != int(value):
+        raise ConfigError(f"TrainingArguments.{name}={value} must be an integer (steps), or below 1 (a share).")
+
+
+def check_best_model(args: Any) -> None:
+    """Refuse (ConfigError) what can never give a best checkpoint: it is one that was evaluated, by one metric.
+
+    What `config_overrides` change about checkpoints or evaluations is left to the rules of the configuration.
+
+    Source: the rules of transformers 5.23 for load_best_model_at_end and save_strategy='best'.
+    """
+    if any(str(key).startswith(("checkpoint", "validation")) for key in args.config_overrides or {}):
+        return
+    if args.save_strategy == "best" and args.metric_for_best_model is None:
+        raise ConfigError("TrainingArguments.save_strategy='best' requires metric_for_best_model, such as 'loss'.")
+    if args.save_strategy == "best" and args.eval_strategy == "no":
+        raise ConfigError("TrainingArguments.save_strategy='best' requires evaluations; set eval_strategy.")
+    if args.preserve_best_model and args.best_model_metric not in ("loss", args.metric_for_best_model):
+        raise ConfigError(
+            f"TrainingArguments.best_model_metric={args.best_model_metric!r} contradicts "
+            f"metric_for_best_model={args.metric_for_best_model!r}: one metric chooses; drop one of them."
+        )
+    asked = {"load_best_model_at_end": args.load_best_model_at_end, "preserve_best_model": args.preserve_best_model}
+    names = [f"{name}=True" for name, value in asked.items() if value]
+    if names and not _saves_meet_evaluations(args):
+        shown = f"eval_strategy={args.eval_strategy!r} and save_strategy={args.save_strategy!r}"
+        if args.eval_strategy == args.save_strategy == "steps":
+            shown = f"eval_steps={args.eval_steps} and save_steps={args.save_steps}"
+        raise ConfigError(
+            f"TrainingArguments.{' and '.join(names)} requires checkpoints of evaluated steps, got {shown}; use the "
+            f"same strategy for both, save_steps a multiple of eval_steps, save_strategy='best', or eval_on_save=True."
+        )
+
+
+def _saves_meet_evaluations(args: Any) -> bool:
+    if args.save_strategy == "best":
+        return True
+    if args.eval_on_save:
+        return bool(args.save_strategy != "no")
+    if args.save_strategy != args.eval_strategy or args.save_strategy == "no":
+        return False
+    if args.save_strategy == "epoch":
+        return True
+    if (args.save_steps < 1) != (args.eval_steps < 1):
+        return False  # a share of the run and a number of steps need not meet
+    return bool(Fraction(str(args.save_steps)) % Fraction(str(args.eval_steps)) == 0)

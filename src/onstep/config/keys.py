@@ -1,0 +1,126 @@
+"""The keys of a configuration by their dotted names (`optimizer.lr`), with everything that their fields declare."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from onstep.config.container import ConfigContainer
+from onstep.config.section import ConfigSection, Option
+from onstep.config.values import coerce, field_types
+
+Section = TypeVar("Section", bound=ConfigSection)
+
+NEAR = 0.6
+"""Minimum similarity (0 to 1) of a key to be suggested."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a configuration."""
+
+    name: str
+    """The dotted name."""
+    annotation: Any
+    default: Any
+    option: Option
+    section: type[ConfigSection]
+    """The class that has the field."""
+
+    def get(self, config: ConfigSection) -> Any:
+        """Its value in a configuration."""
+        return getattr(self._holder(config), self.name.rpartition(".")[2])
+
+    def set(self, config: ConfigSection, value: Any) -> None:
+        """Set its value in a configuration."""
+        setattr(self._holder(config), self.name.rpartition(".")[2], value)
+
+    def _holder(self, config: ConfigSection) -> Any:
+        return functools.reduce(getattr, self.name.split(".")[:-1], config)
+
+    @property
+    def effect(self) -> str:
+        """What a changed value does to a run that continues with it."""
+        return self.option.effect or self.section.CHANGE_EFFECT
+
+    @property
+    def is_part_of_schedule(self) -> bool:
+        """Whether the schedule of learning rate and weight decay depends on it."""
+        return self.option.part_of_schedule or self.section.PART_OF_SCHEDULE
+
+
+def leaves(config: ConfigSection, prefix: str = "") -> Iterator[tuple[str, ConfigSection, str]]:
+    """Every value of a configuration as (dotted key, the section that holds it, field name), in order."""
+    for name in config.field_names():
+        value = getattr(config, name)
+        if isinstance(value, ConfigSection):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", config, name
+
+
+_KEYS: dict[Any, dict[str, Key]] = {}
+"""The results of `keys_of` so far."""
+
+
+def keys_of(kind: type[ConfigSection]) -> dict[str, Key]:
+    """Every key of a configuration class by its dotted name, in order."""
+    if kind not in _KEYS:
+        _KEYS[kind] = {
+            key: Key(key, field_types(type(section))[name], getattr(section, name), section.option(name), type(section))
+            for key, section, name in leaves(kind())
+        }
+    return _KEYS[kind]
+
+
+KEYS = keys_of(ConfigContainer)
+"""Every key of a run's configuration."""
+
+OTHER_NAMES = {name: key for key, one in KEYS.items() for name in (*one.option.known_as, one.option.hf) if name}
+"""Names from other libraries, and the corresponding keys."""
+
+
+def to_flat(config: ConfigSection) -> dict[str, Any]:
+    """Every value by its dotted key; lists and dictionaries are values and are copied."""
+    return {key: copy.deepcopy(getattr(section, name)) for key, section, name in leaves(config)}
+
+
+def typed_copy(config: Section) -> Section:
+    """A deep copy in which every value has the type of its field.
+
+    Raises:
+        ConfigError: naming the key and the type of the first value that cannot be converted.
+    """
+    typed = copy.deepcopy(config)
+    for key, section, name in leaves(typed):
+        setattr(section, name, coerce(getattr(section, name), field_types(type(section))[name], key))
+    return typed
+
+
+def diff(old: ConfigSection, new: ConfigSection) -> list[tuple[str, Any, Any]]:
+    """The differences as (dotted key, value in `old`, value in `new`), in the order of the fields."""
+    before, after = to_flat(old), to_flat(new)
+    return [(key, before.get(key), after.get(key)) for key in after | before if before.get(key) != after.get(key)]
+
+
+def nearest_key(key: str, known: list[str]) -> str | None:
+    """The known dotted key that `key` most likely meant: by the whole key or by its last name, or None."""
+    name = _last(key)
+    synonym = OTHER_NAMES.get(name)
+    if synonym in known and name not in map(_last, known):
+        return synonym
+    likeness = {}
+    for candidate in known:
+        whole = difflib.SequenceMatcher(None, key, candidate).ratio()
+        last = difflib.SequenceMatcher(None, name, _last(candidate)).ratio()
+        likeness[candidate] = max(whole, 0.95 * last), whole  # the likeness of the whole keys breaks ties
+    best = max(likeness, key=likeness.__getitem__, default=None)
+    return best if best is not None and likeness[best][0] >= NEAR else None
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]

@@ -1,0 +1,167 @@
+"""The base of every section of a configuration, and `option`, which declares a key with everything about it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any, Literal, TypeVar
+
+from onstep.config.suggestions import nearest
+from onstep.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A rule for a single value, in words and as a test."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+BOUNDS = {
+    "> 0": Bound("> 0", lambda value: value > 0),
+    ">= 0": Bound(">= 0", lambda value: value >= 0),
+    "at least 0 and below 1": Bound("at least 0 and below 1", lambda value: 0 <= value < 1),
+}
+"""The rules that many keys share."""
+
+
+class ChangeClass(StrEnum):
+    """The consequence of a changed key for a run that continues from a checkpoint."""
+
+    SAFE = "safe"
+    """Nothing that is learned depends on it: logging, evaluation, paths, workers, ranks, retention, limits."""
+    TRAJECTORY = "changes the trajectory"
+    """From here on, what is learned differs (optimizer, schedule, batch, data); the stored state still loads."""
+    INCOMPATIBLE = "incompatible"
+    """The stored state no longer fits: shapes of weights, state of the optimizer, meaning of token ids."""
+
+
+SAFE, TRAJECTORY, INCOMPATIBLE = ChangeClass
+
+FOLLOWS_SCHEDULE = "the learning rate follows the current schedule at the step reached"
+NEW_LENGTH = "the run ends later or sooner; a schedule that ends with it is recomputed, the learning rate jumps to it"
+NEW_ORDER = "another order of samples from the position reached on: some come twice this epoch, some not"
+NEW_DATA = "samples of the current data from the position reached on"
+INITIAL_ONLY = "no effect any more: the checkpoint has the state that it started"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """The facts about a key besides its name, type and default, which are the dataclass field's."""
+
+    on_change: ChangeClass
+    """The consequence of a change for a run that continues."""
+    help: str
+    """What the key sets, for `onstep config` and the reference page."""
+    bound: Bound | None = None
+    """The rule for a single value. None is allowed wherever the type includes it."""
+    choices: tuple[str, ...] = ()
+    """The allowed values, where they are few."""
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    """Other spellings of the choices; a resolved configuration has the choice itself."""
+    elements: tuple[str, ...] = ()
+    """The allowed elements of a list."""
+    only_with: tuple[str, tuple[str, ...]] | None = None
+    """A field of the same section, and its values for which this key means something; otherwise it is refused."""
+    may_be_infinite: bool = False
+    """Whether infinity is allowed."""
+    effect: str = ""
+    """What a changed value does under `checkpoint.on_config_change=apply`; empty for the section's `CHANGE_EFFECT`."""
+    part_of_schedule: bool = False
+    """Whether the schedule of learning rate and weight decay depends on it, besides the section `scheduler`."""
+    entries: Mapping[str, ChangeClass] | None = None
+    """The entries of an open dictionary that have another class than the dictionary; None where it is one value."""
+    hf: str | None = None
+    """The field of `TrainingArguments` that has the same value."""
+    known_as: tuple[str, ...] = ()
+    """Names of the same thing elsewhere, from which the key is suggested."""
+    common: bool = False
+    """Whether it is among the keys that most runs set; these are listed first."""
+
+
+def option(
+    default: T,
+    on_change: ChangeClass,
+    bound: Literal["> 0", ">= 0", "at least 0 and below 1"] | Bound | None = None,
+    choices: tuple[str, ...] = (),
+    *,
+    help: str,
+    spellings: Mapping[str, str] | None = None,
+    elements: tuple[str, ...] = (),
+    only_with: tuple[str, tuple[str, ...]] | None = None,
+    may_be_infinite: bool = False,
+    effect: str = "",
+    part_of_schedule: bool = False,
+    entries: Mapping[str, ChangeClass] | None = None,
+    hf: str | None = None,
+    known_as: tuple[str, ...] = (),
+    common: bool = False,
+) -> T:
+    """A key of a configuration: its default, and the facts that `Option` describes.
+
+    Validation, conversion, classes of changes, `onstep config` and the reference page read them from here, so a new key
+    is one call of this function. Each instance has its own copy of a default that is a list or a dictionary.
+    """
+    declared = Option(
+        on_change=on_change,
+        help=help,
+        bound=BOUNDS[bound] if isinstance(bound, str) else bound,
+        choices=choices,
+        spellings=spellings or {},
+        elements=elements,
+        only_with=only_with,
+        may_be_infinite=may_be_infinite,
+        effect=effect,
+        part_of_schedule=part_of_schedule,
+        entries=entries,
+        hf=hf,
+        known_as=known_as,
+        common=common,
+    )
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: copy.copy(default), metadata={"option": declared})
+    return field(default=default, metadata={"option": declared})
+
+
+@dataclass
+class ConfigSection:
+    """A dataclass whose attributes are its fields and nothing else."""
+
+    CHANGE_EFFECT = "holds from the next step on"
+    """What a changed key does under the policy `apply`, unless its field says more."""
+    PART_OF_SCHEDULE = False
+    """Whether the schedule of learning rate and weight decay depends on every key of the section."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = type(self).__dataclass_fields__
+        if name not in known:
+            hint = nearest(name, list(known))
+            raise ConfigError(f"{type(self).__name__} has no field {name!r}.{hint} Its fields: {', '.join(known)}.")
+        object.__setattr__(self, name, value)
+
+    def validate(self) -> None:
+        """Check the values of this section on their own.
+
+        Raises:
+            ConfigError: naming the value, the rule and the remedy.
+        """
+
+    def field_names(self) -> list[str]:
+        """The names of the fields, in order."""
+        return [f.name for f in fields(self)]
+
+    def option(self, name: str) -> Option:
+        """The facts that the field of this name declares."""
+        declared: Option = type(self).__dataclass_fields__[name].metadata["option"]
+        return declared
+
+    def changed(self) -> dict[str, Any]:
+        """The values that differ from their defaults, by name."""
+        default = type(self)()
+        values = {name: getattr(self, name) for name in self.field_names()}
+        return {name: value for name, value in values.items() if value != getattr(default, name)}

@@ -1,0 +1,134 @@
+"""Saving and keeping checkpoints, and continuing from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onstep.config.section import INITIAL_ONLY, SAFE, TRAJECTORY, Bound, ConfigSection, option
+
+COMPONENTS = ("model", "optimizer", "scheduler", "trainer", "dataset", "rng", "callbacks")
+"""What `checkpoint.components` selects from."""
+
+_KEPT = Bound("-1 for all, or at least 1: the newest one", lambda kept: kept == -1 or kept >= 1)
+
+
+@dataclass
+class CheckpointConfig(ConfigSection):
+    """When checkpoints are saved, their content, which of them are kept, and how a run continues from them."""
+
+    save: str | None = option(
+        None,
+        SAFE,
+        common=True,
+        help=(
+            "Directory of the checkpoints; None is `<run>/checkpoints`, or no checkpoints for a run without a "
+            "directory."
+        ),
+    )
+    save_interval: int | None = option(
+        None,
+        SAFE,
+        bound="> 0",
+        common=True,
+        help="Steps between checkpoints; None saves only at the end, on request and on signals.",
+    )
+    save_each_epoch: bool = option(False, SAFE, help="Save at the end of each epoch.")
+    save_on_best: bool = option(
+        False, SAFE, help="Save when an evaluation yields the best `validation.metric_for_best_model` so far."
+    )
+    save_at_end: bool = option(True, SAFE, help="Save after the last step, so that the run can be extended.")
+    non_persistent_save_interval: int | None = option(
+        None, SAFE, bound="> 0", help="Steps between temporary checkpoints, of which only the newest is kept."
+    )
+    async_save: bool = option(
+        False, SAFE, help="Write checkpoints in a thread: training waits only while the tensors are copied."
+    )
+    save_optim: bool = option(True, SAFE, help="Save the optimizer and the scheduler.")
+    save_rng: bool = option(True, SAFE, help="Save the random generators.")
+    components: list[str] | None = option(
+        None,
+        SAFE,
+        elements=COMPONENTS,
+        hf="checkpoint_components",
+        help="Components to save: model, optimizer, scheduler, trainer, dataset, rng, callbacks; None is all.",
+    )
+    on_save_error: str = option(
+        "stop",
+        SAFE,
+        choices=("stop", "continue"),
+        help="Policy for a save that fails: stop (training ends with the error) | continue (a warning; the "
+        "previous checkpoint stays).",
+    )
+    resume: bool = option(True, SAFE, help="Continue from the run's newest verified checkpoint.")
+    load: str | None = option(
+        None,
+        SAFE,
+        common=True,
+        help="A checkpoint, or a directory of checkpoints, to start from; None is the run's own directory.",
+    )
+    ckpt_step: int | None = option(
+        None, SAFE, bound=">= 0", help="Start from the checkpoint of this step instead of the newest."
+    )
+    pretrained_checkpoint: str | None = option(
+        None,
+        TRAJECTORY,
+        effect=INITIAL_ONLY,
+        common=True,
+        help="Weights that `finetune` starts from: a Hugging Face directory, a run, or a checkpoint.",
+    )
+    finetune: bool = option(
+        False,
+        TRAJECTORY,
+        effect=INITIAL_ONLY,
+        help="Load only the weights from `load`: steps, optimizer and random state start from scratch.",
+    )
+    exit_on_missing_checkpoint: bool = option(
+        False,
+        SAFE,
+        help="Refuse to start from scratch when `load` is the directory that the run saves to and holds no checkpoint "
+        "yet.",
+    )
+    load_optim: bool = option(
+        True,
+        TRAJECTORY,
+        effect="the optimizer starts without its moments",
+        help="Load the optimizer and the scheduler.",
+    )
+    load_rng: bool = option(
+        True, TRAJECTORY, effect="the random generators start from the seed", help="Load the random generators."
+    )
+    on_config_change: str = option(
+        "error",
+        SAFE,
+        choices=("error", "keep", "apply"),
+        common=True,
+        help="Policy for a changed configuration on resume: error | keep (the stored values) | apply (the current "
+        "values).",
+    )
+    most_recent_k: int = option(
+        -1, SAFE, bound=_KEPT, common=True, help="Checkpoints to keep, counted from the newest; -1 keeps all."
+    )
+    keep_every_n: int | None = option(
+        None, SAFE, bound="> 0", help="Keep checkpoints of steps that are a multiple of this, beyond `most_recent_k`."
+    )
+    keep_best_n: int = option(
+        0,
+        SAFE,
+        bound=">= 0",
+        common=True,
+        help="Number of best checkpoints by `validation.metric_for_best_model` (default `loss`) to keep beyond "
+        "`most_recent_k`.",
+    )
+    load_best_model_at_end: bool = option(
+        False,
+        SAFE,
+        hf="load_best_model_at_end",
+        help="Load the weights of the best checkpoint after training; the progress is not changed.",
+    )
+    validate_replication: bool = option(False, SAFE, help="Compare replicated state across ranks at each save.")
+    certify: bool = option(
+        False,
+        SAFE,
+        help="Extend a hash chain at each step (samples, random state, learning rate, loss, weights), saved in "
+        "checkpoints.",
+    )

@@ -1,0 +1,200 @@
+"""The model's sizes and options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from onstep.config.section import INCOMPATIBLE, INITIAL_ONLY, SAFE, TRAJECTORY, ConfigSection, option
+
+
+@dataclass
+class ModelConfig(ConfigSection):
+    """A decoder-only transformer: by default of the Llama family; the options make it a GPT-2, a Qwen2, a Qwen3 or one
+    with mixtures of experts. Sizes are in elements."""
+
+    num_layers: int = option(4, INCOMPATIBLE, bound="> 0", common=True, help="Number of transformer layers.")
+    hidden_size: int = option(128, INCOMPATIBLE, bound="> 0", common=True, help="Width of the residual stream.")
+    ffn_hidden_size: int | None = option(
+        None,
+        INCOMPATIBLE,
+        bound="> 0",
+        common=True,
+        help="Width of the feed-forward block; None is 8/3 of `hidden_size`, rounded up to a multiple of 64, where "
+        "it is gated, else 4 times `hidden_size`.",
+    )
+    num_attention_heads: int = option(4, INCOMPATIBLE, bound="> 0", common=True, help="Query heads per layer.")
+    num_query_groups: int | None = option(
+        None, INCOMPATIBLE, bound="> 0", common=True, help="Key/value heads per layer; None is one per query head."
+    )
+    kv_channels: int | None = option(
+        None, INCOMPATIBLE, bound="> 0", help="Width of an attention head; None is `hidden_size / num_attention_heads`."
+    )
+    vocab_size: int | None = option(
+        None,
+        INCOMPATIBLE,
+        bound="> 0",
+        help="Size of the vocabulary; None is the tokenizer's, rounded up to a multiple of "
+        "`make_vocab_size_divisible_by`.",
+    )
+    make_vocab_size_divisible_by: int = option(
+        1, INCOMPATIBLE, bound="> 0", help="Pad the vocabulary to a multiple of this."
+    )
+    seq_length: int = option(
+        256, TRAJECTORY, bound="> 0", common=True, help="Tokens per training sequence; must equal `dataset.seq_length`."
+    )
+    rotary_base: float = option(10000.0, TRAJECTORY, bound="> 0", help="Base of the rotary frequencies.")
+    layernorm_epsilon: float = option(1e-5, TRAJECTORY, bound="> 0", help="Epsilon of the norms.")
+    add_qkv_bias: bool = option(False, INCOMPATIBLE, help="Use biases in the query, key and value projections (Qwen2).")
+    share_embeddings_and_output_weights: bool = option(
+        False, INCOMPATIBLE, help="Tie the embedding and output matrices."
+    )
+    init_method_std: float = option(
+        0.02, TRAJECTORY, bound="> 0", effect=INITIAL_ONLY, help="Standard deviation of the initial weights."
+    )
+    attention_dropout: float = option(
+        0.0, TRAJECTORY, bound="at least 0 and below 1", help="Dropout probability of attention weights."
+    )
+    hidden_dropout: float = option(
+        0.0, TRAJECTORY, bound="at least 0 and below 1", help="Dropout probability of the residual branches."
+    )
+    normalization: str = option(
+        "RMSNorm", INCOMPATIBLE, choices=("RMSNorm", "LayerNorm"), help="Kind of norm: RMSNorm | LayerNorm (with bias)."
+    )
+    position_embedding_type: str = option(
+        "rope",
+        INCOMPATIBLE,
+        choices=("rope", "learned_absolute", "none"),
+        help="Kind of positions: rope (rotary) | learned_absolute (a table of `seq_length` rows) | none.",
+    )
+    rope_scaling: dict[str, Any] | None = option(
+        None,
+        TRAJECTORY,
+        help="Scaling of rotary positions in Hugging Face's form, {rope_type: linear, factor: 2.0}; or llama3, "
+        "yarn (both with original_max_position_embeddings), or dynamic, which acts on sequences longer than "
+        "`seq_length`.",
+    )
+    gated_linear_unit: bool = option(
+        True, INCOMPATIBLE, help="Gate the feed-forward block with a third matrix (SwiGLU with silu)."
+    )
+    activation_func: str = option(
+        "silu",
+        INCOMPATIBLE,
+        choices=("silu", "gelu", "gelu_tanh", "relu", "relu2"),
+        help="Activation of the feed-forward block: silu | gelu | gelu_tanh | relu | relu2 (squared).",
+    )
+    add_bias_linear: bool = option(
+        False, INCOMPATIBLE, help="Use biases in the attention output and the feed-forward matrices."
+    )
+    qk_layernorm: bool = option(
+        False, INCOMPATIBLE, help="Normalize each head's query and key before the rotation (Qwen3)."
+    )
+    recompute_granularity: str | None = option(
+        None,
+        SAFE,
+        choices=("full",),
+        help="Activation checkpointing: full recomputes each layer in the backward pass; None keeps its activations.",
+    )
+    log_max_attention_logit: bool = option(
+        False,
+        SAFE,
+        help="Report the largest attention logit of each step, at the cost of a second product of queries and keys.",
+    )
+    num_moe_experts: int | None = option(
+        None, INCOMPATIBLE, bound="> 0", help="Experts of a mixture-of-experts layer; None is a dense model."
+    )
+    moe_layer_freq: int | list[int] = option(
+        1,
+        INCOMPATIBLE,
+        help="The layers that have experts: every n-th starting with the first, or a list of 0 or 1 for each layer.",
+    )
+    moe_ffn_hidden_size: int | None = option(
+        None, INCOMPATIBLE, bound="> 0", help="Width of an expert; None is `ffn_hidden_size`."
+    )
+    moe_router_topk: int = option(2, TRAJECTORY, bound="> 0", help="Experts that each token is routed to.")
+    moe_router_score_function: str = option(
+        "softmax",
+        TRAJECTORY,
+        choices=("softmax", "sigmoid"),
+        help="Function that turns router logits into scores: softmax | sigmoid.",
+    )
+    moe_router_pre_softmax: bool = option(
+        False,
+        TRAJECTORY,
+        help="Apply the softmax over all experts and keep the chosen ones' shares; False applies it over the "
+        "chosen ones, which then sum to 1.",
+    )
+    moe_router_topk_scaling_factor: float | None = option(
+        None, TRAJECTORY, bound="> 0", help="Factor on the weights of the chosen experts."
+    )
+    moe_router_load_balancing_type: str | list[str] = option(
+        "aux_loss",
+        TRAJECTORY,
+        elements=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
+        help="Load-balancing loss: aux_loss (of each micro-batch) | seq_aux_loss (of each sequence) | "
+        "global_aux_loss (of the step so far, over all ranks) | none; or a list of several.",
+    )
+    moe_aux_loss_coeff: float | list[float] = option(
+        0.0, TRAJECTORY, help="Coefficient of the load-balancing loss, or a list with one for each of several."
+    )
+    moe_z_loss_coeff: float | None = option(
+        None, TRAJECTORY, bound=">= 0", help="Coefficient of the z loss, which keeps router logits small."
+    )
+    moe_router_enable_expert_bias: bool = option(
+        False,
+        INCOMPATIBLE,
+        help="Balance experts by a bias on their selection, adjusted after each step, instead of by a loss.",
+    )
+    moe_router_bias_update_rate: float = option(1e-3, TRAJECTORY, bound=">= 0", help="Change of that bias per step.")
+    moe_shared_expert_intermediate_size: int | None = option(
+        None,
+        INCOMPATIBLE,
+        bound="> 0",
+        help="Width of the shared expert that every token passes through; None disables it.",
+    )
+    moe_shared_expert_gate: bool = option(False, INCOMPATIBLE, help="Put a learned gate in front of the shared expert.")
+    moe_expert_capacity_factor: float | None = option(
+        None,
+        TRAJECTORY,
+        bound="> 0",
+        help="Capacity of an expert in training as a multiple of an even share; tokens beyond it are dropped. None "
+        "drops none; nor do evaluation and generation.",
+    )
+    moe_token_drop_policy: str = option(
+        "probs",
+        TRAJECTORY,
+        choices=("probs", "position"),
+        help="Tokens that an overfull expert drops: probs (those with the lowest scores) | position (the last ones).",
+    )
+    moe_grouped_gemm: bool = option(
+        True,
+        SAFE,
+        help="Compute all experts in one grouped matrix product, where torch supports it for the device and type.",
+    )
+    moe_per_layer_logging: bool = option(
+        False,
+        SAFE,
+        help="Report the router's losses of each layer too, as `moe/<name>_layer_<index>`; for loads use "
+        "`RouterMonitor`.",
+    )
+    mtp_num_layers: int | None = option(
+        None,
+        INCOMPATIBLE,
+        bound="> 0",
+        help="Depth of multi-token prediction: additional layers that predict the tokens after the next.",
+    )
+    mtp_loss_scaling_factor: float = option(
+        0.1, TRAJECTORY, bound=">= 0", help="Weight of the mean loss of multi-token prediction."
+    )
+
+
+FFN_MULTIPLE = 64
+"""The default width of a gated feed-forward block is rounded up to a multiple of this."""
+
+
+def default_ffn_hidden_size(model: ModelConfig) -> int:
+    """Width of a feed-forward block that is left open: as wide as keeps the parameters those of 4 times the hidden
+    size without a gate."""
+    if not model.gated_linear_unit:
+        return 4 * model.hidden_size
+    return -(-8 * model.hidden_size // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE

@@ -1,0 +1,229 @@
+"""The optimizer, and the schedules of learning rate and weight decay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from onstep.config.section import (
+    FOLLOWS_SCHEDULE,
+    INCOMPATIBLE,
+    INITIAL_ONLY,
+    SAFE,
+    TRAJECTORY,
+    Bound,
+    ConfigSection,
+    option,
+)
+
+_NS_STEPS = Bound("from 1 to 99, the most that torch's Muon allows; 5 is usual", lambda steps: 1 <= steps <= 99)
+_FRACTION = Bound("between 0 and 1", lambda share: 0 <= share <= 1)
+
+
+@dataclass
+class OptimizerConfig(ConfigSection):
+    """The optimizer: AdamW (`adam`), `sgd` or `muon`."""
+
+    optimizer: str = option(
+        "adam",
+        INCOMPATIBLE,
+        choices=("adam", "sgd", "muon"),
+        common=True,
+        help="Algorithm: adam (AdamW) | sgd | muon (torch's Muon for the matrices of the layers; AdamW for "
+        "embeddings, output, biases, norms and stacked weights of experts).",
+    )
+    lr: float | None = option(
+        None,
+        TRAJECTORY,
+        bound="> 0",
+        part_of_schedule=True,
+        effect=FOLLOWS_SCHEDULE,
+        hf="learning_rate",
+        common=True,
+        help="Peak learning rate.",
+    )
+    min_lr: float | None = option(
+        None,
+        TRAJECTORY,
+        bound=">= 0",
+        part_of_schedule=True,
+        effect=FOLLOWS_SCHEDULE,
+        common=True,
+        help="Learning rate at the end of the schedule; None is 0.",
+    )
+    weight_decay: float = option(
+        0.01,
+        TRAJECTORY,
+        bound=">= 0",
+        part_of_schedule=True,
+        hf="weight_decay",
+        common=True,
+        help="Decoupled weight decay of matrices; vectors are not decayed.",
+    )
+    adam_beta1: float = option(
+        0.9, TRAJECTORY, bound="at least 0 and below 1", hf="adam_beta1", help="Decay rate of Adam's first moment."
+    )
+    adam_beta2: float = option(
+        0.999, TRAJECTORY, bound="at least 0 and below 1", hf="adam_beta2", help="Decay rate of Adam's second moment."
+    )
+    adam_eps: float = option(
+        1e-8, TRAJECTORY, bound="> 0", hf="adam_epsilon", help="Epsilon in the denominator of Adam's update."
+    )
+    sgd_momentum: float = option(0.9, TRAJECTORY, bound="at least 0 and below 1", help="Momentum of SGD.")
+    clip_grad: float | None = option(
+        1.0,
+        TRAJECTORY,
+        bound=">= 0",
+        known_as=("max_grad_norm",),
+        common=True,
+        help="Largest global gradient norm; None or 0 disables clipping. The norm is computed either way.",
+    )
+    loss_scale: float | None = option(
+        None,
+        TRAJECTORY,
+        bound="> 0",
+        help="Constant loss scale for float16 and bfloat16; None scales float16 dynamically and bfloat16 not at all.",
+    )
+    initial_loss_scale: float = option(
+        2.0**32, TRAJECTORY, bound="> 0", effect=INITIAL_ONLY, help="Initial dynamic loss scale."
+    )
+    min_loss_scale: float = option(
+        1.0, TRAJECTORY, bound="> 0", help="Smallest dynamic loss scale; an overflow at this scale is an anomaly."
+    )
+    loss_scale_window: int = option(
+        1000, TRAJECTORY, bound="> 0", help="Steps without overflow after which the dynamic loss scale doubles."
+    )
+    hysteresis: int = option(2, TRAJECTORY, bound="> 0", help="Overflows after which the dynamic loss scale halves.")
+    muon_momentum: float = option(
+        0.95, TRAJECTORY, bound="at least 0 and below 1", only_with=("optimizer", ("muon",)), help="Momentum of Muon."
+    )
+    muon_nesterov: bool = option(
+        True, TRAJECTORY, only_with=("optimizer", ("muon",)), help="Use Nesterov momentum in Muon."
+    )
+    muon_num_ns_steps: int = option(
+        5,
+        TRAJECTORY,
+        bound=_NS_STEPS,
+        only_with=("optimizer", ("muon",)),
+        help="Newton-Schulz iterations that orthogonalize an update of Muon.",
+    )
+    muon_adjust_lr_fn: str = option(
+        "match_rms_adamw",
+        TRAJECTORY,
+        choices=("match_rms_adamw", "original"),
+        only_with=("optimizer", ("muon",)),
+        help="How Muon's learning rate derives from `lr`: match_rms_adamw (updates as large as AdamW's) | original.",
+    )
+    decoupled_lr: float | None = option(
+        None,
+        TRAJECTORY,
+        bound="> 0",
+        part_of_schedule=True,
+        effect=f"{FOLLOWS_SCHEDULE}; it cannot be set or unset",
+        help="Peak learning rate of the embedding and output matrices, which become parameter groups of their own "
+        "(`is_decoupled_lr`); None is `lr`.",
+    )
+    decoupled_min_lr: float | None = option(
+        None,
+        TRAJECTORY,
+        bound=">= 0",
+        part_of_schedule=True,
+        effect=f"{FOLLOWS_SCHEDULE}; it cannot be set or unset",
+        help="Their learning rate at the end of the schedule; None is `min_lr`.",
+    )
+    param_groups: list[dict[str, Any]] = option(
+        [],
+        INCOMPATIBLE,
+        help="Settings for parameters by name: {match: '*.router.*', lr_mult: 0.1, wd_mult: 0.0, max_lr: ..., "
+        "min_lr: ..., start_wd: ..., end_wd: ...}. The first entry that matches applies; `*` matches any "
+        "characters, dots too. An entry that matches no trainable parameter is refused.",
+    )
+    grad_norm_skip_threshold: float | None = option(
+        None,
+        TRAJECTORY,
+        bound="> 0",
+        may_be_infinite=True,
+        help="Skip the update of a step whose gradient norm before clipping exceeds this: it counts as skipped and "
+        "does not advance the schedule. None, or infinity as in Megatron Bridge, skips none. Costs one wait "
+        "for an accelerator per step.",
+    )
+    log_num_zeros_in_grad: bool = option(
+        False, SAFE, help="Count the exact zeros among the gradients of each step, after clipping."
+    )
+
+
+@dataclass
+class SchedulerConfig(ConfigSection):
+    """Learning rate and weight decay as a function of progress."""
+
+    CHANGE_EFFECT = FOLLOWS_SCHEDULE
+    PART_OF_SCHEDULE = True
+
+    lr_decay_style: str = option(
+        "linear",
+        TRAJECTORY,
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        common=True,
+        help="Shape of the schedule: constant | linear | cosine | inverse-square-root | WSD (warm-up, stable, decay).",
+    )
+    lr_wsd_decay_style: str = option(
+        "exponential",
+        TRAJECTORY,
+        choices=("linear", "cosine", "exponential", "minus_sqrt"),
+        help="Shape of WSD's last phase: linear | cosine | exponential | minus_sqrt.",
+    )
+    lr_decay_iters: int | None = option(
+        None, TRAJECTORY, bound="> 0", help="Step at which the schedule ends; None is the last step of the run."
+    )
+    lr_decay_samples: int | None = option(
+        None, TRAJECTORY, bound="> 0", help="Sample at which the schedule ends, in a run by samples."
+    )
+    lr_wsd_decay_iters: int | None = option(None, TRAJECTORY, bound="> 0", help="Length of WSD's last phase in steps.")
+    lr_wsd_decay_samples: int | None = option(
+        None, TRAJECTORY, bound="> 0", help="Length of WSD's last phase in samples."
+    )
+    lr_warmup_fraction: float | None = option(
+        None, TRAJECTORY, bound=_FRACTION, common=True, help="Length of the warm-up as a fraction of the schedule."
+    )
+    lr_warmup_iters: int = option(
+        0,
+        TRAJECTORY,
+        bound=">= 0",
+        known_as=("warmup_steps",),
+        common=True,
+        help="Length of the warm-up in steps; must be shorter than the schedule.",
+    )
+    lr_warmup_samples: int = option(
+        0, TRAJECTORY, bound=">= 0", help="Length of the warm-up in samples; must be shorter than the schedule."
+    )
+    lr_warmup_init: float = option(0.0, TRAJECTORY, bound=">= 0", help="Learning rate at the start of the warm-up.")
+    start_weight_decay: float | None = option(
+        None, TRAJECTORY, bound=">= 0", help="Weight decay at step 0; None is `optimizer.weight_decay`."
+    )
+    end_weight_decay: float | None = option(
+        None,
+        TRAJECTORY,
+        bound=">= 0",
+        help="Weight decay at the end of the schedule; None is `optimizer.weight_decay`.",
+    )
+    weight_decay_incr_style: str = option(
+        "constant",
+        TRAJECTORY,
+        choices=("constant", "linear", "cosine"),
+        help="How the weight decay rises: constant | linear | cosine.",
+    )
+    max_steps: int | None = option(
+        None, TRAJECTORY, bound="> 0", help="Plan the schedule for a run of this many steps (at least `train_iters`)."
+    )
+    override_opt_param_scheduler: bool = option(
+        False,
+        SAFE,
+        help="On resume, use the configured schedule, whatever the checkpoint's and `checkpoint.on_config_change` are.",
+    )
+    use_checkpoint_opt_param_scheduler: bool = option(
+        False,
+        SAFE,
+        help="On resume, use the checkpoint's schedule, whatever the configuration and "
+        "`checkpoint.on_config_change` are. With neither, a schedule that differs is refused with both "
+        "values, unless `checkpoint.on_config_change=apply`.",
+    )

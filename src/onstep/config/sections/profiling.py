@@ -1,0 +1,42 @@
+"""Profilers, and the history of CUDA's allocator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onstep.config.section import SAFE, ConfigSection, option
+
+
+@dataclass
+class ProfilingConfig(ConfigSection):
+    """What is profiled, and what the allocator of CUDA records."""
+
+    use_pytorch_profiler: bool = option(
+        False,
+        SAFE,
+        help="Write a trace of torch's profiler, `torch_profile/rank-<r>.json.gz` beside `logger.tensorboard_dir` "
+        "or in the run's directory, for the steps after `profile_step_start` up to `profile_step_end`.",
+    )
+    use_nsys_profiler: bool = option(False, SAFE, help="Mark the same steps for `nsys profile -c cudaProfilerApi`.")
+    profile_step_start: int = option(10, SAFE, bound=">= 0", help="Steps to train before a profile begins.")
+    pytorch_profiler_collect_shapes: bool = option(False, SAFE, help="Record shapes of operands in torch's trace.")
+    pytorch_profiler_collect_callstack: bool = option(False, SAFE, help="Record Python's call stack in torch's trace.")
+    pytorch_profiler_collect_chakra: bool = option(
+        False, SAFE, help="Write torch's execution trace too, `chakra/rank-<r>.json.gz`."
+    )
+    record_shapes: bool = option(False, SAFE, help="Record shapes in the ranges that nsys shows.")
+    nvtx_ranges: bool = option(
+        False, SAFE, help="Name each step, its forward and backward passes and its update for nsys; requires a GPU."
+    )
+    record_memory_history: bool = option(
+        False, SAFE, help="Record CUDA's allocations, for a snapshot at `profile_step_end` and when memory runs out."
+    )
+    memory_snapshot_path: str = option(
+        "snapshot.pickle", SAFE, help="Path of memory snapshots; the rank is inserted before the suffix."
+    )
+    profile_step_end: int = option(
+        12, SAFE, bound="> 0", help="Step after which a profile ends and the memory snapshot is written."
+    )
+    profile_ranks: list[int] = option(
+        [0], SAFE, help="Ranks that profile and record; an empty list is all ranks for profiles, and none for memory."
+    )

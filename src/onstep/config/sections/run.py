@@ -1,0 +1,65 @@
+"""A run's name, its place, its process group and its data parallelism."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from onstep.config.section import SAFE, TRAJECTORY, Bound, ConfigSection, option
+
+_DEVICE = Bound(
+    "cpu, cuda, cuda:<n>, or null for CUDA where there is one",
+    lambda device: re.fullmatch(r"cpu|cuda(:\d+)?", device) is not None,
+)
+
+
+@dataclass
+class RunConfig(ConfigSection):
+    """The name of a run and the place of its files."""
+
+    name: str | None = option(
+        None,
+        SAFE,
+        common=True,
+        help="Name of the run, which is its directory in `output_dir`. None keeps no directory; `onstep train` fills "
+        "in "
+        "the recipe's name.",
+    )
+    output_dir: str = option("runs", SAFE, common=True, help="Where run directories are created.")
+    recipe: str | None = option(None, SAFE, help="Name of the recipe that this configuration is based on.")
+    fresh: bool = option(False, SAFE, help="Start a new run `<name>-2` if a run of this name exists.")
+    default_callbacks: bool = option(
+        True, SAFE, help="Add DefaultMetrics, ProgressCallback and InfoCallback first (`Trainer` and `onstep train`)."
+    )
+    save_weights: bool = option(True, SAFE, help="Write the final weights to `<run>/model` as safetensors.")
+
+
+@dataclass
+class DistributedInitConfig(ConfigSection):
+    """The process group."""
+
+    distributed_backend: str | None = option(
+        None,
+        SAFE,
+        choices=("gloo", "nccl"),
+        hf="ddp_backend",
+        help="Communication backend: gloo | nccl; None is nccl where every rank has a GPU, else gloo.",
+    )
+    distributed_timeout_minutes: float = option(10.0, SAFE, bound="> 0", help="Timeout of a collective in minutes.")
+    device: str | None = option(
+        None,
+        SAFE,
+        bound=_DEVICE,
+        common=True,
+        help="Device to train on: cpu | cuda | cuda:<n>; None is CUDA where available.",
+    )
+
+
+@dataclass
+class DistributedDataParallelConfig(ConfigSection):
+    """Plain data parallelism (torch's DistributedDataParallel)."""
+
+    bucket_cap_mb: float = option(25.0, SAFE, bound="> 0", help="Size of a gradient bucket in MiB.")
+    find_unused_parameters: bool = option(False, SAFE, help="Search for parameters that a step does not use.")
+    broadcast_buffers: bool = option(False, TRAJECTORY, help="Broadcast buffers from rank 0 at each forward pass.")
+    gradient_as_bucket_view: bool = option(True, SAFE, help="Make gradients views of the buckets.")

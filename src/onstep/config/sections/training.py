@@ -1,0 +1,222 @@
+"""Length of the training, its batches, and its evaluations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onstep.config.section import NEW_LENGTH, SAFE, TRAJECTORY, Bound, ConfigSection, option
+
+_MEMORY_LEVEL = Bound("0 (never), 1 (before each update) or 2 (before and after it)", lambda level: level in (0, 1, 2))
+
+
+@dataclass
+class TrainingConfig(ConfigSection):
+    """The length of the run, its batches, and how it handles signals and memory."""
+
+    micro_batch_size: int | None = option(
+        None,
+        SAFE,
+        bound="> 0",
+        hf="per_device_train_batch_size",
+        common=True,
+        help="Samples of one forward pass on one rank.",
+    )
+    global_batch_size: int | None = option(
+        None,
+        TRAJECTORY,
+        bound="> 0",
+        effect="the position in samples stays; steps count on from where they are",
+        known_as=("batch_size",),
+        common=True,
+        help="Samples of one optimizer step over all ranks; None is one micro-batch on every rank.",
+    )
+    train_iters: int | None = option(
+        None,
+        TRAJECTORY,
+        bound="> 0",
+        effect=NEW_LENGTH,
+        known_as=("max_steps", "steps"),
+        common=True,
+        help="Length of the run in optimizer steps. Set exactly one of `train_iters`, `train_samples`, `num_epochs`.",
+    )
+    train_samples: int | None = option(
+        None, TRAJECTORY, bound="> 0", effect=NEW_LENGTH, help="Length of the run in samples."
+    )
+    num_epochs: float | None = option(
+        None,
+        TRAJECTORY,
+        bound="> 0",
+        effect=NEW_LENGTH,
+        known_as=("epochs", "num_train_epochs"),
+        common=True,
+        help="Length of the run in epochs; a fraction of an epoch is rounded up to a step.",
+    )
+    rampup_batch_size: list[int] | None = option(
+        None,
+        TRAJECTORY,
+        help="[start, increment, samples]: ramp the global batch up from `start` by `increment` to "
+        "`global_batch_size` over this many samples. Each increase saves a checkpoint.",
+    )
+    step_batch_size_schedule: str | None = option(
+        None,
+        TRAJECTORY,
+        help="Global batch sizes by consumed samples, such as '0:32 100K:64 1M:128' (K, M, B, T); a threshold that "
+        "ends in `tok` counts tokens. Sizes never shrink; the last one is `global_batch_size`.",
+    )
+    decrease_batch_size_if_needed: bool = option(
+        False,
+        TRAJECTORY,
+        help="Round a global batch that is not a multiple of micro-batch size times ranks down to one, instead of "
+        "refusing it; the difference counts as skipped samples.",
+    )
+    iterations_to_skip: list[int] = option(
+        [],
+        TRAJECTORY,
+        help="Steps, counted from 1, whose samples are skipped: they count as consumed and as skipped, and nothing "
+        "else happens at such a step (except a save when the batch ramps up).",
+    )
+    empty_unused_memory_level: int = option(
+        0,
+        SAFE,
+        bound=_MEMORY_LEVEL,
+        help="When to release a GPU's unused memory: 0 never, 1 before each update and after each evaluation "
+        "batch, 2 after each update too.",
+    )
+    check_weight_hash_across_dp_replicas_interval: int | None = option(
+        None,
+        SAFE,
+        bound="> 0",
+        help="Steps between comparisons of all replicas' weights by hash, the first one before the first step; "
+        "None never compares. Replicas that differ end the run.",
+    )
+    train_sync_interval: int | None = option(
+        None,
+        SAFE,
+        bound="> 0",
+        help="Steps between forced waits of the host for the GPU; None waits only where values are read.",
+    )
+    check_optimizer_step_success: bool = option(
+        True, SAFE, help="Count a step as skipped on all ranks of a model when one rank's optimizer skipped it."
+    )
+    skip_sync_grad_norm_across_mp: bool = option(
+        False, SAFE, help="Use the gradient norm that each rank of the model computes, without agreeing on it."
+    )
+    drop_last: bool = option(
+        True,
+        TRAJECTORY,
+        hf="dataloader_drop_last",
+        help="Drop the tail of an epoch that is shorter than one global batch; False trains on it as a smaller step.",
+    )
+    loss_weighting: str = option(
+        "auto",
+        TRAJECTORY,
+        choices=("auto", "tokens", "samples", "microbatches"),
+        help="How the mean losses of micro-batches are weighted: tokens | samples | microbatches | auto (tokens "
+        "where labels are known, else samples). Losses given as (sum, count), or computed with "
+        "`num_items_in_batch`, are exact already.",
+    )
+    on_nonfinite: str = option(
+        "raise",
+        TRAJECTORY,
+        choices=("raise", "stop", "skip", "rollback"),
+        help="Policy for a NaN or infinite loss or gradient norm, before the update: raise (an error) | stop (a "
+        "clean end) | skip (no update; the samples are recorded and never used again) | rollback (to the last "
+        "checkpoint, past the samples).",
+    )
+    exit_interval: int | None = option(
+        None,
+        SAFE,
+        bound="> 0",
+        help="Save and exit at steps that are a multiple of this; the same command continues the run.",
+    )
+    exit_duration_in_mins: float | None = option(
+        None,
+        SAFE,
+        bound="> 0",
+        help="Save and exit after this many minutes by the clock of rank 0; the same command continues the run.",
+    )
+    exit_signal_handler: bool = option(
+        True, SAFE, help="Handle `exit_signals`: save one checkpoint on all ranks and exit with code 75."
+    )
+    exit_signals: list[str] = option(
+        ["SIGTERM", "SIGINT", "SIGUSR1"], SAFE, help="Names of the signals that ask a run to save and exit."
+    )
+    data_timeout: float | None = option(
+        None,
+        SAFE,
+        bound="> 0",
+        help="Seconds that a run waits for a training batch after a signal before it gives up on it; None waits "
+        "for the data.",
+    )
+    manual_gc: bool = option(
+        False,
+        SAFE,
+        help="Turn Python's automatic garbage collection off during training, so that ranks collect together.",
+    )
+    manual_gc_interval: int = option(0, SAFE, bound=">= 0", help="Steps between collections; 0 never collects.")
+    manual_gc_eval: bool = option(
+        True,
+        SAFE,
+        help="With `manual_gc`, collect before each evaluation in the loop, and the youngest objects after it.",
+    )
+
+
+@dataclass
+class ValidationConfig(ConfigSection):
+    """When to evaluate, and on how much data."""
+
+    eval_iters: int | None = option(
+        100,
+        SAFE,
+        bound=">= 0",
+        common=True,
+        help="Global batches of one evaluation; None is the whole split, 0 disables evaluation.",
+    )
+    eval_interval: int | None = option(
+        None, SAFE, bound="> 0", common=True, help="Steps between evaluations; None evaluates only after training."
+    )
+    start_eval_at_iter: int | None = option(None, SAFE, bound=">= 0", help="No evaluation before this step.")
+    eval_global_batch_size: int | None = option(
+        None, SAFE, bound="> 0", help="Samples of one evaluation batch over all ranks; None uses the training's."
+    )
+    eval_micro_batch_size: int | None = option(
+        None,
+        SAFE,
+        bound="> 0",
+        hf="per_device_eval_batch_size",
+        help="Samples of one forward pass of evaluation on one rank; None uses the training's.",
+    )
+    skip_train: bool = option(False, SAFE, help="Evaluate without training.")
+    eval_on_start: bool = option(False, SAFE, hf="eval_on_start", help="Evaluate before the first step.")
+    eval_each_epoch: bool = option(False, SAFE, help="Evaluate at the end of each epoch.")
+    eval_on_save: bool = option(
+        False,
+        SAFE,
+        hf="eval_on_save",
+        help="Evaluate before each checkpoint that `checkpoint.save_interval` or `save_each_epoch` writes.",
+    )
+    metric_for_best_model: str | None = option(
+        None,
+        TRAJECTORY,
+        effect="the current metric is followed from the next evaluation on",
+        hf="metric_for_best_model",
+        common=True,
+        help="The metric that `best_metric`, early stopping and the choice of the best checkpoints follow, with or "
+        "without its `eval_` prefix; None is `loss` where checkpoints are chosen.",
+    )
+    greater_is_better: bool | None = option(
+        None,
+        TRAJECTORY,
+        hf="greater_is_better",
+        help="Whether a higher metric is better; None is False for names that end in `loss` or `perplexity`, else "
+        "True.",
+    )
+    start_eval_at_epoch: float | None = option(
+        None, SAFE, bound=">= 0", help="With `eval_each_epoch`, the epochs to train before the first evaluation."
+    )
+    eval_after_training: bool = option(
+        True,
+        SAFE,
+        help="Evaluate after the last step, unless that step was evaluated already. False with neither "
+        "`eval_interval` nor `eval_each_epoch` is a run without evaluation.",
+    )

@@ -1,0 +1,105 @@
+"""Types of values: the annotation of a field in words, and the conversion of a value to it."""
+
+from __future__ import annotations
+
+import os
+import types
+from collections.abc import Mapping
+from enum import Enum
+from numbers import Integral, Real
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from onstep.errors import ConfigError
+
+_FIELD_TYPES: dict[Any, dict[str, Any]] = {}
+"""The results of `field_types` so far."""
+
+
+def field_types(cls: type) -> dict[str, Any]:
+    """The resolved annotation of every field of a dataclass."""
+    if cls not in _FIELD_TYPES:
+        _FIELD_TYPES[cls] = get_type_hints(cls)
+    return _FIELD_TYPES[cls]
+
+
+def type_name(annotation: Any) -> str:
+    """The annotation in words: ``int | None`` is 'int or None'."""
+    members = _members(annotation)
+    if len(members) > 1:
+        return " or ".join(type_name(member) for member in members)
+    if annotation is type(None):
+        return "None"
+    origin = get_origin(annotation)
+    if origin is None:
+        return str(getattr(annotation, "__name__", annotation))
+    return f"{origin.__name__} of {' to '.join(type_name(argument) for argument in get_args(annotation))}"
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number; True and False are not."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_integer_from(value: Any, least: int) -> bool:
+    """Whether a value is an integer of at least `least`; True and False are not."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def accepts_none(annotation: Any) -> bool:
+    """Whether a field of this annotation may be None."""
+    return any(member in (type(None), Any) for member in _members(annotation))
+
+
+def accepts_text(annotation: Any) -> bool:
+    """Whether a field of this annotation may hold a str."""
+    return any(member in (str, Any) for member in _members(annotation))
+
+
+def coerce(value: Any, annotation: Any, name: str) -> Any:
+    """`value` as the annotation requires it; what would change its meaning is refused.
+
+    An int serves as a float, an integral float (``1e5``) as an int, a number in a string (YAML's ``1e-3``) as a float,
+    a path as a str, a tuple as a list and an enum member as its value. Nothing else is converted.
+
+    Raises:
+        ConfigError: naming the key, the value and the type.
+    """
+    try:
+        return _converted(value, annotation)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name}={value!r} must be {type_name(annotation)}, got {type(value).__name__}.") from None
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return get_args(annotation)
+    return (annotation,)
+
+
+def _converted(value: Any, annotation: Any) -> Any:
+    if isinstance(value, Enum):
+        value = value.value
+    members = _members(annotation)
+    if len(members) > 1:
+        for member in members:
+            try:
+                return _converted(value, member)
+            except (TypeError, ValueError):
+                continue
+        raise TypeError
+    if annotation is Any:
+        return value
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is list and isinstance(value, list | tuple):
+        return [_converted(element, arguments[0]) for element in value]
+    if origin is dict and isinstance(value, Mapping):
+        return {_converted(key, arguments[0]): _converted(item, arguments[1]) for key, item in value.items()}
+    if annotation in (bool, type(None)) and isinstance(value, annotation):
+        return value
+    if annotation is str and isinstance(value, str | os.PathLike):
+        return os.fspath(value)
+    if annotation is int and is_number(value) and (isinstance(value, Integral) or float(value).is_integer()):
+        return int(value)
+    if annotation is float and (is_number(value) or isinstance(value, str)):
+        return float(value)
+    raise TypeError

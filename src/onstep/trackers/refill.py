@@ -1,0 +1,159 @@
+"""Fills a tracker from the complete metrics log of a run, after or during training."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from onstep.analysis.logs.run_status import run_record
+from onstep.config.trackers import NAMES
+from onstep.metrics_log import MetricsLogError, Record, read_records
+from onstep.trackers.metric_names import BRIDGE, HF, bridge_names
+from onstep.trackers.points import RunPoints
+from onstep.trackers.services.tensorboard_tracker import TensorBoardTracker
+from onstep.trackers.tag_record import BRIDGE_KEY, VS_SAMPLES, TagRow, rows_of
+from onstep.trackers.tracker import RunIdentity, Tracker
+from onstep.trackers.tracker_logger import SAMPLES_DIR
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+_HEAD = ("timestamp", "global_step")
+_STATUSES = ("completed", "stopped", "preempted", "failed")
+
+
+def replay(
+    metrics_log_path: str | Path,
+    tracker: Tracker,
+    run: RunIdentity | None = None,
+    *,
+    output: str | Path | None = None,
+    names: Sequence[str] = NAMES,
+    progress: Callable[[list[Record]], Iterable[Record]] = iter,
+) -> int:
+    """Send every record of a metrics log to a tracker as a new run, and wait until everything is delivered.
+
+    A truncated last record is skipped with a warning.
+
+    Args:
+        metrics_log_path: The `trainer_logs.json` of a finished, crashed or running run.
+        tracker: A tracker that is not open; its errors are raised.
+        run: Identity of the run in the tracker; None is `recorded_run(metrics_log_path, output)`.
+        output: Where the tracker writes local files; None is the metrics log's directory.
+        names: Naming schemes to send: hf, bridge, or both.
+        progress: Wraps the records, as `tqdm` does.
+
+    Returns:
+        The number of records that were sent; without Hugging Face's names, the number of steps.
+
+    Raises:
+        FileNotFoundError: if the metrics log does not exist.
+        MetricsLogError: if the file is not a metrics log or has nothing to send; the tracker is not opened in that
+            case.
+    """
+    records = read_records(metrics_log_path)
+    if not any(map(_is_report, records)):
+        raise MetricsLogError(
+            f"{metrics_log_path} has no metrics to send (records: {len(records)}); nothing was written."
+        )
+    if cut := _cut_record(Path(metrics_log_path)):
+        step = records[-1].get("global_step", 0)
+        logger.warning(
+            "%s ends within a record, after step %s. Skipped: %d characters, %.60r",
+            metrics_log_path,
+            step,
+            len(cut),
+            cut,
+        )
+    run = run or recorded_run(metrics_log_path, output)
+    trackers, tags = [tracker], [row for record in records for row in rows_of(record.get(BRIDGE_KEY, {}))]
+    if isinstance(tracker, TensorBoardTracker) and BRIDGE in names and tags:
+        trackers.append(tracker.beside(SAMPLES_DIR))
+    status = "failed"
+    try:
+        for one in trackers:
+            one.open(run, {})
+        num_sent = _send(progress(records), trackers, names, tags if BRIDGE in names else ())
+        status = recorded_status(metrics_log_path)
+    finally:
+        for one in trackers:
+            one.close(status)
+    return num_sent
+
+
+def recorded_run(metrics_log_path: str | Path, output: str | Path | None = None) -> RunIdentity:
+    """Identify the run of a metrics log, from the `run.json` next to it if there is one.
+
+    The id is new for each call and differs from the run's own, so a tracker that already has part of the run, or an
+    earlier replay, keeps them apart.
+    """
+    directory = Path(metrics_log_path).absolute().parent
+    content = run_record(directory)
+    run_id = str(content.get("run_id") or path_id(directory))
+    config = content.get("config")
+    return RunIdentity(
+        name=str(content.get("name") or directory.name),
+        run_id=f"{run_id}-replay-{uuid.uuid4().hex[:8]}",
+        directory=directory if output is None else Path(output),
+        config=config if isinstance(config, dict) else {},
+    )
+
+
+def recorded_status(metrics_log_path: str | Path) -> str:
+    """The final status of the run according to its `run.json`; "completed" if unknown."""
+    status = run_record(Path(metrics_log_path).parent).get("status")
+    return status if status in _STATUSES else "completed"
+
+
+def path_id(directory: Path) -> str:
+    """An id for a run without one, derived from its path and therefore stable."""
+    return hashlib.blake2b(str(directory.absolute()).encode(), digest_size=16).hexdigest()
+
+
+def _send(records: Iterable[Record], trackers: list[Tracker], names: Sequence[str], tags: Sequence[TagRow]) -> int:
+    """Send the records to the first tracker; before each, send the tags up to its step, which a later one may hold."""
+    points, num_sent, waiting, tracker = RunPoints(), 0, deque(tags), trackers[0]
+    for record in records:
+        if not _is_report(record):
+            continue
+        metrics = {name: value for name, value in record.items() if name not in _HEAD}
+        step = int(record.get("global_step", 0))
+        while waiting and waiting[0].step <= step:
+            _send_tags(waiting.popleft(), trackers)
+        kept, shown = points.add(metrics, step, float(record.get("timestamp", 0.0)))
+        point = kept if getattr(tracker, "keeps_names", False) else shown
+        if point.metrics and HF in names:
+            tracker.log(point.metrics, point.step, point.timestamp)
+            num_sent += 1
+    for row in waiting:
+        _send_tags(row, trackers)
+    return num_sent if HF in names else len(tags)
+
+
+def _send_tags(row: TagRow, trackers: Sequence[Tracker]) -> None:
+    trackers[0].log(bridge_names(trackers[0].name, row.tags), row.step, row.timestamp)
+    for over_samples in trackers[1:] if row.over_samples else ():
+        curves = {tag + VS_SAMPLES: row.tags[tag] for tag in row.over_samples}
+        over_samples.log(curves, row.samples, row.timestamp)
+
+
+def _cut_record(path: Path) -> str:
+    """The text of a truncated last record; "" if all records are complete."""
+    text = path.read_text(encoding="utf-8", errors="replace").rstrip(" \t\r\n\x00,")
+    last = text.rsplit("\n", 1)[-1]
+    if last in ("[", "]"):
+        return ""
+    try:
+        json.loads(last)
+    except ValueError:
+        return last
+    return ""
+
+
+def _is_report(record: Record) -> bool:
+    """Whether a record contains more than the fields that every record has."""
+    return any(name not in (*_HEAD, "epoch", "experiment_info") for name in record)

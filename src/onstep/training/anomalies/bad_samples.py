@@ -1,0 +1,148 @@
+"""Finds the micro-batches and samples whose loss or gradient is not finite."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from onstep.distributed import no_sync
+from onstep.training.compute.losses import MicroLoss
+from onstep.training.compute.step import MicroBatches, Step
+from onstep.training.stages.forward_backward import backward_start_of, forward_of
+from onstep.training.stages.job import Job
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BadSamples:
+    """A micro-batch of one rank whose loss or gradient is not finite."""
+
+    rank: int
+    micro_batch: int
+    found: str
+    """The non-finite value: "loss nan", "gradient norm inf"."""
+    sample_ids: list[int] | None
+    is_empty: bool = False
+    """Whether the micro-batch has no labels."""
+
+    def __str__(self) -> str:
+        ids = "" if self.sample_ids is None else f", sample ids {self.sample_ids}"
+        empty = ", no labels in it" if self.is_empty else ""
+        return f"rank {self.rank}, micro-batch {self.micro_batch}: {self.found}{ids}{empty}"
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What all ranks know about a bad step; the same on every rank."""
+
+    bad_samples: list[BadSamples]
+    ids_by_rank: list[list[list[int]] | None]
+    """Sample ids of every rank's micro-batches; None if samples have no index."""
+
+    @property
+    def sample_ids(self) -> list[int] | None:
+        """The ids of the bad micro-batches, or else of the whole step; None for samples without ids."""
+        if any(ids is None for ids in self.ids_by_rank):
+            return None
+        of_bad_samples = [one for suspect in self.bad_samples for one in suspect.sample_ids or []]
+        of_all = [one for micros in self.ids_by_rank for ids in micros or [] for one in ids]
+        return sorted(set(of_bad_samples or of_all))
+
+    def __str__(self) -> str:
+        if self.bad_samples:
+            return "; ".join(map(str, self.bad_samples))
+        ranks = [f"rank {rank}, sample ids {ids}" for rank, ids in enumerate(self.ids_by_rank) if ids]
+        return (
+            "every local loss was finite, so a gradient overflowed or became NaN in the backward pass"
+            + " of " * bool(ranks)
+            + "; ".join(ranks)
+        )
+
+
+def find_bad_samples(
+    job: Job, micros: list[MicroLoss], sample_ids: list[list[int]] | None, step: Step | None
+) -> Findings:
+    """Find out which micro-batches of which ranks are at fault. Collective.
+
+    If every local loss is finite and the weights are still those of the given step, each rank recomputes the gradient
+    of each of its micro-batches, without reducing it.
+    """
+    world = job.run.world
+    by_rank = world.gather((_bad_losses(world.rank, micros, sample_ids), sample_ids))
+    bad_samples = [suspect for found, _ in by_rank for suspect in found]
+    if not bad_samples and step is not None:
+        found_again = world.gather(_bad_gradients(job, step, sample_ids))
+        bad_samples = [suspect for found in found_again for suspect in found]
+    return Findings(bad_samples, [ids for _, ids in by_rank])
+
+
+def _bad_losses(rank: int, micros: list[MicroLoss], sample_ids: list[list[int]] | None) -> list[BadSamples]:
+    """Non-finite losses; a mean over no labels is NaN, and is at fault only if no other loss is."""
+    bad = [number for number, micro in enumerate(micros) if not math.isfinite(float(micro.loss))]
+    with_labels = [number for number in bad if float(micros[number].weight) != 0]
+    return [
+        BadSamples(
+            rank,
+            number,
+            f"loss {float(micros[number].loss)}",
+            None if sample_ids is None else sample_ids[number],
+            is_empty=not float(micros[number].weight),
+        )
+        for number in with_labels or bad
+    ]
+
+
+def _bad_gradients(job: Job, step: Step, sample_ids: list[list[int]] | None) -> list[BadSamples]:
+    world = job.run.world
+    try:
+        with _random_state_kept(world.device), job.run.features.pause("replay"):
+            norms = list(_gradient_norms(job, step))
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; an empty one only names less
+        logger.warning("the gradients of the bad step could not be recomputed: %s: %s", type(error).__name__, error)
+        return []
+    finally:
+        _drop_gradients(job.model)
+    return [
+        BadSamples(world.rank, number, f"gradient norm {norm}", None if sample_ids is None else sample_ids[number])
+        for number, norm in enumerate(norms)
+        if not math.isfinite(norm)
+    ]
+
+
+def _gradient_norms(job: Job, step: Step) -> Iterator[float]:
+    """The gradient norm of each micro-batch on this rank."""
+    model, forward = job.model, forward_of(job)
+    iterator = MicroBatches(step.batches, job.run.world.device)
+    for index in range(len(iterator)):
+        _drop_gradients(model)
+        batch = iterator.stage(index)
+        with no_sync(model):
+            micro = forward(iterator, batch, step.batches.is_filler[index])
+            micro.backward(backward_start_of(job, micro, len(iterator)))
+        grads = [p.grad for chunk in model for p in chunk.parameters() if p.grad is not None]
+        yield float(torch.stack(torch._foreach_norm(grads)).norm()) if grads else 0.0
+
+
+def _drop_gradients(model: list[nn.Module]) -> None:
+    for chunk in model:
+        for parameter in chunk.parameters():
+            parameter.grad = None
+
+
+@contextmanager
+def _random_state_kept(device: torch.device) -> Iterator[None]:
+    """Preserve the random generators: later steps must not depend on whether anything was recomputed."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
+    random.setstate(python)
+    np.random.set_state(numpy)

@@ -1,0 +1,334 @@
+"""Implements Megatron Bridge's `training_log`: interval sums, tags for the trackers, and the console lines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from onstep.config import ConfigContainer
+from onstep.metrics.memory_estimate import report_theoretical_memory
+from onstep.metrics.memory_reports import report_memory, save_memory_snapshot
+from onstep.metrics.norms.parameter_norms import report_l2_norm_grad
+from onstep.metrics.reductions import reduce_max_memory_across_pp_group
+from onstep.metrics.throughput import report_runtime, report_throughput
+from onstep.schedules import is_due
+from onstep.training.bridge.console_line import IntervalValues, console_line
+from onstep.training.bridge.global_state import GlobalState
+from onstep.training.compute.losses import Scalar
+from onstep.training.experts.moe_log import step_losses
+from onstep.training.protocols import Loggers
+from onstep.training.reporting.bridge_tags import STEPS_ONLY, StepValues, step_tags, write_tags
+from onstep.training.reporting.loss_accumulator import read_together
+from onstep.training.reporting.timers import INTERVAL_TIME
+from onstep.training.stages.step_flops import describing_config, flops_of_samples, step_batch_size
+
+ADVANCED, SKIPPED, NAN = COUNTERS = ("advanced iterations", "skipped iterations", "nan iterations")
+"""Keys of `total_loss_dict` that are not losses: steps of the interval that updated the weights, steps that did not,
+and those among the latter whose loss was not finite."""
+
+
+@dataclass(frozen=True)
+class LogContext:
+    """The run as `training_log` needs it, the same at each of its steps."""
+
+    config: ConfigContainer
+    state: GlobalState
+    model: list[nn.Module]
+    pg_collection: object = None
+    loaded_iteration: int = 0
+    seq_length: int | None = None
+
+    @property
+    def loggers(self) -> Loggers:
+        """The recipients of tags on this rank, by name; opened by the loop, or here for another caller."""
+        trackers, progress = self.state.bridge_trackers, self.state.train_state
+        trackers.open(progress.step, progress.consumed_train_samples, adds_only=True)
+        return trackers.takers
+
+
+def training_log(
+    loss_dict: Mapping[str, Tensor],
+    total_loss_dict: dict[str, Tensor | int],
+    learning_rate: float | None,
+    decoupled_learning_rate: float | None,
+    loss_scale: float,
+    report_memory_flag: bool,
+    skipped_iter: int,
+    grad_norm: Tensor | float | None,
+    params_norm: Tensor | float | None,
+    num_zeros_in_grad: Tensor | int | None,
+    config: ConfigContainer,
+    global_state: GlobalState,
+    history_wct: Sequence[float],
+    model: list[nn.Module],
+    *,
+    pg_collection: object = None,
+    log_max_attention_logit: Tensor | float | None = None,
+    loaded_iteration: int = 0,
+    seq_length: int | None = None,
+) -> bool:
+    """Record the step that was just counted, and report it if due. Must be called on all ranks after each step.
+
+    At every `logger.tensorboard_log_interval`-th step the trackers get its tags
+    (`onstep.training.reporting.bridge_tags`); values on the device are passed on unread. At every
+    `logger.log_interval`-th step Megatron Bridge's lines are printed to the console, which reads the device, and a new
+    interval begins. Collective if `pg_collection` has several pipeline stages, and with gradient norms of sharded
+    parameters.
+
+    Args:
+        loss_dict: losses of the step, reduced over the ranks.
+        total_loss_dict: sums and counters of the interval, changed in place; an empty dictionary at first.
+        learning_rate: the rate of the next step.
+        decoupled_learning_rate: that of the embedding and output layer, if they have their own.
+        loss_scale: the factor applied to the loss; 1 without a loss scaler.
+        report_memory_flag: the return value of the last call; True at first.
+        skipped_iter: 1 if the update was not applied.
+        grad_norm: L2 norm of the gradients before clipping.
+        params_norm: L2 norm of all parameters.
+        num_zeros_in_grad: number of zeros in the gradients.
+        config: the run's configuration.
+        global_state: the run's progress, clock and loggers.
+        history_wct: seconds at the end of each of the latest `logger.throughput_window_size` steps.
+        model: list of model chunks; FLOPs are computed for a model that carries its configuration.
+        pg_collection: process groups; memory reports are reduced over its `pp`. None means data parallelism only.
+        log_max_attention_logit: largest attention logit of the step.
+        loaded_iteration: step that this process continued from.
+        seq_length: tokens per sequence, if different from the configuration.
+
+    Returns:
+        Whether to report the memory again at the next logged step.
+    """
+    run = LogContext(config, global_state, model, pg_collection, loaded_iteration, seq_length)
+    values = StepValues(
+        losses=loss_dict,
+        learning_rate=learning_rate,
+        decoupled_learning_rate=decoupled_learning_rate,
+        loss_scale=loss_scale,
+        grad_norm=grad_norm,
+        num_zeros=whole(num_zeros_in_grad),
+        params_norm=params_norm,
+        max_attention_logit=log_max_attention_logit,
+    )
+    experts = {} if skipped_iter else step_losses(global_state.experts)
+    shown = {name: loss for name, loss in experts.items() if name.endswith("loss")}
+    add_to_interval({**loss_dict, **shown}, total_loss_dict, skipped_iter)
+    report_step(run, lambda: values, history_wct)
+    if not is_due(global_state.train_state.step, config.logger.log_interval):
+        return report_memory_flag
+    num_steps = int(total_loss_dict[ADVANCED] + total_loss_dict[SKIPPED])
+    info = partial(values_of_totals, values, total_loss_dict)
+    report_memory_flag = report_interval(run, num_steps, info, report_memory_flag)
+    for name, value in total_loss_dict.items():
+        total_loss_dict[name] = 0 if name in COUNTERS else torch.zeros_like(torch.as_tensor(value))
+    return report_memory_flag
+
+
+def report_step(run: LogContext, values: Callable[[], StepValues], history_wct: Sequence[float]) -> None:
+    """Count the samples of a step, save a memory snapshot and pass its tags to the trackers, as due.
+
+    Args:
+        values: called only if they are written. Collective with `logger.log_params_norm`.
+    """
+    options, state, progress = run.config.logger, run.state, run.state.train_state
+    batch_size = step_batch_size(run.config, state)
+    state.sums.interval_samples += batch_size
+    save_memory_snapshot(run.config.profiling, progress.step)
+    if options.skip_train_metrics_log:
+        return
+    tags: dict[str, Scalar] = {}
+    curves: dict[str, Scalar] = {}
+    if is_due(progress.step, options.tensorboard_log_interval):
+        curves = step_tags(values(), progress, batch_size, state.world.size, options)
+        tags = step_reports(run, batch_size, history_wct) | curves
+    if run.loggers:
+        tags |= step_losses(state.experts)
+        over_samples = [tag for tag in curves if tag not in STEPS_ONLY]
+        write_tags(run.loggers, tags, progress.step, progress.consumed_train_samples, over_samples)
+
+
+def add_to_interval(
+    loss_dict: Mapping[str, Tensor], total_loss_dict: dict[str, Tensor | int], skipped_iter: int
+) -> None:
+    """Add a step to the sums of the interval without reading the device.
+
+    The losses of a skipped step are not added; a NaN or infinite loss counts it as a nan iteration.
+    """
+    for counter in COUNTERS:
+        total_loss_dict.setdefault(counter, 0)
+    total_loss_dict[SKIPPED if skipped_iter else ADVANCED] += 1
+    if skipped_iter:
+        total_loss_dict[NAN] = total_loss_dict[NAN] + is_nan(loss_dict)
+        return
+    for name, loss in loss_dict.items():
+        row = loss.detach().reshape(1)
+        total = total_loss_dict.get(name)
+        # a copy at first: a tracker may still be about to read the loss itself
+        total_loss_dict[name] = row.to(torch.float64, copy=True) if total is None else total + row
+
+
+def is_nan(loss_dict: Mapping[str, Tensor]) -> Tensor | int:
+    """1 if a loss of a skipped step is not finite (not yet read from the device), else 0."""
+    if not loss_dict:
+        return 0
+    sums = torch.stack([loss.detach().double().sum() for loss in loss_dict.values()])
+    return sums.isfinite().all().logical_not().int()
+
+
+def step_reports(run: LogContext, batch_size: int, history_wct: Sequence[float]) -> dict[str, Scalar]:
+    """The configured reports, by tag; empty without a tracker.
+
+    Collective: timers, memory over pipeline stages, gradients of sharded parameters. The others run only with trackers.
+    """
+    options, state, progress = run.config.logger, run.state, run.state.train_state
+    timers: dict[str, float] = {}
+    memory: dict[str, float] = {}
+    gradients: dict[str, float] = {}
+    throughput: dict[str, float] = {}
+    runtime: dict[str, float] = {}
+    if options.log_timers_to_tensorboard:  # seconds of a step on the slowest rank
+        steps = min(options.tensorboard_log_interval, progress.step - state.sums.start_step)
+        timers = state.timers.maxima(state.timers.names(), normalizer=max(1, steps))
+    if options.log_memory_to_tensorboard:
+        stages = getattr(run.pg_collection, "pp", None)
+        report = reduce_max_memory_across_pp_group(report_memory(options.memory_keys), stages)
+        memory = {f"memory/{name}": value for name, value in report.items()}
+    if options.log_l2_norm_grad_to_tensorboard:
+        gradients = report_l2_norm_grad(run.model)
+    if not run.loggers:
+        return {}
+    length = run.seq_length or run.config.dataset.seq_length
+    if options.log_throughput_to_tensorboard:
+        throughput = report_throughput(
+            run.config.train,
+            progress.step,
+            length,
+            history_wct,
+            options.throughput_window_size,
+            batch_size=batch_size,
+            world_size=state.world.size,
+        )
+    if options.log_runtime_to_tensorboard:
+        runtime = report_runtime(
+            progress,
+            state.sums.training_start_time,
+            length,
+            state.train_iters or 0,
+            options.runtime_time_unit,
+            start_step=state.sums.start_step,
+            now=state.clock.wall(),
+        )
+    return {**timers, **throughput, **memory, **runtime, **gradients}
+
+
+def report_interval(
+    run: LogContext, num_steps: int, info: Callable[[], IntervalValues], report_memory_flag: bool
+) -> bool:
+    """Report the steps since the last report and begin the next interval; do nothing if there were none.
+
+    Args:
+        facts: reads the values of the console line; called only if it is printed.
+
+    Returns:
+        Whether the next report includes the memory again.
+    """
+    state, options, progress = run.state, run.config.logger, run.state.train_state
+    if num_steps == 0:
+        return report_memory_flag
+    prints = state.entry_point.prints_console_line and not options.skip_train_metrics_log
+    shown = info() if prints and state.is_last_rank else None
+    elapsed = state.clock.elapsed() - state.sums.interval_start
+    seconds = elapsed / num_steps
+    flops = flops_of_samples(run.config, run.model, state.sums.interval_samples, run.seq_length)
+    teraflops = flops / elapsed / state.world.size / 1e12 if flops and elapsed > 0 else None
+    energy = energy_per_gpu(state, num_steps, seconds)
+    state.sums.interval_samples, state.sums.interval_start = 0, state.clock.elapsed()
+    state.timers(INTERVAL_TIME).restart()
+    if options.skip_train_metrics_log:
+        return report_memory_flag
+    if run.loggers:
+        tags = interval_tags(run, seconds, teraflops, energy)
+        write_tags(run.loggers, tags, progress.step, progress.consumed_train_samples)
+    if prints:
+        print_lines(run, shown, seconds, teraflops, energy)
+        if report_memory_flag:
+            print_memory(run)
+            report_memory_flag = progress.step <= run.loaded_iteration + 1
+    state.print_timers(state.timers.names(), normalizer=num_steps)
+    return report_memory_flag
+
+
+def print_lines(
+    run: LogContext,
+    info: IntervalValues | None,
+    seconds: float,
+    teraflops: float | None,
+    energy: tuple[float, float] | None,
+) -> None:
+    """Print the lines of an interval: its speed on rank 0, the rest if facts are given."""
+    if run.state.world.is_main and teraflops is not None:
+        speed = f"Step Time : {seconds:.2f}s GPU utilization: {teraflops:.1f}MODEL_TFLOP/s/GPU"
+        print(speed, flush=True)  # noqa: T201 - Bridge's line
+    if info is not None:
+        batch_size, shown = step_batch_size(run.config, run.state), run.config.logger.log_throughput
+        line = console_line(run.state, batch_size, info, seconds, teraflops if shown else None, energy)
+        print(line, flush=True)  # noqa: T201 - Bridge's line
+
+
+def energy_per_gpu(state: GlobalState, num_steps: int, seconds: float) -> tuple[float, float] | None:
+    """Joules per step of `seconds` and watts of a GPU; None without a monitor. Collective with one."""
+    monitor = state.energy_monitor
+    if monitor is None or not monitor.is_available:
+        return None
+    joules = monitor.lap() / num_steps / state.world.size
+    return joules, joules / seconds if seconds > 0 else math.nan
+
+
+def interval_tags(
+    run: LogContext, seconds: float, teraflops: float | None, energy: tuple[float, float] | None
+) -> dict[str, float]:
+    """The tags of an interval: TFLOP/s per device and in total, seconds per step, a GPU's joules per step and watts."""
+    options, tags = run.config.logger, dict[str, float]()
+    if teraflops is not None and options.log_throughput_to_tensorboard:
+        tags |= {"throughput/tflops/device": teraflops, "throughput/tflops": teraflops * run.state.world.size}
+    if options.log_timers_to_tensorboard:
+        tags["iteration-time"] = seconds
+    if energy is not None:
+        tags["iter-energy/gpu"], tags["power/gpu"] = energy
+    return tags
+
+
+def values_of_totals(values: StepValues, total_loss_dict: Mapping[str, Tensor | int]) -> IntervalValues:
+    """The console line's values from the sums given to `training_log`. Reads the device once."""
+    last = {("last", name): value for name, value in values.shown.items()}
+    read = read_together({**total_loss_dict, **last})
+    shown = {name: read.pop(("last", name)) for name in values.shown}
+    counts = {name: int(read.pop(name)) for name in COUNTERS}
+    losses = {name: value / counts[ADVANCED] for name, value in read.items() if counts[ADVANCED]}
+    return IntervalValues(values.learning_rate, losses, shown, counts[SKIPPED], counts[NAN])
+
+
+def whole(count: Tensor | float | None) -> Tensor | int | None:
+    """A count as an integer, still on its device."""
+    if count is None:
+        return None
+    return count.detach().to(torch.int64) if isinstance(count, Tensor) else int(count)
+
+
+def print_memory(run: LogContext) -> None:
+    """Print, on rank 0, the memory that training needs in theory and the memory in use on its GPU."""
+    state = run.state
+    if not state.world.is_main:
+        return
+    sizes = describing_config(run.config, run.model)
+    if sizes is not None and sizes.vocab_size is not None:
+        report_theoretical_memory(replace(run.config, model=sizes))
+    report = report_memory(run.config.logger.memory_keys)
+    if report:
+        held = "".join(f" | {name}: {value}" for name, value in report.items())
+        line = f"[Rank {state.world.rank}] (after {state.train_state.step} iterations) memory (GB){held}"
+        print(line, flush=True)  # noqa: T201 - Bridge's line

@@ -1,0 +1,12 @@
+"""Megatron Bridge's import path of the callback page; the names live in `onstep.events`."""
+
+from onstep.events import (
+    VALID_EVENTS,
+    Callback,
+    CallbackContext,
+    CallbackManager,
+    normalize_callbacks,
+    should_fire,
+)
+
+__all__ = ["VALID_EVENTS", "Callback", "CallbackContext", "CallbackManager", "normalize_callbacks", "should_fire"]

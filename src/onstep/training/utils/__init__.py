@@ -1,0 +1,1 @@
+"""Megatron Bridge's import path `training.utils`; see `train_utils`."""

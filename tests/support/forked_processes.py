@@ -1,0 +1,225 @@
+"""Processes of a run without the seconds of starting them: a server that has imported everything forks each rank.
+
+Run as a module it is the server: each line of its input is a JSON object, each line of its output a list of numbers.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_IMPORTED = (
+    "torch",
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "PIL.PngImagePlugin",
+    "omegaconf",
+    "onstep",
+    "onstep.callbacks",
+    "onstep.trainer",
+    "onstep.cli.main",
+    "onstep.cli.train",
+    "onstep.analysis.plots.plots",
+)
+"""What a run imports on its way (torch its compiler for the meta device), which takes longer than a small run."""
+
+
+class Processes:
+    """Starts the ranks of a job, and waits for them; ranks are real processes that talk over gloo.
+
+    Args:
+        modules: what the server imports beside torch and Onstep.
+    """
+
+    def __init__(self, *modules: str) -> None:
+        command = [sys.executable, "-m", "tests.support.forked_processes", *modules]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._server = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def load(self, *modules: str) -> None:
+        """Import more in the server, so that no rank has to."""
+        assert self._ask({"imports": modules}) == []
+
+    def run(self, jobs: str, job: str, directory: Path, settings: dict[str, Any], *, ranks: int = 1) -> list[int]:
+        """Run `job_<job>(settings)` of the module `jobs` in `directory` on each rank; the exit codes, in rank order.
+
+        Where a rank is killed, so are the others, as launchers do. What ranks print goes to `<folder>/rank-<n>.out`,
+        what their jobs return to `<folder>/result-<n>.json`.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        request = {"jobs": jobs, "job": job, "folder": str(directory), "settings": settings, "ranks": ranks}
+        return self._ask(request)
+
+    def results(
+        self, jobs: str, job: str, directory: Path, settings: dict[str, Any] | None = None, *, ranks: int = 2
+    ) -> list[Any]:
+        """What the job returned on each rank, in rank order; all must end well."""
+        codes = self.run(jobs, job, directory, settings or {}, ranks=ranks)
+        assert codes == [0] * ranks, (codes, output_of(directory))
+        return [json.loads((directory / f"result-{rank}.json").read_text()) for rank in range(ranks)]
+
+    def start(
+        self, jobs: str, job: str, directory: Path, settings: dict[str, Any] | None = None, *, ranks: int = 1
+    ) -> list[Child]:
+        """Start what `run` runs, each rank as the leader of a process group of its own, and wait for nothing."""
+        directory.mkdir(parents=True, exist_ok=True)
+        request = {"jobs": jobs, "job": job, "folder": str(directory), "settings": settings or {}, "ranks": ranks}
+        return [Child(pid, self) for pid in self._ask({**request, "goes_on": True})]
+
+    def exit_codes(self, pid: int) -> list[int]:
+        """The exit code of a child that was started; nothing while it lives."""
+        return self._ask({"ended": pid})
+
+    def _ask(self, request: dict[str, Any]) -> list[int]:
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        return [int(code) for code in json.loads(self._server.stdout.readline())]
+
+    def close(self) -> None:
+        """End the server, which has nothing to finish."""
+        self._server.kill()
+        self._server.communicate()
+
+
+@dataclass(frozen=True)
+class Child:
+    """A rank that was started."""
+
+    pid: int
+    processes: Processes
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, seconds: float = 60) -> int:
+        """The exit code; can be asked for once."""
+        deadline = time.monotonic() + seconds
+        while not (codes := self.processes.exit_codes(self.pid)):
+            assert time.monotonic() < deadline, f"process {self.pid} still lives after {seconds} s"
+            time.sleep(0.005)
+        return codes[0]
+
+    @property
+    def is_alive(self) -> bool:
+        stat = Path(f"/proc/{self.pid}/stat")
+        return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+    def end(self) -> None:
+        """Kill the process and its group, whatever is left of it."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def output_of(directory: Path) -> str:
+    """What all ranks printed, for messages of failed tests."""
+    return "\n".join(f"--- {path.name}\n{path.read_text()[-6000:]}" for path in sorted(directory.glob("rank-*.out")))
+
+
+def serve() -> None:
+    """Fork the ranks of each request, and answer with their exit codes."""
+    for name in (*_IMPORTED, *sys.argv[1:]):
+        importlib.import_module(name)
+    gc.freeze()  # a child that collects garbage need not copy the memory of what is imported
+    for line in sys.stdin:
+        request = json.loads(line)
+        for name in request.get("imports", ()):
+            importlib.import_module(name)
+        port = _free_port()
+        children = [_fork(request, rank, port) for rank in range(request.get("ranks", 0))]
+        if "ended" in request:
+            answer = list(_ended([request["ended"]]).values())
+        else:
+            answer = children if request.get("goes_on") else _wait_for(children)
+        print(json.dumps(answer), flush=True)
+
+
+def _fork(request: dict[str, Any], rank: int, port: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        code = _be_rank(request, rank, port)
+    except BaseException:  # noqa: BLE001 - a rank must never go on as a second server
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _be_rank(request: dict[str, Any], rank: int, port: int) -> int:
+    directory = Path(request["folder"])
+    os.chdir(directory)
+    if request.get("goes_on"):
+        os.setsid()
+    output = os.open(directory / f"rank-{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    if request["ranks"] > 1:
+        size = str(request["ranks"])
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, **address})
+    import torch
+
+    torch.set_num_threads(1)
+    module = importlib.import_module(request["jobs"])
+    try:
+        result = getattr(module, f"job_{request['job']}")(request["settings"])
+        if result is not None:
+            Path(f"result-{rank}.json").write_text(json.dumps(result))
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    return 0
+
+
+def _wait_for(children: list[int]) -> list[int]:
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + 120
+    while len(codes) < len(children):
+        codes |= _ended([child for child in children if child not in codes])
+        if any(code < 0 for code in codes.values()) or time.monotonic() > deadline:
+            for child in children:
+                if child not in codes:
+                    os.kill(child, signal.SIGKILL)
+        time.sleep(0.003)
+    return [codes[child] for child in children]
+
+
+def _ended(children: list[int]) -> dict[int, int]:
+    """The exit codes of those that have ended."""
+    found = [os.waitpid(child, os.WNOHANG) for child in children]
+    return {child: os.waitstatus_to_exitcode(status) for child, status in found if child}
+
+
+def _free_port() -> int:
+    """A port below those that the system gives to connections, so that none takes it before rank 0 listens there."""
+    while True:
+        with socket.socket() as one, suppress(OSError):
+            port = random.randrange(10_000, 32_000)
+            one.bind(("127.0.0.1", port))
+            return port
+
+
+if __name__ == "__main__":
+    serve()

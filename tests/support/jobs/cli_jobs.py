@@ -1,0 +1,18 @@
+"""`onstep` in a forked process: `job_onstep(settings)`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+
+def job_onstep(settings: dict[str, Any]) -> None:
+    """Do what `onstep <words>` does; standard output and error go to the files that the settings name."""
+    from onstep.cli.main import main
+
+    for descriptor, path in ((1, settings["stdout"]), (2, settings["stderr"])):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    os.environ.update(settings["environment"])
+    sys.argv = ["onstep", *settings["words"]]
+    raise SystemExit(main(settings["words"]))

@@ -1,0 +1,77 @@
+"""What the processes of the tests of the Trainer's resume run: `job_train(settings)`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import EarlyStoppingCallback
+
+from onstep import Trainer, TrainerCallback, TrainingArguments
+from tests.support.jobs.resume_jobs import observed, report
+from tests.support.small_models import Regression, causal_rows, qwen, regression_rows
+
+
+class Saves(TrainerCallback):
+    """Writes down which checkpoints became durable."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        with Path("saves.txt").open("a") as file:
+            file.write(f"{state.global_step}\n")
+
+
+def optimizers_of(kind: str, model: torch.nn.Module) -> Any:
+    """A torch optimizer with a stateful scheduler, as objects or as factories; None is the configured ones."""
+    if kind == "objects":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        return optimizer, torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=3)
+    if kind == "factories":
+        return (
+            lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, momentum=0.5),
+            lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5),
+        )
+    return None, None
+
+
+def job_train(settings: dict[str, Any]) -> None:
+    manager, counting = observed(settings)
+    is_causal = settings.get("model", "qwen") == "qwen"
+    model = qwen(attention_dropout=0.1) if is_causal else Regression()
+    rows = causal_rows(26) if is_causal else regression_rows(26)
+    manager.add(Saves())
+    if "patience" in settings:
+        manager.add(EarlyStoppingCallback(settings["patience"]))
+    values: dict[str, Any] = {
+        "output_dir": "runs/run",
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 3,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "use_cpu": True,
+        "seed": 3,
+        **settings.get("arguments", {}),
+    }
+    values["config_overrides"] = {"checkpoint.certify": True, **settings.get("overrides", {})}
+    trainer = Trainer(
+        model,
+        TrainingArguments(**values),
+        train_dataset=rows,
+        eval_dataset=rows[:5],
+        callbacks=manager,
+        default_callbacks=False,
+        optimizers=optimizers_of(settings.get("optimizers", ""), model),
+    )
+    trainer.train(resume_from_checkpoint=settings.get("resume"))
+    first = trainer.state.global_step
+    if settings.get("again"):
+        trainer.train()
+    weights = {name: value.tolist() for name, value in list(model.state_dict().items())[-1:]}
+    best = [trainer.state.best_metric, trainer.state.best_global_step]
+    report(settings, trainer.global_state, counting, first=first, weights=json.dumps(weights), best=best)

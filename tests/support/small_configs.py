@@ -1,0 +1,23 @@
+"""A training that takes a second or two: what all small configurations of the tests have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from onstep.config import ConfigContainer
+from onstep.recipes import tiny_gpt_pretrain_config
+
+
+def small_pretrain_config(
+    corpus: Path | str, cache: Path | str, *, layers: int = 1, width: int = 16, length: int = 32
+) -> ConfigContainer:
+    """`tiny_gpt` with few weights on short rows of a small text; what a test is about, it sets itself."""
+    config = tiny_gpt_pretrain_config()
+    config.dataset.paths, config.dataset.cache_dir = [str(corpus)], str(cache)
+    config.dataset.split = "80,10,10"
+    config.dataset.seq_length = config.model.seq_length = length
+    config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads = layers, width, 2
+    config.scheduler.lr_warmup_iters = 2
+    config.validation.eval_on_start = False
+    config.dist.device = "cpu"
+    return config

@@ -1,0 +1,91 @@
+"""How trackers and their metrics are called, and which numbers of a record they get."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from onstep.errors import ConfigError
+from onstep.trackers import Point, RunPoints, make_tracker, points_for, tracker_names
+from onstep.trackers.metric_names import TRACKERS, bridge_names
+
+
+def test_metrics_are_called_as_hugging_faces_integrations_call_them() -> None:
+    from transformers.integrations.integration_utils import rewrite_logs
+
+    names = ["loss", "learning_rate", "epoch", "eval_loss", "eval_a_loss", "test_loss", "train_runtime", "reward/mean"]
+    metrics = {name: float(number) for number, name in enumerate(names)}
+    assert tracker_names(metrics) == rewrite_logs(metrics)
+
+
+def test_what_trackers_tell_of_themselves_keeps_its_name() -> None:
+    assert tracker_names({"sink/dropped": 3, "step": 7}) == {"sink/dropped": 3}
+
+
+@pytest.mark.parametrize("name", ["csv", "tensorboard"])
+def test_a_tracker_has_the_name_it_is_asked_for(name: str) -> None:
+    assert make_tracker(name).name == name
+
+
+def test_every_tracker_has_a_module_and_a_class() -> None:
+    from importlib import import_module
+
+    for name, (module, class_name) in TRACKERS.items():
+        assert getattr(import_module(module), class_name).name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("wandbb", {}, "'wandbb' is not a tracker; use one of comet, csv, mlflow, .*Did you mean 'wandb'"),
+        ("nothing_like_it", {}, "is not a tracker"),
+        ("csv", {"directory": "x"}, "cannot be created with the options .*directory"),
+    ],
+)
+def test_an_unknown_tracker_or_option_is_refused(name: str, options: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_tracker(name, **options)
+
+
+def test_a_metric_is_shown_once_a_step_unless_it_changed() -> None:
+    points = RunPoints()
+    first = points.add({"loss": math.nan, "epoch": 0.5, "total_tokens": 10}, 1, 0.0)[1]
+    again = points.add({"loss": math.nan, "epoch": 0.5, "total_tokens": 20}, 1, 1.0)[1]
+    later = points.add({"epoch": 0.5}, 2, 2.0)[1]
+    assert set(first.metrics) == {"train/loss", "train/epoch", "train/total_tokens"}
+    assert (again.metrics, later.metrics) == ({"train/total_tokens": 20}, {"train/epoch": 0.5})
+
+
+def test_a_continued_run_knows_what_its_trackers_show_already() -> None:
+    points = RunPoints()
+    points.add({"loss": 2.0, "epoch": 0.5}, 2, 20.0)
+    continued = RunPoints(points.state_dict())
+    assert continued.add({"eval_loss": 3.0, "epoch": 0.5}, 2, 21.0)[1].metrics == {"eval/loss": 3.0}
+
+
+def test_points_of_a_metrics_log_are_shown_once_too() -> None:
+    points = (Point({"loss": 2.0, "epoch": 0.5}, 2, 20.0), Point({"eval_loss": 3.0, "epoch": 0.5}, 2, 21.0))
+    assert points_for(True, points) == points
+    assert [dict(point.metrics) for point in points_for(False, points)] == [
+        {"train/loss": 2.0, "train/epoch": 0.5},
+        {"eval/loss": 3.0},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tracker", "shown"),
+    [
+        ("tensorboard", ["decoupled-learning-rate", "lm loss validation ppl", "throughput/tflops/device"]),
+        ("wandb", ["samples vs steps", "lm loss validation ppl", "throughput/tflops/device"]),
+        ("mlflow", ["samples vs steps", "val/lm loss ppl", "throughput/tflops_per_device"]),
+        ("comet", ["lm loss validation ppl", "throughput/tflops/device"]),
+        (
+            "csv",
+            ["samples vs steps", "decoupled-learning-rate", "lm loss validation ppl", "throughput/tflops/device"],
+        ),
+    ],
+)
+def test_each_tracker_has_its_names_of_megatron_bridges_tags(tracker: str, shown: list[str]) -> None:
+    tags = ["samples vs steps", "decoupled-learning-rate", "lm loss validation ppl", "throughput/tflops/device"]
+    assert list(bridge_names(tracker, dict.fromkeys(tags, 1.0))) == shown

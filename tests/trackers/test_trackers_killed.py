@@ -1,0 +1,155 @@
+"""A run that is killed three times goes on in the same run of W&B, MLflow, Comet and Trackio, from the resumed step."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+
+from onstep.metrics_log import read_records
+from tests.support.forked_processes import Processes, output_of
+from tests.support.tracker_reading import (
+    KEYS,
+    Points,
+    comet_archives,
+    mlflow_points,
+    mlflow_runs,
+    newest,
+    trackio_logs,
+    wandb_segments,
+)
+from tests.support.whole_runs import Ranks
+
+pytestmark = pytest.mark.process
+
+JOBS = "tests.support.jobs.sink_jobs"
+TAGS = {"train/loss": "loss", "eval/loss": "eval_loss", "train/learning_rate": "learning_rate"}
+STARTS = [0, 3, 6, 9]
+"""Checkpoints are saved at every third step of 11; the kills come when steps 5, 7 and 10 are done, before their log."""
+SEGMENTS = [(1, 4), (4, 6), (7, 9), (10, 11)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Path) -> Iterator[Path]:
+    """The directory of the processes; the run is in `runs/run`."""
+    root = tmp_path_factory.mktemp("trackers")
+    with pytest.MonkeyPatch.context() as patch:
+        for key in KEYS:
+            patch.delenv(key, raising=False)
+        patch.setenv("HOME", str(root))
+        patch.setenv("TRACKIO_DIR", str(root / "trackio"))
+        with closing(Processes("mlflow.tracking", "trackio.run")) as processes:
+            runs = Ranks(processes, root, JOBS, corpus=str(corpus), cache=str(token_cache))
+            settings = {"sinks": ["wandb", "mlflow", "comet", "trackio"]}
+            for step in (5, 7, 10):
+                assert runs.start("killed", "watched", ranks=1, kill_after=step, **settings) == [-9], output(root)
+            assert runs.start("killed", "watched", ranks=1, **settings) == [0], output(root)
+            assert json.loads((root / "killed" / "ended.json").read_text()) == {"dropped": 0}
+        yield root
+
+
+def has_segments(found: list[Points]) -> bool:
+    """Whether each process ended where it was killed, and began at its checkpoint, or with what it repeated of that."""
+    ends = [(points[0][0], points[-1][0]) for points in found]
+    return len(ends) == len(SEGMENTS) and all(
+        first <= start and last == end for (first, last), (start, end) in zip(ends, SEGMENTS, strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def run(directory: Path) -> Path:
+    return directory / "killed" / "runs" / "run"
+
+
+def output(root: Path) -> str:
+    return output_of(root / "killed")
+
+
+def expected(run: Path, name: str) -> dict[int, float]:
+    records = read_records(run / "trainer_logs.json")
+    return {record["global_step"]: record[name] for record in records if name in record}
+
+
+def assert_each_step_once(points: Points, run: Path, name: str) -> None:
+    """The newest value of each step is the metrics log's."""
+    assert newest(points) == pytest.approx(expected(run, name), rel=1e-9)
+
+
+def test_wandb_has_a_segment_a_process_in_one_run(run: Path) -> None:
+    segments = wandb_segments(run)
+    run_id = json.loads((run / "run.json").read_text())["run_id"]
+    assert {segment.run.run_id for segment in segments} == {run_id}
+    assert has_segments([segment.points("train/loss") for segment in segments])
+    assert [segment.exit_code for segment in segments] == [None, None, None, 0]
+    for tag, name in TAGS.items():
+        assert_each_step_once([point for segment in segments for point in segment.points(tag)], run, name)
+
+
+def test_mlflow_has_one_run_with_its_segments(run: Path) -> None:
+    client, (found,) = mlflow_runs(run)
+    assert found.info.status == "FINISHED"
+    assert found.data.tags["onstep.segments"] == ", ".join(map(str, STARTS))
+    points = mlflow_points(client, found, "train/loss")
+    assert len(points) > 11  # what was repeated is there twice
+    for tag, name in TAGS.items():
+        assert_each_step_once(mlflow_points(client, found, tag), run, name)
+
+
+def test_comet_has_an_archive_a_process_of_one_experiment(run: Path) -> None:
+    archives = comet_archives(run)
+    assert {archive.meta["offline_id"] for archive in archives} == {
+        json.loads((run / "run.json").read_text())["run_id"]
+    }
+    assert {archive.meta["resume_strategy"] for archive in archives} == {"get_or_create"}
+    assert has_segments([archive.points("train/loss") for archive in archives])
+    assert [archive.others.get("onstep_status") for archive in archives] == [None, None, None, "completed"]
+    for tag, name in TAGS.items():
+        assert_each_step_once([point for archive in archives for point in archive.points(tag)], run, name)
+    assert [path.suffix for path in (run / "comet").iterdir()] == [".zip"] * 4
+
+
+def test_trackio_has_one_run(directory: Path, run: Path) -> None:
+    (rows,) = trackio_logs(directory / "trackio", "onstep", "run").values()
+    for tag, name in TAGS.items():
+        assert_each_step_once([(row["step"], row[tag]) for row in rows if tag in row], run, name)
+
+
+def test_trackers_leave_nothing_on_the_console_and_no_process_behind(directory: Path) -> None:
+    assert "wandb:" not in output(directory)
+    assert "COMET" not in output(directory)
+    deadline = time.monotonic() + 20
+    while left := [process for process in psutil.process_iter() if _is_of(process, directory)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def _is_of(process: psutil.Process, directory: Path) -> bool:
+    try:
+        is_alive = process.status() != psutil.STATUS_ZOMBIE
+        return is_alive and "wandb" in process.name() and process.cwd().startswith(str(directory))
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
+def test_a_kill_before_the_trackers_have_written_anything_loses_no_step(
+    tmp_path: Path, corpus: Path, token_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key in KEYS:
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with closing(Processes("mlflow.tracking")) as processes:
+        runs = Ranks(processes, tmp_path, JOBS, corpus=str(corpus), cache=str(token_cache))
+        settings = {"sinks": ["wandb", "mlflow"], "waits": False}
+        for step in (5, 7):
+            assert runs.start("killed", "watched", ranks=1, kill_after=step, **settings) == [-9], output(tmp_path)
+        assert runs.start("killed", "watched", ranks=1, **settings) == [0], output(tmp_path)
+    run = tmp_path / "killed" / "runs" / "run"
+    client, (found,) = mlflow_runs(run)
+    for tag, name in TAGS.items():
+        assert_each_step_once(mlflow_points(client, found, tag), run, name)
+        assert_each_step_once([point for segment in wandb_segments(run) for point in segment.points(tag)], run, name)

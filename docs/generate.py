@@ -52,7 +52,7 @@ def fill(markdown: str) -> str:
     return MARKER.sub(lambda match: GENERATED[match[1]](), markdown)
 
 
-def moments_table() -> str:
+def events_table() -> str:
     """Every event, in firing order."""
     rows = [(_names(event), f"{event.when}.", _fields_of(event)) for event in EVENTS]
     return _table(("Event", "When it fires", "Fields beyond the common ones"), rows)
@@ -116,7 +116,7 @@ def refused_table() -> str:
 
 
 GENERATED: dict[str, Callable[[], str]] = {
-    "events": moments_table,
+    "events": events_table,
     "loop": loop_source,
     "features": feature_table,
     "hooks": hook_table,

@@ -60,7 +60,8 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
 
 def findings(path: Path) -> Iterator[tuple[int, str, str]]:
     """Line, words and what to write rather."""
-    for start, text in texts(path):
+    for start, indented in texts(path):
+        text = re.sub(r"[ \t]*\n[ \t]*", "\n", indented)  # one blank between the words that a line break separates
         for pattern, rather in PATTERNS:
             for match in pattern.finditer(text):
                 yield start + text.count("\n", 0, match.start()), " ".join(match[0].split()), rather

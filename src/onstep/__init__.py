@@ -1,6 +1,6 @@
-"""Onstep is a training library for PyTorch, language models first: one loop that callbacks can observe and steer.
+"""Onstep is a PyTorch training library for people who want to interrupt, resume, inspect and trust their runs.
 
-There are two entry points to this loop. `Trainer` trains your own module on your own data, as in Hugging Face:
+There are two entry points to one training loop. `Trainer` trains your own module on your own data, as in Hugging Face:
 
     from onstep import Trainer, TrainingArguments
 

@@ -76,7 +76,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self._tail = len(body)
         """Offset of the next separator, which overwrites the closing bracket."""
         self._separator = b"\n" if body.endswith(b"[") else b",\n"
-        self._take_back(descriptor)
+        self._undo(descriptor)
         release_in_forked_children(self, MetricsLog._release)
 
     @classmethod
@@ -113,7 +113,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             OSError: if the disk is full or unavailable; the file is left unchanged.
         """
         if self._descriptor is None:
-            raise MetricsLogError(f"{self.path} is closed; reopen it with Metrics log.open(path, 'a') to append to it.")
+            raise MetricsLogError(f"{self.path} is closed; reopen it with MetricsLog.open(path, 'a') to append to it.")
         self._settle(self._descriptor)
         line = self._separator + encode(record).encode("ascii")
         data, written = line + _CLOSING, 0
@@ -121,7 +121,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             while written < len(data):
                 written += os.pwrite(self._descriptor, data[written:], self._tail + written)
         except OSError:
-            self._take_back(self._descriptor)
+            self._undo(self._descriptor)
             raise
         self._tail += len(line)
         self._separator = b",\n"
@@ -144,9 +144,9 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             self._tail = size - len(_CLOSING)
             self._separator = b",\n"
         else:
-            self._take_back(descriptor)
+            self._undo(descriptor)
 
-    def _take_back(self, descriptor: int) -> None:
+    def _undo(self, descriptor: int) -> None:
         """Truncate the file after the last complete record."""
         os.pwrite(descriptor, _CLOSING, self._tail)
         os.ftruncate(descriptor, self._tail + len(_CLOSING))

@@ -86,7 +86,7 @@ def test_log_without_records_is_a_table_without_rows(tmp_path: Path) -> None:
     assert pq.read_table(export_parquet(log, tmp_path / "log.parquet")).num_rows == 0
 
 
-def test_missing_pyarrow_is_told_with_the_install_line(
+def test_missing_pyarrow_is_reported_with_the_install_line(
     log: TrainingLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)

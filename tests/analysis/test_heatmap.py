@@ -82,7 +82,7 @@ def test_a_stride_takes_every_so_many_records(path: Path) -> None:
     assert read_table(path, step_stride=2).steps.tolist() == [100, 300]
 
 
-def test_what_is_missing_or_not_finite_is_grey_and_told(tmp_path: Path) -> None:
+def test_what_is_missing_or_not_finite_is_grey_and_reported(tmp_path: Path) -> None:
     given = records()
     del given[1]["norms"]["embed.weight"]
     given[2]["norms"]["late.weight"] = math.inf
@@ -123,7 +123,7 @@ def test_long_names_keep_their_layer_and_their_end() -> None:
     assert {len(short_label(name)) for name in (*names, deep)} == {60}
 
 
-def test_values_beyond_the_colours_are_told_by_the_bar(path: Path) -> None:
+def test_values_beyond_the_colours_are_shown_by_the_bar(path: Path) -> None:
     bars = [plot_parameter_heatmap(path, **bounds).axes[0].collections[0].colorbar for bounds in ({}, {"vmax": 9})]
     assert [bar.extend for bar in bars] == ["neither", "max"]
 

@@ -73,7 +73,7 @@ def test_cut_record_is_named(tmp_path: Path) -> None:
     assert "truncated at byte" in note
 
 
-def test_missing_bracket_is_told_as_a_writer_at_work(tmp_path: Path) -> None:
+def test_missing_bracket_is_reported_as_a_writer_at_work(tmp_path: Path) -> None:
     log = read(tmp_path, in_lines(RECORDS)[:-2] + ",")
     assert same(log, RECORDS)
     assert log.notes == ["Recovered 4 records; the closing ']' is missing: the writer is still running, or was killed"]
@@ -174,14 +174,14 @@ def test_json_that_holds_no_records_is_refused(tmp_path: Path, content: str) -> 
         read(tmp_path, content)
 
 
-def test_event_file_of_tensorboard_is_told_as_such(tmp_path: Path) -> None:
+def test_event_file_of_tensorboard_is_reported_as_such(tmp_path: Path) -> None:
     path = tmp_path / "events.out.tfevents.1700000000.host"
     path.write_bytes(b"\x18\x00\x00\x00\x00\x00\x00\x00\xa3\x7fK\x22\t\x00\x00\xc0brain.Event:2")
     with pytest.raises(DataError, match="tensorboard --logdir"):
         TrainingLog.from_file(path)
 
 
-def test_missing_file_and_directory_are_told(tmp_path: Path) -> None:
+def test_missing_file_and_directory_are_reported(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"Log file not found: .*absent\.json"):
         TrainingLog.from_file(tmp_path / "absent.json")
     with pytest.raises(FileNotFoundError, match="Log file not found"):

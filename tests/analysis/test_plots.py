@@ -156,7 +156,7 @@ def spiky() -> Any:
     return log_of(points("loss", values))
 
 
-def test_outliers_leave_the_limits_alone_and_are_told() -> None:
+def test_outliers_leave_the_limits_alone_and_are_reported() -> None:
     shown = plot_training_metrics([spiky()], ["loss"]).axes[0]
     assert shown.get_ylim()[1] < 2.1
     assert note(shown) == "up to 80 outside"
@@ -235,7 +235,7 @@ def test_a_log_of_one_record_has_whole_steps_and_points_that_can_be_seen() -> No
     assert right.lines[0].get_marker() == "o"
 
 
-def test_letters_that_no_font_has_are_told_once_and_not_by_a_warning_each(
+def test_letters_that_no_font_has_are_reported_once_and_not_by_a_warning_each(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("onstep.analysis.plots.output.FALLBACKS", ("STIXGeneral", "No Such Font"))

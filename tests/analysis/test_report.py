@@ -170,7 +170,7 @@ def test_metrics_are_grouped_by_what_they_are_about() -> None:
     }
 
 
-def test_values_told_once_and_lists_have_no_chart() -> None:
+def test_values_logged_once_and_lists_have_no_chart() -> None:
     records = [*points("loss", [2.0, 1.0], peak=[1, 2]), {"global_step": 2, "train_runtime": 9.0}]
     assert list(metrics(report_data([log_of(records)], ["a"]))) == ["loss"]
 
@@ -217,7 +217,7 @@ def test_limits_are_those_of_all_values_of_a_long_log() -> None:
     assert max(series["means"]["y"]) > 3 > max(series["means"]["calm"])
 
 
-def test_spikes_of_a_short_log_are_told_by_their_places() -> None:
+def test_spikes_of_a_short_log_are_reported_by_their_places() -> None:
     values = [2 + 0.01 * (index % 5) for index in range(200)]
     plain = report_data([log_of(points("loss", values))], ["a"])
     values[77] = 80.0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from onstep.events import RunInfo, TrainerState
-from onstep.progress import TrainState
+from onstep.train_state import TrainState
 
 MakeState = Callable[..., TrainerState]
 

@@ -228,7 +228,7 @@ def test_which_metric_is_watched_and_what_is_ignored() -> None:
 @pytest.mark.parametrize(
     ("metric", "length", "nearest"), [("losss", 8, "loss"), ("eval_los", 8, "eval_loss"), ("losss", 2, "loss")]
 )
-def test_a_metric_that_is_never_there_is_told_once_with_the_nearest_name(
+def test_a_metric_that_is_never_there_is_reported_once_with_the_nearest_name(
     metric: str, length: int, nearest: str, tiny_config: ConfigContainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     tiny_config.train.train_iters, tiny_config.scheduler.lr_warmup_iters = length, 0
@@ -240,7 +240,7 @@ def test_a_metric_that_is_never_there_is_told_once_with_the_nearest_name(
 
 
 @pytest.mark.parametrize("options", [{}, {"use_eval_loss": True}, {"metric_key": "grad_norm"}])
-def test_a_metric_that_is_there_is_not_told_to_be_missing(
+def test_a_metric_that_is_there_is_not_reported_as_missing(
     options: dict[str, Any], tiny_config: ConfigContainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     tiny_config.logger.log_interval, tiny_config.validation.eval_interval = 1, 7

@@ -41,6 +41,14 @@ def test_the_id_of_a_built_in_callback_is_that_of_earlier_versions(
     assert saved_id(make()) == f"onstep.callbacks.{key}"
 
 
+class MyTrackers(built_in.TrackersCallback):
+    """A subclass, which has always been known by its own name."""
+
+
+def test_a_subclass_is_known_by_its_own_name() -> None:
+    assert saved_id(MyTrackers("csv")).startswith(f"{__name__}.MyTrackers[")
+
+
 def test_what_a_run_leaves_in_a_callback_does_not_change_its_id() -> None:
     stopping, gradients = built_in.EarlyStopping(), built_in.GradNormLogger()
     before = [saved_id(one) for one in (stopping, gradients)]

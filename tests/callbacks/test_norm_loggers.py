@@ -94,7 +94,7 @@ def norms_of(tensors: dict[str, Tensor]) -> dict[str, float]:
 
 
 class Truth(TrainerCallback):
-    """Keeps clones of what the loggers must have measured; spoils gradients after the update where told to."""
+    """Keeps clones of what the loggers must have measured; spoils gradients after the update where asked to."""
 
     def __init__(self) -> None:
         self.gradients: dict[int, dict[str, float]] = {}
@@ -214,7 +214,7 @@ def test_a_run_with_them_ends_with_the_same_bits_and_random_numbers(tmp_path: Pa
 
 
 class Reads(TorchFunctionMode):
-    """Where values were taken off the device: the moment that was going on."""
+    """The current event whenever values were read from the device."""
 
     NAMES = ("tolist", "item", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__")
 
@@ -230,7 +230,7 @@ class Reads(TorchFunctionMode):
 
 
 class Watched:
-    """One callback, with a note of what is going on while it is told."""
+    """One callback, with a note of the current event while it is called."""
 
     def __init__(self, callback: Any, reads: Reads) -> None:
         self._callback, self._reads = callback, reads

@@ -61,7 +61,7 @@ class Writer:
 
 
 def train(callback: PeakMemory, logs: list[dict[str, Any]], make_state: Any, *, rank: int = 0, device: str = "cuda:0"):
-    """Tell a training's moments, as the loop does."""
+    """Fire a training's events, as the loop does."""
     args = SimpleNamespace(device=device)
     state = make_state(step=10, rank=rank, num_processes=2)
     callback.on_train_begin(args, state, None)

@@ -21,7 +21,7 @@ from onstep.callbacks.resumable_summary_writer import ResumableSummaryWriter
 from onstep.callbacks.tb_logger import TBLogger
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
-from tests.support.sink_reading import age, num_files, steps_by_tag
+from tests.support.tracker_files import age, num_files, steps_by_tag
 
 
 class Run:
@@ -217,7 +217,7 @@ def test_the_directory_of_the_checkpoint_is_continued(make_state: Any, directory
     assert not (directory.parent / "tb-of-today").exists()
 
 
-def test_a_directory_that_is_gone_is_told_and_the_new_one_used(
+def test_a_directory_that_is_gone_is_reported_and_the_new_one_used(
     start: Any, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = start()
@@ -321,7 +321,7 @@ def test_a_run_that_goes_back_shows_each_step_once(
         assert steps == sorted(set(steps)), tag
 
 
-def test_it_works_where_only_the_start_of_training_is_told(directory: Path, killed: Any) -> None:
+def test_it_works_where_only_the_start_of_training_is_fired(directory: Path, killed: Any) -> None:
     writer = ResumableSummaryWriter(directory)
     for step in (4, 0):  # a resumed training in Hugging Face's Trainer, then a second one
         state = SimpleNamespace(global_step=step, is_world_process_zero=True)
@@ -334,7 +334,7 @@ def test_it_works_where_only_the_start_of_training_is_told(directory: Path, kill
 
 
 @pytest.mark.parametrize("event", ["on_data_init_start", "on_train_begin"])
-def test_a_directory_that_cannot_be_written_is_told_before_training(
+def test_a_directory_that_cannot_be_written_is_reported_before_training(
     make_state: Any, tmp_path: Path, event: str
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -344,7 +344,7 @@ def test_a_directory_that_cannot_be_written_is_told_before_training(
     Run(make_state, tmp_path / "file" / "tb", rank=1).notify(event, 0)
 
 
-def test_a_directory_that_cannot_be_written_is_told_when_something_is(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_reported_when_something_is(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot write to log_dir .*/file/tb"):
         ResumableSummaryWriter(tmp_path / "file" / "tb").add_scalar("loss", 1.0, 1)

@@ -8,7 +8,7 @@ import pytest
 
 from onstep.metrics_log import read_records
 from tests.support.forked_processes import Processes
-from tests.support.sink_reading import scalars, steps_by_tag
+from tests.support.tracker_files import scalars, steps_by_tag
 from tests.support.whole_runs import Ranks
 
 JOBS = "tests.support.jobs.tb_jobs"

@@ -43,7 +43,7 @@ class Run:
         self.make_state, self.args = make_state, args
 
     def notify(self, event: str, step: int, info: dict[str, Any] | None = None, **kwargs: Any) -> list[Any]:
-        """The scalars that this telling adds."""
+        """The scalars that this call adds."""
         before = len(self.pages.scalars)
         state = self.make_state(step=step, **(info or {}))
         getattr(self.callback, event)(args=self.args, state=state, control=None, **kwargs)

@@ -20,8 +20,8 @@ from onstep.errors import ConfigError
 from onstep.events import CallbackContext
 from onstep.metrics_log import read_records, without_wall_clock
 from onstep.trackers import RecentPoints
-from tests.support.hostile_sinks import Hanging, Raising, Remembering
-from tests.support.sink_reading import metrics_log_values, scalars, table
+from tests.support.hostile_trackers import Hanging, Raising, Remembering
+from tests.support.tracker_files import metrics_log_values, scalars, table
 
 
 class KeepsNames(Remembering):

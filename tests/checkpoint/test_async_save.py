@@ -1,4 +1,4 @@
-"""Saves that go on while training does: what was saved is the moment of the call, and no failure is lost."""
+"""Saves in the background of training: they hold the state at the call, and no failure is lost."""
 
 from __future__ import annotations
 

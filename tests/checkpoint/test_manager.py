@@ -115,7 +115,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path:
     assert (report.missing, report.unexpected, report.other_ranks) == ([], [], False)
 
 
-def test_a_blocking_save_is_durable_when_it_returns_and_told_once(tmp_path: Path) -> None:
+def test_a_blocking_save_is_durable_when_it_returns_and_reported_once(tmp_path: Path) -> None:
     captured: list[tuple[SavedCheckpoint, str]] = []
 
     def note(saved: SavedCheckpoint) -> None:

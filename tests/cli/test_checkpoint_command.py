@@ -482,7 +482,7 @@ class TestExport:
         assert Said(capsys, "export", f"{root}@best", "best.safetensors").code == 0
         assert load_file(here / "best.safetensors")["w"].item() == 2.0, "the very best is damaged"
 
-    def test_a_damaged_newest_one_is_passed_over(self, here: Path, capsys: Capture) -> None:
+    def test_a_damaged_newest_one_is_skipped(self, here: Path, capsys: Capture) -> None:
         flip(here / "runs/one/checkpoints/checkpoint-6/model/model.safetensors")
         assert "checkpoint-4" in Said(capsys, "export", "one", "out").out
 

@@ -92,11 +92,11 @@ def test_the_users_own_callback_is_brought_by_import(shell: Shell) -> None:
         "from onstep import Callback\n"
         "class Mine(Callback):\n"
         "    def on_train_end(self, context):\n"
-        "        print('mine was told at step', context.state.train_state.step)\n"
+        "        print('mine was called at step', context.state.train_state.step)\n"
     )
     done = shell.onstep("train", *shell.small, "--import", "my.py", "callbacks=[my:Mine]")
     assert done.returncode == 0, done.stderr
-    assert "mine was told at step 6" in done.stdout
+    assert "mine was called at step 6" in done.stdout
 
 
 def test_a_configuration_file_is_read_and_never_imports_code(shell: Shell) -> None:

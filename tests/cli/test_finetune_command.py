@@ -76,7 +76,7 @@ def test_with_lora_a_recipe_is_taken_in_its_form_for_that(recipe: str, monkeypat
     assert given(monkeypatch, "any_finetune").optimizer.lr == 1e-5
 
 
-def test_with_lora_a_file_keeps_its_learning_rate_and_that_is_told(
+def test_with_lora_a_file_keeps_its_learning_rate_and_that_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("mine.yaml").write_text("run: {recipe: any_finetune}\noptimizer: {lr: 3.0e-05}\n")
@@ -97,7 +97,7 @@ def test_train_with_such_a_recipe_is_the_same_run(capsys: pytest.CaptureFixture[
     assert "runs/any_finetune is finished" in capsys.readouterr().out
 
 
-def test_what_is_missing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_missing_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     words = [word for word in SMALL if "pretrained" not in word]
     assert main(["finetune", *words]) == 1
     assert "finetune requires weights to start from" in capsys.readouterr().err

@@ -66,3 +66,12 @@ def test_learned_positions_cut_what_is_added_and_refuse_a_prompt_that_fills_them
     assert "shorten the prompt to 15" in said.err
     assert main([*GENERATE, "row, row", "--max-new-tokens=8", "--seed=1"]) == 0
     assert "cut" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ['{"config": "cut', "[]", "{}", '{"config": 3}'])
+def test_a_damaged_record_is_an_error_with_a_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (tmp_path / "run.json").write_text(text)
+    assert main(["generate", str(tmp_path)]) == 1
+    assert "run.json is not the record of a run" in capsys.readouterr().err

@@ -143,7 +143,7 @@ def test_project_without_logs_is_an_error(
     assert "no logs found in" in capsys.readouterr().err
 
 
-def test_mistyped_run_is_told_with_a_near_name(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistyped_run_is_reported_with_a_near_name(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["logs", "summary", "nwe"]) == 1
     assert "there is no log 'nwe'. Did you mean 'new'?" in capsys.readouterr().err
 

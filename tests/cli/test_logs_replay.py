@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from onstep.cli.logs.replay import replay
 from onstep.errors import ConfigError, OnstepError
 from onstep.metrics_log import MetricsLog
-from tests.support.sink_reading import scalars, table
+from tests.support.tracker_files import scalars, table
 
 app = typer.Typer()
 app.command()(replay)

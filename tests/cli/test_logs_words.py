@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from onstep.analysis.logs.run_status import is_locked
-from onstep.cli.logs.reading import file_prefix, output_path, read_logs
+from onstep.cli.logs.lookup import file_prefix, output_path, read_logs
 from onstep.cli.main import COMMANDS, in_options, main
 from onstep.errors import ConfigError
 from onstep.metrics_log import MetricsLog
@@ -85,7 +85,7 @@ def test_log_of_hugging_face_is_replayed(project: Path, capsys: pytest.CaptureFi
     assert table.read_text().count("\n") == 4
 
 
-def test_a_directory_of_runs_is_all_of_them_or_the_one_that_is_told(
+def test_a_directory_of_runs_is_all_of_them_or_the_newest_which_is_reported(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert [log.run_name for log in read_logs(["runs"], expand=True)] == ["new", "old"]
@@ -134,7 +134,7 @@ def test_killed_run_is_listed_as_such(project: Path, capsys: pytest.CaptureFixtu
         ["compare", "new", "old", "-o", "file/x.txt"],
     ],
 )
-def test_file_that_cannot_be_written_is_told_in_a_line(
+def test_file_that_cannot_be_written_is_reported_in_a_line(
     project: Path, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
     if words[0] == "report":
@@ -213,7 +213,7 @@ def test_names_in_quotes_and_paths_are_no_options() -> None:
     assert in_options("metric must be one of norm, got 'x'.") == "--metric must be one of norm, got 'x'."
 
 
-def test_binary_file_is_told_in_one_sentence(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_binary_file_is_reported_in_one_sentence(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("x.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
     assert "instead of '['; it is a binary file; pass the trainer_logs.json" in refused(
         capsys, "logs", "summary", "x.png"

@@ -67,12 +67,14 @@ def test_the_text_says_what_differs_from_the_defaults(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("words", [("recipes", "show"), ("memory",)])
-def test_a_mistyped_recipe_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+def test_a_mistyped_recipe_is_reported_with_the_nearest(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
     text = said(capsys, *words, "qwen25_50m", code=1)
     assert "unknown recipe 'qwen25_50m'. Did you mean 'qwen25_500m'?" in text
 
 
-def test_a_mistyped_command_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistyped_command_is_reported_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Did you mean 'recipes'?" in said(capsys, "recipe", code=1)
     assert {"recipes", "memory", "finetune"} <= COMMANDS.keys()
 
@@ -129,7 +131,7 @@ def test_memory_of_any_model_takes_its_weights(capsys: pytest.CaptureFixture[str
     assert lines[0].split() == ["parameters", f"{sum(weight.numel() for weight in model.parameters()):,}"]
 
 
-def test_a_model_that_no_gpu_holds_is_told() -> None:
+def test_a_model_that_no_gpu_holds_is_reported() -> None:
     estimate = estimate_training_memory(get_recipe("qwen3_30b_a3b")())
     assert estimate is not None
     assert fits(estimate).startswith("It does not fit a single GPU of up to 288 GB")

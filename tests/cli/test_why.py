@@ -34,7 +34,7 @@ def captured(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_every_kind_of_decision_is_told_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_kind_of_decision_is_reported_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = made_run(
         tmp_path / "run",
         [
@@ -66,7 +66,7 @@ def test_every_kind_of_decision_is_told_in_order(tmp_path: Path, capsys: pytest.
     assert "    the data continues after step 8; the learning rate is multiplied by 0.25" in lines
 
 
-def test_one_step_is_told_with_its_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_step_is_reported_with_its_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = made_run(tmp_path / "run", [decision(4, "should_log", author="Chatty"), decision(5, "should_save")])
     assert [line.partition(" (20")[0] for line in captured(capsys, str(directory), "--step", "4")[1:]] == [
         "step 4: log, by Chatty"
@@ -113,7 +113,7 @@ def test_the_headline_names_what_ended_this_start_of_the_run_and_not_an_earlier_
     assert head == f"{later} failed at step 9. OSError: no space."
 
 
-def test_a_decision_that_came_late_is_told_with_the_step_that_it_is_about(
+def test_a_decision_that_came_late_is_reported_with_the_step_that_it_is_about(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = made_run(tmp_path / "run", [decision(12, "should_training_stop", "NaN", details=ANOMALY)])

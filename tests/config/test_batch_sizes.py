@@ -132,8 +132,8 @@ def test_a_decay_in_samples_is_as_long_as_the_run() -> None:
             {"global_batch_size": 8, "rampup_batch_size": [4, 4, 9], "step_batch_size_schedule": "0:4 9:8"},
             ["rampup_batch_size and train.step_batch_size_schedule", "keep one"],
         ),
-        ({"step_batch_size_schedule": "0:4 5:8 5:16"}, ["rising thresholds, got 0, 5, 5"]),
-        ({"step_batch_size_schedule": "0:4 5:8 3:16"}, ["rising thresholds"]),
+        ({"step_batch_size_schedule": "0:4 5:8 5:16"}, ["increasing thresholds, got 0, 5, 5"]),
+        ({"step_batch_size_schedule": "0:4 5:8 3:16"}, ["increasing thresholds"]),
         ({"step_batch_size_schedule": "10:4"}, ["begin with the threshold 0, got 10"]),
         ({"step_batch_size_schedule": "0:8 10:4"}, ["never shrink, got 8, 4"]),
         ({"step_batch_size_schedule": "0:2 1.5:8"}, ["threshold 1.5", "integer number of samples", "1 or 2"]),
@@ -201,7 +201,7 @@ def test_ranks_that_are_there_or_do_not_profile_are_no_mistake() -> None:
         ({"train_iters": 4, "iterations_to_skip": [9, 2, 5]}, r"has the step 5, but the run has 4 steps"),
     ],
 )
-def test_what_the_run_does_not_come_to_is_told(
+def test_what_the_run_does_not_come_to_is_reported(
     monkeypatch: pytest.MonkeyPatch, train: dict[str, object], words: str
 ) -> None:
     monkeypatch.setattr(batches, "_warned", set())
@@ -210,7 +210,7 @@ def test_what_the_run_does_not_come_to_is_told(
     assert len(calls) == 1, "a run checks its configuration more than once"
 
 
-def test_a_ramp_and_a_skipped_step_that_the_last_step_comes_to_are_not_told() -> None:
+def test_a_ramp_and_a_skipped_step_that_the_last_step_comes_to_are_not_reported() -> None:
     """17 steps of 2, 4 and 6 samples take 60, the 18th has 8."""
     sizes = batch_sizes(config(global_batch_size=8, rampup_batch_size=[2, 2, 60]).train, 1, 256)
     last = walk(sizes, 30).index(8) + 1

@@ -28,7 +28,7 @@ def config_with(overrides: str = "") -> ConfigContainer:
         ("checkpoint.on_config_change=ask", "must be error | keep | apply"),
         ("checkpoint.on_save_error=go_on", "must be stop | continue"),
         ("checkpoint.components=[model,optimiser]", "has 'optimiser', which is not known; .*Did you mean 'optimizer'"),
-        ("checkpoint.components=[]", r"checkpoint.components=\[\] chooses nothing; .*null is all"),
+        ("checkpoint.components=[]", r"checkpoint.components=\[\] selects nothing; .*null is all"),
         ("checkpoint.certify=true checkpoint.components=[model]", "certify keeps its chain with the component trainer"),
         (
             "train.exit_signals=[SIGTREM]",
@@ -36,13 +36,13 @@ def config_with(overrides: str = "") -> ConfigContainer:
         ),
         ("train.exit_signals=[SIGKILL]", "train.exit_signals has 'SIGKILL', which no process can handle"),
         ("train.exit_signals=[SIGTERM,SIGCHLD]", "train.exit_signals has 'SIGCHLD', which data workers use"),
-        ("train.exit_signals=[]", "train.exit_signals=.* chooses nothing; .*exit_signal_handler=false"),
+        ("train.exit_signals=[]", "train.exit_signals=.* selects nothing; .*exit_signal_handler=false"),
         ("anomaly.on_spike=stop anomaly.spike_metrics=[los]", "spike_metrics has 'los', .*Did you mean 'loss'"),
-        ("anomaly.on_spike=stop anomaly.spike_metrics=[]", "spike_metrics=.* chooses nothing"),
+        ("anomaly.on_spike=stop anomaly.spike_metrics=[]", "spike_metrics=.* selects nothing"),
         ("anomaly.on_spike=explode", "must be ignore | raise | stop | skip | rollback"),
         ("anomaly.spike_window=0", "anomaly.spike_window=0 must be > 0"),
-        ("train.on_nonfinite=rollback", "on_nonfinite=rollback goes back to a checkpoint, and none is saved"),
-        ("anomaly.on_spike=rollback", "anomaly.on_spike=rollback goes back to a checkpoint, and none is saved"),
+        ("train.on_nonfinite=rollback", "on_nonfinite=rollback rolls back to a checkpoint, but none is saved"),
+        ("anomaly.on_spike=rollback", "anomaly.on_spike=rollback rolls back to a checkpoint, but none is saved"),
         (
             "train.on_nonfinite=rollback checkpoint.save_interval=5 checkpoint.save_optim=false",
             "requires the whole state, got checkpoint.save_optim=False",
@@ -51,8 +51,8 @@ def config_with(overrides: str = "") -> ConfigContainer:
             "train.on_nonfinite=rollback checkpoint.save_interval=5 checkpoint.components=[model,trainer,rng]",
             "add optimizer, scheduler, dataset to checkpoint.components",
         ),
-        ("anomaly.on_spike=rollback run.name=null", "on_spike=rollback requires a directory of checkpoints"),
-        ("checkpoint.ckpt_step=5 run.name=null", "checkpoint.ckpt_step=5 requires a directory of checkpoints"),
+        ("anomaly.on_spike=rollback run.name=null", "on_spike=rollback requires a checkpoint directory"),
+        ("checkpoint.ckpt_step=5 run.name=null", "checkpoint.ckpt_step=5 requires a checkpoint directory"),
         ("optimizer.initial_loss_scale=2 optimizer.min_loss_scale=4", "min_loss_scale=4.0 must be at most .*=2.0"),
         ("checkpoint.load_best_model_at_end=true", "requires checkpoints of evaluated steps"),
         (
@@ -65,7 +65,7 @@ def config_with(overrides: str = "") -> ConfigContainer:
         ),
         (
             "checkpoint.load_best_model_at_end=true run.name=null",
-            "requires a directory of checkpoints, and this run has none",
+            "requires a checkpoint directory, but this run has none",
         ),
         (
             "checkpoint.load_best_model_at_end=true validation.eval_iters=0",

@@ -38,7 +38,7 @@ def stored(config: ConfigContainer) -> dict[str, Any]:
 
 
 def test_an_unknown_key_has_no_class() -> None:
-    with pytest.raises(ConfigError, match=r"'optimizer.lrr' is not a key"):
+    with pytest.raises(ConfigError, match=r"'optimizer.lrr' is not a configuration key"):
         classify("optimizer.lrr")
 
 

@@ -62,7 +62,7 @@ def test_a_plain_configuration_is_valid() -> None:
         ("scheduler.lr_decay_style=cosin", "scheduler.lr_decay_style='cosin' .*Did you mean 'cosine'"),
         ("scheduler.lr_decay_style=WSD", "set scheduler.lr_wsd_decay_iters"),
         ("scheduler.lr_decay_style=WSD scheduler.lr_wsd_decay_iters=200", "WSD decay .* is longer"),
-        ("scheduler.lr_warmup_samples=8", "lr_warmup_samples=8 does not go with a run by train.train_iters"),
+        ("scheduler.lr_warmup_samples=8", "lr_warmup_samples=8 does not fit a run whose length is train.train_iters"),
         ("train.train_iters=null train.train_samples=800 scheduler.lr_decay_iters=8", "set scheduler.lr_decay_samples"),
         ("scheduler.lr_warmup_fraction=0.1 scheduler.lr_warmup_iters=3", "given twice"),
         ("scheduler.lr_warmup_fraction=1.5", "must be between 0 and 1"),

@@ -22,7 +22,7 @@ def check(**model):
         ({"num_moe_experts": 4, "moe_router_topk": 1}, "moe_router_topk=1 needs model.moe_router_pre_softmax=true"),
         (
             {"num_moe_experts": 4, "moe_router_load_balancing_type": "seq_aux_los"},
-            "must be of aux_loss | seq_aux_loss | global_aux_loss | none. Did you mean 'seq_aux_loss'?",
+            "must be one of aux_loss | seq_aux_loss | global_aux_loss | none. Did you mean 'seq_aux_loss'?",
         ),
         (
             {

@@ -38,8 +38,8 @@ from onstep.config import (
     validate,
 )
 from onstep.config.explanation import common_defaults
+from onstep.config.field_types import field_types
 from onstep.config.section import TRAJECTORY
-from onstep.config.values import field_types
 from onstep.errors import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -118,7 +118,7 @@ def is_described(key: Key) -> None:
 
 
 def rules_refuse(key: Key) -> None:
-    """A value outside of bound or choices, one that is not finite, and one that means nothing beside the others."""
+    """A value outside of bound or choices, one that is not finite, and one that has no effect with the others."""
     if key.option.bound is not None:
         assert key.default is None or key.option.bound.holds(key.default)
         refused = 0
@@ -148,7 +148,7 @@ def rules_refuse(key: Key) -> None:
         config = with_value(key, another(key))
         section = key.name.rpartition(".")[0]
         if KEYS[f"{section}.{other}"].get(config) not in allowed:
-            with pytest.raises(ConfigError, match=f"means nothing for {section}.{other}=.* set {section}.{other} to"):
+            with pytest.raises(ConfigError, match=f"has no effect with {section}.{other}=.* set {section}.{other} to"):
                 validate(config)
 
 

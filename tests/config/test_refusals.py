@@ -64,7 +64,7 @@ BOTH_OF_TWO = [
         "keep one",
     ),
     Refused("scheduler.lr_warmup_fraction=0.1", "given twice", "not both", "keep"),
-    Refused("scheduler.lr_decay_samples=80", "lr_decay_samples=80", "does not go with a run by", "lr_decay_iters"),
+    Refused("scheduler.lr_decay_samples=80", "lr_decay_samples=80", "does not fit a run", "lr_decay_iters"),
     Refused(
         "scheduler.override_opt_param_scheduler=true & scheduler.use_checkpoint_opt_param_scheduler=true",
         "override_opt_param_scheduler",
@@ -130,13 +130,13 @@ ALONE_MEANINGLESS = [
     Refused("model.moe_aux_loss_coeff=0.1", "moe_aux_loss_coeff=0.1", "model.num_moe_experts is null", "set it"),
     Refused(MOE + "model.moe_shared_expert_gate=true", "moe_shared_expert_gate", "there is none", "to its width"),
     Refused(
-        "dataset.weights=[1.0]", "dataset.weights=[1.0]", "means nothing for dataset.kind=text", "set dataset.kind"
+        "dataset.weights=[1.0]", "dataset.weights=[1.0]", "has no effect with dataset.kind=text", "set dataset.kind"
     ),
     Refused("dataset.kind=chat & dataset.paths=[]", "dataset.paths=[]", "is empty", "requires JSONL"),
     Refused("tokenizer.tokenizer_type=huggingface", "tokenizer_type=huggingface", "requires tokenizer.", "the path of"),
     Refused("tokenizer.vocab_size=300", "tokenizer.vocab_size=300", "what tokenizer_type=bpe learns", "leave it"),
     Refused("checkpoint.finetune=true", "checkpoint.finetune=True", "requires weights", "set checkpoint.pretrained"),
-    Refused(LORA, "peft.peft_scheme=lora", "there are none", "peft_scheme=null"),
+    Refused(LORA, "peft.peft_scheme=lora", "none are given", "peft_scheme=null"),
     Refused(
         LORA + " & checkpoint.pretrained_checkpoint=a & peft.target_modules=[]",
         "target_modules=[]",
@@ -148,9 +148,9 @@ ALONE_MEANINGLESS = [
     Refused("train.iterations_to_skip=[0]", "holds 0", "counted from 1", "give 1 or more"),
     Refused("train.empty_unused_memory_level=3", "empty_unused_memory_level=3", "must be 0", "or 2"),
     Refused("ft.simulated_fault_rank=7", "simulated_fault_rank=7", "one of the ranks 0 to 0", "leave it null"),
-    Refused("ft.calc_ft_timeouts=true", "calc_ft_timeouts=True", "no directory", "set run.name"),
+    Refused("ft.calc_ft_timeouts=true", "calc_ft_timeouts=True", "no checkpoint directory", "set run.name"),
     Refused(
-        "optimizer.muon_momentum=0.9", "muon_momentum=0.9", "means nothing for optimizer.optimizer=adam", "to muon"
+        "optimizer.muon_momentum=0.9", "muon_momentum=0.9", "has no effect with optimizer.optimizer=adam", "to muon"
     ),
     Refused("optimizer.optimizer=muonn", "'muonn'", "adam | sgd | muon", "Did you mean 'muon'"),
     Refused("model.normalization=layernorm", "'layernorm'", "RMSNorm | LayerNorm", "Did you mean 'LayerNorm'"),

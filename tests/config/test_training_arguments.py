@@ -57,11 +57,11 @@ def test_a_refused_token_is_not_shown() -> None:
         ({"ignore_data_skip": True}, r"ignore_data_skip=True .*at the very sample"),
         ({"save_safetensors": False}, r"save_safetensors=False .*never a pickle"),
         ({"save_on_each_node": True}, r"save_on_each_node=True .*storage that all nodes see"),
-        ({"include_for_metrics": ["logits"]}, r"'logits'; it may hold 'inputs' and 'loss'"),
+        ({"include_for_metrics": ["logits"]}, r"'logits'; use 'inputs' and 'loss'"),
         ({"average_tokens_across_devices": False}, r"average_tokens_across_devices=False is not supported"),
         ({"report_to": "wnadb"}, r"report_to='wnadb' is not a tracker; use 'none', .*Did you mean 'wandb'"),
         ({"report_to": ["csv", "codecarbon"]}, r"report_to='codecarbon' is not a tracker; use 'none'"),
-        ({"report_to": ["csv", "none"]}, r"'none' beside trackers; drop one or the other"),
+        ({"report_to": ["csv", "none"]}, r"'none' with trackers; drop one or the other"),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_at_construction(values: dict[str, Any], message: str) -> None:

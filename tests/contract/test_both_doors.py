@@ -25,7 +25,7 @@ from tests.support.contract.two_doors import (
     through_pretrain,
     through_trainer,
 )
-from tests.support.sink_reading import scalars
+from tests.support.tracker_files import scalars
 
 BOARD = {"logger.tensorboard_dir": "{directory}/board"}
 HUGE = {"optimizer.lr": 1e30}

@@ -149,7 +149,7 @@ def test_a_conversation_that_is_too_long_is_cut_and_counted_once(
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_share_without_a_conversation_is_told_as_such(tmp_path: Path, packing: bool) -> None:
+def test_a_share_without_a_conversation_is_reported_as_such(tmp_path: Path, packing: bool) -> None:
     config = config_of(tmp_path, ragged(4), packing=packing, split="90,5,5")
     with pytest.raises(
         DataError, match=r"validation share of split '90,5,5' of 4 .* is empty; .*dataset.split=100,0,0"

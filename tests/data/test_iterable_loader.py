@@ -241,7 +241,7 @@ def test_a_generator_that_the_user_gave_is_left_alone() -> None:
     assert first_column(loader.read(3)) == [batch[0].tolist() for batch in expected]
 
 
-def test_a_distributed_sampler_is_told_the_epoch() -> None:
+def test_a_distributed_sampler_gets_the_epoch() -> None:
     dataset = TensorDataset(torch.arange(12))
     sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=2, rank=1, seed=0)
     loader = IterableLoader(

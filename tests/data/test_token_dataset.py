@@ -147,7 +147,7 @@ def test_datasets_are_built_from_the_configuration(tmp_path: Path) -> None:
     loader.close()
 
 
-def test_a_bad_split_is_told_before_the_corpus_is_read(tmp_path: Path) -> None:
+def test_a_bad_split_is_reported_before_the_corpus_is_read(tmp_path: Path) -> None:
     config = DatasetConfig(paths=[str(tmp_path / "missing")], split="x", cache_dir=str(tmp_path))
     with pytest.raises(DataError, match="split must be numbers"):
         build_datasets(config, ByteTokenizer(), show_progress=False)

@@ -62,7 +62,7 @@ def test_a_directory_of_others_is_read_by_transformers(learned: TokenizersTokeni
     assert (found.tokenizer_type, found.tokenizer_model) == ("huggingface", str(tmp_path))
 
 
-def test_ids_that_cannot_be_kept_are_told(
+def test_ids_that_cannot_be_kept_are_reported(
     learned: TokenizersTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = model_dir(tmp_path / "model", "llama")

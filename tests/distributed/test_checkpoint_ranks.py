@@ -104,7 +104,7 @@ def test_a_rank_killed_in_a_save_costs_that_save_only(
     assert sorted(os.listdir(root)) == ["checkpoint-1", "latest"]
 
 
-def test_on_more_ranks_those_without_a_state_of_their_own_are_told(
+def test_on_more_ranks_those_without_a_state_of_their_own_are_reported(
     processes: Processes, results: Results, directory: Path
 ) -> None:
     for rank, result in enumerate(processes.results(JOBS, "resumed", directory, ranks=3)):

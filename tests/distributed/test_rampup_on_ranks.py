@@ -13,7 +13,7 @@ from tests.support.whole_runs import Ranks
 
 pytestmark = pytest.mark.distributed
 
-JOBS = "tests.support.jobs.growth_jobs"
+JOBS = "tests.support.jobs.rampup_jobs"
 GROWING = [
     "train.rampup_batch_size=[4,4,40]",
     "train.global_batch_size=16",

@@ -66,7 +66,7 @@ def test_a_signal_to_one_rank_makes_one_checkpoint_and_the_resume_is_exact(
     check_same(ranks.finish(name), whole)
 
 
-def test_the_end_is_told_once_on_both_ranks(ranks: Ranks) -> None:
+def test_the_end_is_fired_once_on_both_ranks(ranks: Ranks) -> None:
     preempt(ranks, "told", {"event": "on_step_end", "number": 2})
     for rank in range(2):
         lines = (ranks.directory / "told" / f"ends-{rank}.jsonl").read_text().splitlines()

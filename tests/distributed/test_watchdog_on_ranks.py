@@ -270,7 +270,7 @@ def test_with_ten_seconds_all_is_over_within_twenty(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_line_names_the_culprit_too(tiny_config: ConfigContainer, tmp_path: Path) -> None:
+def test_the_command_line_names_the_first_failure_too(tiny_config: ConfigContainer, tmp_path: Path) -> None:
     tiny_config.train.global_batch_size, tiny_config.train.micro_batch_size = 4, 2
     tiny_config.ft.watchdog_seconds = 6.0
     tiny_config.run.output_dir, tiny_config.run.name = str(tmp_path), "run"

@@ -48,8 +48,8 @@ def first_cells(table: str) -> list[str]:
     return [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if line.startswith("| `")]
 
 
-def test_the_table_of_moments_has_every_moment_in_firing_order(generate: ModuleType) -> None:
-    cells = first_cells(generate.moments_table())
+def test_the_table_of_events_has_every_event_in_firing_order(generate: ModuleType) -> None:
+    cells = first_cells(generate.events_table())
     assert [re.findall(r"`(\w+)`", cell)[0] for cell in cells] == [event.name for event in EVENTS]
     assert [re.findall(r"`(\w+)`", cell)[-1] for cell in cells] == [event.hf_name for event in EVENTS]
 

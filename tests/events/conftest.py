@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from onstep.events import CallbackContext, RunInfo, TrainerState
-from onstep.progress import TrainState
+from onstep.train_state import TrainState
 
 
 @dataclass

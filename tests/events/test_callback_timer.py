@@ -56,7 +56,7 @@ def test_nothing_is_measured_before_the_start_and_after_the_stop(notify: Any, cl
     assert not manager.callback_timer.is_running
 
 
-def test_a_callback_that_makes_others_be_told_has_only_its_own_time(notify: Any, clock: Clock) -> None:
+def test_a_callback_that_makes_others_be_called_has_only_its_own_time(notify: Any, clock: Clock) -> None:
     manager = CallbackManager()
 
     class Outer(Callback):
@@ -72,7 +72,7 @@ def test_a_callback_that_makes_others_be_told_has_only_its_own_time(notify: Any,
     assert manager.callback_timer.seconds == {"Outer": 11, "work_100": 100}
 
 
-def test_a_callback_can_start_and_stop_it_while_it_is_told(notify: Any, clock: Clock) -> None:
+def test_a_callback_can_start_and_stop_it_while_it_is_called(notify: Any, clock: Clock) -> None:
     class Starter(Callback):
         def on_train_start(self, context: CallbackContext) -> None:
             context.callback_timer.start(clock)

@@ -26,7 +26,7 @@ def test_a_skip_is_asked_once_and_handed_over_once_without_the_rest(event: str) 
 
 
 @pytest.mark.parametrize("event", ["on_train_step_start", "on_train_step_end", "on_step_end", "on_log"])
-def test_a_skip_at_another_moment_is_refused_with_the_right_ones(event: str) -> None:
+def test_a_skip_at_another_event_is_refused_with_the_right_ones(event: str) -> None:
     control = Control(event=event)
     with pytest.raises(ConfigError, match=rf"got a call during '{event}'.*on_pre_optimizer_step"):
         control.skip()

@@ -185,14 +185,14 @@ def test_what_keyword_handlers_are_called_with_is_built_once_and_only_for_those_
     manager.add([Counting() for _ in range(5)])
     calls = _package_calls(dispatcher.on_step_end)
     assert "hf_keywords" not in calls
-    assert calls.count("told_the_leading") == 5
+    assert calls.count("call_with_leading") == 5
 
     for _ in range(3):
         manager.register("on_step_end", lambda **kwargs: None)
     calls = _package_calls(dispatcher.on_step_end)
 
     assert calls.count("hf_keywords") == 1
-    assert calls[-2:] == ["told_by_keyword"] * 2, "nothing but a wrapper for each further listener"
+    assert calls[-2:] == ["call_by_keyword"] * 2, "nothing but a wrapper for each further listener"
 
 
 def test_calls_of_an_event_do_not_grow_with_context_style_listeners(manager, dispatcher):
@@ -203,7 +203,7 @@ def test_calls_of_an_event_do_not_grow_with_context_style_listeners(manager, dis
     assert _package_calls(dispatcher.on_step_end) == ["fire", "call"]
 
 
-def test_what_only_the_main_rank_is_told_costs_other_ranks_nothing(manager, loop_run):
+def test_what_is_only_called_on_the_main_rank_costs_other_ranks_nothing(manager, loop_run):
     class MainOnly(Callback):
         ranks = "main"
 

@@ -1,4 +1,4 @@
-"""What a callback is told."""
+"""The context that a callback is called with."""
 
 from __future__ import annotations
 

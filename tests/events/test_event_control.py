@@ -123,7 +123,7 @@ def test_a_mistyped_flag_is_refused_with_the_real_ones():
         Control().should_stop = True
 
 
-def test_the_vector_of_every_set_of_flags_comes_back_through_adopt():
+def test_the_vector_of_every_set_of_flags_comes_back_through_set_agreed():
     for bits in range(2 ** len(FLAGS)):
         wanted = {flag for index, flag in enumerate(FLAGS) if bits >> index & 1}
         sender, receiver = Control(**dict.fromkeys(wanted, True)), Control(should_log=True)
@@ -198,7 +198,7 @@ def test_a_returned_control_replaces_the_flags_but_takes_back_no_stop():
     assert flags(control) == {"should_log", "should_training_stop"}
 
 
-def test_a_returned_control_asks_in_the_name_of_who_is_told():
+def test_a_returned_control_asks_in_the_name_of_its_callback():
     control = Control(author="Returns", event="on_step_end")
 
     control.merge(TrainerControl(should_evaluate=True))

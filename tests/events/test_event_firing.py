@@ -1,4 +1,4 @@
-"""How callbacks are told: order, ranks, intervals, requests, and what happens when one of them raises."""
+"""Calling of callbacks: order, ranks, intervals, requests, and what happens when one of them raises."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Fails(Callback):
         self.calls += 1
 
 
-# --- telling
+# --- calling
 
 
 def test_firing_what_nobody_listens_to_does_nothing(notify):
@@ -62,7 +62,7 @@ def test_changes_of_user_state_are_seen_by_everybody_and_kept(notify):
     assert manager.user_state == {"count": 2}
 
 
-def test_callbacks_are_told_on_all_ranks_unless_they_want_the_main_one(notify):
+def test_callbacks_are_called_on_all_ranks_unless_they_want_the_main_one(notify):
     seen = []
 
     class Everywhere(Callback):
@@ -137,7 +137,7 @@ def test_every_holds_for_hugging_face_functions_too(run, notify):
     assert steps == [2, 4]
 
 
-# --- changes while being told
+# --- changes during a call
 
 
 def test_a_callback_added_while_being_told_is_told_from_the_next_time_on(notify):
@@ -159,7 +159,7 @@ def test_a_callback_added_while_being_told_is_told_from_the_next_time_on(notify)
     assert seen == ["adds", "late"]
 
 
-def test_a_callback_removed_while_being_told_leaves_the_others_in_peace(notify):
+def test_a_callback_removed_while_being_called_leaves_the_others_in_peace(notify):
     seen = []
     manager = CallbackManager()
 
@@ -286,7 +286,7 @@ def test_a_callback_without_a_name_is_called_after_its_type(notify):
 # --- errors
 
 
-def test_an_exception_propagates_at_once_with_a_note_and_the_rest_is_not_told(notify):
+def test_an_exception_propagates_at_once_with_a_note_and_the_rest_is_not_called(notify):
     seen = []
     fails = Fails()
     manager = CallbackManager()
@@ -370,7 +370,7 @@ def test_disable_goes_on_without_the_callback_at_every_event(notify):
     assert "Once.on_log [disabled]" in manager.explain("on_log")
 
 
-def test_another_instance_of_a_disabled_class_is_told(notify):
+def test_another_instance_of_a_disabled_class_is_called(notify):
     class Once(Fails):
         on_error = "disable"
 

@@ -37,7 +37,7 @@ class HfRecorder(TrainerCallback):
 
 
 def calls(manager, notify):
-    """Who was told of the start of training, in order."""
+    """The callbacks called at the start of training, in order."""
     order = []
     manager.user_state["told"] = order
     notify(manager, "on_train_start", trainer=order)
@@ -136,7 +136,7 @@ def test_a_base_class_method_that_does_anything_is_registered(body):
     assert manager.has_callbacks("on_log")
 
 
-def test_duck_typed_objects_of_both_conventions_are_told(notify):
+def test_duck_typed_objects_of_both_conventions_are_called(notify):
     class Bridge:
         def on_train_start(self, context):
             context.user_state["told"].append("bridge")
@@ -171,7 +171,7 @@ def test_a_proxy_brings_what_the_callback_behind_it_brings(notify):
     assert calls(manager, notify) == ["inner"]
 
 
-def test_a_mock_is_told_everything_and_steers_nothing(notify):
+def test_a_mock_is_called_for_everything_and_steers_nothing(notify):
     manager = CallbackManager()
     everything = mock.Mock()
     manager.add(everything)
@@ -210,7 +210,7 @@ def test_methods_static_class_and_instance_attributes_are_all_methods(notify):
     assert not manager.has_callbacks("on_log")
 
 
-def test_one_method_under_the_names_of_both_conventions_is_told_once(notify):
+def test_one_method_under_the_names_of_both_conventions_is_called_once(notify):
     class Portable(Callback):
         def on_train_start(self, context):
             context.user_state["told"].append("once")
@@ -223,7 +223,7 @@ def test_one_method_under_the_names_of_both_conventions_is_told_once(notify):
     assert calls(manager, notify) == ["once"]
 
 
-def test_hugging_face_names_in_a_context_style_class_are_told_at_their_moment(notify):
+def test_hugging_face_names_in_a_context_style_class_are_called_at_their_event(notify):
     class Mixed(Callback):
         def on_train_begin(self, context):
             context.user_state["told"].append("began")
@@ -239,7 +239,7 @@ def test_hugging_face_names_in_a_context_style_class_are_told_at_their_moment(no
     assert order == ["began", "evaluated"]
 
 
-def test_context_names_in_a_hugging_face_class_are_told(notify):
+def test_context_names_in_a_hugging_face_class_are_called(notify):
     class Extra(TrainerCallback):
         def on_train_step_end(self, state, control, loss_dict, **kwargs):
             kwargs["trainer"].append((state.global_step, loss_dict))
@@ -266,7 +266,7 @@ def test_on_prediction_step_reaches_evaluation_and_test(notify):
     assert bar.batches == 2
 
 
-def test_an_instance_added_twice_is_told_twice(notify):
+def test_an_instance_added_twice_is_called_twice(notify):
     manager, recorder = CallbackManager(), Recorder("twice")
 
     manager.add(recorder)

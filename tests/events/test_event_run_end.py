@@ -1,4 +1,4 @@
-"""The three moments at the end of a run reach every callback, whatever the others raise."""
+"""The three events at the end of a run reach every callback, whatever the others raise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ERRORS = (None, ValueError("value"), KeyboardInterrupt(), SystemExit(1))
 
 
 class Closes(Callback):
-    """Is told, and then raises what it was given."""
+    """Notes the call, and then raises what it was given."""
 
     def __init__(self, label, error, calls):
         self.name, self.error, self.calls = label, error, calls
@@ -35,7 +35,7 @@ class Closes(Callback):
 
 @pytest.mark.parametrize("event", TERMINAL)
 @pytest.mark.parametrize("errors", list(itertools.product(ERRORS, repeat=3)), ids=str)
-def test_everybody_is_told_in_order_and_the_first_error_is_raised(event, errors, notify):
+def test_all_are_called_in_order_and_the_first_error_is_raised(event, errors, notify):
     calls = []
     manager = CallbackManager()
     manager.add([Closes(label, error, calls) for label, error in zip("abc", errors, strict=True)])
@@ -98,7 +98,7 @@ def test_hugging_face_handlers_learn_reason_and_exception(notify):
     assert seen == [("stopped", None)] * 2
 
 
-def test_all_other_moments_end_at_the_first_error(notify):
+def test_all_other_events_end_at_the_first_error(notify):
     calls = []
 
     class Fails(Callback):

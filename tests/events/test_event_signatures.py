@@ -140,7 +140,7 @@ def test_what_fits_no_convention_is_refused_at_registration_with_the_accepted_fo
 
 
 def test_every_small_signature_is_either_refused_or_can_be_called(run):
-    """Whatever registration lets through must survive the telling."""
+    """Whatever registration lets through must survive the call."""
     names = ("args", "state", "control", "logs", "context", "other")
     shapes = [
         ", ".join(parts)
@@ -326,7 +326,7 @@ def test_a_decorator_with_a_form_of_its_own_is_called_in_that_form(calls):
     assert got == [calls(wrapper)]
 
 
-def test_optional_keywords_that_the_moment_lacks_keep_their_default(calls):
+def test_optional_keywords_that_the_event_lacks_keep_their_default(calls):
     got = []
 
     calls(lambda state, control, logs="default", verbose=True: got.append((logs, verbose)))
@@ -335,7 +335,7 @@ def test_optional_keywords_that_the_moment_lacks_keep_their_default(calls):
     assert got == [("default", True)] * 2
 
 
-def test_demanded_keywords_that_the_moment_lacks_are_none(calls):
+def test_demanded_keywords_that_the_event_lacks_are_none(calls):
     got = []
 
     calls(lambda state, logs, metrics: got.append((logs, metrics)))
@@ -344,7 +344,7 @@ def test_demanded_keywords_that_the_moment_lacks_are_none(calls):
     assert got == [(None, None)] * 2
 
 
-def test_keywords_of_the_moment_are_handed_over(calls):
+def test_keywords_of_the_event_are_handed_over(calls):
     got = {}
 
     calls(lambda **kwargs: got.update(kwargs), "on_log", logs={"loss": 1.0})
@@ -377,7 +377,7 @@ def test_return_values_of_hugging_face_handlers_are_controls(calls):
 
 
 class TestNameThatBothConventionsHave:
-    """Told apart by base class, then signature; `on_log` and `on_train_end` stand in both."""
+    """Told apart by base class, then signature; `on_log` and `on_train_end` are in both."""
 
     def heard(self, callback, run):
         manager = CallbackManager()

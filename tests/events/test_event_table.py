@@ -1,4 +1,4 @@
-"""The table of moments, and what derives from it."""
+"""The table of events, and what derives from it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def names():
     return [event.name for event in EVENTS]
 
 
-def test_every_event_of_both_conventions_has_its_moment():
+def test_every_event_of_both_conventions_is_in_the_table():
     assert BRIDGE_EVENTS <= VALID_EVENTS
     assert FORGATHER_EVENTS <= HF_EVENTS
 
@@ -70,7 +70,7 @@ def test_the_docstring_of_the_package_says_when_an_event_fires_and_what_it_has(e
     assert re.sub(r" Hugging Face: on_\w+\.$", "", table_in_the_docstring()[event.name]) == expected
 
 
-def test_a_context_name_stands_for_one_moment():
+def test_a_context_name_belongs_to_one_event():
     assert len(names()) == len(set(names())) == len(VALID_EVENTS)
 
 
@@ -101,11 +101,11 @@ def test_the_table_is_in_firing_order(first, second):
     assert names().index(first) < names().index(second)
 
 
-def test_run_end_is_the_last_moment():
+def test_run_end_is_the_last_event():
     assert names()[-1] == "on_run_end"
 
 
-def test_test_moments_go_with_predict_and_never_with_evaluate():
+def test_test_events_go_with_predict_and_never_with_evaluate():
     hf_names = {event.name: event.hf_name for event in EVENTS}
 
     assert hf_names["on_eval_end"] == "on_evaluate"
@@ -113,17 +113,17 @@ def test_test_moments_go_with_predict_and_never_with_evaluate():
     assert hf_names["on_eval_step_end"] == hf_names["on_test_step_end"] == "on_prediction_step"
 
 
-def test_only_the_three_terminal_moments_reach_everybody():
+def test_only_the_three_terminal_events_reach_all():
     assert {event.name for event in EVENTS if event.reaches_all} == {"on_train_end", "on_exception", "on_run_end"}
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.name)
-def test_every_field_of_a_moment_is_a_field_of_the_context(event):
+def test_every_field_of_an_event_is_a_field_of_the_context(event):
     assert set(event.fields) <= {field.name for field in fields(CallbackContext)}
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.name)
-def test_both_base_classes_declare_and_document_every_moment(event):
+def test_both_base_classes_declare_and_document_every_event(event):
     assert event.when in getattr(Callback, event.name).__doc__
     assert event.when in getattr(TrainerCallback, event.hf_name).__doc__
 

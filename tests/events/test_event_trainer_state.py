@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from onstep.events import RunInfo, TrainerState
-from onstep.progress import TrainState
+from onstep.train_state import TrainState
 
 
 def view(progress=None, **info):

@@ -42,7 +42,7 @@ def registered(*callbacks):
     return manager
 
 
-def test_a_subclass_of_the_real_base_class_is_told_and_brings_only_what_it_overrides(training, notify):
+def test_a_subclass_of_the_real_base_class_is_called_and_brings_only_what_it_overrides(training, notify):
     class Mine(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
             self.got = (args, state.global_step, model, set(kwargs))
@@ -107,7 +107,7 @@ def test_early_stopping_stops_when_the_metric_no_longer_improves(training, notif
         training.train_state.step = step
         control = notify(manager, "on_eval_end", metrics={"eval_loss": loss}).control
         stops.append(control.should_training_stop)
-        best = training.train_state.best_metric  # as in transformers, the best is noted after callbacks were told
+        best = training.train_state.best_metric  # as in transformers, the best is noted after callbacks were called
         training.train_state.best_metric = loss if best is None else min(best, loss)
 
     assert stops == [False, False, False, True]
@@ -199,7 +199,7 @@ def test_every_callback_that_transformers_ships_is_accepted():
 
 
 def test_the_same_methods_run_under_transformers_own_handler_and_under_ours(training, notify):
-    """One callback, told the same story by both; it cannot tell the difference."""
+    """One callback, called by both in the same way; it cannot tell the difference."""
 
     def recorder(base):
         class Recorder(base):

@@ -7,7 +7,7 @@ import pytest
 from onstep.config import TrainingConfig
 from onstep.errors import ConfigError
 from onstep.metrics import report_runtime, report_throughput
-from onstep.progress import TrainState
+from onstep.train_state import TrainState
 
 
 def test_runtime_extends_the_pace_so_far_to_the_whole_run() -> None:

@@ -208,7 +208,7 @@ def test_a_resumed_measurement_gives_the_same_bits() -> None:
     assert resumed.measure(model) == spectral.measure(model)
 
 
-def test_a_state_of_other_shapes_is_passed_over() -> None:
+def test_a_state_of_other_shapes_is_ignored() -> None:
     spectral = SpectralNorms()
     spectral.measure(nn.Linear(6, 5))
     other = nn.Linear(6, 9)

@@ -68,7 +68,7 @@ def test_heads_need_not_divide_the_hidden_size_where_their_width_is_given():
         ({"moe_layer_freq": 0}, "moe_layer_freq=0 must be >= 1"),
         ({"moe_layer_freq": [1, 0]}, "for each of the 4 layers"),
         ({"moe_aux_loss_coeff": [0.1, 0.2]}, "has 2 entries"),
-        ({"moe_router_load_balancing_type": "even"}, "must be of aux_loss"),
+        ({"moe_router_load_balancing_type": "even"}, "must be one of aux_loss"),
         ({"moe_shared_expert_gate": True}, "gates a shared expert"),
         ({"num_moe_experts": None, "moe_router_topk": 3}, "num_moe_experts is null"),
         ({"moe_router_pre_softmax": True, "moe_router_score_function": "sigmoid"}, "does nothing without"),

@@ -8,7 +8,7 @@ from onstep import TrainerCallback
 
 
 class Counting(TrainerCallback):
-    """A callback with a state that depends on everything it was told."""
+    """A callback with a state that depends on every call."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

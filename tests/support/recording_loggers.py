@@ -1,4 +1,4 @@
-"""Loggers in the place of the four trackers, which write down what they are told."""
+"""Loggers in the place of the four trackers, which record what they get."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Interrupted(Exception):
 
 
 def start(config: ConfigContainer, *, dies_at: tuple[str, int] | None = None) -> Counting:
-    """Start or continue a run; `dies_at` is an event and how often it must have been told by then."""
+    """Start or continue a run; `dies_at` is an event and how often it must have been fired by then."""
     counting = CountingEpochs()
     manager = CallbackManager()
     manager.add([JsonLogger(), counting])

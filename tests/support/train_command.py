@@ -65,7 +65,7 @@ class Command:
         return str(json.loads((self.run(name) / "run.json").read_text())["status"])
 
     def ends(self, name: str) -> list[str]:
-        """What the end of each process told, the newest last."""
+        """What each process reported at its end, the newest last."""
         return (self.directory / name / "ends.txt").read_text().splitlines()
 
     def outcome(self, name: str) -> dict[str, Any]:

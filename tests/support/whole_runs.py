@@ -62,7 +62,7 @@ class Ranks:
 
 
 def outcome(directory: Path) -> dict[str, Any]:
-    """Everything of the finished run in a directory that an interruption must not change, and what it was told."""
+    """Everything of a finished run that an interruption must not change, and the calls of its callback."""
     notified = [json.loads(path.read_text())["told"] for path in sorted(directory.glob("result-?.json"))]
     return {**left_by(directory / "runs" / "run"), "told": notified}
 

@@ -10,8 +10,8 @@ import pytest
 
 from onstep.errors import OnstepError
 from onstep.trackers import Point, make_tracker
-from tests.support.hostile_sinks import identity
-from tests.support.sink_reading import table
+from tests.support.hostile_trackers import identity
+from tests.support.tracker_files import table
 
 
 def write(directory: Path, rows: list[tuple[int, dict[str, float]]], **run: Any) -> Path:

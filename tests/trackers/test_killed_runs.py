@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.forked_processes import Processes, output_of
-from tests.support.sink_reading import metrics_log_values, scalars, table
+from tests.support.tracker_files import metrics_log_values, scalars, table
 from tests.support.whole_runs import Ranks
 
-JOBS = "tests.support.jobs.sink_jobs"
+JOBS = "tests.support.jobs.killed_tracker_jobs"
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What MLflow is told instead of names and values that it does not take."""
+"""What MLflow gets instead of names and values that it does not accept."""
 
 from __future__ import annotations
 

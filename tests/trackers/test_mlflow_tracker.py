@@ -54,7 +54,7 @@ def test_a_run_is_kept_in_the_runs_directory(tmp_path: Path) -> None:
     ("status", "shown"),
     [("completed", "FINISHED"), ("stopped", "FINISHED"), ("preempted", "KILLED"), ("failed", "FAILED")],
 )
-def test_the_status_is_told(tmp_path: Path, status: str, shown: str) -> None:
+def test_the_status_is_reported(tmp_path: Path, status: str, shown: str) -> None:
     tracker = MlflowTracker()
     tracker.open(identity(tmp_path), {})
     tracker.close(status)
@@ -187,7 +187,7 @@ def test_an_experiment_that_somebody_else_makes_at_the_same_time_is_used(
     assert mlflow_points(client, run, "a") == [(1, 1.0)]
 
 
-def test_an_experiment_that_cannot_be_made_is_told_in_mlflows_words(
+def test_an_experiment_that_cannot_be_made_is_reported_in_mlflows_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow.tracking import MlflowClient

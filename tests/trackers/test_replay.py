@@ -14,8 +14,8 @@ from onstep.callbacks import TrackersCallback
 from onstep.config import ConfigContainer
 from onstep.metrics_log import MetricsLog, MetricsLogError
 from onstep.trackers import make_tracker, replay
-from tests.support.hostile_sinks import Raising, Remembering
-from tests.support.sink_reading import scalars, table
+from tests.support.hostile_trackers import Raising, Remembering
+from tests.support.tracker_files import scalars, table
 from tests.support.tracker_reading import mlflow_points, mlflow_runs, without_keys
 
 

@@ -22,6 +22,7 @@ from onstep.errors import ConfigError
 from onstep.events import CallbackManager
 from onstep.trackers import tracker as metric_tracker
 from onstep.trackers.report_to import asked_names, attach_trackers, reporting_trackers
+from onstep.trackers.trackers_callback import TrackersCallback
 
 ALL = ["csv", "tensorboard", "wandb", "mlflow", "comet", "trackio"]
 
@@ -60,7 +61,7 @@ def test_on_the_command_line_one_tracker_takes_no_brackets(given: str, meant: li
     assert names(from_dict(parse_yaml(dump_yaml(config)))) == meant
 
 
-def test_a_mistyped_tracker_without_brackets_is_told_the_nearest(tiny_config: ConfigContainer) -> None:
+def test_a_mistyped_tracker_without_brackets_is_reported_with_the_nearest(tiny_config: ConfigContainer) -> None:
     apply_overrides(tiny_config, ["logger.report_to=tensorbord"])
     with pytest.raises(ConfigError, match=r"report_to='tensorbord' is not a tracker; .*Did you mean 'tensorboard'"):
         validate(tiny_config)
@@ -152,7 +153,14 @@ def test_trackers_are_attached_where_nobody_fills_them() -> None:
     assert attach_trackers(manager, config) is manager
     assert [type(one).__name__ for one in manager.callbacks] == ["TrackersCallback"]
     own = CallbackManager()
-    own.add(SimpleNamespace(trackers=[], on_log=print))
+    own.add(TrackersCallback("csv"))
     attach_trackers(own, config)
     assert len(own.callbacks) == 1
     assert attach_trackers(None, ConfigContainer()) is None
+
+
+def test_a_callback_that_has_trackers_for_itself_does_not_replace_those_of_the_configuration() -> None:
+    manager = CallbackManager()
+    manager.add(SimpleNamespace(trackers=[], on_log=print))
+    attach_trackers(manager, config_with(report_to=["csv"]))
+    assert type(manager.callbacks[-1]) is TrackersCallback

@@ -12,8 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from onstep.errors import MissingExtraError
 from onstep.trackers import Point, make_tracker
 from onstep.trackers.services import tensorboard_tracker as module
-from tests.support.hostile_sinks import identity
-from tests.support.sink_reading import scalars, texts
+from tests.support.hostile_trackers import identity
+from tests.support.tracker_files import scalars, texts
 
 
 def write(directory: Path, points: list[tuple[int, float]], **run: Any) -> Path:

@@ -17,7 +17,7 @@ import pytest
 
 from onstep.trackers import Point, TrackerQueue
 from onstep.trackers.tracker_queue import CircuitBreaker
-from tests.support.hostile_sinks import Hanging, Raising, Remembering, identity
+from tests.support.hostile_trackers import Hanging, Raising, Remembering, identity
 
 
 @pytest.fixture
@@ -242,7 +242,7 @@ def test_a_thread_that_is_killed_costs_one_warning(tmp_path: Path, caplog: pytes
     tracker = Remembering()
     tracker.name = "killed"
     queue = opened(tracker, tmp_path)
-    [thread] = [one for one in threading.enumerate() if one.name == "sink-killed"]
+    [thread] = [one for one in threading.enumerate() if one.name == "tracker-killed"]
     assert thread.ident is not None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
     queue.log({"loss": 1.0}, 1, 0.0)  # wakes the thread, which meets its end
@@ -380,7 +380,7 @@ def test_the_process_ends_although_a_tracker_hangs(tmp_path: Path) -> None:
 import sys, threading
 from pathlib import Path
 from onstep.trackers import Point, TrackerQueue
-from tests.support.hostile_sinks import Hanging, identity
+from tests.support.hostile_trackers import Hanging, identity
 queue = TrackerQueue(Hanging("log"), close_timeout=0.1)
 queue.open(identity(Path(sys.argv[1])), {})
 queue.log({"loss": 1.0}, 1, 0.0)

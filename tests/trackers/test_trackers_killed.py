@@ -27,7 +27,7 @@ from tests.support.whole_runs import Ranks
 
 pytestmark = pytest.mark.process
 
-JOBS = "tests.support.jobs.sink_jobs"
+JOBS = "tests.support.jobs.killed_tracker_jobs"
 TAGS = {"train/loss": "loss", "eval/loss": "eval_loss", "train/learning_rate": "learning_rate"}
 STARTS = [0, 3, 6, 9]
 """Checkpoints are saved at every third step of 11; the kills come when steps 5, 7 and 10 are done, before their log."""

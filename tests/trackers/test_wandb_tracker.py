@@ -83,7 +83,7 @@ def test_line_ends_and_control_characters_in_names_are_replaced(run: RunIdentity
 
 
 @pytest.mark.parametrize(("status", "exit_code"), [("completed", 0), ("stopped", 0), ("preempted", 1), ("failed", 1)])
-def test_the_status_is_told(run: RunIdentity, tmp_path: Path, status: str, exit_code: int) -> None:
+def test_the_status_is_reported(run: RunIdentity, tmp_path: Path, status: str, exit_code: int) -> None:
     tracker = WandbTracker()
     tracker.open(run, {})
     tracker.close(status)
@@ -148,7 +148,7 @@ def test_disabled_by_the_environment_nothing_is_written(
     assert wandb_segments(tmp_path, num_finished=0) == []
 
 
-def test_a_missing_package_is_told_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onstep.trackers.tracker.find_spec", lambda name: None)
     for name in ("wandb", "mlflow", "comet", "trackio"):
         with pytest.raises(ConfigError, match=rf"pip install 'onstep\[{name}\]'"):

@@ -88,7 +88,7 @@ def test_pop_takes_the_first_of_exactly_a_class_or_that_very_instance(tmp_path: 
     assert kinds(trainer) == [Special]
 
 
-def test_a_removed_callback_is_told_nothing_more(tmp_path: Path) -> None:
+def test_a_removed_callback_is_not_called_again(tmp_path: Path) -> None:
     mine = Counts()
     trainer = make(tmp_path, callbacks=[mine], default_callbacks=False)
     trainer.train()

@@ -136,7 +136,7 @@ def test_data_seed_chooses_another_order(tmp_path: Path) -> None:
 
 
 class EpochRows:
-    """Tells its rows by the epoch that it was told."""
+    """Yields rows by the epoch that it was given."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -151,7 +151,7 @@ class EpochRows:
         self.calls.append(epoch)
 
 
-def test_a_dataset_is_told_the_epoch_before_its_samples_are_read(tmp_path: Path) -> None:
+def test_a_dataset_gets_the_epoch_before_its_samples_are_read(tmp_path: Path) -> None:
     rows = EpochRows()
     rows.calls.append(7)
     batches = batches_of(tmp_path, Regression(), rows, options={"num_train_epochs": 3})
@@ -168,7 +168,7 @@ class EpochStream(Stream):
         return ({**row, "x": torch.full((3,), float(self.epoch))} for row in self.rows)
 
 
-def test_a_stream_is_told_the_epoch(tmp_path: Path) -> None:
+def test_a_stream_gets_the_epoch(tmp_path: Path) -> None:
     batches = batches_of(tmp_path, Regression(), EpochStream(regression_rows(4)), options={"max_steps": 3})
     assert [batch["x"][0, 0].item() for batch in batches.seen] == [0.0, 1.0, 2.0]
 

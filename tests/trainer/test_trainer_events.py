@@ -1,4 +1,4 @@
-"""When callbacks are told what, and what their answers do. Traces are written by hand."""
+"""The events of a Trainer and the effect of what callbacks answer. Traces are written by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DOCUMENTED = HF_EVENTS - {"on_data_init_start", "on_train_step_start", "on_train
 
 
 def recorder(base: type, trace: list[str]) -> Any:
-    """A callback of class `base` that notes the name of every moment it is told."""
+    """A callback of class `base` that notes the name of every event it is called at."""
     names = {name for name in DOCUMENTED if hasattr(base, name) and "eval_st" not in name and "test_st" not in name}
 
     def method(name: str) -> Any:
@@ -41,7 +41,7 @@ def recorder(base: type, trace: list[str]) -> Any:
 
 
 class Steps(TrainerCallback):
-    """Notes the step at which each of some events is told."""
+    """Notes the step at which each of some events is fired."""
 
     def __init__(self, *events: str) -> None:
         self.seen: dict[str, list[int]] = {event: [] for event in events}
@@ -70,7 +70,7 @@ def two_epochs(directory: Path, callbacks: list[Any], **options: Any) -> Any:
     return quiet(Regression(), args, rows, eval_dataset=regression_rows(6), callbacks=callbacks)
 
 
-def test_a_run_with_evaluations_and_a_prediction_tells_every_moment_in_order(tmp_path: Path) -> None:
+def test_a_run_with_evaluations_and_a_prediction_fires_every_event_in_order(tmp_path: Path) -> None:
     ours: list[str] = []
     theirs: list[str] = []
     callbacks = [recorder(TrainerCallback, ours), recorder(transformers.TrainerCallback, theirs)]
@@ -180,7 +180,7 @@ def test_a_stop_ends_training_and_is_forgotten_when_it_starts_again(tmp_path: Pa
     assert trainer.train().global_step == 6
 
 
-def test_the_final_metrics_are_told_once_before_the_end_and_returned(tmp_path: Path) -> None:
+def test_the_final_metrics_are_logged_once_before_the_end_and_returned(tmp_path: Path) -> None:
     calls: list[Any] = []
 
     class Final(TrainerCallback):
@@ -349,7 +349,7 @@ def test_a_callback_may_not_train_while_training(tmp_path: Path) -> None:
         two_epochs(tmp_path, [Nested]).train()
 
 
-def test_an_error_in_a_step_is_told_once_and_the_trainer_can_go_on(tmp_path: Path) -> None:
+def test_an_error_in_a_step_is_fired_once_and_the_trainer_can_continue(tmp_path: Path) -> None:
     class Once(TrainerCallback):
         failed = False
 

@@ -1,4 +1,4 @@
-"""`report_to` of a Trainer: who is told, once, and what Hugging Face's own tracker callbacks see."""
+"""`report_to` of a Trainer: which trackers are fed, once, and what Hugging Face's own tracker callbacks see."""
 
 from __future__ import annotations
 
@@ -96,6 +96,7 @@ def test_hugging_faces_wandb_callback_works(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_CONSOLE", "off")
+    wandb.teardown()  # an earlier test may have read the environment: W&B does so once a process
     trainer = trainer_with(tmp_path, [WandbCallback()], run_name="theirs", project="p")
     try:
         trainer.train()

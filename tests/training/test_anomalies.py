@@ -18,7 +18,7 @@ from onstep.data import TrainLoader
 from onstep.errors import AnomalyError, ConfigError, NonFiniteError
 from onstep.events import Request
 from onstep.optim import DeviceFiniteGate, TrainingOptimizer
-from onstep.progress import TrainState
+from onstep.train_state import TrainState
 from onstep.training import GlobalState
 from onstep.training.anomalies.gate import AnomalyGate
 from onstep.training.runs.run_dir import RunDir

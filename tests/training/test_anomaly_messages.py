@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onstep.events import Request
-from onstep.progress import TrainState
+from onstep.train_state import TrainState
 from onstep.training.anomalies.anomaly import too_many
 from onstep.training.stages.actions import RollBack
 

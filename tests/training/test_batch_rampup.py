@@ -40,7 +40,7 @@ def data(size: int = 48, micro: int = 2) -> TrainLoader:
     return TrainLoader(RaggedRows(size), micro_batch_size=micro, global_batch_size=8, shuffle=False)
 
 
-def told_sizes(manager: CallbackManager) -> list[int]:
+def notified_sizes(manager: CallbackManager) -> list[int]:
     sizes: list[int] = []
     manager.register(
         "on_train_step_end", lambda context: sizes.append(sum(len(ids) for ids in context.sample_ids or []))
@@ -50,7 +50,7 @@ def told_sizes(manager: CallbackManager) -> list[int]:
 
 def test_steps_take_the_samples_of_the_ramp() -> None:
     manager = CallbackManager()
-    sizes = told_sizes(manager)
+    sizes = notified_sizes(manager)
     state = growing(7)
     run(state, manager, data=data())
     assert sizes == SIZES
@@ -131,7 +131,7 @@ def test_the_schedule_moves_by_the_samples_of_each_step() -> None:
 def test_an_epoch_ends_where_the_next_size_does_not_fit() -> None:
     """Of 16 samples 2 + 2 + 4 + 6 are taken, then 8 do not fit into 2; the next epoch goes on with 8."""
     manager = CallbackManager()
-    sizes = told_sizes(manager)
+    sizes = notified_sizes(manager)
     ends: list[int] = []
     manager.register("on_epoch_end", lambda context: ends.append(context.state.train_state.step))
     run(growing(8), manager, data=data(16))
@@ -141,7 +141,7 @@ def test_an_epoch_ends_where_the_next_size_does_not_fit() -> None:
 
 def test_a_tail_that_is_trained_on_counts_its_own_samples() -> None:
     manager = CallbackManager()
-    sizes = told_sizes(manager)
+    sizes = notified_sizes(manager)
     state = growing(8, drop_last=False)
     loading = TrainLoader(RaggedRows(13), micro_batch_size=2, global_batch_size=8, shuffle=False, drop_last=False)
     run(state, manager, data=loading)
@@ -161,14 +161,14 @@ def test_a_size_that_is_rounded_down_counts_the_difference_as_skipped() -> None:
 def test_a_ramp_whose_sizes_are_rounded_down_still_ramps() -> None:
     """3, 5, 7 and 9 samples are run as 2, 4, 6 and 8."""
     manager = CallbackManager()
-    sizes = told_sizes(manager)
+    sizes = notified_sizes(manager)
     state = small_state(2, 9, train_iters=6, rampup_batch_size=[3, 2, 12], decrease_batch_size_if_needed=True)
     run(state, manager, data=data())
     assert sizes == [2, 2, 4, 6, 8, 8]
     assert state.train_state.skipped_train_samples == 6
 
 
-def test_each_size_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_size_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="onstep"):
         run(growing(7), data=data())
     captured = [record.message for record in caplog.records if "batch size" in record.message]
@@ -385,6 +385,6 @@ def test_a_constant_batch_is_not_looked_at() -> None:
     state = small_state(2, 4, train_iters=2)
     state.num_microbatches = 3
     manager = CallbackManager()
-    sizes = told_sizes(manager)
+    sizes = notified_sizes(manager)
     run(state, manager, data=loader(24))
     assert sizes == [6, 6]

@@ -15,7 +15,7 @@ from tests.support.small_runs import eval_loader, loader, run, small_state
 
 
 def trace(manager: CallbackManager, *events: str) -> list[tuple[str, int]]:
-    """What is told at these events, with the step."""
+    """The calls at these events, with the step."""
     calls: list[tuple[str, int]] = []
     for event in events:
         manager.register(event, lambda context: calls.append((context.event, context.state.train_state.step)))

@@ -1,4 +1,4 @@
-"""Who was first: ranks as they tell of themselves, and the verdict."""
+"""The diagnosis of the first failure from the reports of the ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def failure(order: int = 1, text: str = "own", *, consequence: bool = False) -> 
     return Failure(order, "ValueError", text, "traceback", is_consequence=consequence)
 
 
-def verdict_of(*ranks: RankReport, since: float = 0.0, on_cuda: bool = False) -> FailureDiagnosis | None:
+def diagnosis_of(*ranks: RankReport, since: float = 0.0, on_cuda: bool = False) -> FailureDiagnosis | None:
     rank_reports = dict(enumerate(ranks))
     return diagnose(rank_reports, interval=0.5, since_first_failure=since, stopped_seconds=LIMIT, on_cuda=on_cuda)
 
@@ -32,78 +32,78 @@ WAITING: dict[str, Any] = {"idle_seconds": 12.0, "collectives": 8, "is_waiting":
 
 
 def test_a_waiting_rank_is_a_victim_of_the_one_that_has_not_arrived() -> None:
-    assert verdict_of(rank(**WAITING), rank(idle_seconds=11.0, collectives=7)) == FailureDiagnosis("hung", 1)
-    assert verdict_of(rank(idle_seconds=11.0, collectives=7), rank(**WAITING)) == FailureDiagnosis("hung", 0)
+    assert diagnosis_of(rank(**WAITING), rank(idle_seconds=11.0, collectives=7)) == FailureDiagnosis("hung", 1)
+    assert diagnosis_of(rank(idle_seconds=11.0, collectives=7), rank(**WAITING)) == FailureDiagnosis("hung", 0)
 
 
 def test_a_rank_that_waits_for_a_slow_one_is_left_waiting() -> None:
-    assert verdict_of(rank(**WAITING), rank(idle_seconds=3.0, collectives=7)) is None
+    assert diagnosis_of(rank(**WAITING), rank(idle_seconds=3.0, collectives=7)) is None
 
 
 def test_on_a_device_a_waiting_rank_may_stand_anywhere() -> None:
     reading = rank(idle_seconds=12.0, collectives=8)
     slow = rank(idle_seconds=3.0, collectives=7)
-    assert verdict_of(reading, slow, on_cuda=True) is None
-    assert verdict_of(reading, slow) == FailureDiagnosis("hung", 0)
+    assert diagnosis_of(reading, slow, on_cuda=True) is None
+    assert diagnosis_of(reading, slow) == FailureDiagnosis("hung", 0)
 
 
 def test_of_two_that_stand_the_one_outside_of_a_collective_is_to_blame() -> None:
     waits = rank(idle_seconds=20.0, collectives=7, is_waiting=True)
-    assert verdict_of(waits, rank(idle_seconds=11.0, collectives=7)) == FailureDiagnosis("hung", 1)
+    assert diagnosis_of(waits, rank(idle_seconds=11.0, collectives=7)) == FailureDiagnosis("hung", 1)
 
 
 def test_the_longest_silence_counts_where_all_else_is_equal() -> None:
-    assert verdict_of(rank(idle_seconds=11.0), rank(idle_seconds=14.0)) == FailureDiagnosis("hung", 1)
-    assert verdict_of(rank(idle_seconds=11.0), rank(idle_seconds=2.0, silence=12.0)) == FailureDiagnosis("hung", 1)
+    assert diagnosis_of(rank(idle_seconds=11.0), rank(idle_seconds=14.0)) == FailureDiagnosis("hung", 1)
+    assert diagnosis_of(rank(idle_seconds=11.0), rank(idle_seconds=2.0, silence=12.0)) == FailureDiagnosis("hung", 1)
 
 
 def test_a_rank_without_a_limit_may_take_its_time() -> None:
-    assert verdict_of(rank(idle_seconds=1e6, limit_seconds=None)) is None
-    assert verdict_of(rank(silence=11.0, limit_seconds=None)) is None
-    assert verdict_of(rank(silence=11.0, limit_seconds=None, stopped=True)) == FailureDiagnosis("hung", 0)
+    assert diagnosis_of(rank(idle_seconds=1e6, limit_seconds=None)) is None
+    assert diagnosis_of(rank(silence=11.0, limit_seconds=None)) is None
+    assert diagnosis_of(rank(silence=11.0, limit_seconds=None, stopped=True)) == FailureDiagnosis("hung", 0)
 
 
 def test_a_debugger_holds_all() -> None:
-    assert verdict_of(rank(idle_seconds=100.0, is_debugged=True), rank(**WAITING)) is None
+    assert diagnosis_of(rank(idle_seconds=100.0, is_debugged=True), rank(**WAITING)) is None
 
 
 def test_a_rank_that_has_left_is_not_waited_for() -> None:
-    assert verdict_of(rank(idle_seconds=50.0, left=0), rank(idle_seconds=1.0)) is None
-    assert verdict_of(rank(collectives=7, left=0), rank(**WAITING)) == FailureDiagnosis("hung", 1)
+    assert diagnosis_of(rank(idle_seconds=50.0, left=0), rank(idle_seconds=1.0)) is None
+    assert diagnosis_of(rank(collectives=7, left=0), rank(**WAITING)) == FailureDiagnosis("hung", 1)
 
 
 def test_a_process_that_is_gone_is_dead_at_once() -> None:
-    assert verdict_of(rank(), rank(silence=2.5, gone=True)) == FailureDiagnosis("died", 1)
-    assert verdict_of(rank(), rank(silence=2.5)) is None
+    assert diagnosis_of(rank(), rank(silence=2.5, gone=True)) == FailureDiagnosis("died", 1)
+    assert diagnosis_of(rank(), rank(silence=2.5)) is None
 
 
 def test_the_first_failure_counts_once_the_others_had_their_time_to_raise_the_same() -> None:
     ranks = rank(failure=failure(2, "later")), rank(failure=failure(1)), rank()
-    assert verdict_of(*ranks, since=0.5) is None
-    assert verdict_of(*ranks, since=1.0) == FailureDiagnosis("raised", 1)
+    assert diagnosis_of(*ranks, since=0.5) is None
+    assert diagnosis_of(*ranks, since=1.0) == FailureDiagnosis("raised", 1)
 
 
 def test_the_same_error_everywhere_needs_no_report() -> None:
-    assert verdict_of(rank(failure=failure(2)), rank(failure=failure(1))) == FailureDiagnosis("alike", 1)
+    assert diagnosis_of(rank(failure=failure(2)), rank(failure=failure(1))) == FailureDiagnosis("alike", 1)
     different = rank(failure=failure(1, "mine")), rank(failure=failure(2, "yours"))
-    assert verdict_of(*different) == FailureDiagnosis("raised", 0)
+    assert diagnosis_of(*different) == FailureDiagnosis("raised", 0)
 
 
 @pytest.mark.parametrize("since", [0.0, 5.0])
 def test_a_lost_connection_points_to_the_rank_that_is_silent(since: float) -> None:
     lost = rank(failure=failure(1, consequence=True))
-    assert verdict_of(lost, rank(silence=2.5), since=since) == FailureDiagnosis("died", 1)
+    assert diagnosis_of(lost, rank(silence=2.5), since=since) == FailureDiagnosis("died", 1)
 
 
 def test_a_lost_connection_is_blamed_only_when_nobody_else_can_be() -> None:
     lost = rank(failure=failure(1, consequence=True))
-    assert verdict_of(lost, rank(failure=failure(2, "cause")), since=0.0) == FailureDiagnosis("raised", 1)
-    assert verdict_of(lost, rank(), since=2.0) is None
-    assert verdict_of(lost, rank(), since=4.0) == FailureDiagnosis("raised", 0)
+    assert diagnosis_of(lost, rank(failure=failure(2, "cause")), since=0.0) == FailureDiagnosis("raised", 1)
+    assert diagnosis_of(lost, rank(), since=2.0) is None
+    assert diagnosis_of(lost, rank(), since=4.0) == FailureDiagnosis("raised", 0)
 
 
 def test_the_others_may_fail_after_a_rank_has_left() -> None:
-    assert verdict_of(rank(left=75), rank(failure=failure(1, consequence=True))) == FailureDiagnosis("left", 1)
+    assert diagnosis_of(rank(left=75), rank(failure=failure(1, consequence=True))) == FailureDiagnosis("left", 1)
 
 
 def test_a_record_survives_its_way() -> None:
@@ -128,6 +128,6 @@ def test_an_interrupt_of_all_ranks_needs_no_report() -> None:
     """As Ctrl-C; a rank that waits in a collective cannot raise it yet."""
     interrupted = Failure(1, "KeyboardInterrupt", "", "")
     waiting = rank(1, is_waiting=True, collectives=1)
-    assert verdict_of(rank(failure=interrupted), waiting, since=5.0) == FailureDiagnosis("raised", 0)
+    assert diagnosis_of(rank(failure=interrupted), waiting, since=5.0) == FailureDiagnosis("raised", 0)
     waiting.is_interrupted = True
-    assert verdict_of(rank(failure=interrupted), waiting) == FailureDiagnosis("alike", 0)
+    assert diagnosis_of(rank(failure=interrupted), waiting) == FailureDiagnosis("alike", 0)

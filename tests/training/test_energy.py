@@ -140,16 +140,21 @@ class Nvml:
 
 
 def test_readings_are_in_plain_units_and_nan_where_the_driver_does_not_tell() -> None:
-    gauge = GpuTelemetry(Nvml(), object())
-    assert (gauge.joules(), gauge.watts(), gauge.celsius(), gauge.utilization()) == (5.0, 410.0, 61.0, 97.0)
-    assert math.isnan(gauge.megahertz())
+    telemetry = GpuTelemetry(Nvml(), object())
+    assert (telemetry.joules(), telemetry.watts(), telemetry.celsius(), telemetry.utilization()) == (
+        5.0,
+        410.0,
+        61.0,
+        97.0,
+    )
+    assert math.isnan(telemetry.megahertz())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_real_gpu_has_a_meter() -> None:
     pytest.importorskip("pynvml")
-    gauge = open_gpu_telemetry(torch.device("cuda", 0))
-    assert gauge is not None
-    assert gauge.joules() > 0
-    assert 0 < gauge.watts() < 2000
-    assert gauge.megahertz() > 0
+    telemetry = open_gpu_telemetry(torch.device("cuda", 0))
+    assert telemetry is not None
+    assert telemetry.joules() > 0
+    assert 0 < telemetry.watts() < 2000
+    assert telemetry.megahertz() > 0

@@ -1,4 +1,4 @@
-"""Validation and test: token-weighted means, nothing left changed, told and printed as documented."""
+"""Validation and test: token-weighted means, nothing left changed, events and output as documented."""
 
 from __future__ import annotations
 
@@ -119,11 +119,11 @@ def test_evaluations_do_not_change_the_training() -> None:
     assert torch.equal(weight(None), weight(1))
 
 
-def test_a_test_is_told_as_a_test() -> None:
+def test_a_test_fires_the_events_of_a_test() -> None:
     manager, captured = CallbackManager(), []
     for kind in ("eval", "test"):
-        for moment in ("start", "step_start", "step_end", "end"):
-            manager.register(f"on_{kind}_{moment}", lambda context: captured.append(context.event))
+        for event in ("start", "step_start", "step_end", "end"):
+            manager.register(f"on_{kind}_{event}", lambda context: captured.append(context.event))
     metrics = of(TinyModel(), eval_loader(4), callback_manager=manager, is_test=True)
     steps = ["on_test_step_start", "on_test_step_end"]
     assert captured == ["on_test_start", *steps, *steps, "on_test_end"]

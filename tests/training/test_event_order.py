@@ -21,7 +21,7 @@ def golden(name: str) -> list[str]:
 
 
 def recorder(base: type, names: frozenset[str], trace: list[str]) -> Any:
-    """A callback of class `base` that notes the name of every moment it is told."""
+    """A callback of class `base` that notes the name of every event it is called at."""
 
     def method(name: str) -> Any:
         if base is Callback:
@@ -47,14 +47,14 @@ def traces(tiny_config: ConfigContainer) -> dict[str, list[str]]:
     return traces
 
 
-def test_both_conventions_are_told_every_moment_in_order(traces: dict[str, list[str]]) -> None:
+def test_both_conventions_get_every_event_in_order(traces: dict[str, list[str]]) -> None:
     context_only = {"on_data_init_start", "on_train_step_start", "on_train_step_end"}
     context_only |= {f"on_{kind}_{edge}" for kind in ("eval", "test") for edge in ("start", "step_start")}
     assert traces["context"] == golden("context")
     assert [event for event in traces["hf"] if event not in context_only] == golden("hf")
 
 
-def test_a_subclass_of_the_real_transformers_callback_is_told_in_the_same_order(traces: dict[str, list[str]]) -> None:
+def test_a_subclass_of_the_real_transformers_callback_is_called_in_the_same_order(traces: dict[str, list[str]]) -> None:
     known = {name for name in HF_EVENTS if hasattr(transformers.TrainerCallback, name)}
     assert traces["transformers"] == [event for event in golden("hf") if event in known]
 

@@ -1,4 +1,4 @@
-"""What is told before a checkpoint is taken, and before the final metrics are."""
+"""The events before a checkpoint is written, and before the final metrics are logged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class Counter(Callback):
         self.count = state_dict["count"]
 
 
-def test_the_beginning_of_a_save_is_told_before_anything_is_taken(tiny_config: ConfigContainer, tmp_path: Path) -> None:
+def test_the_beginning_of_a_save_is_fired_before_any_state_is_collected(
+    tiny_config: ConfigContainer, tmp_path: Path
+) -> None:
     tiny_config.checkpoint.save, tiny_config.checkpoint.save_interval = str(tmp_path), 3
     first, second = Counter(), Counter()
     pretrain(tiny_config, callbacks=[first])

@@ -151,7 +151,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_the_package_is_told_the_sections_in_order(
+def test_the_package_gets_the_sections_in_order(
     config: ConfigContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FT_RANK_MONITOR_IPC_SOCKET", "somewhere")
@@ -246,5 +246,5 @@ def test_learned_limits_need_a_directory(config: ConfigContainer, name: str) -> 
     setattr(config.ft, name, True)
     config.run.name = None
     config.run.save_weights = False
-    with pytest.raises(ConfigError, match=f"ft.{name}=True keeps ft_state.json beside the checkpoints"):
+    with pytest.raises(ConfigError, match=f"ft.{name}=True keeps ft_state.json next to the checkpoints"):
         validate(config)

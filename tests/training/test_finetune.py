@@ -252,7 +252,7 @@ def test_a_trainer_is_given_its_model_as_it_is_to_be_trained(tmp_path: Path) -> 
             Trainer(model=nn.Linear(2, 2), args=args, train_dataset=[{"x": torch.zeros(2)}]).train()
 
 
-def test_what_was_filled_in_is_told(config: ConfigContainer, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_filled_in_is_reported(config: ConfigContainer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="onstep"):
         logits_at_start(config)
     captured = [record.message for record in caplog.records if "model taken from" in record.message]
@@ -261,7 +261,7 @@ def test_what_was_filled_in_is_told(config: ConfigContainer, caplog: pytest.LogC
     assert "tokenizer: bytes, as configured; the weights in weights come without one" in caplog.text
 
 
-def test_the_tokenizer_that_is_taken_is_told(config: ConfigContainer, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_tokenizer_that_is_taken_is_reported(config: ConfigContainer, caplog: pytest.LogCaptureFixture) -> None:
     config.tokenizer.tokenizer_type, config.tokenizer.vocab_size, config.train.train_iters = "bpe", 259, 2
     one_step_of(config, "first", "weights")
     config.tokenizer = TokenizerConfig()

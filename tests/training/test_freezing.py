@@ -73,7 +73,7 @@ def test_a_router_that_is_not_frozen_moves():
     assert model.layers[0].feed_forward.router.expert_bias.any()
 
 
-def test_what_is_not_there_is_passed_over():
+def test_what_is_not_there_is_skipped():
     _freeze_parameter_if_present(nn.Identity(), "weight")
     _freeze_parameter_if_present(nn.Linear(2, 2, bias=False), "bias")
     linear = nn.Linear(2, 2)

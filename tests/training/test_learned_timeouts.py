@@ -84,7 +84,7 @@ def test_no_limit_that_is_read_is_below_the_shortest() -> None:
     assert limits == {"step": 1.0, "setup": 7.0}
 
 
-def test_the_pulse_knows_the_innermost_open_section() -> None:
+def test_the_heartbeat_knows_the_innermost_open_section() -> None:
     clock = clock_of(Time())
     clock.start_section("step")
     clock.start_section("checkpointing")

@@ -79,7 +79,7 @@ class Chained(TrainingOptimizer):
 
 
 def trained(chunk: GatheringChunk, events: tuple[str, ...] = (), **fields: Any) -> dict[str, list[bool]]:
-    """Train the chunk for three steps with an evaluation after the second; whether hooks were on at some moments."""
+    """Train the chunk for three steps with an evaluation after the second; whether hooks were on at some events."""
     seen: dict[str, list[bool]] = {event: [] for event in events}
     manager = CallbackManager()
     for event in events:

@@ -40,8 +40,8 @@ def config(directory: Path | None) -> ConfigContainer:
 
 
 def line(minute: int, ranks: int, *what: str) -> str:
-    moment = START + timedelta(minutes=minute)
-    return "\t".join([f"{moment:%Y-%m-%d %H:%M:%S}", "Job ID: 7", f"# GPUs: {ranks}", *what]) + "\n"
+    time = START + timedelta(minutes=minute)
+    return "\t".join([f"{time:%Y-%m-%d %H:%M:%S}", "Job ID: 7", f"# GPUs: {ranks}", *what]) + "\n"
 
 
 def saved(minute: int, ranks: int, step: int, flops: str, kind: str = "Saved checkpoint") -> str:
@@ -57,8 +57,8 @@ def write(directory: Path, *lines: str) -> ConfigContainer:
 
 def start_of(wanted: ConfigContainer, ranks: int) -> tuple[int, float]:
     """(minutes after START, floating-point operations)."""
-    moment, flops = get_start_time_from_progress_log(wanted, world_size=ranks)
-    return int((moment - START).total_seconds() / 60), flops
+    time, flops = get_start_time_from_progress_log(wanted, world_size=ranks)
+    return int((time - START).total_seconds() / 60), flops
 
 
 def read(directory: Path) -> list[list[str]]:

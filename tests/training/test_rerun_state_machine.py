@@ -21,9 +21,7 @@ from onstep.distributed import World
 from onstep.errors import ConfigError
 from onstep.training.compute.losses import MicroLoss
 from onstep.training.rerun.machine import RerunStateMachine
-from onstep.training.rerun.rerun import fresh_batches, validate_losses
-from onstep.training.rerun.snapshot import RerunDataIterator
-from onstep.training.rerun.validation import (
+from onstep.training.rerun.rejections import (
     RerunDiagnostic,
     RerunErrorInjector,
     RerunMode,
@@ -31,6 +29,8 @@ from onstep.training.rerun.validation import (
     UnexpectedResultError,
     relative_difference,
 )
+from onstep.training.rerun.rerun import fresh_batches, validate_losses
+from onstep.training.rerun.snapshot import RerunDataIterator
 from onstep.training.stages.forward_backward import BufferGuard
 from tests.support.forked_processes import Processes
 
@@ -184,7 +184,7 @@ def test_after_a_restart_the_fault_is_attributed(
     assert "Rank 0, device node-1/gpu-0, iteration 0" in caplog.records[-1].getMessage()
 
 
-def test_a_checkpoint_of_another_moment_has_nothing_in_question() -> None:
+def test_a_checkpoint_of_another_time_has_nothing_in_question() -> None:
     before = machine()
     step(before, data())
     after = restarted(before, "node-2/gpu-0")

@@ -204,7 +204,7 @@ def test_checkpoints_that_are_all_damaged_are_an_error_not_a_fresh_start(make: M
         pretrain(config)
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_the_reason(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_the_reason(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     whole = make("whole")
     expected = outcome(whole, start(whole))
     config = make("damaged")

@@ -72,6 +72,6 @@ def test_final_weights_and_metrics_log_count_too(tmp_path: Path) -> None:
     assert str(shorter) == "step 4: global_step in the metrics log differs, 4 and nothing"
 
 
-def test_a_run_without_certificate_is_refused(tmp_path: Path) -> None:
+def test_a_run_without_trajectory_hash_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"checkpoint\.certify=true"):
         first_difference(tmp_path, tmp_path)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from onstep import CallbackManager, JsonLogger, pretrain
 from onstep.config import ConfigContainer, from_dict, validate
 from onstep.errors import ConfigError, DataError, RunExistsError
 from onstep.training import GlobalState
+from onstep.training.runs.run_dir import acquire_run_dir
 
 Change = Callable[[ConfigContainer], Any]
 
@@ -211,6 +214,33 @@ def test_a_directory_with_more_than_events_is_left_alone(config: ConfigContainer
         path.write_text("years of work")
     with pytest.raises(RunExistsError, match=r"contains files but no run\.json"):
         pretrain(config)
+
+
+@pytest.mark.parametrize("interrupted", ["replace", "unlink"])
+def test_a_run_killed_before_it_wrote_its_record_starts_again(
+    config: ConfigContainer, monkeypatch: pytest.MonkeyPatch, interrupted: str
+) -> None:
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(Path, interrupted, lambda *_args, **_kwargs: os.kill(os.getpid(), signal.SIGKILL))
+        try:
+            acquire_run_dir(config)
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    left = {path.name for path in dir_of(config).iterdir()} - {".run.lock"}
+    assert left == {"run.json.tmp" if interrupted == "replace" else f".write-test-{child}"}
+    pretrain(config)
+    assert record(config)["status"] == "completed"
+    assert not left & {path.name for path in dir_of(config).iterdir()}
+
+
+@pytest.mark.parametrize("name", ["run.json.tmp", ".write-test-1", ".trainer_logs.json.1.tmp", ".metrics.csv.1.tmp"])
+def test_a_directory_named_like_a_leftover_is_left_alone(config: ConfigContainer, name: str) -> None:
+    (dir_of(config) / name).mkdir(parents=True)
+    with pytest.raises(RunExistsError, match=r"contains files but no run\.json"):
+        pretrain(config)
+    assert (dir_of(config) / name).is_dir()
 
 
 def test_an_empty_directory_is_taken(config: ConfigContainer) -> None:

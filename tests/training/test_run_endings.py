@@ -1,4 +1,4 @@
-"""The end of a run is told exactly once, whatever happened."""
+"""The events of the end of a run are fired exactly once, whatever happened."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENDINGS = ("on_exception", "on_train_end", "on_run_end")
 
 
 def endings(config: ConfigContainer, event: str | None, action: Any, error: type[BaseException] | None) -> list[str]:
-    """What is told at the end when `action` runs at the first telling of `event`."""
+    """The events of the end when `action` runs at the first call at `event`."""
     manager, notified = CallbackManager(), []
 
     def note(context: CallbackContext) -> None:
@@ -71,7 +71,7 @@ def test_a_failure_before_training_has_no_train_end(tiny_config: ConfigContainer
     assert notified == ["on_exception", "on_run_end failed"]
 
 
-def test_a_failure_in_train_end_itself_is_told_once(tiny_config: ConfigContainer) -> None:
+def test_a_failure_in_train_end_itself_is_fired_once(tiny_config: ConfigContainer) -> None:
     notified = endings(tiny_config, "on_train_end", fail(RuntimeError("broken")), RuntimeError)
     assert notified == ["on_train_end", "on_exception", "on_run_end failed"]
 
@@ -81,7 +81,7 @@ def test_a_decided_exit_is_no_exception_and_stops_the_run(tiny_config: ConfigCon
     assert notified == ["on_train_end", "on_run_end stopped"]
 
 
-def test_a_failure_after_training_is_told_after_its_end(tiny_config: ConfigContainer) -> None:
+def test_a_failure_after_training_is_fired_after_its_end(tiny_config: ConfigContainer) -> None:
     notified = endings(tiny_config, "on_test_end", fail(RuntimeError("broken")), RuntimeError)
     assert notified == ["on_train_end", "on_exception", "on_run_end failed"]
 
@@ -168,7 +168,7 @@ def test_a_handled_error_of_an_evaluation_inside_a_run_ends_nothing() -> None:
 
     manager.register("on_step_end", evaluate_and_shrug)
     run(small_state(train_iters=2), manager, model=TinyModel(), step=sum_step)
-    assert calls == [0, 0], "nothing is told while training goes on"
+    assert calls == [0, 0], "no callback is called while training continues"
     assert notified == ["on_train_end", "on_run_end completed"]
 
 

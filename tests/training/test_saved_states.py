@@ -14,7 +14,7 @@ from onstep import CallbackManager, TrainerCallback, pretrain
 from onstep.checkpoint import SharingPattern, StateComponent, decode_state, encode_state
 from onstep.config import ConfigContainer
 from onstep.errors import CheckpointError, UnsupportedStateError
-from onstep.progress import TrainState
+from onstep.train_state import TrainState
 from onstep.training import forward_step
 from onstep.training.checkpointing.saved_states import CallbackStates
 from onstep.training.compute.losses import StepLoss
@@ -258,14 +258,14 @@ def test_a_fingerprint_sees_a_single_bit() -> None:
     assert fingerprint(tensors) != before
 
 
-def test_a_certificate_is_a_chain(tmp_path: Path) -> None:
+def test_a_trajectory_hash_is_a_chain(tmp_path: Path) -> None:
     model, optimizer = torch.nn.Linear(2, 2), torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
 
     def chain(ids: list[int]) -> str:
-        certificate = HashChain(None, torch.device("cpu"))
+        chain = HashChain(None, torch.device("cpu"))
         for one in ids:
-            certificate.extend(one, [one], optimizer, torch.tensor(1.0), [model])
-        return certificate.chain
+            chain.extend(one, [one], optimizer, torch.tensor(1.0), [model])
+        return chain.chain
 
     assert chain([1, 2, 3]) == chain([1, 2, 3])
     assert chain([1, 2, 3]) != chain([2, 1, 3])

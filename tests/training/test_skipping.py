@@ -1,4 +1,4 @@
-"""Steps that are passed over: their samples are consumed, nothing else happens."""
+"""Skipped steps: their samples are consumed, nothing else happens."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_weights_are_those_of_training_on_the_other_samples_only() -> None:
         assert ours.equal(theirs)
 
 
-def test_nobody_is_told_of_a_skipped_step_and_nothing_is_due_at_it() -> None:
+def test_no_callback_is_called_for_a_skipped_step_and_nothing_is_due_at_it() -> None:
     manager = CallbackManager()
     calls: list[tuple[str, int]] = []
     for event in sorted(VALID_EVENTS):

@@ -1,4 +1,4 @@
-"""Where a rank stands is told in the user's own lines, and no file of a dead process stays."""
+"""A rank's place is reported in the user's own lines, and no file of a dead process stays."""
 
 from __future__ import annotations
 

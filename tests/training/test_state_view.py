@@ -23,7 +23,7 @@ from tests.support.small_runs import TinyModel, run, small_state
 
 
 class Client:
-    """Records the sections that it is told of."""
+    """Records the sections that it gets."""
 
     def __init__(self) -> None:
         self.sections: list[str] = []
@@ -71,7 +71,7 @@ def test_what_a_run_measures_is_there_before_it_trains() -> None:
     assert state.rerun_state_machine is machine
 
 
-def test_the_end_of_training_is_not_told_where_it_never_began(tmp_path: Path) -> None:
+def test_the_end_of_training_is_not_fired_where_it_never_began(tmp_path: Path) -> None:
     class Forgetful:
         def step(self, increment: int) -> None: ...
 

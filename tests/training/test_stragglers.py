@@ -16,7 +16,7 @@ from onstep import CallbackManager
 from onstep.config import StragglerDetectionConfig
 from onstep.distributed import World
 from onstep.training import StragglerDetector
-from onstep.training.stragglers.comparison import RankTimes, find_stragglers, ranking_lines, straggler_line
+from onstep.training.stragglers.rank_times import RankTimes, find_stragglers, ranking_lines, straggler_line
 from tests.support.forked_processes import Processes, output_of
 from tests.support.small_runs import run, small_state
 

@@ -34,7 +34,7 @@ FIELDS = {
 
 @dataclass
 class MemoryTracker:
-    """A tracker that keeps what it is told."""
+    """A tracker that keeps what it gets."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)

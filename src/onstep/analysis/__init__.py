@@ -1,6 +1,7 @@
 """Reads, summarizes, plots and compares the metrics logs of runs. This package does not import torch.
 
-Names are loaded on first use, so a summary does not import a plotting library.
+`logs/` reads, `plots/` draws, `reports/` summarizes and compares. Names are loaded on first use, so a summary does not
+import a plotting library.
 """
 
 from __future__ import annotations

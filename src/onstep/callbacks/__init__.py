@@ -1,4 +1,4 @@
-"""Built-in callbacks. They use only what any callback is given, so you can copy one and adapt it."""
+"""Built-in callbacks. They use only what any callback receives, so you can copy one and adapt it."""
 
 from onstep.callbacks.console import InfoCallback, ProgressCallback
 from onstep.callbacks.divergence_detector import (

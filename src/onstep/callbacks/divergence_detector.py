@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any, Literal
 
+from onstep.config.field_types import is_integer_from, is_number
 from onstep.config.suggestions import nearest
-from onstep.config.values import is_integer_from, is_number
 from onstep.errors import ConfigError, require
 from onstep.events import Control, Request, TrainerCallback
 
@@ -199,7 +199,7 @@ class DivergenceDetector(TrainerCallback):
             where = "" if state is None else f" at step {state.global_step}"
             logger.error("divergence%s: %s; action: %s", where, reason, self.action)
         if self.action == "rollback":
-            self._ask_to_go_back(reason, control)
+            self._request_rollback(reason, control)
         elif isinstance(control, Control):
             ask = control.stop if self.action == "stop" else control.abort
             ask(reason)
@@ -210,7 +210,7 @@ class DivergenceDetector(TrainerCallback):
         if self.cooldown > 0:
             self._curve.cooldown_left, self._curve.consecutive_above = self.cooldown, 0
 
-    def _ask_to_go_back(self, reason: str, control: Any) -> None:
+    def _request_rollback(self, reason: str, control: Any) -> None:
         self._check_control(control)
         healthy_step, went_to = self._curve.healthy_step, self._rollback.went_to
         bad_step = None if healthy_step is None else healthy_step + 1

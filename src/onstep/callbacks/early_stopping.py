@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from onstep.config.field_types import is_integer_from, is_number
 from onstep.config.suggestions import nearest
-from onstep.config.values import is_integer_from, is_number
 from onstep.errors import ConfigError, require
 from onstep.events import TrainerCallback
 
@@ -86,7 +86,7 @@ class EarlyStopping(TrainerCallback):
         if not self._is_training:
             return
         name, value = self._find(metrics)
-        reason = self._judge(name, value, state.global_step)
+        reason = self._reason_to_stop(name, value, state.global_step)
         if reason is None:
             return
         if state.is_world_process_zero:
@@ -120,7 +120,7 @@ class EarlyStopping(TrainerCallback):
             f"{nearest(self.metric, known)} It has: {', '.join(known) or 'none'}."
         )
 
-    def _judge(self, name: str, value: float, step: int) -> str | None:
+    def _reason_to_stop(self, name: str, value: float, step: int) -> str | None:
         """Record a value; returns the reason to stop training, or None."""
         record, is_finite = self._record, math.isfinite(value)
         if not is_finite and self.check_finite:

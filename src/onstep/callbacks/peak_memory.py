@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from onstep.config.values import is_integer_from
+from onstep.config.field_types import is_integer_from
 from onstep.errors import MissingExtraError, require
 from onstep.events import TrainerCallback
 from onstep.metrics.console_table import format_gib

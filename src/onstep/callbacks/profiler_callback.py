@@ -127,7 +127,7 @@ class ProfilerCallback(TrainerCallback):
         if self._is_due:
             self._is_due = False
             # without a rank in the state, torchrun's environment provides it
-            self._profiler = self._made(int(getattr(state, "rank", os.environ.get("RANK") or 0)))
+            self._profiler = self._build(int(getattr(state, "rank", os.environ.get("RANK") or 0)))
             self._profiler.start()
         if self._profiler is not None and not self._profiler.gave_way:
             mark: AbstractContextManager[object] = torch.profiler.record_function(f"step {state.global_step + 1}")
@@ -161,7 +161,7 @@ class ProfilerCallback(TrainerCallback):
         """Stop a profiler that is still active."""
         self._close()
 
-    def _made(self, rank: int) -> SoleProfiler:
+    def _build(self, rank: int) -> SoleProfiler:
         cpu, gpu = torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA
         made = torch.profiler.profile(
             activities={cpu, gpu} & torch.profiler.supported_activities(),  # type: ignore[no-untyped-call]

@@ -35,7 +35,7 @@ def _adds(name: str, what: str) -> Callable[..., Any]:
 
 @dataclass
 class _Hidden:
-    """Which events written so far must be hidden.
+    """The events written so far that must be hidden.
 
     This is a separate object because plain attributes of a callback are part of its id in checkpoints.
     """

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from onstep.config.values import is_integer_from
+from onstep.config.field_types import is_integer_from
 from onstep.errors import require
 from onstep.events import Callback, CallbackContext
 from onstep.metrics.moe_losses import RouterLoad, router_load

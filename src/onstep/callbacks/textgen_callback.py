@@ -13,9 +13,10 @@ import torch
 import yaml
 
 from onstep.checkpoint import RngState
-from onstep.config.values import is_integer_from
+from onstep.config.field_types import is_integer_from
 from onstep.errors import ConfigError, require
 from onstep.events import TrainerCallback
+from onstep.models.generation.generate import preserve_modes
 from onstep.models.generation.prompts import (
     can_generate,
     check_options,
@@ -24,7 +25,6 @@ from onstep.models.generation.prompts import (
     encode_prompt,
     eos_of,
 )
-from onstep.models.modes import preserve_modes
 
 logger: logging.Logger = logging.getLogger(__name__)
 

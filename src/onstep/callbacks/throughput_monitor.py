@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onstep.config.values import is_number
+from onstep.config.field_types import is_number
 from onstep.errors import require
 from onstep.events import Callback, CallbackContext, CallbackTimer, TrainerCallback
 from onstep.metrics.device_peaks import peak_of

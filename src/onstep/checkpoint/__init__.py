@@ -1,4 +1,8 @@
-"""Writes, verifies, discovers, retains and loads checkpoints; a crash at any point leaves existing ones intact."""
+"""Writes, verifies, discovers, retains and loads checkpoints; a crash at any point leaves existing ones intact.
+
+`CheckpointManager.save` encodes the states (`format/`) and commits the files (`storage/`, with one rename); `loading`
+reads them back; `catalog/` finds the checkpoints of a run and decides which are kept.
+"""
 
 from onstep.checkpoint.catalog.discovery import CheckpointInfo, checkpoints, newest_verified, resolve
 from onstep.checkpoint.catalog.retention import Retention, best, to_delete

@@ -28,7 +28,7 @@ class Stateful(Protocol):
 
 
 class SharingPattern(StrEnum):
-    """How a component's state is shared among ranks; the values are Forgather's."""
+    """Sharing of a component's state among ranks; the values are Forgather's."""
 
     GLOBAL = "global"
     """One state for the whole run: rank 0 saves it, all ranks load it."""

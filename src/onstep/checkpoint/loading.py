@@ -25,7 +25,7 @@ from onstep.errors import CheckpointError
 
 @dataclass
 class LoadReport:
-    """What was not loaded on this rank."""
+    """Parts of the checkpoint that were not loaded on this rank."""
 
     missing: list[str] = field(default_factory=list)
     """Optional components that the checkpoint does not have."""

@@ -71,7 +71,7 @@ def bare_module(module: nn.Module) -> nn.Module:
 
 
 def mismatches(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Why `given` cannot be loaded into `own`: one phrase per kind of difference; empty if it can be loaded."""
+    """The reasons why `given` cannot be loaded into `own`, one phrase per kind; empty if it can be loaded."""
     differences = [_difference(name, own[name], given[name]) for name in own if name in given]
     found = {
         "missing": [name for name in own if name not in given],

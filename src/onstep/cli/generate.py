@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -40,8 +40,9 @@ def generate(
         raise OnstepError(
             f"{run} is not a run: {directory / 'run.json'} is missing; name a directory such as runs/tiny_gpt."
         )
-    stored = json.loads((directory / "run.json").read_text(encoding="utf-8"))
-    tokenizer = build_tokenizer(tokenizer_in_run(from_dict(stored["config"]).tokenizer, directory))
+    tokenizer = build_tokenizer(
+        tokenizer_in_run(from_dict(_stored_config(directory / "run.json")).tokenizer, directory)
+    )
     model = _model(directory)
     start = tokenizer.encode_text(prompt) or [tokenizer.eos_id if tokenizer.eos_id is not None else 0]
     tokens = continue_tokens(
@@ -56,6 +57,18 @@ def generate(
     )
     ids = [token for token in tokens[0].tolist() if token != tokenizer.eos_id]
     print(tokenizer.decode(ids))
+
+
+def _stored_config(path: Path) -> dict[str, Any]:
+    """The configuration in a run's record."""
+    try:
+        config: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8"))["config"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise OnstepError(
+            f"{path} is not the record of a run ({type(error).__name__}: {error}); it must be a JSON object with the "
+            f"run's config. Restore it, or name another run."
+        ) from None
+    return config
 
 
 def _model(directory: Path) -> Transformer:

@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def overview() -> str:
-    """What `onstep --help` prints."""
+    """The text of `onstep --help`."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(

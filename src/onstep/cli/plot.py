@@ -67,7 +67,7 @@ def plot(
     Several runs share axes: onstep logs plot base low-lr --loss-curves --x-axis tokens
     """
     from onstep.analysis.logs.training_log import natural_order
-    from onstep.cli.logs.reading import as_file_name, file_prefix, hand_over, output_path, read_logs
+    from onstep.cli.logs.lookup import as_file_name, file_prefix, hand_over, output_path, read_logs
 
     names = _metric_names(metrics, loss_curves=loss_curves, grad_norm=grad_norm)
     logs = natural_order(read_logs(paths or [], labels or []))
@@ -143,7 +143,7 @@ def report(
     """
     from onstep.analysis.logs.training_log import natural_order
     from onstep.analysis.reports.report import write_report
-    from onstep.cli.logs.reading import file_prefix, hand_over, output_path, read_logs
+    from onstep.cli.logs.lookup import file_prefix, hand_over, output_path, read_logs
 
     logs = natural_order(read_logs(paths or [], labels or [], expand=True))
     target = output_path(output, None, f"{file_prefix(logs)}report", known=("html", "htm"))
@@ -198,7 +198,7 @@ def heatmap(
 ) -> None:
     """Plot a norm of every parameter over the steps, and print the path of the image."""
     from onstep.analysis.plots.heatmap import plot_parameter_heatmap
-    from onstep.cli.logs.reading import as_file_name, hand_over, output_path
+    from onstep.cli.logs.lookup import as_file_name, hand_over, output_path
 
     path = find_file(log_path, metric)
     name = f"{as_file_name(path.absolute().parent.name)}_heatmap_{path.stem}{f'_{metric}' if metric else ''}"

@@ -224,7 +224,7 @@ def verify_resume(
     """
     config, _ = configuration(words or [], recipe)
     planned = train_iters(resolve(config, ranks), world_size=ranks)
-    where, is_temporary = _made(directory, Path(config.run.output_dir))
+    where, is_temporary = _work_dir(directory, Path(config.run.output_dir))
     more = [word for path in imports or [] for word in ("--import", path)] + (["--recipe", recipe] if recipe else [])
     if not _saves(config):  # saves that we add must not trigger evaluations that `whole` does not have
         more.append("validation.eval_on_save=false")
@@ -239,7 +239,7 @@ def verify_resume(
             killed = replace(killed, words=(*killed.words, f"checkpoint.save_interval={interval}"))
         chosen = kill_steps(steps, kills, random.Random(seed))
         landed = _run_killed(killed, chosen, steps, seconds, random.Random(seed + 1))
-        is_equal = _judge(whole, killed, landed)
+        is_equal = _report_result(whole, killed, landed)
     except (JobError, ConfigError):
         print(f"Both runs are kept in {where}.")
         raise
@@ -264,7 +264,7 @@ def kill_steps(steps: int, kills: int, chance: random.Random) -> list[int]:
     return [chance.randint(first, after - 1) for first, after in pairwise(edges)]
 
 
-def _made(directory: Path | None, output_dir: Path) -> tuple[Path, bool]:
+def _work_dir(directory: Path | None, output_dir: Path) -> tuple[Path, bool]:
     """The directory that holds both runs, and whether it is temporary."""
     try:
         if directory is None:
@@ -333,7 +333,7 @@ def _show(bar: tqdm[NoReturn], step: int) -> None:
         bar.update(step - bar.n)
 
 
-def _judge(whole: UserJob, killed: UserJob, landed: list[Kill]) -> bool:
+def _report_result(whole: UserJob, killed: UserJob, landed: list[Kill]) -> bool:
     from onstep.training.verification.trajectory_hash import first_difference, hash_chains
 
     steps, ranks = whole.step(), len(hash_chains(whole.run))

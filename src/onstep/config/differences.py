@@ -50,7 +50,7 @@ def classify(key: str, kind: type[ConfigSection] = ConfigContainer) -> ChangeCla
         return keys[key].option.on_change
     section, _, entry = key.partition(".")
     if section not in OPEN_SECTIONS:
-        raise ConfigError(f"{key!r} is not a key of a configuration, so a change of it has no class.")
+        raise ConfigError(f"{key!r} is not a configuration key, so its changes have no class.")
     return (keys[section].option.entries or {}).get(entry, keys[section].option.on_change)
 
 
@@ -86,7 +86,7 @@ class Change:
     kind: ChangeClass
 
 
-def changes(stored: ConfigContainer | Mapping[str, Any], today: ConfigContainer) -> list[Change]:
+def changes(stored: ConfigContainer | Mapping[str, Any], current: ConfigContainer) -> list[Change]:
     """The differences between a stored configuration and the current one, both resolved, in the order of the keys.
 
     A key that the stored one lacks counts as its default; if that is the current value, it is listed as a safe change
@@ -95,10 +95,10 @@ def changes(stored: ConfigContainer | Mapping[str, Any], today: ConfigContainer)
     Raises:
         ConfigError: for a stored value that no field can hold.
     """
-    before, missing, gone = _read(stored, type(today))
-    old, new = _flat(before), _flat(today)
+    before, missing, gone = _read(stored, type(current))
+    old, new = _flat(before), _flat(current)
     found = [
-        Change(key, old.get(key, ABSENT), new.get(key, ABSENT), classify(key, type(today)))
+        Change(key, old.get(key, ABSENT), new.get(key, ABSENT), classify(key, type(current)))
         for key in new | old
         if old.get(key, ABSENT) != new.get(key, ABSENT)
     ]
@@ -113,7 +113,7 @@ def of_kind(found: Iterable[Change], kind: ChangeClass) -> list[Change]:
     return [one for one in found if one.kind is kind]
 
 
-def decide(found: Sequence[Change], today: ConfigContainer, policy: str, world_size: int = 1) -> ConfigContainer:
+def decide(found: Sequence[Change], current: ConfigContainer, policy: str, world_size: int = 1) -> ConfigContainer:
     """The configuration to continue with: a copy of the current one, with the stored trajectory under `keep`.
 
     `scheduler.override_opt_param_scheduler` and `scheduler.use_checkpoint_opt_param_scheduler` choose the current or
@@ -126,7 +126,7 @@ def decide(found: Sequence[Change], today: ConfigContainer, policy: str, world_s
     if policy not in POLICIES:
         raise not_a_choice("checkpoint.on_config_change", policy, POLICIES)
     unfit, moved = of_kind(found, ChangeClass.INCOMPATIBLE), of_kind(found, ChangeClass.TRAJECTORY)
-    scheduler, of_the_schedule = today.scheduler, []
+    scheduler, of_the_schedule = current.scheduler, []
     if scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler:
         of_the_schedule = [one for one in moved if _is_of_schedule(one)]
         moved = [one for one in moved if not _is_of_schedule(one)]
@@ -141,7 +141,7 @@ def decide(found: Sequence[Change], today: ConfigContainer, policy: str, world_s
             f"{_listed(moved[:1])}{more}, which changes what is learned; continue with the current values by "
             f"--on-config-change apply, or with the stored ones by --on-config-change keep."
         )
-    config = typed_copy(today)
+    config = typed_copy(current)
     put_back = [*of_the_schedule] if scheduler.use_checkpoint_opt_param_scheduler else []
     put_back += moved if policy == "keep" else []
     for one in put_back:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping
 
+from onstep.config.field_types import type_name
 from onstep.config.keys import KEYS, Key
 from onstep.config.load import unknown_key
 from onstep.config.section import ChangeClass
-from onstep.config.values import type_name
 
 WIDTH = 120
 """Columns of the text."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from onstep.config.container import ConfigContainer
+from onstep.config.field_types import coerce, field_types
 from onstep.config.section import ConfigSection, Option
-from onstep.config.values import coerce, field_types
 
 Section = TypeVar("Section", bound=ConfigSection)
 
@@ -44,7 +44,7 @@ class Key:
 
     @property
     def effect(self) -> str:
-        """What a changed value does to a run that continues with it."""
+        """The effect of a changed value on a run that continues with it."""
         return self.option.effect or self.section.CHANGE_EFFECT
 
     @property

@@ -172,14 +172,15 @@ def parse_steps(text: str, seq_length: int) -> tuple[tuple[int, ...], tuple[int,
     if starts[0] != 0:
         raise ConfigError(f"{key} must begin with the threshold 0, got {starts[0]} samples; begin with '0:{sizes[0]}'.")
     if any(later <= earlier for earlier, later in pairwise(starts)):
-        raise ConfigError(f"{key} must have rising thresholds, got {', '.join(map(str, starts))} samples; sort them.")
+        found = ", ".join(map(str, starts))
+        raise ConfigError(f"{key} must have increasing thresholds, got {found} samples; sort them.")
     if min(sizes) <= 0 or any(later < earlier for earlier, later in pairwise(sizes)):
         raise ConfigError(f"{key} must have sizes > 0 that never shrink, got {', '.join(map(str, sizes))}.")
     return tuple(starts), tuple(sizes)
 
 
 @dataclass(frozen=True)
-class Standing:
+class ExpectedProgress:
     """The progress of a run after its first steps."""
 
     whole: int = 0
@@ -189,7 +190,7 @@ class Standing:
     epochs: float = 0.0
 
 
-def standing_after(num_steps: int, sizes: BatchSizes, num_samples: int, drop_last: bool) -> Standing:
+def progress_after(num_steps: int, sizes: BatchSizes, num_samples: int, drop_last: bool) -> ExpectedProgress:
     """The progress of a run after `num_steps` steps over a dataset of `num_samples`, without skipped steps.
 
     Args:
@@ -198,15 +199,15 @@ def standing_after(num_steps: int, sizes: BatchSizes, num_samples: int, drop_las
         num_samples: samples of an epoch, over all ranks.
         drop_last: a tail shorter than the step that is due is dropped; else it is a step of its own.
     """
-    now = Standing()
+    now = ExpectedProgress()
     while num_steps > 0:
         steps, whole, taken = _epoch(now.consumed, sizes, num_samples, drop_last)
         if num_steps < steps:
             part = sizes.samples_after(num_steps, now.consumed)
-            return Standing(now.whole + part, now.consumed + part, now.epochs + part / num_samples)
+            return ExpectedProgress(now.whole + part, now.consumed + part, now.epochs + part / num_samples)
         alike = _epochs_alike(now.consumed, taken, sizes)
         count = num_steps // steps if alike is None else max(1, min(num_steps // steps, alike))
-        now = Standing(now.whole + count * whole, now.consumed + count * taken, now.epochs + count)
+        now = ExpectedProgress(now.whole + count * whole, now.consumed + count * taken, now.epochs + count)
         num_steps -= count * steps
     return now
 
@@ -296,7 +297,7 @@ def schedule_samples(
     sizes = sizes_of(config, world_size)
     if num_samples_per_epoch is None or not has_rampup_tails(config, world_size):
         return sizes.samples_after
-    return lambda steps: standing_after(steps, sizes, num_samples_per_epoch, drop_last=False).whole
+    return lambda steps: progress_after(steps, sizes, num_samples_per_epoch, drop_last=False).whole
 
 
 def share_of(steps: int, share: float) -> int:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from onstep.config.container import ConfigContainer
+from onstep.config.field_types import accepts_text, coerce, field_types
 from onstep.config.keys import keys_of, leaves, nearest_key, typed_copy
 from onstep.config.section import ConfigSection
-from onstep.config.values import accepts_text, coerce, field_types
 from onstep.errors import ConfigError
 
 
@@ -156,7 +156,7 @@ def _yaml_errors(problem: str) -> Iterator[None]:
 
 def _refuse_interpolations(value: Any, where: str) -> None:
     if isinstance(value, str) and "${" in value:
-        raise ConfigError(f"{where} has the interpolation {value!r}; write the value itself: nothing is resolved here.")
+        raise ConfigError(f"{where} has the interpolation {value!r}, which is not resolved; write the value itself.")
     if isinstance(value, Mapping | list):
         for element in value.values() if isinstance(value, Mapping) else value:
             _refuse_interpolations(element, where)

@@ -44,7 +44,7 @@ def tracker_list(report_to: str | Sequence[str] | None, field: str) -> list[str]
             hint = nearest(str(name), [*TRACKERS, *ALIASES, ALL])
             raise ConfigError(f"{field}={name!r} is not a tracker; use 'none', 'all' or some of {known}.{hint}")
     if "none" in names and len(names) > 1:
-        raise ConfigError(f"{field}={names!r} has 'none' beside trackers; drop one or the other.")
+        raise ConfigError(f"{field}={names!r} combines 'none' with trackers; drop one or the other.")
     if ALL in names:
         return [ALL]
     return [] if names == ["none"] else names
@@ -62,6 +62,6 @@ def name_list(report_names: str | Sequence[str] | None, field: str = "logger.rep
     if not names or not set(names) <= set(NAMES):
         raise ConfigError(
             f"{field}={list(names)!r} must be some of {', '.join(NAMES)}; unset, trackers of "
-            f"logger.report_to show hf, those of logger.{BRIDGE_FIELDS['wandb']} and its like bridge."
+            f"logger.report_to show hf, those of logger.{BRIDGE_FIELDS['wandb']} and its siblings bridge."
         )
     return names

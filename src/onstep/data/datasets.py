@@ -138,13 +138,13 @@ class Job:
 
     def tokens_of(self, source: DocumentSource) -> TokenFile:
         """The token file of the documents of `source`."""
-        return self._made(tokens_of, source)
+        return self._build(tokens_of, source)
 
     def chats_of(self, source: ChatSource) -> ChatFile:
         """The tokens of the conversations of `source`."""
-        return self._made(build_chat_file, source)
+        return self._build(build_chat_file, source)
 
-    def _made(self, make: Callable[..., T], source: Source) -> T:
+    def _build(self, make: Callable[..., T], source: Source) -> T:
         sharing = {"show_progress": self.show_progress, "wait_for_other": self.wait_for_other}
         return make(source, self.tokenizer, self.config.cache_dir, **sharing)
 

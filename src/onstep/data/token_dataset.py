@@ -23,7 +23,7 @@ _Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Boundaries:
-    """How the end tokens of documents are treated."""
+    """The treatment of the documents' end tokens."""
 
     end_id: int
     masks_loss: bool = False

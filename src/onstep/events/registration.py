@@ -111,10 +111,10 @@ def _option(owner: Any, name: str, allowed: tuple[str, ...]) -> str:
 
 
 def _every(handle: Handler, event: Event, every: int) -> Handler:
-    offset, tellings = event.per_step, itertools.count(1)
+    offset, calls = event.per_step, itertools.count(1)
 
     def at_times(context: CallbackContext) -> None:
-        number = next(tellings) if offset is None else context.state.train_state.step + offset
+        number = next(calls) if offset is None else context.state.train_state.step + offset
         if number % every == 0:
             handle(context)
 

@@ -50,21 +50,21 @@ class _Shape:
         self.keyword_only = [p.name for p in keyword_only]
         self.required_keywords = [p.name for p in keyword_only if p.default is kinds.empty]
         self.names = {*self.positional, *self.keyword_only}
-        self.takes_args = any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
-        self.takes_kwargs = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
+        self.has_var_args = any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
+        self.has_var_kwargs = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
 
     def fits_nothing(self) -> bool:
-        return not (self.positional or self.takes_args or self.required_keywords or self.takes_kwargs)
+        return not (self.positional or self.has_var_args or self.required_keywords or self.has_var_kwargs)
 
     def fits_context(self) -> bool:
-        return len(self.required) <= 1 and bool(self.positional or self.takes_args) and not self.required_keywords
+        return len(self.required) <= 1 and bool(self.positional or self.has_var_args) and not self.required_keywords
 
     def fits_hf_by_keyword(self) -> bool:
         required, leading = {*self.required, *self.required_keywords}, self.positional[: len(_LEADING)]
         renames_leading = len(leading) == len(_LEADING) and HF_KEYWORDS.isdisjoint(leading)
         if not required <= HF_KEYWORDS or self.num_positional_only or renames_leading:
             return False
-        return self.takes_kwargs or bool(required)
+        return self.has_var_kwargs or bool(required)
 
     def fits_hf_by_position(self) -> bool:
         leading, further = self.positional[: len(_LEADING)], self.positional[len(_LEADING) :]
@@ -73,16 +73,16 @@ class _Shape:
         if not keeps_leading or not {*further, *self.keyword_only}.isdisjoint(_LEADING):
             return False
         required = {*self.required[len(_LEADING) :], *self.required_keywords}
-        takes_leading = self.takes_args or len(leading) == len(_LEADING)
-        return takes_leading and required <= HF_KEYWORDS and self.num_positional_only <= len(_LEADING)
+        accepts_leading = self.has_var_args or len(leading) == len(_LEADING)
+        return accepts_leading and required <= HF_KEYWORDS and self.num_positional_only <= len(_LEADING)
 
     def looks_like_hf(self) -> bool:
         """Whether the signature alone identifies the Hugging Face convention, without a base class."""
-        if self.takes_args or self.names & _CONTEXT_NAMES:
+        if self.has_var_args or self.names & _CONTEXT_NAMES:
             return False
         if self.fits_hf_by_keyword():
-            return self.takes_kwargs or bool(self.required_keywords) or len(self.required) >= 2
-        return self.takes_kwargs and len(self.required) >= len(_LEADING) and self.fits_hf_by_position()
+            return self.has_var_kwargs or bool(self.required_keywords) or len(self.required) >= 2
+        return self.has_var_kwargs and len(self.required) >= len(_LEADING) and self.fits_hf_by_position()
 
 
 def as_handler(fn: Callable[..., Any], event: Event, style: Style | None = None) -> Handler:
@@ -128,7 +128,7 @@ def _shape_of(fn: Callable[..., Any]) -> _Shape | None:
         shape = _Shape(list(inspect.signature(fn, follow_wrapped=False).parameters.values()))
     except ValueError:  # some builtins have no signature; they are called with the context
         return None
-    if shape.takes_args and shape.takes_kwargs and not shape.names:  # a decorator that forwards everything
+    if shape.has_var_args and shape.has_var_kwargs and not shape.names:  # a decorator that forwards everything
         return _Shape(list(inspect.signature(fn).parameters.values()))
     return shape
 
@@ -137,29 +137,29 @@ def _hf_handler(fn: Callable[..., Any], event: Event, shape: _Shape) -> Handler 
     by_position = shape.fits_hf_by_position()
     selected = _selection(event, shape)
 
-    def told_by_keyword(context: CallbackContext) -> None:
+    def call_by_keyword(context: CallbackContext) -> None:
         keywords = context.keywords or context.event_keywords()
         returned = fn(**(keywords if selected is None else selected(keywords)))
         if returned is not None:
             context.control.merge(returned)
 
-    def told_by_position(context: CallbackContext) -> None:
+    def call_by_position(context: CallbackContext) -> None:
         keywords = context.keywords or context.event_keywords()
         further = keywords if selected is None else selected(keywords)
         further = {name: value for name, value in further.items() if name not in _LEADING}
         context.control.merge(fn(context.args, context.trainer_state, context.control, **further))
 
-    def told_the_leading(context: CallbackContext) -> None:
+    def call_with_leading(context: CallbackContext) -> None:
         state = context.state
         returned = fn(getattr(state, "args", None), getattr(state, "trainer_state", None), context.control)
         if returned is not None:
             context.control.merge(returned)
 
     if tuple(shape.positional) == _LEADING and not shape.keyword_only and _ignores_keywords(fn):
-        return told_the_leading
-    if shape.fits_hf_by_keyword() and not (shape.takes_args and by_position):
-        return told_by_keyword
-    return told_by_position if by_position else None
+        return call_with_leading
+    if shape.fits_hf_by_keyword() and not (shape.has_var_args and by_position):
+        return call_by_keyword
+    return call_by_position if by_position else None
 
 
 def _ignores_keywords(fn: Callable[..., Any]) -> bool:
@@ -183,7 +183,7 @@ def _selection(event: Event, shape: _Shape) -> Callable[[dict[str, Any]], dict[s
     demanded = HF_KEYWORDS.intersection((*shape.required, *shape.required_keywords))
     further = demanded.union(names & {"tokenizer"}) - known
     source = {name: "processing_class" if name == "tokenizer" else name for name in further}
-    if not shape.takes_kwargs:
+    if not shape.has_var_kwargs:
         source |= {name: name for name in names & known}
         return lambda keywords: {name: keywords.get(key) for name, key in source.items()}
     if not source:

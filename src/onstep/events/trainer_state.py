@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from onstep.progress import TrainState
+from onstep.train_state import TrainState
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from onstep.config import ConfigContainer
 from onstep.events.control import Control
 from onstep.events.trainer_state import TrainerState
-from onstep.progress import TrainState
+from onstep.train_state import TrainState
 
 if TYPE_CHECKING:
     import torch

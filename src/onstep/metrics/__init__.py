@@ -1,4 +1,7 @@
-"""Measures training and formats the results: norms, FLOPs, memory, throughput. Names are imported lazily."""
+"""Measures training and formats the results: norms (`norms/`), FLOPs, memory, throughput, losses of experts.
+
+Names are loaded on first use.
+"""
 
 from __future__ import annotations
 

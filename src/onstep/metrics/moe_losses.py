@@ -118,7 +118,7 @@ def router_load(
 
 
 def collapse(load: Sequence[float], choices_per_token: float) -> float:
-    """How far the load has moved from even (0) to concentrated on as few experts as possible (1).
+    """The concentration of the load: 0 if even, 1 if on as few experts as possible.
 
     The effective number of experts is the exponential of the load's entropy; with `k` experts per token, it is at
     least `k`.

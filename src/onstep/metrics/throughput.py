@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from onstep.config import TrainingConfig
 from onstep.distributed import shards
 from onstep.errors import ConfigError
-from onstep.progress import TrainState
+from onstep.train_state import TrainState
 
 
 def report_throughput(

@@ -1,4 +1,8 @@
-"""Provides decoder-only transformers (Llama, Qwen, GPT-2), value heads, generation and conversion to `transformers`."""
+"""Provides decoder-only transformers (Llama, Qwen, GPT-2), value heads, generation and conversion to `transformers`.
+
+`transformer` is the model and `layers/` its parts, `heads` and `multi_token_prediction` are its outputs; `generation/`
+continues prompts, `hf/` converts to and from `transformers`.
+"""
 
 from onstep.models.generation.generate import generate
 from onstep.models.heads import (

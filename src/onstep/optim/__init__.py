@@ -1,4 +1,7 @@
-"""Optimizers, the finite gate, the loss scaler, and the schedules of learning rate and weight decay."""
+"""Optimizers, the finite gate, the loss scaler, and the schedules of learning rate and weight decay.
+
+`build` creates them from a configuration; `TrainingOptimizer` (`optimizer`) is what the loop steps.
+"""
 
 from onstep.optim.build import as_step_optimizer, build_loss_scaler, build_optimizer, build_scheduler, wrap_optimizer
 from onstep.optim.finite_gate import DeviceFiniteGate, FiniteGate, HostFiniteGate, finite_gate

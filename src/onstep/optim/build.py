@@ -232,8 +232,8 @@ def build_scheduler(
             f"a learning-rate schedule must decay over more than 0 samples, got {decay} "
             f"({train_iters} steps); set train.train_iters or scheduler.lr_decay_iters"
         )
-    max_lr = _adopt_lr(optimizer, optimizer_config)
-    _adopt_weight_decay(optimizer, scheduler_config)
+    max_lr = _max_lr_of(optimizer, optimizer_config)
+    _keep_weight_decay(optimizer, scheduler_config)
     start_wd, end_wd = scheduler_config.start_weight_decay, scheduler_config.end_weight_decay
     return OptimizerParamScheduler(
         optimizer,
@@ -300,7 +300,7 @@ def _warmup(config: SchedulerConfig, warmup: float, decay: float) -> float:
     return decay - 1
 
 
-def _adopt_lr(optimizer: HasParamGroups, config: OptimizerConfig) -> float:
+def _max_lr_of(optimizer: HasParamGroups, config: OptimizerConfig) -> float:
     """The configured learning rate, or the optimizer's own, of which each group then keeps its fraction."""
     if config.lr is not None:
         return config.lr
@@ -311,7 +311,7 @@ def _adopt_lr(optimizer: HasParamGroups, config: OptimizerConfig) -> float:
     return max(rates)
 
 
-def _adopt_weight_decay(optimizer: HasParamGroups, config: SchedulerConfig) -> None:
+def _keep_weight_decay(optimizer: HasParamGroups, config: SchedulerConfig) -> None:
     """Keep the weight decay that a user set in the groups of their own optimizer."""
     if config.start_weight_decay is not None or config.end_weight_decay is not None:
         return

@@ -267,10 +267,10 @@ class TrainingOptimizer:
         if not isinstance(self.gate, DeviceFiniteGate):
             return
         # whether it honours a `found_inf` attribute: weights, state and step counts stay as they are
-        takes_flag = getattr(self.optimizer, "_step_supports_amp_scaling", False) and all(
+        accepts_flag = getattr(self.optimizer, "_step_supports_amp_scaling", False) and all(
             group.get("fused", True) for group in self.optimizer.param_groups
         )
-        self._always_reads = self._spans_devices or not takes_flag
+        self._always_reads = self._spans_devices or not accepts_flag
         if self._always_reads:
             vars(self.optimizer).pop("found_inf", None)
         else:

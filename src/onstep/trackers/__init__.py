@@ -1,4 +1,8 @@
-"""Trackers (W&B, TensorBoard, MLflow, Comet, Trackio, csv), and the queue that isolates training from their faults."""
+"""Trackers (W&B, TensorBoard, MLflow, Comet, Trackio, csv), and the queue that isolates training from their faults.
+
+`report_to` attaches those that a configuration names, `trackers_callback` puts each record into their queues
+(`tracker_queue`), whose threads call the trackers in `services/`; `refill` replays a metrics log.
+"""
 
 from onstep.analysis.logs.run_status import run_record
 from onstep.trackers.metric_names import TRACKERS, check_tracker, make_tracker, tracker_name, tracker_names

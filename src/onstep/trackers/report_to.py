@@ -94,7 +94,7 @@ def attach_trackers(callbacks: CallbackManager | None, config: ConfigContainer) 
         ConfigError: for an unknown tracker, and for one whose package is not installed.
     """
     registered = callbacks.callbacks if callbacks is not None else []
-    if any(hasattr(callback, "trackers") for callback in registered):
+    if any(isinstance(callback, TrackersCallback) for callback in registered):
         return callbacks
     trackers = reporting_trackers(config)
     if trackers:

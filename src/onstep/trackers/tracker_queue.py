@@ -270,7 +270,7 @@ class TrackerQueue:
         self._refused = self._lost = 0
         self._warnings, self._state_warnings = itertools.count(), itertools.count()
         self._breaker.succeeded()
-        session, name = Session(), f"sink-{self.tracker.name}"
+        session, name = Session(), f"tracker-{self.tracker.name}"
         thread = threading.Thread(target=self._work, args=(session, self._last_session), name=name, daemon=True)
         try:
             thread.start()

@@ -13,9 +13,9 @@ from onstep.callbacks import DefaultMetrics, InfoCallback, ProgressCallback
 from onstep.config import ConfigContainer, merge
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager, normalize_callbacks
-from onstep.trainer.arguments import own_arguments
 from onstep.trainer.loss_convention import NUM_ITEMS, accepts_num_items, of_model
 from onstep.trainer.model_step import function_loss, model_loss
+from onstep.trainer.own_arguments import own_arguments
 from onstep.trainer.predictions import EvalPrediction
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.runs.run_dir import RunDir
@@ -64,7 +64,7 @@ class BaseTrainer:
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = optimizers
-        self.made_optimizers: tuple[Any, Any] = (None, None)
+        self.built_optimizers: tuple[Any, Any] = (None, None)
         """What the last training created where `optimizers` had None; see `optimizer` and `lr_scheduler`."""
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         configured = ConfigContainer()
@@ -89,13 +89,13 @@ class BaseTrainer:
         """
         function, further = self.compute_loss_func, {NUM_ITEMS: num_items_in_batch}
         if function is not None:
-            loss, outputs = function_loss(function, model, inputs, further if self._takes_items(function) else {})
+            loss, outputs = function_loss(function, model, inputs, further if self._accepts_items(function) else {})
         else:
             is_wanted = num_items_in_batch is not None and self._gives_share(model)
             loss, outputs = model_loss(model, inputs, further if is_wanted else {})
         return (loss, outputs) if return_outputs else loss
 
-    def _takes_items(self, function: Callable[..., Any]) -> bool:
+    def _accepts_items(self, function: Callable[..., Any]) -> bool:
         if self._known_function[0] is not function:
             self._known_function = function, accepts_num_items(function)
         return self._known_function[1]

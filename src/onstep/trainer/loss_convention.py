@@ -50,7 +50,7 @@ def of_function(function: Callable[..., Any]) -> Convention:
     code = getattr(function, "__code__", None)
     if NUM_ITEMS in parameters:
         return "share" if code is None or _loads(code, NUM_ITEMS) else "mean"
-    return "share" if _takes_keywords(function) and code is not None and _spells(code, NUM_ITEMS) else "mean"
+    return "share" if _accepts_keywords(function) and code is not None and _spells(code, NUM_ITEMS) else "mean"
 
 
 def hands_on(compute_loss: Callable[..., Any]) -> bool:
@@ -69,7 +69,7 @@ def hands_on(compute_loss: Callable[..., Any]) -> bool:
 
 def accepts_num_items(function: Callable[..., Any]) -> bool:
     """Whether a function can be called with `num_items_in_batch`."""
-    return NUM_ITEMS in inspect.signature(function).parameters or _takes_keywords(function)
+    return NUM_ITEMS in inspect.signature(function).parameters or _accepts_keywords(function)
 
 
 @lru_cache(maxsize=64)
@@ -97,7 +97,7 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
     return function if hasattr(function, "__code__") else type(function).__call__
 
 
-def _takes_keywords(function: Callable[..., Any]) -> bool:
+def _accepts_keywords(function: Callable[..., Any]) -> bool:
     parameters = inspect.signature(function).parameters.values()
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 

@@ -71,9 +71,9 @@ def make_optimizer(trainer: BaseTrainer, module: nn.Module, config: ConfigContai
     return optimizer
 
 
-def show_made(trainer: BaseTrainer, optimizer: Any, scheduler: Any) -> None:
+def expose_optimizers(trainer: BaseTrainer, optimizer: Any, scheduler: Any) -> None:
     """Set `trainer.optimizer` and `lr_scheduler` to the objects made for this training, if the user passed none."""
-    trainer.made_optimizers = (
+    trainer.built_optimizers = (
         optimizer if trainer.optimizer is None else None,
         scheduler if trainer.lr_scheduler is None else None,
     )
@@ -83,14 +83,14 @@ def show_made(trainer: BaseTrainer, optimizer: Any, scheduler: Any) -> None:
         trainer.lr_scheduler = scheduler
 
 
-def forget_made(trainer: BaseTrainer) -> None:
-    """Undo `show_made`, unless the user has set other objects meanwhile: the next training makes its own."""
-    optimizer, scheduler = trainer.made_optimizers
+def withdraw_optimizers(trainer: BaseTrainer) -> None:
+    """Undo `expose_optimizers`, unless the user has set other objects meanwhile: the next training makes its own."""
+    optimizer, scheduler = trainer.built_optimizers
     if trainer.optimizer is optimizer:
         trainer.optimizer = None
     if trainer.lr_scheduler is scheduler:
         trainer.lr_scheduler = None
-    trainer.made_optimizers = (None, None)
+    trainer.built_optimizers = (None, None)
 
 
 def make_scheduler(

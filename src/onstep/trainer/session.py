@@ -23,12 +23,18 @@ from onstep.events import Control, Dispatcher
 from onstep.models import Transformer
 from onstep.trackers.report_to import attach_trackers
 from onstep.trainer import loss_convention
-from onstep.trainer.arguments import config_of, shown_arguments
 from onstep.trainer.base_trainer import BaseTrainer, Collate
 from onstep.trainer.dataloaders import ColumnFilter, collator, num_samples_of, train_loader
 from onstep.trainer.loss_convention import Convention, Labels, shifts_labels
 from onstep.trainer.model_step import ModelStep
-from onstep.trainer.optimizers import check_optimizers, forget_made, make_optimizer, make_scheduler, show_made
+from onstep.trainer.optimizers import (
+    check_optimizers,
+    expose_optimizers,
+    make_optimizer,
+    make_scheduler,
+    withdraw_optimizers,
+)
+from onstep.trainer.own_arguments import config_of, shown_arguments
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.features import SETUP
 from onstep.training.lifecycle.endings import Endings
@@ -95,7 +101,7 @@ def check_training(trainer: BaseTrainer, resume_from_checkpoint: Any = None) -> 
     if trainer.eval_dataset is None and any(asked.values()):
         name = next(name for name, value in asked.items() if value)
         raise ConfigError(f"{name} requires an eval_dataset; pass one to the constructor.")
-    forget_made(trainer)
+    withdraw_optimizers(trainer)
     check_optimizers(trainer)
 
 
@@ -180,7 +186,7 @@ def _session(trainer: BaseTrainer, state: GlobalState, notify: Dispatcher, seeds
         seed_everything(state.cfg.rng.seed)
     with state.timers(MODEL_TIMER).measure():
         if trainer.model is None:
-            trainer.model = _made_by(trainer.model_init)
+            trainer.model = _build_model(trainer.model_init)
         module = trainer.model.to(state.world.device)
     notify.model = [module]
     state.sums.flops_per_token = 6.0 * _active_parameters(module)
@@ -195,13 +201,13 @@ def _session(trainer: BaseTrainer, state: GlobalState, notify: Dispatcher, seeds
         session.release()
 
 
-def _made_by(model_init: Any) -> nn.Module:
+def _build_model(model_init: Any) -> nn.Module:
     """The result of `model_init`; if it has a parameter, None is passed, since no hyperparameter search is running."""
     parameters = inspect.signature(model_init).parameters.values()
-    takes_trial = any(
+    accepts_trial = any(
         p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters
     )
-    model: nn.Module = model_init(None) if takes_trial else model_init()
+    model: nn.Module = model_init(None) if accepts_trial else model_init()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model_init must return a torch.nn.Module, got {type(model).__name__}.")
     return model
@@ -244,7 +250,7 @@ def _build_training(trainer: BaseTrainer, session: Session, num_samples: int | N
         session.scheduler = notify.scheduler = make_scheduler(
             trainer, session.optimizer, config, iters, state.world.size, num_samples
         )
-    show_made(trainer, session.optimizer, session.scheduler)
+    expose_optimizers(trainer, session.optimizer, session.scheduler)
     load_checkpoint(state, notify)
     notify.on_data_init_start()
     with state.timers(DATA_TIMER).measure(barrier=True):

@@ -246,7 +246,7 @@ def _evaluate_dataset(
         )
     finally:
         state.entry_point.eval_dataloader, step.collector = before
-    if means and state.bridge_trackers.takers:
+    if means and state.bridge_trackers.recipients:
         # the name of the set in trackers with Megatron Bridge's tags: `validation`, or `validation <name>` of several
         kind, own = ("test", "test") if is_test else ("validation", "eval")
         with state.bridge_trackers.held(lambda: state.ending.ended):

@@ -30,6 +30,14 @@ forward and backward passes, the forward pass of one micro-batch, its backward p
 of an evaluation."""
 
 
+def is_due(step: int, every: int | None, *, start: int = 0) -> bool:
+    """Whether an action that happens every `every` steps, from `start` on, is due at `step`.
+
+    If `every` is None or 0, it is never due. The phase is counted from step 0, so a resumed run keeps it.
+    """
+    return bool(every) and step >= start and step % (every or 1) == 0
+
+
 class Hooks:
     """The points of the loop at which features run, in the order in which a run reaches them."""
 

@@ -57,7 +57,7 @@ def open_run(
         manager: the callbacks of the run; the one that feeds the configured trackers is added.
         join: joins the ranks, and leaves them at the end.
         claim_run: claims the run's directory.
-        door: the caller's settings for callbacks and the console.
+        entry_point: the caller's settings for callbacks and the console.
 
     Raises:
         ConfigError: for a tracker that cannot work, before anything is built.

@@ -22,7 +22,7 @@ from onstep.distributed import World
 from onstep.events import Control, Request, RunInfo, TrainerState
 from onstep.models.heads import ModelHook
 from onstep.optim import LossScaler, TrainingOptimizer, build_loss_scaler
-from onstep.progress import TrainState
+from onstep.train_state import TrainState
 from onstep.training.feature import Features
 from onstep.training.protocols import Metrics, Trained, UserOptimizer, UserScheduler
 from onstep.training.reporting.bridge_trackers import BridgeTrackers
@@ -41,7 +41,7 @@ Reason = Literal["completed", "stopped", "preempted", "failed"]
 
 @dataclass
 class RunEnding:
-    """Which events of the end have been fired, and why the run ended."""
+    """The end of a run: the events fired so far, and the reason."""
 
     in_run: bool = False
     """Whether something will fire the events of the end."""

@@ -146,7 +146,7 @@ def train_step(
         scheduler: stepped after a successful update, by the samples of a full step even if the tail of an epoch is
             shorter: the schedule is as long as the run. None keeps the learning rate.
         global_state: the run's state.
-        tell: fires the events inside the step; None fires none.
+        notify: fires the events inside the step; None fires none.
     """
     batches = step_batches(data_iterator, global_state.num_microbatches, global_state.world.size)
     loop = _loop_of(forward_step_func, model, optimizer, scheduler, global_state, notify)

@@ -31,7 +31,7 @@ from onstep.data import build_datasets
 from onstep.data.corpus.tokenizers import build_tokenizer
 from onstep.events import VALID_EVENTS, Callback
 from onstep.models import build_transformer
-from tests.support.sink_reading import scalars
+from tests.support.tracker_files import scalars
 
 SOURCE = Path(onstep.__file__).parent
 CONTAINER = ConfigContainer()

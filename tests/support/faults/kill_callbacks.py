@@ -57,7 +57,7 @@ class ShowWhere(TrainerCallback):
 
 
 class Remembers(TrainerCallback):
-    """A user's callback: remembers what it was told, and draws random numbers of its own."""
+    """A user's callback: remembers its calls, and draws random numbers of its own."""
 
     def __init__(self) -> None:
         self.notified: list[str] = []

@@ -67,7 +67,7 @@ class Model(nn.Module):
 
 
 class Misbehaves(Callback):
-    """Does something at the end of the third step, on the culprit."""
+    """Does something at the end of the third step, on the rank at fault."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings

@@ -1,6 +1,6 @@
 """What the ranks of the tests of signals and resume run, with what strikes them: `job_*(settings)`.
 
-Strikes are dictionaries: a `signal` (also SIGKILL) that `rank` sends itself, at the `number`-th telling of an `event`,
+Strikes are dictionaries: a `signal` (also SIGKILL) that `rank` sends itself, at the `number`-th call at an `event`,
 `after` some seconds, once a `file` is there, or at the `number`-th `operation` of a save.
 """
 
@@ -147,7 +147,7 @@ def report(settings: dict[str, Any], state: Any, counting: Counting, **more: Any
     result = {
         "step": progress.step,
         "ended": state.ending.ended,
-        "told": counting.notified,
+        "told": counting.calls,
         "skip_list": progress.skip_list,
         "num_skips": progress.num_skips,
         "num_rollbacks": progress.num_rollbacks,

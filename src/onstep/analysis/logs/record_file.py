@@ -252,7 +252,7 @@ class RecordFile(Sequence[Record]):
         good: list[Line] = []
         records: list[Record] = []
         for line in lines:
-            record, damaged = _decoded_or_mended(line.text)
+            record, damaged = _decode_or_repair(line.text)
             if record is None:
                 self._last_bad = line.number
                 self.num_bad_lines += 1
@@ -268,7 +268,7 @@ class RecordFile(Sequence[Record]):
         return good, records
 
     def _decoded(self, row: int, text: bytes) -> Record:
-        record, _ = _decoded_or_mended(text)
+        record, _ = _decode_or_repair(text)
         if record is None:
             raise DataError(
                 f"record {row} of {self._source.name} was overwritten while it was being read; read it again."
@@ -301,7 +301,7 @@ _PAIR = re.compile(
 _BRACKET = re.compile(rb'"[^"]*"|(?P<open>[{\[])|[}\]]')
 
 
-def _decoded_or_mended(line: bytes) -> tuple[Record | None, dict[str, bytes]]:
+def _decode_or_repair(line: bytes) -> tuple[Record | None, dict[str, bytes]]:
     """Decode a record, with NaN for values that are not JSON, and these values by key; None if it is beyond repair."""
     record = decoded(line)
     if record is not None:

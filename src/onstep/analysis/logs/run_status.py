@@ -14,7 +14,7 @@ _LOCKS = Path("/proc/locks")
 
 
 def ending_of(log_path: Path) -> str | None:
-    """How the run of a log ended, in words; None while it is running or if unknown.
+    """The end of a log's run, in words; None while it is running or if unknown.
 
     The run.json of a killed run says "running" forever; on the machine where it ran, its released lock shows that it
     has ended.

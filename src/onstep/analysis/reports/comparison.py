@@ -69,7 +69,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Row:
-    """How to look up a metric of a run."""
+    """A row of the comparison: a metric and its lookup in a run."""
 
     name: str
     key: str

@@ -1,1 +1,1 @@
-"""The checkpoints of a directory: `discovery` finds the newest valid one, `retention` decides which are kept."""
+"""The checkpoints in a directory: `discovery` finds the newest valid one, `retention` decides which are kept."""

@@ -296,7 +296,7 @@ _REMEDIES: tuple[tuple[Any, str], ...] = (
 
 
 def remedy_for(value: Any) -> str:
-    """What to save instead of a value that cannot be stored."""
+    """A suggestion of what to save instead of a value that cannot be stored."""
     if isinstance(value, Tensor):
         return _remedy_for_tensor(value)
     for kinds, remedy in _REMEDIES:

@@ -107,14 +107,14 @@ class FileStore:
         if not _is_dir(directory):
             return
         if not directory.name.startswith((TRASH, TEMPORARY)):
-            directory = self._throw_away(directory)
+            directory = self._move_to_trash(directory)
         self._empty(directory)
 
     def _create(self, path: Path, access: int) -> int:
         flags = access | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return self._do(Operation("open", path), lambda: os.open(path, flags, 0o666))
 
-    def _throw_away(self, directory: Path) -> Path:
+    def _move_to_trash(self, directory: Path) -> Path:
         trash = directory.with_name(f"{TRASH}{directory.name.lstrip('.')}-{secrets.token_hex(4)}")
         self.rename(directory, trash)
         self.sync_dir(directory.parent)

@@ -109,9 +109,9 @@ class SaveTransaction:
         self._store = store
         self._root = root
         self._lock: SaveLock | None = None
-        self._name_anew()
+        self._pick_name()
 
-    def _name_anew(self) -> None:
+    def _pick_name(self) -> None:
         self._unique = f"checkpoint-{self.step}-{secrets.token_hex(4)}"
 
     @property
@@ -133,7 +133,7 @@ class SaveTransaction:
         self._check_not_foreign()
         self._store.make_root(self._root)
         while (lock := SaveLock.take(self._store, self._root / f"{TEMPORARY}{self._unique}.lock")) is None:
-            self._name_anew()
+            self._pick_name()
         self._lock = lock
         self._store.make_dir(self.directory)
 

@@ -1,1 +1,1 @@
-"""`onstep checkpoint list|verify|diff|export`: `group.app` has the commands, a module each."""
+"""`onstep checkpoint list|verify|diff|export`: `group` declares the commands, the other modules do their work."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from onstep.analysis.text_tables import printable, shortened, table, terminal_width
 from onstep.checkpoint import CheckpointInfo
 from onstep.checkpoint.compare import Comparison, TensorDifference, ValueDifference, compare
-from onstep.cli.tables import counted, date_shown, number_shown, size_shown
+from onstep.cli.cells import counted, date_shown, number_shown, size_shown
 from onstep.config import ChangeClass, from_dict
 from onstep.config.derived import fill
 from onstep.config.differences import changes, describe
@@ -46,8 +46,8 @@ def report(a: CheckpointInfo, b: CheckpointInfo, *, everything: bool) -> tuple[l
     ]
     lines = [line for section in sections if section for line in ("", *section)][1:]
     is_equal = found.is_equal and same_config
-    verdict = "The checkpoints are equal." if is_equal else "The checkpoints differ."
-    return [printable(line) for line in lines] + ["", verdict + _left_out(found, everything)], is_equal
+    result = "The checkpoints are equal." if is_equal else "The checkpoints differ."
+    return [printable(line) for line in lines] + ["", result + _left_out(found, everything)], is_equal
 
 
 def _config(a: CheckpointInfo, b: CheckpointInfo) -> tuple[list[str], bool]:

@@ -109,7 +109,7 @@ def _model(info: CheckpointInfo, config: ConfigContainer) -> Transformer:
 
 
 def _why_not(config: ConfigContainer, state: dict[str, Tensor]) -> str:
-    """Why the weights do not fit the configured model; '' if they do."""
+    """The reason why the weights do not fit the configured model; '' if they do."""
     if config.model.vocab_size is None:
         return "its configuration does not set model.vocab_size"
     try:

@@ -65,8 +65,8 @@ def verify(
     """
     from onstep.cli.checkpoint.listing import dirs_to_verify, is_intact
 
-    verdicts = [is_intact(directory) for directory in dirs_to_verify(path, everything=everything)]
-    if not all(verdicts):
+    results = [is_intact(directory) for directory in dirs_to_verify(path, everything=everything)]
+    if not all(results):
         raise typer.Exit(ERROR)
 
 

@@ -21,8 +21,8 @@ from onstep.checkpoint.catalog.discovery import (
     unlisted_files,
 )
 from onstep.checkpoint.catalog.retention import metric_value
+from onstep.cli.cells import counted, date_shown, metric_shown, size_shown
 from onstep.cli.checkpoint.paths import CHECKPOINT_NAME, dir_of, locate, retention_of
-from onstep.cli.tables import counted, date_shown, metric_shown, size_shown
 from onstep.errors import CheckpointError
 
 _NOISE = ("epoch", "runtime", "per_second")
@@ -39,7 +39,7 @@ class Listing:
     taken: Entry | None
     """The one that a resume would load."""
     best: Entry | None
-    judge: Retention
+    retention: Retention
     branches: dict[str, list[int]]
     is_verified: bool
     """Whether checkpoints were hashed, newest first, until an intact one was found."""
@@ -57,10 +57,10 @@ def read_listing(root: Path, *, verifies: bool) -> Listing:
         entries, taken = mark_resumable(entries)
     by_step = {entry.step: entry for entry in reversed(entries) if entry.info is not None}
     infos = [entry.info for entry in reversed(by_step.values()) if entry.info is not None]
-    judge = retention_of(sorted(infos, key=lambda info: -info.step))
-    winner = best(infos, judge)
+    retention = retention_of(sorted(infos, key=lambda info: -info.step))
+    winner = best(infos, retention)
     return Listing(
-        root, entries, taken, None if winner is None else by_step[winner.step], judge, left_branches(root), verifies
+        root, entries, taken, None if winner is None else by_step[winner.step], retention, left_branches(root), verifies
     )
 
 
@@ -69,7 +69,7 @@ def as_json(listing: Listing) -> dict[str, Any]:
     return {
         "root": str(listing.root),
         "resumes_from": None if listing.taken is None else str(listing.taken.path),
-        "best_metric": listing.judge.metric,
+        "best_metric": listing.retention.metric,
         "is_verified": listing.is_verified,
         "checkpoints": [_record(listing, entry) for entry in listing.entries],
         "left_branches": listing.branches,
@@ -116,7 +116,7 @@ def _row(listing: Listing, entry: Entry) -> Sequence[str]:
 def _metrics(listing: Listing, entry: Entry) -> str:
     """The metric that ranks checkpoints, marked if it is the best; then others, as far as space allows."""
     assert entry.manifest is not None
-    metrics, bare = entry.manifest.metrics, listing.judge.metric.removeprefix("eval_")
+    metrics, bare = entry.manifest.metrics, listing.retention.metric.removeprefix("eval_")
     others = [name for name in metrics if not name.endswith(_NOISE) and name.removeprefix("eval_") != bare]
     value = metric_value(CheckpointInfo(entry.path, entry.step, entry.manifest), bare)
     mark = " *" if entry is listing.best else ""
@@ -134,7 +134,7 @@ def _legend(listing: Listing) -> list[str]:
         checked = "verified" if listing.is_verified else "not hashed"
         lines.append(f"-> A resume loads this one ({checked}).")
     if listing.best is not None:
-        lines.append(f" * Best by {listing.judge.metric}.")
+        lines.append(f" * Best by {listing.retention.metric}.")
     if any(entry.state in (EntryState.UNFINISHED, EntryState.DELETING) for entry in listing.entries):
         lines.append("   Unfinished and half-deleted checkpoints are unusable; the next start of the run removes them.")
     return lines

@@ -65,10 +65,10 @@ def find(words: str) -> CheckpointInfo:
         return CheckpointInfo(place.checkpoint, manifest.step, manifest)
     if place.choice != BEST:
         return resolve(place.root, step)
-    judge, refused = retention_of(checkpoints(place.root)), list[str]()
-    info = best_verified(place.root, judge, refused.append)
+    retention, refused = retention_of(checkpoints(place.root)), list[str]()
+    info = best_verified(place.root, retention, refused.append)
     if info is None:
-        why = "; ".join(refused) or f"no checkpoint there has a value for {judge.metric!r}"
+        why = "; ".join(refused) or f"no checkpoint there has a value for {retention.metric!r}"
         raise CheckpointError(f"{place.root} has no best checkpoint: {why}. Choose a step: {place.root}@STEP.")
     return info
 

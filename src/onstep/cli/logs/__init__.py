@@ -1,1 +1,1 @@
-"""`onstep logs list|summary|tail|plot|compare|report|replay`: `group.app` has the commands, a module each."""
+"""`onstep logs list|summary|tail|plot|compare|report|replay`: `group` imports the module of a command on first use."""

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from onstep.analysis.logs.files import FOREIGN_FILE_NAME, name_of_place
 from onstep.analysis.logs.run_status import is_locked
 from onstep.analysis.logs.training_log import TrainingLog
-from onstep.cli.logs.reading import find_log
+from onstep.cli.logs.lookup import find_log
 from onstep.config.trackers import name_list
 from onstep.errors import ConfigError, OnstepError
 from onstep.metrics_log import MetricsLog

@@ -26,8 +26,8 @@ from onstep.analysis.reports.summary import (
 )
 from onstep.analysis.text_tables import table
 from onstep.cli.application import Labels
-from onstep.cli.logs.reading import find_log, read_logs
-from onstep.cli.tables import date_shown, size_shown
+from onstep.cli.cells import date_shown, size_shown
+from onstep.cli.logs.lookup import find_log, read_logs
 from onstep.errors import ConfigError, DataError
 
 

@@ -16,7 +16,7 @@ from onstep.analysis.logs.reading import LogTail
 from onstep.analysis.logs.run_status import ending_of, is_locked
 from onstep.analysis.logs.training_log import TrainingLog
 from onstep.analysis.text_tables import printable, shortened
-from onstep.cli.logs.reading import find_log
+from onstep.cli.logs.lookup import find_log
 from onstep.errors import ConfigError
 from onstep.metrics_log import Record
 

@@ -95,7 +95,7 @@ def _check_tokenizer(tokenizer: TokenizerConfig, kind: str) -> None:
         raise ConfigError(f"tokenizer_type={how} requires tokenizer.tokenizer_model, the path of the tokenizer.")
     if not has_path and path is not None:
         raise ConfigError(
-            f"tokenizer.tokenizer_model={path} means nothing for tokenizer_type={how}; drop it, or set "
+            f"tokenizer.tokenizer_model={path} has no effect with tokenizer_type={how}; drop it, or set "
             "tokenizer_type to tokenizers (a file) or huggingface (a directory)."
         )
     if how != "bpe" and size is not None:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from onstep.config.container import ConfigContainer
+from onstep.config.field_types import is_number
 from onstep.config.keys import KEYS
 from onstep.config.sections import ModelConfig
 from onstep.config.suggestions import nearest
-from onstep.config.values import is_number
 from onstep.errors import ConfigError
 
 _STRETCHES = ("factor", "original_max_position_embeddings")
@@ -180,7 +180,7 @@ def _check_balancing(model: ModelConfig) -> None:
     for name in names:
         if name not in BALANCING_TYPES:
             raise ConfigError(
-                f"model.moe_router_load_balancing_type={kinds!r} must be of {' | '.join(BALANCING_TYPES)}."
+                f"model.moe_router_load_balancing_type={kinds!r} must be one of {' | '.join(BALANCING_TYPES)}."
                 f"{nearest(str(name), list(BALANCING_TYPES))}"
             )
     if not names or len(set(names)) < len(names) or ("none" in names and len(names) > 1):

@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from onstep.config.container import ConfigContainer
+from onstep.config.field_types import is_number
 from onstep.config.lengths import warmup_and_decay
 from onstep.config.sections import OptimizerConfig
 from onstep.config.suggestions import nearest
-from onstep.config.values import is_number
 from onstep.errors import ConfigError
 
 GROUP_SETTINGS = ("lr_mult", "wd_mult", "max_lr", "min_lr", "start_wd", "end_wd")
@@ -60,7 +60,8 @@ def check_schedule(config: ConfigContainer) -> None:
         if value:
             length = "train.train_samples" if by_samples else "train.train_iters or num_epochs"
             raise ConfigError(
-                f"scheduler.{name}_{foreign}={value} does not go with a run by {length}; set scheduler.{name}_{own}."
+                f"scheduler.{name}_{foreign}={value} does not fit a run whose length is {length}; "
+                f"set scheduler.{name}_{own}."
             )
     if scheduler.lr_warmup_fraction is not None and (scheduler.lr_warmup_iters or scheduler.lr_warmup_samples):
         raise ConfigError("the warm-up is given twice: keep scheduler.lr_warmup_fraction or its length, not both.")
@@ -169,7 +170,7 @@ def _check_decoupled(optimizer: OptimizerConfig) -> None:
             f"not end above that, got {lowest} (optimizer.decoupled_min_lr, else optimizer.min_lr); set "
             f"optimizer.decoupled_min_lr."
         )
-    # entries that hold for the embedding or output of our own models; of others only the built model tells
+    # entries for the embedding or output of our own models; for others, only the built model knows
     entries = [str(entry["match"]) for entry in optimizer.param_groups]
     matched = {
         next((number for number, entry in enumerate(entries) if fnmatchcase(name, entry)), None) for name in OUTER_NAMES
@@ -198,7 +199,7 @@ def check_decoupled_entry(number: int, optimizer: OptimizerConfig) -> None:
     )
     if highest is not None and lowest is not None and highest < lowest:
         raise ConfigError(
-            f"{name} (match={entry['match']!r}) holds for embedding or output, whose rate must not end above its "
+            f"{name} (match={entry['match']!r}) applies to embedding or output, whose rate must not end above its "
             f"largest, got {highest_key}={highest} and {lowest_key}={lowest}; set max_lr and min_lr in the entry."
         )
 

@@ -59,7 +59,7 @@ def check_checkpoints(config: ConfigContainer) -> None:
 
 def _check_chosen(key: str, chosen: Sequence[str], known: Sequence[str], instead: str) -> None:
     if not chosen:
-        raise ConfigError(f"{key}=[] chooses nothing; give at least one ({instead}).")
+        raise ConfigError(f"{key}=[] selects nothing; give at least one ({instead}).")
     for name in chosen:
         if name not in known:
             rule = NO_REQUEST.get(name, "is not known")
@@ -82,7 +82,7 @@ def _check_best(config: ConfigContainer, components: Sequence[str]) -> None:
     for key, value in reads_own.items():
         if value and not _has_dir(config):  # a save without one only warns
             raise ConfigError(
-                f"{key}={value} requires a directory of checkpoints, and this run has none; set run.name or "
+                f"{key}={value} requires a checkpoint directory, but this run has none; set run.name or "
                 "checkpoint.save."
             )
     for key, value in evaluates.items():
@@ -126,11 +126,11 @@ def _check_rollback(config: ConfigContainer, components: Sequence[str]) -> None:
         return
     checkpoint = config.checkpoint
     if not _has_dir(config):
-        raise ConfigError(f"{key}=rollback requires a directory of checkpoints; set run.name or checkpoint.save.")
+        raise ConfigError(f"{key}=rollback requires a checkpoint directory; set run.name or checkpoint.save.")
     intervals = (checkpoint.save_interval, checkpoint.non_persistent_save_interval)
     if not any(intervals) and not checkpoint.save_each_epoch and not checkpoint.save_on_best:
         raise ConfigError(
-            f"{key}=rollback goes back to a checkpoint, and none is saved while training; set "
+            f"{key}=rollback rolls back to a checkpoint, but none is saved during training; set "
             f"checkpoint.save_interval or checkpoint.non_persistent_save_interval."
         )
     for name in ("save_optim", "save_rng", "load_optim", "load_rng"):
@@ -164,7 +164,7 @@ def check_finetune(config: ConfigContainer) -> None:
         return
     if not sources:
         raise ConfigError(
-            f"peft.peft_scheme={peft.peft_scheme} trains a few weights beside trained ones, and there are none; set "
+            f"peft.peft_scheme={peft.peft_scheme} adds a few weights to pretrained ones, but none are given; set "
             f"checkpoint.pretrained_checkpoint, or peft.peft_scheme=null to train all weights."
         )
     if peft.target_modules == []:
@@ -201,7 +201,7 @@ def check_measuring(config: ConfigContainer, world_size: int) -> None:
         )
     if any(rank < 0 for rank in profiling.profile_ranks):
         raise ConfigError(
-            f"profiling.profile_ranks={profiling.profile_ranks} must be ranks from 0 on; [] is every rank."
+            f"profiling.profile_ranks={profiling.profile_ranks} must contain ranks >= 0; [] selects every rank."
         )
     beyond = [rank for rank in profiling.profile_ranks if rank >= world_size]
     if beyond and (profiles or profiling.record_memory_history):
@@ -223,14 +223,13 @@ def check_watching(config: ConfigContainer, world_size: int) -> None:
     names = [name for name in ("calc_ft_timeouts", "enable_ft_package") if getattr(ft, name)]
     if names and not _has_dir(config):
         raise ConfigError(
-            f"ft.{names[0]}=True keeps ft_state.json beside the checkpoints, and this run has no directory for them; "
-            "set "
-            "run.name or checkpoint.save."
+            f"ft.{names[0]}=True keeps ft_state.json next to the checkpoints, but this run has no checkpoint "
+            "directory; set run.name or checkpoint.save."
         )
     if ft.calc_ft_timeouts and not ft.enable_ft_package and seconds is None:
         raise ConfigError(
-            "ft.calc_ft_timeouts=True learns the limits of a watchdog, and ft.watchdog_seconds=null watches nothing; "
-            "set ft.watchdog_seconds, which holds until limits are learned."
+            "ft.calc_ft_timeouts=True learns the limits of a watchdog, but ft.watchdog_seconds=null turns it off; set "
+            "ft.watchdog_seconds, the limit until others are learned."
         )
     if rank is not None and rank >= world_size:
         raise ConfigError(

@@ -7,10 +7,10 @@ from onstep.config.checks.data import check_data
 from onstep.config.checks.model import check_lora_targets, check_trained_model
 from onstep.config.checks.optimizer import check_optimizer, check_phases, check_schedule
 from onstep.config.checks.run import check_checkpoints, check_finetune, check_measuring, check_run, check_watching
-from onstep.config.checks.values import check_alone, check_values
+from onstep.config.checks.single_values import check_alone, check_values
 from onstep.config.container import ConfigContainer
 from onstep.config.derived import fill
-from onstep.config.hf.arguments import made_silently
+from onstep.config.hf.arguments import build_silently
 from onstep.config.keys import typed_copy
 from onstep.config.lengths import train_iters, warmup_and_decay
 from onstep.config.section import ConfigSection
@@ -49,7 +49,7 @@ def validate(config: ConfigContainer, world_size: int = 1) -> None:
     check_measuring(config, world_size)
     if config.trainer.get("config_overrides"):
         raise ConfigError("trainer.config_overrides cannot be part of a configuration; set the keys that it names.")
-    made_silently(config.trainer)
+    build_silently(config.trainer)
     filled = fill(config, world_size)
     iters = train_iters(filled, world_size=world_size)
     check_steps(filled, iters, world_size)

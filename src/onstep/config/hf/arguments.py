@@ -12,13 +12,13 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
 from typing import Any, TypeVar
 
+from onstep.config.field_types import coerce, field_types
 from onstep.config.hf.argument import LOG_LEVELS, OPTIMIZERS, RENAMED, STYLES, argument
 from onstep.config.hf.checks import check_arguments
 from onstep.config.hf.reserved import ReservedArguments, check_reserved, reserved_fields
 from onstep.config.lengths import share_of
 from onstep.config.suggestions import nearest
 from onstep.config.trackers import DEFAULT_PROJECT, tracker_list
-from onstep.config.values import coerce, field_types
 from onstep.errors import ConfigError
 
 Arguments = TypeVar("Arguments", bound=type)
@@ -304,7 +304,7 @@ class TrainingArguments(ReservedArguments):
         return json.dumps(self.to_dict(), indent=2)
 
 
-def made_silently(values: dict[str, Any]) -> TrainingArguments:
+def build_silently(values: dict[str, Any]) -> TrainingArguments:
     """Arguments made from values whose warnings have been given already.
 
     Raises:

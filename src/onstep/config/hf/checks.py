@@ -42,7 +42,7 @@ def check_arguments(args: Any) -> None:
         )
     foreign = [name for name in args.include_for_metrics if name not in ("inputs", "loss")]
     if foreign:
-        raise ConfigError(f"TrainingArguments.include_for_metrics has {foreign[0]!r}; it may hold 'inputs' and 'loss'.")
+        raise ConfigError(f"TrainingArguments.include_for_metrics has {foreign[0]!r}; use 'inputs' and 'loss'.")
 
 
 def _check_interval(name: str, value: float | None) -> None:
@@ -70,7 +70,7 @@ def check_best_model(args: Any) -> None:
     if args.preserve_best_model and args.best_model_metric not in ("loss", args.metric_for_best_model):
         raise ConfigError(
             f"TrainingArguments.best_model_metric={args.best_model_metric!r} contradicts "
-            f"metric_for_best_model={args.metric_for_best_model!r}: one metric chooses; drop one of them."
+            f"metric_for_best_model={args.metric_for_best_model!r}: both name the same setting; drop one of them."
         )
     asked = {"load_best_model_at_end": args.load_best_model_at_end, "preserve_best_model": args.preserve_best_model}
     names = [f"{name}=True" for name, value in asked.items() if value]

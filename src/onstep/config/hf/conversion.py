@@ -7,15 +7,15 @@ from dataclasses import fields
 from typing import Any
 
 from onstep.config.container import ConfigContainer
+from onstep.config.field_types import accepts_none, field_types
 from onstep.config.hf.argument import KEY_OF, LOG_LEVELS, OPTIMIZERS
-from onstep.config.hf.arguments import TrainingArguments, is_greater_better, made_silently
+from onstep.config.hf.arguments import TrainingArguments, build_silently, is_greater_better
 from onstep.config.hf.schedules import named_schedule, set_schedule
 from onstep.config.keys import diff
 from onstep.config.lengths import share_of, steps_of_epochs
 from onstep.config.load import merge
 from onstep.config.sections import DistributedDataParallelConfig
 from onstep.config.trackers import tracker_list
-from onstep.config.values import accepts_none, field_types
 from onstep.errors import ConfigError
 
 MAY_BE_NONE = {name for name, annotation in field_types(TrainingArguments).items() if accepts_none(annotation)}
@@ -83,7 +83,7 @@ def config_to_args(config: ConfigContainer, *, world_size: int = 1) -> TrainingA
 
 
 def _with_overrides(values: dict[str, Any], config: ConfigContainer, world_size: int) -> TrainingArguments:
-    args = made_silently(values)
+    args = build_silently(values)
     differing = diff(args_to_config(args, world_size=world_size), config)
     args.config_overrides = {key: value for key, _, value in differing} or None
     return args
@@ -91,7 +91,7 @@ def _with_overrides(values: dict[str, Any], config: ConfigContainer, world_size:
 
 def _without_a_name(args: TrainingArguments, config: ConfigContainer, world_size: int) -> dict[str, Any]:
     """The arguments that cannot be recovered from the configuration."""
-    back = made_silently(_named_arguments(config, world_size))
+    back = build_silently(_named_arguments(config, world_size))
     names = [f.name for f in fields(args) if f.init and f.name != "config_overrides"]
     differing = {name: getattr(args, name) for name in names if getattr(args, name) != getattr(back, name)}
     return {name: value for name, value in differing.items() if not (name in SHARES and value and value < 1)}

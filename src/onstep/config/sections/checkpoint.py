@@ -14,7 +14,7 @@ _KEPT = Bound("-1 for all, or at least 1: the newest one", lambda kept: kept == 
 
 @dataclass
 class CheckpointConfig(ConfigSection):
-    """When checkpoints are saved, their content, which of them are kept, and how a run continues from them."""
+    """Saving of checkpoints (schedule, content, retention), and how a run continues from them."""
 
     save: str | None = option(
         None,

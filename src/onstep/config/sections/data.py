@@ -144,7 +144,7 @@ class DatasetConfig(ConfigSection):
 
 @dataclass
 class TokenizerConfig(ConfigSection):
-    """How text becomes tokens."""
+    """The tokenizer."""
 
     tokenizer_type: str = option(
         "bytes",

@@ -59,7 +59,7 @@ class FaultToleranceConfig(ConfigSection):
 
 @dataclass
 class StragglerDetectionConfig(ConfigSection):
-    """Which rank is slow, and in what: data, computation or communication."""
+    """Detection of slow ranks, and of the cause: data, computation or communication."""
 
     log_straggler: bool = option(False, SAFE, help="Compare the ranks every `logger.log_interval` steps.")
     straggler_minmax_count: int = option(

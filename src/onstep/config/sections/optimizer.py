@@ -76,7 +76,7 @@ class OptimizerConfig(ConfigSection):
         bound=">= 0",
         known_as=("max_grad_norm",),
         common=True,
-        help="Largest global gradient norm; None or 0 disables clipping. The norm is computed either way.",
+        help="Largest global gradient norm; None or 0 disables clipping.",
     )
     loss_scale: float | None = option(
         None,

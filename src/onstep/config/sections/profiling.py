@@ -9,7 +9,7 @@ from onstep.config.section import SAFE, ConfigSection, option
 
 @dataclass
 class ProfilingConfig(ConfigSection):
-    """What is profiled, and what the allocator of CUDA records."""
+    """Profiling, and recording of CUDA's memory allocator."""
 
     use_pytorch_profiler: bool = option(
         False,

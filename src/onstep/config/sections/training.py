@@ -163,7 +163,7 @@ class TrainingConfig(ConfigSection):
 
 @dataclass
 class ValidationConfig(ConfigSection):
-    """When to evaluate, and on how much data."""
+    """Schedule and size of evaluations."""
 
     eval_iters: int | None = option(
         100,

@@ -1,5 +1,5 @@
 """Loaders whose position can be saved and restored.
 
 `loader` (map-style), `iterable_loader`, `eval_loader`; `sample_order`, `micro_batch_reader`, `collate` and
-`step_batches` are their parts; `step_source` is what the loop reads from.
+`step_batches` are what they are made of; `step_source` is what the loop reads from.
 """

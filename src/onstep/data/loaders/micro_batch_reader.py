@@ -89,7 +89,7 @@ class MicroBatchReader:
         self._collate_fn = collate_fn
         self._has_workers = num_workers > 0
         self._pins_memory = should_pin(pin_memory)
-        self._feed = _MicroBatchFeed()
+        self._feed = _MicroBatchIterator()
         self._make_loader = partial(
             DataLoader,
             _FetchedBatches(dataset, collate_fn, seed),
@@ -137,7 +137,7 @@ _Task: TypeAlias = tuple[int, int, list[int]]
 """What a worker needs to read a row: epoch, position, ids."""
 
 
-class _MicroBatchFeed:
+class _MicroBatchIterator:
     """The batch sampler of the workers. Records the rows it handed out, because batches come back in that order."""
 
     def __init__(self) -> None:

@@ -87,14 +87,14 @@ class IteratorReader(Unindexed):
         if "stream" in state and is_stateful(self._iterator):
             self._iterator.load_state_dict(state["stream"])
         else:
-            self._take_again(state["items_taken"] - self._items_taken)
+            self._skip_items(state["items_taken"] - self._items_taken)
         self._items_taken = state["items_taken"]
         self.samples_in_epoch = state["samples_in_epoch"]
 
     def close(self) -> None:
         """Do nothing: there are no workers."""
 
-    def _take_again(self, num_items: int) -> None:
+    def _skip_items(self, num_items: int) -> None:
         if num_items < 0:
             raise DataError(f"the iterator is {-num_items} micro-batches past the position; pass a new iterator")
         if num_items == 0:
@@ -104,10 +104,10 @@ class IteratorReader(Unindexed):
             "an iterator with state_dict and load_state_dict resumes without this",
             num_items,
         )
-        num_taken = sum(1 for _ in islice(self._iterator, num_items))
-        if num_taken < num_items:
+        num_read = sum(1 for _ in islice(self._iterator, num_items))
+        if num_read < num_items:
             raise DataError(
-                f"the iterator ended after {num_taken} micro-batches while replaying {num_items}; "
+                f"the iterator ended after {num_read} micro-batches while replaying {num_items}; "
                 "resume with the data that the position was saved with"
             )
 

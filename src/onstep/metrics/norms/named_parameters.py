@@ -62,15 +62,15 @@ class MissingOnce:
 
     def __init__(self, who: str) -> None:
         self._who = who
-        self._has_said = False
+        self._has_warned = False
 
     def say(self, model: Model) -> None:
         """Warn if `model` has parameters without a norm, unless this object has warned before."""
-        if self._has_said:
+        if self._has_warned:
             return
         missing = missing_parameters(model)
         if missing:
-            self._has_said = True
+            self._has_warned = True
             shown = ", ".join(f"{name} ({reason})" for name, reason in [*missing.items()][:3])
             more = ", ..." if len(missing) > 3 else ""
             logger.warning("%s skips %d parameters without values: %s%s", self._who, len(missing), shown, more)

@@ -100,12 +100,12 @@ def unread_params_l2_norm(
     found = {name: getattr(collection, name, None) for name in _GROUPS}
     groups = {name: group if has_others(group) else None for name, group in found.items()}
     ranks = [0 if groups[name] is None else dist.get_rank(groups[name]) for name in ("tp", "expt_tp")]
-    takes_main = bool(getattr(model_config, "bf16", False)) and not force_create_fp32_copy
+    uses_main = bool(getattr(model_config, "bf16", False)) and not force_create_fp32_copy
     params = measurable_parameters(model)
     counted: dict[_Kind, bool] = {}
     kinds: dict[_Kind, dict[str, Tensor]] = {}
     for name, param in params.items():
-        kind, value = _kind_and_value(param, takes_main)
+        kind, value = _kind_and_value(param, uses_main)
         counted[kind] = is_counted(name, param, *ranks)
         tensors = kinds.setdefault(kind, {})
         if value is not None:
@@ -170,9 +170,9 @@ def _over_ranks(sums: Mapping[tuple[bool, bool], Tensor], groups: Mapping[str, A
     return _summed(dense, of_dense) + _summed(experts, of_experts)
 
 
-def _kind_and_value(param: Any, takes_main: bool) -> tuple[_Kind, Tensor | None]:
+def _kind_and_value(param: Any, uses_main: bool) -> tuple[_Kind, Tensor | None]:
     """The kind of `param` and the tensor to measure; None if this rank's optimizer holds no shard of it."""
-    has_main = takes_main and hasattr(param, "main_param")
+    has_main = uses_main and hasattr(param, "main_param")
     is_part = has_main and bool(getattr(param, "main_param_sharded", False))
     main = param.main_param if has_main else None
     value: Tensor | None = param if main is None and not is_part else main

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +12,6 @@ from torch import Tensor, nn
 
 from onstep.errors import ConfigError
 from onstep.models.layers.sequence_context import KeyValueCache, check_positions
-from onstep.models.modes import preserve_modes
 from onstep.models.transformer import Transformer
 
 
@@ -170,3 +171,14 @@ def _continue(
         if eos_id is not None and has_ended.all():
             return out[:, : end + 1].clone()
     return out
+
+
+@contextmanager
+def preserve_modes(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore the mode of every submodule on exit, also after an error; frozen ones may differ from the rest."""
+    modes = {module: module.training for model in models for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, was_training in modes.items():
+            module.training = was_training

@@ -118,7 +118,7 @@ def to_hf_state_dict(model: Transformer) -> dict[str, Tensor]:
 
 
 def hf_obstacle(model: Transformer) -> str | None:
-    """Why `transformers` cannot open `model`, and what to do instead; None if it can."""
+    """The reason why `transformers` cannot open `model`, with a remedy; None if it can."""
     try:
         check_heads(model, architecture_of(model.config).class_name)
     except ConfigError as error:

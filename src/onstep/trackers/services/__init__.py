@@ -1,1 +1,1 @@
-"""One tracker a file: W&B, MLflow, Comet, Trackio, TensorBoard and CSV."""
+"""One tracker per module: W&B, MLflow, Comet, Trackio, TensorBoard and CSV."""

@@ -42,7 +42,7 @@ class BadSamples:
 
 @dataclass(frozen=True)
 class Findings:
-    """What all ranks know about a bad step; the same on every rank."""
+    """The findings of all ranks about a bad step; the same on every rank."""
 
     bad_samples: list[BadSamples]
     ids_by_rank: list[list[list[int]] | None]
@@ -104,7 +104,7 @@ def _bad_losses(rank: int, micros: list[MicroLoss], sample_ids: list[list[int]] 
 def _bad_gradients(job: Job, step: Step, sample_ids: list[list[int]] | None) -> list[BadSamples]:
     world = job.run.world
     try:
-        with _random_state_kept(world.device), job.run.features.pause("replay"):
+        with _preserve_random_state(world.device), job.run.features.pause("replay"):
             norms = list(_gradient_norms(job, step))
     except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; an empty one only names less
         logger.warning("the gradients of the bad step could not be recomputed: %s: %s", type(error).__name__, error)
@@ -139,7 +139,7 @@ def _drop_gradients(model: list[nn.Module]) -> None:
 
 
 @contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[None]:
+def _preserve_random_state(device: torch.device) -> Iterator[None]:
     """Preserve the random generators: later steps must not depend on whether anything was recomputed."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

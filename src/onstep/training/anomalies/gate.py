@@ -100,8 +100,8 @@ class AnomalyGate(Feature[Job]):
         control.has_pre_update_listener = any(getattr(on, event) for event in BEFORE_UPDATE)
         if not self._has_agreed_on_listeners:  # from the next step on, part of the agreement at the end of a step
             self._has_agreed_on_listeners = True
-            [heard] = self._state.world.agree([int(control.has_pre_update_listener)])
-            control.any_pre_update_listener = bool(heard)
+            [any_listener] = self._state.world.agree([int(control.has_pre_update_listener)])
+            control.any_pre_update_listener = bool(any_listener)
 
     def admits(self, step: Step) -> bool:
         """Whether to apply this step's update; the same on all ranks.
@@ -123,7 +123,7 @@ class AnomalyGate(Feature[Job]):
                 self._found = Anomaly.non_finite(step.number, self._on_nonfinite, values)
             elif spike is not None:
                 self._found = Anomaly.of(step.number, f"spike: {spike}", self._on_spike, values)
-        asked = self._asked_to_skip()
+        asked = self._skip_request()
         if asked is not None and self._found is None:
             values = values or _read(loss, grad_norm)
             self._found = replace(Anomaly.of(step.number, str(asked), "skip", values), asked=asked)
@@ -206,7 +206,7 @@ class AnomalyGate(Feature[Job]):
     def _record_of(self, step: int) -> StepRecord | None:
         return next((one for one in self._records if one.step == step), None)
 
-    def _asked_to_skip(self) -> Request | None:
+    def _skip_request(self) -> Request | None:
         """The first request of any rank to skip this update. Collective if any callback may request it."""
         state, mine = self._state, self._state.control.pop_skips()
         if state.world.size > 1:
@@ -214,8 +214,8 @@ class AnomalyGate(Feature[Job]):
                 if mine:
                     logger.warning("ignored the skip requested by '%s', which was added in this step", mine[0].author)
                 return None
-            [is_asked] = state.world.agree([int(bool(mine))])
-            everyone = state.world.gather([vars(one) for one in mine]) if is_asked else []
+            [any_request] = state.world.agree([int(bool(mine))])
+            everyone = state.world.gather([vars(one) for one in mine]) if any_request else []
             mine = [Request(**fields) for fields_of_rank in everyone for fields in fields_of_rank]
         return mine[0] if mine else None
 

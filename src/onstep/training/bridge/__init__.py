@@ -1,9 +1,9 @@
 """Megatron Bridge's names over the training loop, loaded when they are first used.
 
-Replacing `megatron.bridge` by `onstep` in an import line works: `onstep.training.train`,
-`onstep.training.utils.train_utils`, `onstep.training.callbacks`, `.config`, `.state`, `.profiling`, `.gpt_step`
-have the names of Bridge's modules, and `onstep.training` resolves all of them. The loop and its features never
-import this room.
+Replacing `megatron.bridge` by `onstep` in an import line works: `onstep.training.train`, `.pretrain`, `.callbacks`,
+`.config`, `.state`, `.profiling`, `.gpt_step`, `.forward_step_func_types` and `.utils.train_utils` have the names of
+Bridge's modules. `HOMES` says where each name lives, and `onstep.training` resolves it too. The loop and its features
+never import this room.
 """
 
 from onstep.lazy_names import lazy_names
@@ -32,7 +32,7 @@ HOMES = {
     "StragglerDetector": "onstep.training.stragglers.detector",
     "Timer": "onstep.training.reporting.timers",
     "Timers": "onstep.training.reporting.timers",
-    "TrainState": "onstep.progress",
+    "TrainState": "onstep.train_state",
     "TrainStepResult": "onstep.training.bridge.global_state",
     "_MoeMetricFanoutWriter": "onstep.training.experts.moe_log",
     "_build_moe_metric_writer": "onstep.training.experts.moe_log",
@@ -100,7 +100,7 @@ HOMES = {
     "update_num_microbatches": "onstep.training.runs.microbatches",
     "weight_hashes": "onstep.training.verification.weight_hash",
 }
-"""Where each name lives."""
+"""Module of each name."""
 
 __all__ = [name for name in HOMES if not name.startswith("_")]
 

@@ -10,13 +10,12 @@ from functools import partial
 from torch import Tensor
 
 from onstep.metrics.norms.params_l2_norm import unread_params_l2_norm
-from onstep.schedules import is_due
 from onstep.training.bridge.console_line import IntervalValues
 from onstep.training.bridge.global_state import GlobalState, TrainStepResult
 from onstep.training.bridge.interval_log import NAN, LogContext, is_nan, report_interval, report_step, whole
 from onstep.training.compute.step import Step
 from onstep.training.experts.moe_log import interval_losses
-from onstep.training.feature import Feature
+from onstep.training.feature import Feature, is_due
 from onstep.training.protocols import StateDict
 from onstep.training.reporting.bridge_tags import StepValues
 from onstep.training.stages.job import Job

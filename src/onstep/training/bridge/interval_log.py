@@ -16,11 +16,11 @@ from onstep.metrics.memory_reports import report_memory, save_memory_snapshot
 from onstep.metrics.norms.parameter_norms import report_l2_norm_grad
 from onstep.metrics.reductions import reduce_max_memory_across_pp_group
 from onstep.metrics.throughput import report_runtime, report_throughput
-from onstep.schedules import is_due
 from onstep.training.bridge.console_line import IntervalValues, console_line
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.compute.losses import Scalar
 from onstep.training.experts.moe_log import step_losses
+from onstep.training.feature import is_due
 from onstep.training.protocols import Loggers
 from onstep.training.reporting.bridge_tags import STEPS_ONLY, StepValues, step_tags, write_tags
 from onstep.training.reporting.loss_accumulator import read_together
@@ -48,7 +48,7 @@ class LogContext:
         """The recipients of tags on this rank, by name; opened by the loop, or here for another caller."""
         trackers, progress = self.state.bridge_trackers, self.state.train_state
         trackers.open(progress.step, progress.consumed_train_samples, adds_only=True)
-        return trackers.takers
+        return trackers.recipients
 
 
 def training_log(
@@ -231,7 +231,7 @@ def report_interval(
     """Report the steps since the last report and begin the next interval; do nothing if there were none.
 
     Args:
-        facts: reads the values of the console line; called only if it is printed.
+        info: reads the values of the console line; called only if it is printed.
 
     Returns:
         Whether the next report includes the memory again.
@@ -269,7 +269,7 @@ def print_lines(
     teraflops: float | None,
     energy: tuple[float, float] | None,
 ) -> None:
-    """Print the lines of an interval: its speed on rank 0, the rest if facts are given."""
+    """Print the lines of an interval: its speed on rank 0, the rest if `info` is given."""
     if run.state.world.is_main and teraflops is not None:
         speed = f"Step Time : {seconds:.2f}s GPU utilization: {teraflops:.1f}MODEL_TFLOP/s/GPU"
         print(speed, flush=True)  # noqa: T201 - Bridge's line

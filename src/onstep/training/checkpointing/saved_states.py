@@ -301,7 +301,7 @@ class CallbackStates:
             if id(one) not in self._ids:
                 own = getattr(one, "state_key", None)
                 mark = own if isinstance(own, str) else _digest(state)
-                kind = getattr(one, "state_class", None) or f"{type(one).__module__}.{type(one).__qualname__}"
+                kind = vars(type(one)).get("state_class") or f"{type(one).__module__}.{type(one).__qualname__}"
                 base = f"{kind}[{mark}]"
                 alike = (f"{base}#{number}" for number in itertools.count(2))
                 self._ids[id(one)] = next(key for key in itertools.chain([base], alike) if key not in taken), one

@@ -112,7 +112,7 @@ class RunCheckpoints:
         info, scheduler = self.start, trained.scheduler
         if info is None:
             return
-        with self._todays_values(info, trained.optimizer):
+        with self._current_values(info, trained.optimizer):
             self._load(info, self.components.progress(trained, loads=True))
         if isinstance(scheduler, OptimizerParamScheduler):
             scheduler.step(0)  # uses the groups' current values
@@ -128,8 +128,8 @@ class RunCheckpoints:
         """Load the data position, the log interval and the random generators. Collective."""
         if self.start is None:
             return
-        takes_all = self.state.cfg.checkpoint.load_optim or not self.components.is_chosen_start
-        if scheduler is not None and "scheduler" not in self._loaded and takes_all:
+        loads_all = self.state.cfg.checkpoint.load_optim or not self.components.is_chosen_start
+        if scheduler is not None and "scheduler" not in self._loaded and loads_all:
             self._load(self.start, [self.components.scheduler(scheduler)])
         if isinstance(scheduler, OptimizerParamScheduler) and "scheduler" not in self._loaded:
             place_scheduler(scheduler, self.state)  # again: the length of an epoch is now known
@@ -220,7 +220,7 @@ class RunCheckpoints:
         return outcome
 
     @contextmanager
-    def _todays_values(self, info: CheckpointInfo, optimizer: UserOptimizer | None) -> Iterator[None]:
+    def _current_values(self, info: CheckpointInfo, optimizer: UserOptimizer | None) -> Iterator[None]:
         """With `checkpoint.on_config_change=apply`, let the current optimizer settings override the loaded ones.
 
         The groups' values from the schedule are overridden wherever the current schedule applies. A best metric under
@@ -232,7 +232,7 @@ class RunCheckpoints:
             yield
             return
         before = [
-            {key: value for key, value in group.items() if holds_todays(key, config)}
+            {key: value for key, value in group.items() if is_configured(key, config)}
             for group in optimizer.param_groups
         ]
         yield
@@ -256,13 +256,13 @@ class RunCheckpoints:
         if is_own or not info.manifest.config:
             return
         policy = state.cfg.checkpoint.on_config_change
-        today = fill(state.cfg, state.world.size)
-        if today.model.vocab_size is None:  # set from the tokenizer, which is not open yet
-            today.model.vocab_size = info.manifest.config.get("model", {}).get("vocab_size")
+        current = fill(state.cfg, state.world.size)
+        if current.model.vocab_size is None:  # set from the tokenizer, which is not open yet
+            current.model.vocab_size = info.manifest.config.get("model", {}).get("vocab_size")
         try:
             # how a run starts is not compared
-            found = [one for one in changes(info.manifest.config, today) if not one.key.startswith("checkpoint.")]
-            decided = decide(found, today, policy, state.world.size)
+            found = [one for one in changes(info.manifest.config, current) if not one.key.startswith("checkpoint.")]
+            decided = decide(found, current, policy, state.world.size)
         except ConfigError as error:
             raise CheckpointError(f"{info.path} was saved with a different configuration: {error}") from None
         if policy == "keep":
@@ -331,7 +331,7 @@ def own_checkpoints(state: Run, notify: Dispatcher, trained: Trained) -> Iterato
         state.checkpoints, state.stage.is_resumed = None, False
 
 
-def holds_todays(key: str, config: ConfigContainer) -> bool:
+def is_configured(key: str, config: ConfigContainer) -> bool:
     """Whether the current value of a parameter group's key overrides the loaded one."""
     if key in GROUP_SETTINGS:
         return configured_schedule_holds(config)
@@ -348,9 +348,9 @@ def place_scheduler(scheduler: OptimizerParamScheduler, state: Run) -> None:
         scheduler.num_steps = taken * state.current_running_global_batch_size
     else:
         after = schedule_samples(state.cfg, state.info.samples_per_epoch, world_size=state.world.size)
-        not_taken = sum(after(step) - after(step - 1) for step in passed_over)
-        not_taken += progress.num_skips * sizes.sizes.at(progress.consumed_train_samples)
-        scheduler.num_steps = max(0, after(progress.step) - not_taken)
+        num_skipped_samples = sum(after(step) - after(step - 1) for step in passed_over)
+        num_skipped_samples += progress.num_skips * sizes.sizes.at(progress.consumed_train_samples)
+        scheduler.num_steps = max(0, after(progress.step) - num_skipped_samples)
     scheduler.step(0)
 
 
@@ -366,7 +366,7 @@ def asked_start(config: ConfigContainer) -> str | None:
 
 
 def retention_of(config: ConfigContainer) -> Retention:
-    """Which checkpoints are kept."""
+    """The configured retention of checkpoints."""
     checkpoint, validation = config.checkpoint, config.validation
     return Retention(
         most_recent_k=checkpoint.most_recent_k,

@@ -334,7 +334,7 @@ def _their_client() -> LearnedTimeouts:
 
 
 def plan_fault(config: FaultToleranceConfig, world_size: int, draw: random.Random) -> tuple[int, str, float]:
-    """Which rank fails, how, and after how many seconds; settings left open are drawn at random."""
+    """The rank to fail, the kind of failure and the delay in seconds; settings left open are drawn at random."""
     kind = config.simulated_fault_type
     kind = draw.choice(sorted(_SIGNALS)) if kind == "random" else kind
     rank = config.simulated_fault_rank

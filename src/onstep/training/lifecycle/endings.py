@@ -113,7 +113,7 @@ def fire_endings(run: Run, fire: Callable[..., None], error: BaseException | Non
 
 
 def reason_of(run: Run, error: BaseException | None) -> Reason:
-    """How the run ended; a callback that exits the process counts as having stopped it."""
+    """The reason for the end; a callback that exits the process counts as having stopped it."""
     if isinstance(error, Preempted) or (error is None and run.exits.decided == "signal"):
         return "preempted"
     if error is not None:

@@ -13,9 +13,8 @@ import torch
 
 from onstep.errors import warn_once
 from onstep.metrics.memory_reports import start_memory_history_recording
-from onstep.schedules import is_due
 from onstep.training.compute.step import Step
-from onstep.training.feature import Feature, Interruption
+from onstep.training.feature import Feature, Interruption, is_due
 from onstep.training.profiling.profilers import (
     NsysContext,
     handle_profiling_step,

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from onstep.config import LoggerConfig
-from onstep.progress import TrainState
 from onstep.trackers.metric_names import bridge_names
 from onstep.trackers.tag_record import VS_SAMPLES, TagRecord
 from onstep.trackers.tracker_logger import TrackerLogger
+from onstep.train_state import TrainState
 from onstep.training.compute.losses import Scalar
 from onstep.training.protocols import Loggers
 

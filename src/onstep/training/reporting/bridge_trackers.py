@@ -79,7 +79,7 @@ class BridgeTrackers:
         self._states: StateDict = {}
         self._run_id = ""
         self._is_open = False
-        self._takers: Loggers | None = None
+        self._recipients: Loggers | None = None
         """The recipients of the tags, known once the trackers' runs are open."""
         self.is_held = False
         """Whether something closes the trackers at the end of the run."""
@@ -92,7 +92,7 @@ class BridgeTrackers:
         """Pass the tags to a callback that feeds trackers and shows tags too (`TrackersCallback`), on rank 0."""
         for callback in callbacks.callbacks if callbacks is not None else ():
             self._shared |= getattr(callback, "tag_loggers", {})
-        self._takers = None
+        self._recipients = None
 
     @property
     def configured(self) -> tuple[str, ...]:
@@ -111,12 +111,12 @@ class BridgeTrackers:
         return {name: found for name in names if (found := self.get(name)) is not None}
 
     @property
-    def takers(self) -> Loggers:
+    def recipients(self) -> Loggers:
         """The recipients of the tags on this rank: its loggers, and on rank 0 the metrics log's record."""
-        if self._takers is None or not self._is_open:
+        if self._recipients is None or not self._is_open:
             is_kept = self._world.is_main and self.is_wanted and self._cfg.logger.log_interval
-            self._takers = {**self.loggers, **({"journal": self.record} if is_kept else {})}
-        return self._takers
+            self._recipients = {**self.loggers, **({"journal": self.record} if is_kept else {})}
+        return self._recipients
 
     def get(self, name: str) -> Any:
         """A tracker's logger, created on first use; None if it is not configured, and on other ranks.
@@ -135,7 +135,7 @@ class BridgeTrackers:
 
     def put(self, name: str, logger: object) -> None:
         """Install another logger on this rank: an object with its own client's methods; None removes it."""
-        self._given[name], self._takers = logger, None
+        self._given[name], self._recipients = logger, None
         if logger is None:
             del self._given[name]
 
@@ -148,7 +148,7 @@ class BridgeTrackers:
         if self._is_open:
             return
         check_trackers(self._cfg)
-        self._is_open, self._takers = True, None
+        self._is_open, self._recipients = True, None
         self.loggers  # noqa: B018 - makes them
         for name, logger in self._own.items():
             logger.open(self._identity(name, step, adds_only), self._states.get(name, {}), samples)

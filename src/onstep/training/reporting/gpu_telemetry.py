@@ -91,8 +91,8 @@ class EnergyMonitor:
     def setup(self) -> bool:
         """Whether every rank can read its meter; otherwise nothing is measured. Collective."""
         if self._joules is None:
-            gauge = open_gpu_telemetry(self._world.device)
-            self._joules = gauge.joules if gauge is not None else None
+            telemetry = open_gpu_telemetry(self._world.device)
+            self._joules = telemetry.joules if telemetry is not None else None
         can_read = self._joules is not None and not math.isnan(self._joules())
         self.is_available = self._world.agree([int(not can_read)]) == [0]
         return self.is_available

@@ -190,33 +190,33 @@ class LossAccumulator:
         device = self._losses[0].numerator.device
         top = torch.stack([loss.numerator for loss in self._losses])
         weights = _stack([at_least_one(loss.weight) for loss in self._losses], device)
-        self._grow_losses("loss", (top / weights.to(top.dtype)).double(), range(len(self._losses)))
+        self._add_losses("loss", (top / weights.to(top.dtype)).double(), range(len(self._losses)))
         tokens = [loss.tokens for loss in self._losses if loss.tokens is not None]
         if tokens:
-            self._grow("tokens", _stack(tokens, device).sum())
+            self._add_to_total("tokens", _stack(tokens, device).sum())
         for key in dict.fromkeys(key for loss in self._losses for key in loss.reports):
             steps = [step for step, loss in enumerate(self._losses) if key in loss.reports]
             values = _stack([self._losses[step].reports[key] for step in steps], device)
-            self._grow_losses(f"report/{key}", values, steps)
+            self._add_losses(f"report/{key}", values, steps)
             self._counts[key] = self._counts.get(key, 0) + len(steps)
         if self._norms:
             norms = _stack(self._norms, device)
-            self._grow("squared_norm", norms.square().sum())
+            self._add_to_total("squared_norm", norms.square().sum())
             self._num_norms += len(self._norms)
             largest = norms.max()
             self._max_norm = largest if self._max_norm is None else torch.maximum(self._max_norm, largest)
         self._losses, self._norms, self._unapplied = [], [], set()
 
-    def _grow_losses(self, name: str, values: Tensor, steps: Sequence[int]) -> None:
+    def _add_losses(self, name: str, values: Tensor, steps: Sequence[int]) -> None:
         """Add the losses of some pending steps; count the applied ones separately once a step was not applied."""
         applied = f"applied/{name}"
         if self._unapplied or applied in self._sums:
             rows = [row for row, step in enumerate(steps) if step not in self._unapplied]
             before = self._sums.get(applied, self._sums.get(name, 0.0))
             self._sums[applied] = before + values[rows].sum()
-        self._grow(name, values.sum())
+        self._add_to_total(name, values.sum())
 
-    def _grow(self, name: str, amount: Tensor) -> None:
+    def _add_to_total(self, name: str, amount: Tensor) -> None:
         self._sums[name] = self._sums[name] + amount if name in self._sums else amount
 
 

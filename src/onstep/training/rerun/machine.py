@@ -19,8 +19,7 @@ from torch import Tensor
 from onstep.config import RerunStateMachineConfig
 from onstep.distributed import World
 from onstep.training.protocols import StateDict
-from onstep.training.rerun.snapshot import Rewindable, StepSnapshot, rewindable
-from onstep.training.rerun.validation import (
+from onstep.training.rerun.rejections import (
     EXIT_CODE_FAILED_ON_RESULT_VALIDATION,
     EXIT_CODE_RESUME_TO_DISAMBIGUATE,
     Diagnosis,
@@ -35,6 +34,7 @@ from onstep.training.rerun.validation import (
     plain,
     relative_difference,
 )
+from onstep.training.rerun.snapshot import Rewindable, StepSnapshot, rewindable
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class RerunStateMachine:
         """Steps done before the current one; set by the loop when it starts."""
         self.diagnosis: Diagnosis | None = None
         """The result of the last rerun; the same on all ranks."""
-        self.verdict: str | None = None
+        self.conclusion: str | None = None
         """The same as text; also set if another device is needed to decide."""
         self.stats: dict[str, DifferenceStats] = {}
         """For `report_determinism_stats`: differences on this rank, by the validation's message."""
@@ -330,14 +330,14 @@ class RerunStateMachine:
             self.state = RerunState.RERUNNING_IN_PLACE
             return True
         if not counts:
-            self._judge()
+            self._classify()
             return False
         self.state = RerunState.NOT_RUNNING_YET
         if (self.current_iteration + 1) % REPORTING_INTERVAL == 0:
             self.report_determinism_stats()
         return False
 
-    def _judge(self) -> None:
+    def _classify(self) -> None:
         """Decide, for all ranks, what the second result means."""
         (outcome,) = self._world.agree([max(map(_outcome, self._rejections), default=_NOTHING)])
         if outcome == _NOTHING:
@@ -360,7 +360,7 @@ class RerunStateMachine:
             self._say("%s", self.diagnosis)
 
     def _say(self, text: str, what: object) -> None:
-        self.verdict = text % what
+        self.conclusion = text % what
         if self._world.is_main:
             logger.error(text, what)
 

@@ -91,8 +91,8 @@ class RerunMachine(Feature[Job]):
             step.batches = batches
             saves, leaves, exit_code = machine.should_checkpoint_and_exit()
             if leaves:
-                verdict, details = machine.verdict or "", {"exit_code": exit_code}
-                decision = Request("rerun_exit", "rerun state machine", "", verdict, self._run.world.rank, details)
+                conclusion, details = machine.conclusion or "", {"exit_code": exit_code}
+                decision = Request("rerun_exit", "rerun state machine", "", conclusion, self._run.world.rank, details)
                 why = "before exiting, to recompute a result"
                 raise Leave(exit_code, decision, self._position if saves else None, why)
 

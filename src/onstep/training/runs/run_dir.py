@@ -42,6 +42,9 @@ REPORTS = (
 )
 """What metrics logs and trackers write into a run's directory, perhaps before it becomes one."""
 
+LEFTOVERS = ("run.json.tmp", ".write-test-*", ".trainer_logs*.json.*.tmp", ".metrics*.csv.*.tmp")
+"""Temporary files of ours; a process killed between creating and replacing one leaves it behind."""
+
 FINISHED = ("completed", "stopped")
 """A run with one of these statuses is not continued by the same command."""
 
@@ -187,18 +190,18 @@ def acquire_run_dir(config: ConfigContainer) -> tuple[Claim, RunLock | None]:
     if not directory.run_json.exists():
         _make_writable(directory)
     elif not _may_be_replaced(directory):
-        claim = _judge(directory, config)
+        claim = _inspect(directory, config)
         if claim.is_finished:
             return claim, None
     lock = RunLock(directory.lock)
     try:
-        return _take(directory, config), lock
+        return _start_or_continue(directory, config), lock
     except BaseException:
         lock.release()
         raise
 
 
-def _take(directory: RunDir, config: ConfigContainer) -> Claim:
+def _start_or_continue(directory: RunDir, config: ConfigContainer) -> Claim:
     """Start a run, or continue the existing one; no other process can by now."""
     if not directory.run_json.exists() or _may_be_replaced(directory):
         if directory.run_json.exists():
@@ -216,15 +219,15 @@ def _take(directory: RunDir, config: ConfigContainer) -> Claim:
         }
         directory.write(content)
         return Claim(directory, config)
-    claim = _judge(directory, config)
+    claim = _inspect(directory, config)
     directory.write(
         {**directory.read(), "status": "running", "config": claim.config.to_dict(), "continued_at": time.time()}
     )
     return claim
 
 
-def _judge(directory: RunDir, config: ConfigContainer) -> Claim:
-    """Whether the existing run is finished, may continue, or differs from the one that `config` describes."""
+def _inspect(directory: RunDir, config: ConfigContainer) -> Claim:
+    """Determine whether the existing run is finished, may continue, or differs from the one in `config`."""
     content = directory.read()
     policy = config.checkpoint.on_config_change
     try:
@@ -274,8 +277,7 @@ def _next_free(path: Path, first: int) -> Path:
 
 def _make_writable(directory: RunDir) -> None:
     there = [one for one in directory.path.iterdir() if one != directory.lock] if directory.path.is_dir() else []
-    # an evaluation before training leaves reports; the directory still belongs to the run
-    if not all(any(one.match(pattern) for pattern in REPORTS) or _holds_only_events(one) for one in there):
+    if not all(map(_is_ours, there)):
         raise RunExistsError(
             f"{directory.path} contains files but no run.json, so it is not a run's directory. Nothing was touched; "
             "choose "
@@ -283,14 +285,21 @@ def _make_writable(directory: RunDir) -> None:
         )
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
-        probe = directory.path / f".write-test-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        (directory.path / f".write-test-{os.getpid()}").touch()
+        for probe in directory.path.glob(".write-test-*"):  # this one, and those of killed processes
+            probe.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
             f"The run's directory {directory.path} cannot be written ({error.strerror or error}); choose another "
             f"run.output_dir."
         ) from None
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file in a directory without run.json is a leftover, or a report of an evaluation before training."""
+    if any(path.match(pattern) for pattern in LEFTOVERS):
+        return path.is_file() and not path.is_symlink()
+    return any(path.match(pattern) for pattern in REPORTS) or _holds_only_events(path)
 
 
 def _holds_only_events(path: Path) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 
 from onstep.config import ConfigContainer
 from onstep.config.differences import configured_schedule_holds
-from onstep.config.lengths import has_rampup_tails, schedule_samples, sizes_of, standing_after, train_iters
+from onstep.config.lengths import has_rampup_tails, progress_after, schedule_samples, sizes_of, train_iters
 from onstep.data import EvalLoader, TrainLoader
 from onstep.errors import ConfigError
 from onstep.events import Dispatcher
@@ -159,7 +159,7 @@ def count_steps(state: Run, train_data: TrainLoader | None) -> None:
     info.num_train_epochs = train.num_epochs or (info.max_steps / info.steps_per_epoch if info.steps_per_epoch else 0)
     info.num_examples, info.num_train_samples = num_samples, sizes.samples_after(info.max_steps)
     if num_samples:
-        end = standing_after(info.max_steps, sizes, num_samples, train.drop_last)
+        end = progress_after(info.max_steps, sizes, num_samples, train.drop_last)
         info.num_train_samples = end.consumed
         if sizes.varies:
             info.num_train_epochs = train.num_epochs or end.epochs

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from onstep.errors import AnomalyError
 from onstep.events import Request
-from onstep.progress import TrainState
+from onstep.train_state import TrainState
 from onstep.training.reporting.timers import INTERVAL_TIME
 from onstep.training.run import Run
 from onstep.training.stages.agreement import agree, shorten_ids, write_decision

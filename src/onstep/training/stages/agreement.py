@@ -39,12 +39,12 @@ def agree(state: Run) -> None:
         return
     votes = [*watch.votes(world.is_main, writes), int(control.has_pre_update_listener)]
     agreed = world.agree([*votes, *control.vector()])
-    *exits, heard = agreed[: len(votes)]
+    *exits, any_listener = agreed[: len(votes)]
     state.exits.set_agreed(exits)
-    control.any_pre_update_listener = bool(heard)
-    is_asked = control.set_agreed(agreed[len(votes) :])
+    control.any_pre_update_listener = bool(any_listener)
+    any_request = control.set_agreed(agreed[len(votes) :])
     _forget_withdrawn_stop(state)
-    if is_asked:
+    if any_request:
         record(state, [request for of_rank in world.gather(control.pop_requests()) for request in of_rank])
 
 

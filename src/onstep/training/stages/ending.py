@@ -44,7 +44,7 @@ def leave_early(job: Job, leave: Leave) -> None:
     run, checkpoints = job.run, job.run.checkpoints
     if leave.position is not None:
         run.saving.save_reason = leave.save_reason
-        save_now(job, reader=cast(StepSource, _Standing(leave.position)))
+        save_now(job, reader=cast(StepSource, _FixedPosition(leave.position)))
         if checkpoints is not None:
             checkpoints.finish()
     leave.decision.details["checkpoint"] = leave.position is not None and checkpoints is not None
@@ -132,7 +132,7 @@ def give_up_on_data(job: Job) -> None:
 
 
 @dataclass(frozen=True)
-class _Standing:
+class _FixedPosition:
     """A reader that has read nothing: its position is the start of the step."""
 
     position: StateDict

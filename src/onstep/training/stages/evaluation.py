@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from onstep.data import Batch, EvalLoader, IteratorReader, StepBatches
 from onstep.distributed import World
 from onstep.events import CallbackManager, Dispatcher, Request
-from onstep.models.modes import preserve_modes
+from onstep.models.generation.generate import preserve_modes
 from onstep.training.compute.losses import MicroLoss, evaluation_sums, read_loss
 from onstep.training.compute.step import MicroBatches
 from onstep.training.protocols import DataSource, ForwardStep, Metrics, NonLossFunction
@@ -175,7 +175,7 @@ def _is_over_in_time(state: Run) -> bool:
 def _collect_non_loss_data(
     state: Run, forward_step_func: ForwardStep, data_iterator: DataSource, model: list[nn.Module]
 ) -> list[object]:
-    """What the loss functions of one batch's micro-batches return for `non_loss_data=True`. Must run on all ranks."""
+    """Collect the loss functions' non-loss data for one batch's micro-batches. Must run on all ranks."""
     step = next(eval_batches(state, data_iterator), None)
     if step is None:
         return []
@@ -271,7 +271,7 @@ def evaluate_and_print_results(
     if means and state.entry_point.prints_console_line and state.is_last_rank:
         print(result_block(prefix, means), flush=True)  # noqa: T201 - this block is what was asked for
     state.bridge_trackers.join(callback_manager)
-    if state.bridge_trackers.takers and not is_over:
+    if state.bridge_trackers.recipients and not is_over:
         with state.bridge_trackers.held(lambda: state.ending.ended):
             if means:
                 write_evaluation(state, means, "test" if is_test else "validation", write_to_tensorboard)
@@ -291,7 +291,7 @@ def write_evaluation(state: Run, means: dict[str, Tensor], kind: str, write_to_t
     losses = {name: mean.item() for name, mean in means.items()}
     shows_perplexity = state.cfg.logger.log_validation_ppl_to_tensorboard
     perplexities = {name: perplexity(loss) for name, loss in losses.items()} if shows_perplexity else {}
-    loggers = {name: one for name, one in trackers.takers.items() if write_to_tensorboard or name != TENSORBOARD}
+    loggers = {name: one for name, one in trackers.recipients.items() if write_to_tensorboard or name != TENSORBOARD}
     tags = evaluation_tags(kind, losses, perplexities)
     write_tags(loggers, tags, progress.step, progress.consumed_train_samples, over_samples=tags)
 
@@ -328,7 +328,7 @@ def note_best_metric(state: Run, metrics: Metrics) -> None:
     if best is None or (value > best if greater else value < best):
         progress.best_metric, progress.best_step = value, progress.step
         if state.cfg.checkpoint.save_on_best and progress.step > 0:
-            _ask_to_save(state, f"best {key} so far: {value:.6g}")
+            _request_save(state, f"best {key} so far: {value:.6g}")
 
 
 def note_best_checkpoint(state: Run, step: int, path: str | Path) -> None:
@@ -342,7 +342,7 @@ def note_best_checkpoint(state: Run, step: int, path: str | Path) -> None:
         state.train_state.best_model_checkpoint = str(path)
 
 
-def _ask_to_save(state: Run, reason: str) -> None:
+def _request_save(state: Run, reason: str) -> None:
     """Request a save on every rank; rank 0's request is recorded."""
     if state.world.is_main:
         state.control.add_request(Request("should_save", "save_on_best", "", reason, state.world.rank))

@@ -12,7 +12,7 @@ from torch import nn
 
 from onstep.checkpoint import RngState
 from onstep.events import Request
-from onstep.schedules import is_due
+from onstep.training.feature import is_due
 from onstep.training.protocols import StateDict, Trained, UserOptimizer, UserScheduler
 from onstep.training.run import Run
 from onstep.training.runs.signals import Preempted
@@ -63,11 +63,11 @@ def checkpoint_and_decide_exit(
             state.features.before_exit_decision()
     leaves = exits.decided is not None
     saving, every = state.saving, state.cfg.checkpoint.non_persistent_save_interval
-    is_asked = state.control.should_save
+    is_requested = state.control.should_save
     state.control.clear("should_save")
-    persistent = (is_asked and not saving.saves_at_end) or (leaves and saving.is_unsaved)
-    if persistent or (not is_asked and saving.is_unsaved and is_due(step, every)):
-        saving.save_reason = _why_saved(state, is_asked) if persistent else f"every {every} steps, not persistent"
+    persistent = (is_requested and not saving.saves_at_end) or (leaves and saving.is_unsaved)
+    if persistent or (not is_requested and saving.is_unsaved and is_due(step, every)):
+        saving.save_reason = _why_saved(state, is_requested) if persistent else f"every {every} steps, not persistent"
         flops = num_floating_point_operations_so_far
         save_checkpoint_and_time(
             state,
@@ -173,8 +173,8 @@ def announce_exit(state: Run) -> bool:
     return True
 
 
-def _why_saved(state: Run, is_due_or_asked: bool) -> str:
-    if not is_due_or_asked:
+def _why_saved(state: Run, is_due_or_requested: bool) -> str:
+    if not is_due_or_requested:
         return f"before exiting ({state.exits.decided})"
     every = state.train_state.overrides.get("save_interval", state.cfg.checkpoint.save_interval)
     return f"every {every} steps" if is_due(state.train_state.step, every) else "requested, or an epoch ended"

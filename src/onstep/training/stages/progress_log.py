@@ -71,7 +71,7 @@ def log_async_checkpoint_saved(state: Run, step: int) -> None:
 def get_start_time_from_progress_log(
     cfg: ConfigContainer, *, directory: str | Path | None = None, world_size: int | None = None
 ) -> tuple[datetime, float]:
-    """When the jobs with the current number of ranks began, and the floating-point operations done before that.
+    """The start of the jobs with the current number of ranks, and the floating-point operations done before that.
 
     The start is the first `Starting job` line after the last line with another number of ranks; the operations are
     those of the last checkpoint that was durable by then. An asynchronous save counts from its `Saved async checkpoint`
@@ -169,8 +169,8 @@ def _first_start(lines: Iterable[str], own_ranks: int) -> tuple[datetime, float]
     pending: dict[str, float] = {}  # of asynchronous saves that are not durable yet, by their `Iteration: N`
     for line in lines:
         try:
-            moment, _, gpus, kind, *rest = line.split("\t")
-            when, ranks = datetime.strptime(moment, _TIME), int(gpus.removeprefix("# GPUs: "))
+            timestamp, _, gpus, kind, *rest = line.split("\t")
+            when, ranks = datetime.strptime(timestamp, _TIME), int(gpus.removeprefix("# GPUs: "))
             # the last field is ignored: its last digits may be missing
             flops = [float(part.removeprefix(_FLOPS)) for part in rest[:-1] if part.startswith(_FLOPS)]
         except ValueError:

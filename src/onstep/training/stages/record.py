@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from onstep.events import Dispatcher
-from onstep.progress import TrainState
+from onstep.train_state import TrainState
 from onstep.training.compute.losses import Scalar
 from onstep.training.compute.step import Step
 from onstep.training.protocols import Metrics, UserOptimizer
@@ -31,13 +31,13 @@ def log_step(state: Run, accumulator: LossAccumulator, optimizer: UserOptimizer,
     state.features.after_read()
     advance_tokens(state, report)
     logs = build_logs(state, report, optimizer, extras=tuple(unread))
-    warn_of_nothing_learned(state, report)
+    warn_if_all_skipped(state, report)
     notify.on_log_step(logs=logs)
     publish(state, logs, notify)
     state.sums.interval_start = state.clock.elapsed()
 
 
-def warn_of_nothing_learned(state: Run, report: IntervalReport) -> None:
+def warn_if_all_skipped(state: Run, report: IntervalReport) -> None:
     """Warn, on rank 0, if every step was skipped and a norm above `grad_norm_skip_threshold` explains it."""
     most, norm = state.cfg.optimizer.grad_norm_skip_threshold, report.max_grad_norm
     if most is None or norm is None or norm <= most or report.num_skipped < report.num_steps:
@@ -147,7 +147,7 @@ class RunStart:
 
     def note_first_step(self, run: Run, step: Step) -> None:
         """Log how losses are weighted, and exclude this step and its tokens from the rates, whose clock starts now."""
-        say_weighting(run, step)
+        log_weighting(run, step)
         if run.is_over:
             return
         self.seconds, self.is_first = time.perf_counter(), False
@@ -155,7 +155,7 @@ class RunStart:
         self.first_tokens = 0 if step.total.tokens is None else step.total.tokens
 
 
-def say_weighting(run: Run, step: Step) -> None:
+def log_weighting(run: Run, step: Step) -> None:
     """Log once how mean losses are weighted, which only the first micro-batch shows; `Trainer` logs this itself."""
     micro = step.micros[0]
     if micro.kind != "mean" or run.entry_point.trainer is not None or not run.world.is_main:

@@ -25,7 +25,7 @@ from onstep.training.run import Run
 from onstep.training.stages.agreement import write_decision
 from onstep.training.stages.job import Job
 from onstep.training.stages.step_flops import flops_of_samples
-from onstep.training.stragglers.comparison import RankTimes, Straggler, find_stragglers, ranking_lines, straggler_line
+from onstep.training.stragglers.rank_times import RankTimes, Straggler, find_stragglers, ranking_lines, straggler_line
 
 logger = logging.getLogger(__name__)
 
@@ -225,8 +225,8 @@ class StragglerDetector:
             self._port = None
 
     def _times(self, steps: int) -> RankTimes:
-        gauge = self._telemetry
-        readings = (gauge.watts(), gauge.celsius(), gauge.utilization(), gauge.megahertz()) if gauge else ()
+        gpu = self._telemetry
+        readings = (gpu.watts(), gpu.celsius(), gpu.utilization(), gpu.megahertz()) if gpu else ()
         parts = (self._clock() - self._since, self._data.seconds(), self._forward.seconds())
         return RankTimes(*(part / steps for part in parts), *readings)
 

@@ -102,10 +102,10 @@ class NVRxStragglerDetectionManager:
             return False
         detector = self._package.Detector
         report = detector.generate_report_if_interval_elapsed()
-        said = self._say(report) if global_rank == 0 and report is not None else ("", {})
+        reported = self._say(report) if global_rank == 0 and report is not None else ("", {})
         if not detector.is_interval_elapsed():
             return False
-        self.found, scores = self._world.share(said)
+        self.found, scores = self._world.share(reported)
         if self._write is not None and scores:
             self._write(scores)
         return bool(self.found) and self._config.stop_if_detected

@@ -12,9 +12,8 @@ from onstep.checkpoint.format.tensor_file import bytes_of
 from onstep.config.suggestions import listed
 from onstep.distributed import World, shards
 from onstep.errors import ReplicaMismatchError
-from onstep.schedules import is_due
 from onstep.training.compute.step import Step
-from onstep.training.feature import Feature
+from onstep.training.feature import Feature, is_due
 from onstep.training.stages.job import Job
 
 

@@ -29,7 +29,7 @@ class RankExchange(threading.Thread):
     """
 
     def __init__(self, rank: int, size: int, interval: float) -> None:
-        super().__init__(name="onstep-courier", daemon=True)
+        super().__init__(name="onstep-rank-exchange", daemon=True)
         self.rank = rank
         self.size = size
         self.interval = interval

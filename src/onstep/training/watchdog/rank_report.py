@@ -116,7 +116,7 @@ class RankReport:
 
     @property
     def clause(self) -> str:
-        """What the rank is doing and where, as a clause."""
+        """The rank's current activity and place, as a clause."""
         where = f" at {self.place}" if self.place else ""
         if self.callback is not None:
             return f"callback '{self.callback}' is handling '{self.event}'{where}"

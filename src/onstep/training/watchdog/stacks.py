@@ -46,7 +46,7 @@ def this_host() -> str:
 
 
 def birth_of(pid: int) -> int:
-    """When a process of this machine began, in ticks since boot; 0 if the system does not report it.
+    """The start time of a process of this machine, in ticks since boot; 0 if the system does not report it.
 
     With the pid it identifies a process uniquely: pids are reused, even while a dead rank is being looked for.
     """
@@ -201,7 +201,7 @@ class StackDump:
 
 
 def dumped_by(pid: int, path: str) -> str:
-    """What a process of this machine writes to its dump file on request; "" if it writes nothing."""
+    """The stacks that a process of this machine writes to its dump file on request; "" if it writes nothing."""
     if DUMP_SIGNAL is None:
         return ""
     file = Path(path)
@@ -211,10 +211,10 @@ def dumped_by(pid: int, path: str) -> str:
         deadline, size = time.monotonic() + _DUMP_SECONDS, before
         while time.monotonic() < deadline:
             time.sleep(0.05)
-            grown = file.stat().st_size
-            if grown > before and grown == size:
+            new_size = file.stat().st_size
+            if new_size > before and new_size == size:
                 break
-            size = grown
+            size = new_size
         with file.open("rb") as stream:
             stream.seek(before)
             return stream.read().decode(errors="replace")

@@ -172,8 +172,8 @@ class Watching(Feature[Run]):
             self._me.left = 0
         self._stopping.set()
         self._wake.set()
-        has_ruling = self._rank_exchange is not None and self._rank_exchange.decision is not None
-        self._thread.join(REPORT_SECONDS if has_ruling else 2 * self._interval + 1)
+        is_decided = self._rank_exchange is not None and self._rank_exchange.decision is not None
+        self._thread.join(REPORT_SECONDS if is_decided else 2 * self._interval + 1)
         if self._rank_exchange is not None:
             self._rank_exchange.record = self._record()
             self._rank_exchange.stop(LINGER_SECONDS if self._me.left == 0 and self._keeps_store else 0.0)
@@ -198,8 +198,8 @@ class Watching(Feature[Run]):
 
     def _record(self) -> RankReport:
         """This rank's record, including its suspicion as the diagnosing rank."""
-        record, accused = self._me.record(), self._suspected
-        return record if accused is None else replace(record, suspects=accused.rank, suspected_beats=accused.beats)
+        record, suspect = self._me.record(), self._suspected
+        return record if suspect is None else replace(record, suspects=suspect.rank, suspected_beats=suspect.beats)
 
     def _look_at_all(self, exchange: RankExchange) -> None:
         record = exchange.record = self._record()
@@ -212,7 +212,7 @@ class Watching(Feature[Run]):
         elif not self._is_answered(exchange):
             self._diagnose_alone(exchange.rank_reports())
         elif exchange.leader == record.rank and (exchange.knows_all or record.failure is not None):
-            self._judge(exchange, record.rank)
+            self._diagnose(exchange, record.rank)
         else:
             leader = suspecting_rank(record, exchange.rank_reports())
             if leader is not None and not self._me.is_held():
@@ -222,7 +222,7 @@ class Watching(Feature[Run]):
         """Whether the store still responds."""
         return time.monotonic() - exchange.last_answer < 2 * self._interval + 1
 
-    def _judge(self, exchange: RankExchange, own_rank: int) -> None:
+    def _diagnose(self, exchange: RankExchange, own_rank: int) -> None:
         if self._me.is_held():
             return
         rank_reports, now = exchange.rank_reports(), time.monotonic()

@@ -34,7 +34,7 @@ def small_config(settings: dict[str, Any]) -> ConfigContainer:
 
 
 def job_train(settings: dict[str, Any]) -> None:
-    """Train with every tracker that `trackers` names, and be killed at the `number`-th telling of `event`."""
+    """Train with every tracker that `trackers` names, and be killed at the `number`-th call at `event`."""
     manager = CallbackManager()
     trackers = TrackersCallback(settings.get("sinks", ["csv", "tensorboard"]))
     manager.add([JsonLogger(), trackers])

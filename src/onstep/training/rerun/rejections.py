@@ -168,7 +168,7 @@ class RerunErrorInjector:
         return math.inf if self.kind is RerunDiagnostic.TRANSIENT_ERROR or is_persistent else difference
 
     def state_dict(self) -> StateDict:
-        """Whether an error is being simulated, and the state of the generator."""
+        """The simulated error, if one is active, and the state of the generator."""
         return {"is_active": self.is_active, "random": self._random.getstate()}
 
     def load_state_dict(self, state_dict: StateDict) -> None:

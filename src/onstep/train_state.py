@@ -58,7 +58,7 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """All fields; the fields of Megatron Bridge's TrainState are 0-d tensors, as there."""
-        import torch  # not at the top: configuration and events use progress without torch
+        import torch  # not at the top: configuration and events use it without torch
 
         state = {one.name: getattr(self, one.name) for one in fields(self)}
         for key, dtype in _BRIDGE_KEYS.items():

@@ -45,6 +45,6 @@ def check_alone(section: ConfigSection, prefix: str) -> None:
         chosen = getattr(section, other)
         if chosen not in allowed:
             raise ConfigError(
-                f"{prefix}{name}={value!r} means nothing for {prefix}{other}={chosen}; set {prefix}{other} to "
+                f"{prefix}{name}={value!r} has no effect with {prefix}{other}={chosen}; set {prefix}{other} to "
                 f"{' or '.join(allowed)}, or leave {name} at its default {getattr(type(section)(), name)!r}."
             )

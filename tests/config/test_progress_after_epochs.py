@@ -1,18 +1,18 @@
-"""Where a run stands after some steps, against walking through its epochs step by step."""
+"""The expected progress of a run after some steps, against walking through its epochs step by step."""
 
 from __future__ import annotations
 
 import pytest
 
-from onstep.config.lengths import BatchSizes, Standing, parse_steps, ramp, standing_after
+from onstep.config.lengths import BatchSizes, ExpectedProgress, parse_steps, progress_after, ramp
 
 
-def walked(sizes: BatchSizes, num_samples: int, drop_last: bool, steps: int) -> list[Standing]:
+def walked(sizes: BatchSizes, num_samples: int, drop_last: bool, steps: int) -> list[ExpectedProgress]:
     """Where a run stands before each of its first steps."""
     whole = consumed = epoch = in_epoch = 0
     met = []
     for _ in range(steps):
-        met.append(Standing(whole, consumed, epoch + in_epoch / num_samples))
+        met.append(ExpectedProgress(whole, consumed, epoch + in_epoch / num_samples))
         size = sizes.at(consumed)
         taken = min(size, num_samples - in_epoch)
         whole, consumed, in_epoch = whole + size, consumed + taken, in_epoch + taken
@@ -32,14 +32,14 @@ def test_it_is_where_walking_step_by_step_comes_to(
 ) -> None:
     sizes = BatchSizes(*stages)
     for step, expected in enumerate(walked(sizes, num_samples, drop_last, 200)):
-        found = standing_after(step, sizes, num_samples, drop_last)
+        found = progress_after(step, sizes, num_samples, drop_last)
         assert (found.whole, found.consumed) == (expected.whole, expected.consumed), step
         assert found.epochs == pytest.approx(expected.epochs), step
 
 
 def test_epochs_without_a_tail_count_as_whole_steps_do() -> None:
     sizes = BatchSizes(*ramp([4, 4, 90], 20))
-    assert [standing_after(step, sizes, 47, True).whole for step in range(60)] == [
+    assert [progress_after(step, sizes, 47, True).whole for step in range(60)] == [
         sizes.samples_after(step) for step in range(60)
     ]
 
@@ -47,4 +47,4 @@ def test_epochs_without_a_tail_count_as_whole_steps_do() -> None:
 def test_a_long_run_over_a_short_dataset_is_not_walked_through() -> None:
     """A billion epochs: this would not end if it went from one to the next."""
     sizes = BatchSizes(*ramp([2, 2, 10**12], 8))
-    assert standing_after(5 * 10**9, sizes, 9, False) == Standing(10 * 10**9, 9 * 10**9, 1e9)
+    assert progress_after(5 * 10**9, sizes, 9, False) == ExpectedProgress(10 * 10**9, 9 * 10**9, 1e9)

@@ -220,7 +220,7 @@ def test_an_interrupt_of_all_ranks_is_no_riddle(processes: Processes, tmp_path: 
 
 
 def test_an_error_that_all_ranks_raise_alike_is_no_riddle(processes: Processes, tmp_path: Path) -> None:
-    codes = processes.run(JOBS, "train", tmp_path, {"how": "raise", "culprit": "all"}, ranks=2)
+    codes = processes.run(JOBS, "train", tmp_path, {"how": "raise", "suspect": "all"}, ranks=2)
     assert codes == [1, 1]
     assert not reports(tmp_path)
     assert output_of(tmp_path).count("ValueError: a fault of its own") == 2
@@ -246,7 +246,7 @@ def test_the_others_end_when_a_rank_is_killed_under_torchrun(tmp_path: Path, sus
 @pytest.mark.slow
 def test_the_others_end_when_the_process_with_the_store_is_killed(tmp_path: Path) -> None:
     """Without torchrun the store of the process group lives in rank 0."""
-    settings = {"how": "kill", "culprit": 0, "pace": 0.4, "seconds_allowed": 30.0}
+    settings = {"how": "kill", "suspect": 0, "pace": 0.4, "seconds_allowed": 30.0}
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]

@@ -27,7 +27,7 @@ JOBS = "tests.support.jobs.hanging_jobs"
 
 @pytest.mark.parametrize("how", ["sleep", "read", "late"])
 def test_one_process_that_hangs_reports_and_ends(processes: Processes, tmp_path: Path, how: str) -> None:
-    codes = processes.run(JOBS, "train", tmp_path, {"how": how, "culprit": 0, "seconds_allowed": 1.5})
+    codes = processes.run(JOBS, "train", tmp_path, {"how": how, "suspect": 0, "seconds_allowed": 1.5})
     output = output_of(tmp_path)
     assert codes == [1], output
     assert output.count("first failure: rank 0 hangs: no progress for") == 1, output
@@ -44,13 +44,13 @@ def test_one_process_that_hangs_reports_and_ends(processes: Processes, tmp_path:
 
 
 def test_one_process_that_raises_adds_nothing(processes: Processes, tmp_path: Path) -> None:
-    assert processes.run(JOBS, "train", tmp_path, {"how": "raise", "culprit": 0}) == [1]
+    assert processes.run(JOBS, "train", tmp_path, {"how": "raise", "suspect": 0}) == [1]
     assert "first failure" not in output_of(tmp_path)
     assert not list((tmp_path / "run").glob("first-culprit-*"))
 
 
 def test_slow_steps_go_on(processes: Processes, tmp_path: Path) -> None:
-    settings = {"how": "dawdle", "culprit": 0, "seconds": 0.9, "seconds_allowed": 1.5, "max_steps": 3}
+    settings = {"how": "dawdle", "suspect": 0, "seconds": 0.9, "seconds_allowed": 1.5, "max_steps": 3}
     assert processes.run(JOBS, "train", tmp_path, settings) == [0], output_of(tmp_path)
 
 
@@ -101,7 +101,7 @@ def test_every_call_and_micro_batch_is_a_sign_of_life() -> None:
 
 def test_a_traced_process_is_not_watched(processes: Processes, tmp_path: Path) -> None:
     """As a debugger does: nothing ends while somebody looks at it."""
-    settings = {"how": "sleep", "culprit": 0, "seconds_allowed": 1.0, "max_steps": 4}
+    settings = {"how": "sleep", "suspect": 0, "seconds_allowed": 1.0, "max_steps": 4}
     assert processes.run(JOBS, "traced", tmp_path, settings) == [0], output_of(tmp_path)
     assert "first failure" not in output_of(tmp_path)
 
@@ -109,7 +109,7 @@ def test_a_traced_process_is_not_watched(processes: Processes, tmp_path: Path) -
 @pytest.mark.process
 def test_a_pause_of_the_whole_run_is_not_counted(processes: Processes, tmp_path: Path) -> None:
     """Ctrl-Z and fg, or a laptop that slept: of one process, and of two ranks, for longer than any limit of theirs."""
-    settings = {"how": "dawdle", "culprit": 0, "seconds": 0.8, "seconds_allowed": 1.5, "max_steps": 6}
+    settings = {"how": "dawdle", "suspect": 0, "seconds": 0.8, "seconds_allowed": 1.5, "max_steps": 6}
     started = processes.start(JOBS, "train", tmp_path / "alone", settings)
     started += processes.start(JOBS, "train", tmp_path / "two", settings, ranks=2)
     deadline = time.monotonic() + 60

@@ -24,7 +24,7 @@ ROWS, LENGTH, VOCABULARY = 64, 12, 16
 
 def is_cause(settings: dict[str, Any]) -> bool:
     """Whether this rank is the one that misbehaves."""
-    suspect = settings.get("culprit", 1)
+    suspect = settings.get("suspect", 1)
     return suspect == "all" or bool(suspect == int(os.environ.get("RANK", "0")))
 
 

@@ -151,7 +151,7 @@ BAD_HEADERS: list[tuple[Any, str]] = [
     (b'"text"', "not a JSON object"),
     (b'{"a": ', "not valid JSON"),
     (b'{"\xff": 1}', "not valid JSON"),
-    (b'{"a": ' + b"[" * 50_000, "nested too deeply"),
+    (b'{"a": ' + b"[" * 50_000, "nested more than 100 levels deep"),
     (b'{"a": {"dtype": "F32", "shape": [1' + b"0" * 5000 + b'], "data_offsets": [0, 8]}}', "digits"),
     (b'{"a": {"dtype": "F32", "shape": [NaN], "data_offsets": [0, 8]}}', "NaN"),
     (b'{"a": %b, "a": %b}' % ((json.dumps(entry()).encode(),) * 2), "a name occurs twice"),

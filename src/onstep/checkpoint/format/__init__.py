@@ -1,3 +1,3 @@
-"""The files of a checkpoint: `codec` (typed JSON and tensors), `values`, `strict_json`, `tensor_file` and
-`tensor_header` (safetensors, streamed, every bound checked).
+"""The files of a checkpoint: `codec` (typed JSON and tensors), `values`, `tensor_file` and `tensor_header`
+(safetensors, streamed, every bound checked).
 """

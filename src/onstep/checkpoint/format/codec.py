@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onstep.checkpoint.format.strict_json import load_strict
+from onstep.bounded_reading import DIGITS_OF_64_BITS, parse_json
 from onstep.checkpoint.format.tensor_header import DTYPE_NAMES, METADATA_KEY
 from onstep.checkpoint.format.values import (
     VALUE_DECODERS,
@@ -38,6 +38,8 @@ from onstep.errors import CheckpointError, UnsupportedStateError
 FORMAT = 1
 MAX_DOCUMENT_BYTES = 1024**3
 MAX_DEPTH = 64
+_LEVELS_OF_JSON = 4
+"""Maximum number of levels of the document for a level of the state."""
 MAX_NAME_LENGTH = 500
 FACTORIES: dict[str, Callable[[], Any]] = {
     kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)
@@ -122,7 +124,14 @@ def document_from_bytes(text: bytes, where: str = "state") -> Any:
     """
     if len(text) > MAX_DOCUMENT_BYTES:
         raise CheckpointError(f"{where}: {len(text)} bytes of JSON exceed the limit of {MAX_DOCUMENT_BYTES}.")
-    return load_strict(text, where)
+    return parse_json(
+        text,
+        where,
+        error=CheckpointError,
+        max_digits=DIGITS_OF_64_BITS,
+        max_nesting=_LEVELS_OF_JSON * MAX_DEPTH,
+        allows_constants=False,
+    )
 
 
 def step_name(key: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from onstep.checkpoint.format.strict_json import load_strict
+from onstep.bounded_reading import DIGITS_OF_64_BITS, parse_json
 from onstep.errors import CheckpointError, UnsupportedStateError
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -169,7 +169,13 @@ def parse_header(where: str, text: bytes, file_size: int) -> dict[str, TensorInf
     Raises:
         CheckpointError: for anything else, with the file and the reason.
     """
-    header = load_strict(text, f"{where} is not a tensor file: its header")
+    header = parse_json(
+        text,
+        f"{where} is not a tensor file: its header",
+        error=CheckpointError,
+        max_digits=DIGITS_OF_64_BITS,
+        allows_constants=False,
+    )
     if not isinstance(header, dict):
         _refuse(where, "its header is not a JSON object")
     metadata = header.pop(METADATA_KEY, {})

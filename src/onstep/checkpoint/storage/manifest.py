@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 from blake3 import blake3
 
+from onstep.bounded_reading import parse_json
 from onstep.checkpoint.components import SharingPattern
-from onstep.checkpoint.format.strict_json import without_repetition
 from onstep.checkpoint.format.tensor_file import FileDigest
 from onstep.errors import CheckpointError
 from onstep.heartbeat import HEARTBEAT
@@ -189,10 +189,7 @@ def _parse(content: bytes, path: Path) -> Manifest:
         raise CheckpointError(f"{path} does not end with its own hash: it is truncated, damaged or not a manifest.")
     if blake3(content[:-_SEAL_BYTES]).hexdigest().encode() != seal[1]:
         raise CheckpointError(f"{path} does not match the BLAKE3 hash at its end; its content has changed.")
-    try:
-        document = json.loads(content, object_pairs_hook=without_repetition)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}.") from None
+    document = parse_json(content, str(path), error=CheckpointError)
     try:
         return _manifest(document)
     except _RefusedError as error:

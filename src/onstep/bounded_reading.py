@@ -1,0 +1,117 @@
+"""Reads files that others may have written, with bounds on their size, their nesting and the length of their integers.
+
+Every bound is part of the error message. Nothing that is read here is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+from onstep.errors import DataError, OnstepError
+
+MAX_JSON_BYTES = 64 << 20
+"""Default limit for a JSON file; about ten times the size of the largest that is in use."""
+MAX_NESTING = 100
+"""Maximum depth of lists and objects in JSON."""
+MAX_DIGITS = 300
+"""Enough for every float; the time to parse an integer grows with the square of its length."""
+DIGITS_OF_64_BITS = 20
+
+
+def read_bytes(path: str | Path, limit: int, *, error: type[OnstepError] = DataError) -> bytes:
+    """The content of a file of at most `limit` bytes. A larger one is refused before it is read.
+
+    Args:
+        error: class of the exception for a file that is too large.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(limit + 1) if size <= limit else b""
+    if size > limit or len(content) > limit:
+        raise error(
+            f"{path} has {max(size, len(content)):,} bytes, and at most {limit:,} are read; it is damaged or not the "
+            "file that is meant. Restore it or give another one."
+        )
+    return content
+
+
+def read_json(path: str | Path, *, limit: int = MAX_JSON_BYTES, error: type[OnstepError] = DataError) -> Any:
+    """The value in a JSON file, within the bounds of `read_bytes` and `parse_json`.
+
+    Raises:
+        OSError: if the file cannot be read.
+        OnstepError: of class `error`, with the reason, for anything that is not JSON within the bounds.
+    """
+    return parse_json(read_bytes(path, limit, error=error), str(path), error=error)
+
+
+def parse_json(
+    text: bytes | str,
+    where: str,
+    *,
+    error: type[OnstepError] = DataError,
+    max_digits: int = MAX_DIGITS,
+    max_nesting: int = MAX_NESTING,
+    allows_constants: bool = True,
+) -> Any:
+    """Parse UTF-8 JSON without repeated names in an object, very deep nesting or very long integers.
+
+    Args:
+        where: names the source in the error message.
+        error: class of the exception.
+        max_digits: maximum number of characters of an integer.
+        max_nesting: maximum depth of lists and objects.
+        allows_constants: whether NaN and infinities, as written by Python, are accepted.
+
+    Raises:
+        OnstepError: of class `error`, with the reason, for anything else.
+    """
+
+    def integer(digits: str) -> int:
+        if len(digits) > max_digits:
+            raise ValueError(f"an integer of {len(digits)} digits; at most {max_digits} are allowed")
+        return int(digits)
+
+    try:
+        value = json.loads(
+            text if isinstance(text, str) else text.decode("utf-8"),
+            object_pairs_hook=_without_repetition,
+            parse_int=integer,
+            parse_constant=None if allows_constants else _no_constant,
+        )
+        _check_nesting(value, max_nesting)
+    except (ValueError, RecursionError) as problem:
+        deep = isinstance(problem, RecursionError)
+        reason = f"it is nested more than {max_nesting} levels deep" if deep else problem
+        raise error(f"{where} is not valid JSON: {reason}.") from problem
+    return value
+
+
+def _check_nesting(value: Any, max_nesting: int) -> None:
+    level = _containers([value])
+    for _ in range(max_nesting):
+        level = [inner for outer in level for inner in _containers(outer)]
+        if not level:
+            return
+    raise RecursionError
+
+
+def _containers(outer: list[Any] | dict[str, Any]) -> list[list[Any] | dict[str, Any]]:
+    return [one for one in (outer if isinstance(outer, list) else outer.values()) if isinstance(one, (list, dict))]
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name occurs twice in one object")
+    return result
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")

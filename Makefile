@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := .venv-peers
 
-.PHONY: demo test test-all test-slow faults check lint bench bench-peers docs docs-serve clean
+.PHONY: demo test test-all test-slow faults promises check lint bench bench-peers docs docs-serve clean
 
 demo: $(READY)
 	$(BIN)/onstep train
@@ -27,6 +27,11 @@ test-slow: $(READY)
 
 faults: $(READY)
 	$(BIN)/python -m pytest -m "faults or not faults" tests/faults
+
+# Every test there is, and the page of promises with what it counted: about half an hour on two cores.
+promises: $(READY)
+	ONSTEP_RESULTS=build/results.json $(BIN)/python -m pytest -n 2 --dist loadfile; \
+	$(BIN)/python tools/promises.py build/results.json
 
 check: lint test-all
 

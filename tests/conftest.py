@@ -14,12 +14,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from onstep.config import ConfigContainer
+from tests.support import results
 from tests.support.forked_processes import Processes
 from tests.support.small_configs import small_pretrain_config
 
 ROOT = Path(__file__).parents[1]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 """Processes that tests start import `tests.support` as the tests do."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Write the results for the page of promises where the environment asks for them."""
+    results.register(config)
 
 
 def pytest_collection_finish() -> None:

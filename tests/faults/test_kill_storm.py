@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,8 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for processes by Linux' pidfd"),
 ]
 
+Count = Callable[[str, object], None]
+"""pytest's `record_property`: a count for the page of promises."""
 WORDS = (
     "dataset.split=80,10,10",
     "dataset.seq_length=64",
@@ -68,16 +70,19 @@ def whole(server: Server, words: tuple[str, ...], tmp_path_factory: pytest.TempP
     return job
 
 
-def test_killed_in_each_phase_on_one_rank(server: Server, whole: Job, tmp_path: Path) -> None:
+def test_killed_in_each_phase_on_one_rank(server: Server, whole: Job, tmp_path: Path, record_property: Count) -> None:
     aims = [Phase.START_UP, Phase.SAVE, Phase.STEP, Phase.EVALUATION, Phase.SAVE]
     storm = Storm(replace(whole, directory=tmp_path), server, 6, 11, aims, fresh_share=0, end_kills=1)
     kills = storm.rage()
     print(f"\n{histogram(kills)}")
     compare(whole.run, storm.job.run)
+    record_property("kills", len(kills))
     assert {Phase.SAVE, Phase.EVALUATION} <= {kill.phase for kill in kills}
 
 
-def test_killed_in_each_phase_on_two_ranks(server: Server, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_killed_in_each_phase_on_two_ranks(
+    server: Server, words: tuple[str, ...], tmp_path: Path, record_property: Count
+) -> None:
     whole = Job(tmp_path / "whole", words, SHORT, ranks=2)
     whole.complete(server, is_fresh=False)
     aims = [Phase.START_UP, Phase.SAVE, Phase.EVALUATION, Phase.STEP]
@@ -85,6 +90,7 @@ def test_killed_in_each_phase_on_two_ranks(server: Server, words: tuple[str, ...
     kills = storm.rage()
     print(f"\n{histogram(kills)}")
     compare(whole.run, storm.job.run, ranks=2)
+    record_property("kills", len(kills))
     assert {Phase.SAVE, Phase.EVALUATION} <= {kill.phase for kill in kills}
 
 
@@ -100,7 +106,7 @@ def test_the_comparison_is_red_where_the_random_state_is_left_out(server: Server
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_hundred_kills_in_runs_of_200_steps_change_nothing(
-    server: Server, words: tuple[str, ...], tmp_path: Path
+    server: Server, words: tuple[str, ...], tmp_path: Path, record_property: Count
 ) -> None:
     with_workers = ("dataset.num_workers=2", "checkpoint.async_save=true")
     kills: list[Kill] = []
@@ -118,6 +124,10 @@ def test_a_hundred_kills_in_runs_of_200_steps_change_nothing(
         print("".join(("\n", *calls[-2:])), flush=True)
     print(f"\nall storms:\n{histogram(kills)}")
     counts = Counter(kill.phase for kill in kills)
+    record_property("runs that equal the uninterrupted one", len(calls) // 2)
+    record_property("kills", len(kills))
+    for phase, number in sorted(counts.items()):
+        record_property(f"kills during {phase.name.lower().replace('_', ' ')}", number)
     assert len(kills) >= 100
     assert counts[Phase.SAVE] >= 20
     assert counts[Phase.START_UP] >= 10

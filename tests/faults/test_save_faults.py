@@ -20,6 +20,8 @@ pytestmark = pytest.mark.faults
 
 FreshCopy = Callable[[str], Path]
 OperationsOf = Callable[[str, int], list[Operation]]
+Count = Callable[[str, object], None]
+"""pytest's `record_property`: a count for the page of promises."""
 
 SAVES = {20: {(10, "a"), (20, "b")}, 10: {(10, "a"), (10, "b")}}
 """Saving step 20 on top of 10, and step 10 again in the place of the old one: what may be found after a fault."""
@@ -51,7 +53,12 @@ def check_aftermath(root: Path, driver: str, step: int, what: str) -> None:
 @pytest.mark.parametrize("error_number", [errno.EIO, pytest.param(errno.ENOSPC, marks=pytest.mark.slow)])
 @short_and_long
 def test_an_operation_that_fails_leaves_a_verified_checkpoint(
-    driver: str, step: int, error_number: int, fresh_copy: FreshCopy, operations_of_a_save: OperationsOf
+    driver: str,
+    step: int,
+    error_number: int,
+    fresh_copy: FreshCopy,
+    operations_of_a_save: OperationsOf,
+    record_property: Count,
 ) -> None:
     operations = operations_of_a_save(driver, step)
     first_rename = [operation.kind for operation in operations].index("rename") + 1
@@ -68,14 +75,16 @@ def test_an_operation_that_fails_leaves_a_verified_checkpoint(
         else:
             assert not what_is_wrong(root, DRIVERS[driver], {(step, "b")}, pointer=step), f"no error, but: {what}"
         check_aftermath(root, driver, step, what)
+    record_property("operations that failed once", len(operations))
     assert raised >= first_rename, "a fault before the rename must be an error of the save"
 
 
 @short_and_long
 def test_a_disk_that_stays_broken_leaves_a_verified_checkpoint(
-    driver: str, step: int, fresh_copy: FreshCopy, operations_of_a_save: OperationsOf
+    driver: str, step: int, fresh_copy: FreshCopy, operations_of_a_save: OperationsOf, record_property: Count
 ) -> None:
     operations = operations_of_a_save(driver, step)
+    record_property("operations from which the disk stayed broken", len(operations))
     for number in range(1, len(operations) + 1):
         root, what = fresh_copy(driver), f"all failed from operation {number} on: {operations[number - 1]}"
         with suppress(CheckpointError):  # none is raised where only the tidying up failed
@@ -90,10 +99,12 @@ def test_a_death_at_any_operation_leaves_a_verified_checkpoint(
     fresh_copy: FreshCopy,
     operations_of_a_save: OperationsOf,
     children: Children,
+    record_property: Count,
 ) -> None:
     operations = operations_of_a_save(driver, step)
     deaths = [DieAt(number) for number in range(1, len(operations) + 1)]
     deaths += [DieAt(number + 1, True) for number, operation in enumerate(operations) if operation.kind == "write"]
+    record_property("deaths at an operation, or in the middle of a write", len(deaths))
     for death in deaths:
         root, what = fresh_copy(driver), f"{death}: {operations[death.number - 1]}"
         assert children.exit_code(driver, str(root), step, "b", death.number, death.is_half_done) == DIED, what

@@ -15,6 +15,7 @@ from onstep.models import Transformer, hf_obstacle, save_hf
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.dataloaders import eval_loader
 from onstep.trainer.loss_convention import inner_module
+from onstep.trainer.overrides import check_overrides
 from onstep.trainer.predictions import Collected, EvalPrediction, PredictionCollector, PredictionOutput, TrainOutput
 from onstep.trainer.session import Session, check_training, evaluation_session, training_session
 from onstep.training.bridge.global_state import GlobalState
@@ -42,8 +43,13 @@ class Trainer(BaseTrainer):
         default_callbacks: False disables the defaults.
 
     Raises:
-        ConfigError: for incompatible arguments.
+        ConfigError: for incompatible arguments; for a subclass that overrides a method of Hugging Face's Trainer which
+            is never called here.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_overrides(type(self), Trainer)
+        super().__init__(*args, **kwargs)
 
     @property
     def state(self) -> Any:
@@ -88,7 +94,7 @@ class Trainer(BaseTrainer):
 
             def evaluation() -> None:
                 if self.eval_dataset is not None and session.state.cfg.validation.eval_iters != 0:
-                    metrics = self._evaluate_all(session, self.eval_dataset, ignore_keys_for_eval, "eval")
+                    metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
                     note_best_metric(session.state, metrics)
 
             train(
@@ -103,9 +109,7 @@ class Trainer(BaseTrainer):
                 evaluation=evaluation,
             )
             load_best_model(session.state, session.model)
-            write_final_weights(
-                session.state, lambda directory: save_model(session.module, directory.model, self.processing_class)
-            )
+            write_final_weights(session.state, lambda directory: self.save_model(str(directory.model)))
             return _train_output(session.state)
 
     def evaluate(

@@ -97,7 +97,7 @@ def open_tokenizer(state: Run) -> Tokenizer:
     """
     config, world = state.cfg, state.world
     if config.tokenizer.tokenizer_type != "bpe":
-        return build_tokenizer(config.tokenizer)
+        return build_tokenizer(config.tokenizer, warns=world.is_main)
     directory = None if state.run_dir is None else state.run_dir.path
     kept = None if directory is None else directory / "tokenizer.json"
     kept = world.share(kept if kept is not None and kept.is_file() else None)

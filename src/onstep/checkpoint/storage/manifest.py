@@ -24,6 +24,9 @@ FORMAT = 1
 MANIFEST_BYTES = 64 * 1024**2
 """Larger manifests are refused unread; one that lists 100,000 files has about 15 MB."""
 READ_BYTES = 8 * 1024**2
+READ_THREADS = min(16, os.cpu_count() or 1)
+"""Threads that hash a file of at least `READ_BYTES`. Explicit: a hasher then has its own. On those of `blake3.AUTO`,
+which all hashers share, a process would hang that is forked after their first use."""
 Progress = Callable[[int], object]
 """Called with the number of bytes read since the previous call."""
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -172,8 +175,9 @@ def _open_plain(path: Path) -> int:
 
 
 def _hash(descriptor: int, progress: Progress | None) -> str:
-    hasher = blake3(max_threads=blake3.AUTO)
-    buffer = memoryview(bytearray(min(READ_BYTES, max(1, os.fstat(descriptor).st_size))))
+    size = os.fstat(descriptor).st_size
+    hasher = blake3(max_threads=READ_THREADS if size >= READ_BYTES else 1)
+    buffer = memoryview(bytearray(min(READ_BYTES, max(1, size))))
     with open(descriptor, "rb", buffering=0, closefd=False) as file:
         while count := file.readinto(buffer):
             hasher.update(buffer[:count])

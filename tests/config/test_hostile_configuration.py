@@ -76,27 +76,29 @@ def test_bytes_that_are_not_utf_8_are_named(tmp_path: Path, capsys: pytest.Captu
     assert "UTF-8" in refusal(capsys, "config", "show", str(tmp_path / "config.yaml"))
 
 
-HOSTILE_VALUES = [10**400, -(10**400), 10**5_000, 2**63, -(2**63) - 1, 1e300, float("nan"), [10**400], [[10**5_000]]]
+HOSTILE_VALUES: list[Any] = [10**400, -(10**400), 10**5_000, 2**63, -(2**63) - 1, 1e300, [10**400], [[10**5_000]]]
+
+
+FLOATS = (2**63, -(2**63) - 1, 1e300)
+"""These are floats, not integers of 64 bits."""
 
 
 @pytest.mark.parametrize("value", HOSTILE_VALUES, ids=lambda value: f"{type(value).__name__}")
 def test_a_number_that_no_field_can_hold_is_refused_for_every_key(value: Any) -> None:
     for key, one in KEYS.items():
-        config = ConfigContainer()
-        try:
-            merge(config, {key: value})
-        except ConfigError as error:
-            assert key in str(error)  # noqa: PT017 - some keys hold any value
-            assert len(str(error)) < 1_000
-        else:
-            assert "float" in str(one.annotation) or "Any" in str(one.annotation), key
+        if "Any" in str(one.annotation) or (value in FLOATS and "float" in str(one.annotation)):
+            continue
+        with pytest.raises(ConfigError) as caught:
+            merge(ConfigContainer(), {key: value})
+        assert key in str(caught.value)
+        assert len(str(caught.value)) < 1_000
 
 
 def test_the_range_of_integers_is_in_the_message(capsys: pytest.CaptureFixture[str]) -> None:
     rule = "integers from -2**63 to 2**63 - 1"
     assert rule in refusal(capsys, "config", "show", f"train.train_iters={10**200}")
     assert rule in refusal(capsys, "config", "show", "train.train_iters=1e30")
-    with pytest.raises(ConfigError, match="run.name=.* must be text .* without NUL and unpaired surrogates"):
+    with pytest.raises(ConfigError, match=r"run.name=.* must be text .* without NUL and unpaired surrogates"):
         from_dict({"run": {"name": "\ud800"}})
     with pytest.raises(ConfigError, match=r"optimizer\.lr=.* must be float or None"):
         from_dict({"optimizer": {"lr": 10**400}})

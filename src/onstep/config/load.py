@@ -160,7 +160,7 @@ def _yaml_errors(problem: str) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except Exception as error:  # noqa: BLE001 - values that YAML does not know raise whatever their constructor does
+    except Exception as error:
         raise ConfigError(f"{problem}: {str(error)[:1000]}") from error
 
 

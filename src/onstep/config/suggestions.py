@@ -9,7 +9,6 @@ from typing import Any
 
 from onstep.errors import ConfigError
 
-
 WIDTH = 200
 """Letters of a value in an error message; names longer than this are like no other."""
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
-from onstep.errors import DataError, OnstepError
+from onstep.errors import ConfigError, DataError, OnstepError
 
 MAX_JSON_BYTES = 64 << 20
 """Default limit for a JSON file; about ten times the size of the largest that is in use."""
@@ -18,6 +19,8 @@ MAX_NESTING = 100
 """Maximum depth of lists and objects in JSON."""
 MAX_DIGITS = 300
 """Enough for every float; the time to parse an integer grows with the square of its length."""
+MAX_VALUES = 10_000_000
+"""Maximum number of values, lists and objects in JSON; each takes up to 72 bytes of memory."""
 DIGITS_OF_64_BITS = 20
 
 
@@ -60,7 +63,7 @@ def parse_json(
     max_nesting: int = MAX_NESTING,
     allows_constants: bool = True,
 ) -> Any:
-    """Parse UTF-8 JSON without repeated names in an object, very deep nesting or very long integers.
+    """Parse UTF-8 JSON without repeated names in an object, very deep nesting, very long integers or too many values.
 
     Args:
         where: names the source in the error message.
@@ -78,6 +81,7 @@ def parse_json(
             raise ValueError(f"an integer of {len(digits)} digits; at most {max_digits} are allowed")
         return int(digits)
 
+    _check_number(text, where, error)
     try:
         value = json.loads(
             text if isinstance(text, str) else text.decode("utf-8"),
@@ -91,6 +95,28 @@ def parse_json(
         reason = f"it is nested more than {max_nesting} levels deep" if deep else problem
         raise error(f"{where} is not valid JSON: {reason}.") from problem
     return value
+
+
+def integer_from_environment(name: str, fallback: int) -> int:
+    """The value of an environment variable that launchers set (`RANK`); `fallback` if it is unset or empty.
+
+    Raises:
+        ConfigError: for anything but an integer of 32 bits.
+    """
+    text = os.environ.get(name, "")
+    value = int(text) if re.fullmatch(r"\s*[-+]?[0-9]{1,10}\s*", text, re.ASCII) else 2**31
+    if text and not -(2**31) <= value < 2**31:
+        raise ConfigError(f"${name} must be an integer of 32 bits, as set by torchrun, got {text[:100]!r}; unset it.")
+    return value if text else fallback
+
+
+def _check_number(text: bytes | str, where: str, error: type[OnstepError]) -> None:
+    if len(text) <= MAX_VALUES:
+        return
+    marks = (b"[", b"{", b",") if isinstance(text, bytes) else ("[", "{", ",")
+    number = sum(text.count(mark) for mark in marks)  # type: ignore[arg-type]
+    if number > MAX_VALUES:
+        raise error(f"{where} has {number:,} values, and at most {MAX_VALUES:,} are read; restore it.")
 
 
 def _check_nesting(value: Any, max_nesting: int) -> None:

@@ -36,7 +36,7 @@ from onstep.checkpoint.format.values import (
 from onstep.errors import CheckpointError, UnsupportedStateError
 
 FORMAT = 1
-MAX_DOCUMENT_BYTES = 1024**3
+MAX_DOCUMENT_BYTES = 256 * 1024**2
 MAX_DEPTH = 64
 _LEVELS_OF_JSON = 4
 """Maximum number of levels of the document for a level of the state."""

@@ -16,9 +16,10 @@ from typing import Literal
 import torch
 from filelock import lock_descriptor
 
+from onstep.bounded_reading import read_json
 from onstep.config import ChangeClass, ConfigContainer
 from onstep.config.differences import Change, changes, decide, of_kind
-from onstep.errors import ConfigError, RunExistsError
+from onstep.errors import ConfigError, DataError, RunExistsError
 from onstep.forking import release_in_forked_children
 from onstep.training.protocols import StateDict
 
@@ -90,8 +91,8 @@ class RunDir:
             RunExistsError: if it cannot be read.
         """
         try:
-            content = json.loads(self.run_json.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            content = read_json(self.run_json)
+        except (OSError, DataError) as error:
             raise RunExistsError(
                 f"cannot read {self.run_json} ({error}); rename the directory or choose another run.name."
             ) from None

@@ -89,7 +89,7 @@ def parse_json(
             parse_int=integer,
             parse_constant=None if allows_constants else _no_constant,
         )
-        _check_nesting(value, max_nesting)
+        check_nesting(value, max_nesting)
     except (ValueError, RecursionError) as problem:
         deep = isinstance(problem, RecursionError)
         reason = f"it is nested more than {max_nesting} levels deep" if deep else problem
@@ -119,7 +119,12 @@ def _check_number(text: bytes | str, where: str, error: type[OnstepError]) -> No
         raise error(f"{where} has {number:,} values, and at most {MAX_VALUES:,} are read; restore it.")
 
 
-def _check_nesting(value: Any, max_nesting: int) -> None:
+def check_nesting(value: Any, max_nesting: int = MAX_NESTING) -> None:
+    """Check how deeply the lists and objects of a decoded value are nested.
+
+    Raises:
+        RecursionError: if it is more than `max_nesting` levels.
+    """
     level = _containers([value])
     for _ in range(max_nesting):
         level = [inner for outer in level for inner in _containers(outer)]

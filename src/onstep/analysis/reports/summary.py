@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from onstep.analysis.logs.columns import Mask, Numbers
 from onstep.analysis.logs.files import name_of_place
-from onstep.analysis.logs.record_file import Mask, Numbers
 from onstep.analysis.logs.training_log import TrainingLog
 from onstep.analysis.plots.series import newest_rows
 from onstep.analysis.text_tables import printable

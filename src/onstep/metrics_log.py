@@ -143,9 +143,11 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self._separator = b",\n"
 
     def close(self) -> None:
-        """Fsync and close the file; idempotent."""
-        if self._descriptor is not None:
-            os.fsync(self._descriptor)
+        """Fsync and close the file, even if the fsync fails; idempotent."""
+        try:
+            if self._descriptor is not None:
+                os.fsync(self._descriptor)
+        finally:
             self._release()
 
     def __exit__(self, *error: object) -> None:

@@ -146,3 +146,12 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def brief(value: Any, limit: int = 60) -> str:
+    """A value as it appears in messages: its `repr`, at most `limit` characters."""
+    try:
+        text = repr(value[:limit] if isinstance(value, (str, bytes)) else value)
+    except (ValueError, RecursionError):  # an integer of many digits; deep nesting
+        text = f"a value of type {type(value).__name__} that is too long to show"
+    return text[:limit]

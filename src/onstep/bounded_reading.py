@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from onstep.errors import ConfigError, DataError, OnstepError
 
@@ -42,6 +43,24 @@ def read_bytes(path: str | Path, limit: int, *, error: type[OnstepError] = DataE
             "file that is meant. Restore it or give another one."
         )
     return content
+
+
+def read_lines(file: IO[bytes], limit: int, *, error: type[OnstepError] = DataError) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that is open for reading bytes, numbered from 1, each of at most `limit` bytes.
+
+    Raises:
+        OSError: if the file cannot be read.
+        OnstepError: of class `error` for a longer line, of which no more is read.
+    """
+    number = 0
+    while line := file.readline(limit + 1):
+        number += 1
+        if len(line) > limit:
+            raise error(
+                f"{file.name}:{number} is a line of more than {limit:,} bytes, the limit; divide it, or give another "
+                "file if this is not the one that is meant."
+            )
+        yield number, line
 
 
 def read_json(path: str | Path, *, limit: int = MAX_JSON_BYTES, error: type[OnstepError] = DataError) -> Any:

@@ -345,6 +345,11 @@ class Run:
         return self.exits.decided is not None or self.has_all_steps
 
     @property
+    def has_unfinished_end(self) -> bool:
+        """Whether it continues from after its last step, but before the evaluation, log or epoch end due there."""
+        return self.stage.is_resumed and not self.stage.final_metrics_logged and not self.leaves
+
+    @property
     def leaves(self) -> bool:
         """Whether the ranks have decided that this process exits before the run is complete."""
         return self.exits.decided is not None

@@ -314,6 +314,6 @@ def _claim(config: ConfigContainer, world: World, asked: Path, owned: RunDir | N
             f"from. Nothing was touched. {ways_out}"
         )
     if world.is_main:
-        logger.warning("%s", already_finished(claim.directory))
+        logger.warning("%s", already_finished(claim))
         lock = RunLock(claim.directory.lock)
     return claim, lock

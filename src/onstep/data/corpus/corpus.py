@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import glob
-import hashlib
 import itertools
 import os
 import sysconfig
@@ -17,6 +16,7 @@ from tqdm import tqdm
 
 from onstep.bounded_reading import parse_json, read_lines
 from onstep.data.corpus.build_cache import Source
+from onstep.data.corpus.file_digests import content_digest
 from onstep.errors import DataError
 
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson", ".jsonlines"})
@@ -256,8 +256,8 @@ def add_file(digest: Any, path: Path, kind: str) -> None:
         DataError: if the file cannot be read.
     """
     try:
-        with path.open("rb") as content:
-            digest.update(f"\0{kind}\0{os.fstat(content.fileno()).st_size}\0".encode())
-            digest.update(hashlib.file_digest(content, "blake2b").digest())
+        size, content = content_digest(path)
     except OSError as error:
         raise DataError(f"cannot read corpus file {path}: {error.strerror or error}") from error
+    digest.update(f"\0{kind}\0{size}\0".encode())
+    digest.update(content)

@@ -18,11 +18,11 @@ import numpy.typing as npt
 
 from onstep.data.corpus.build_cache import build_cached, write_text
 from onstep.data.corpus.corpus import Document, DocumentSource, FileSource, not_utf8
+from onstep.data.corpus.file_digests import sampled_digest
 from onstep.data.corpus.tokenizers import Tokenizer
 from onstep.errors import DataError
 from onstep.heartbeat import HEARTBEAT
 
-_CHECKED_BLOCKS = 64
 _BLOCK_BYTES = 64 * 1024
 
 
@@ -103,7 +103,7 @@ def write_tokens(path: Path, dtype: str, documents: Iterable[npt.NDArray[Any]], 
     finally:
         temporary.unlink(missing_ok=True)
     token_file = TokenFile(path, dtype, num_tokens, num_documents, digest.hexdigest(), source)
-    manifest = asdict(token_file) | {"path": path.name, "check": _sample_hash(path)}
+    manifest = asdict(token_file) | {"path": path.name, "check": sampled_digest(path, _BLOCK_BYTES)}
     write_text(manifest_path(path), json.dumps(manifest, indent=1))  # atomically marks the tokens as complete
     return token_file
 
@@ -118,7 +118,7 @@ def find_token_file(path: Path) -> TokenFile | None:
         check = manifest.pop("check")
         token_file = TokenFile(**(manifest | {"path": path}))
         is_integer_from = path.stat().st_size == token_file.num_tokens * np.dtype(token_file.dtype).itemsize
-        return token_file if is_integer_from and _sample_hash(path) == check else None
+        return token_file if is_integer_from and sampled_digest(path, _BLOCK_BYTES) == check else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):  # missing, or not a manifest that we wrote
         return None
 
@@ -126,17 +126,6 @@ def find_token_file(path: Path) -> TokenFile | None:
 def manifest_path(path: Path) -> Path:
     """Path of the manifest of the tokens at `path`."""
     return path.with_suffix(".json")
-
-
-def _sample_hash(path: Path) -> str:
-    size = path.stat().st_size
-    last = max(size - _BLOCK_BYTES, 0)
-    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
-    with path.open("rb") as tokens:
-        for offset in np.linspace(0, last, num=min(_CHECKED_BLOCKS, 1 + last), dtype=np.int64).tolist():
-            tokens.seek(offset)
-            digest.update(tokens.read(_BLOCK_BYTES))
-    return digest.hexdigest()
 
 
 _FORMAT = "onstep tokens 1"

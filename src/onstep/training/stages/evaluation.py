@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from onstep.data import Batch, EvalLoader, IteratorReader, StepBatches
+from onstep.data.loaders.step_source import only_iterator
 from onstep.distributed import World
 from onstep.events import CallbackManager, Dispatcher, Request
 from onstep.models.generation.generate import preserve_modes
@@ -25,7 +26,7 @@ from onstep.training.reporting.bridge_tags import TENSORBOARD, evaluation_tags, 
 from onstep.training.run import Run
 from onstep.training.stages.agreement import agree
 from onstep.training.stages.exits import EvaluationInterrupted, exit_if_decided
-from onstep.training.stages.forward_step import prepare_forward_step_func
+from onstep.training.stages.forward_step import only_chunk, prepare_forward_step_func
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +65,11 @@ def evaluate(
         `train.exit_duration_in_mins` cut the evaluation short; then the other two are None.
 
     Raises:
+        ConfigError: if the model has several chunks.
         EvaluationInterrupted: if a signal ended it or, inside the training loop, a time limit: the loop saves the state
             from before it.
     """
+    only_chunk(model)  # before any event
     notify = notify or Dispatcher(callback_manager, state, model)
     kind = "test" if is_test else "eval"
     forward_step_func = prepare_forward_step_func(forward_step_func, state)
@@ -189,7 +192,7 @@ def eval_batches(state: Run, data_iterator: DataSource) -> Iterator[StepBatches]
     if isinstance(data_iterator, EvalLoader):
         yield from data_iterator.batches(limit)
         return
-    source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+    source = only_iterator(data_iterator)
     for _ in itertools.count() if limit is None else range(limit):
         step = IteratorReader(source, world_size=state.world.size).read(state.num_eval_microbatches)
         if step is None:
@@ -201,11 +204,11 @@ def _results(
     state: Run, forward_step_func: ForwardStep, step: StepBatches, model: list[nn.Module], **asked: bool
 ) -> Iterator[tuple[Batch, object]]:
     """A batch's micro-batches, each with its loss function's result; None for data without labels."""
-    iterator = MicroBatches(step, state.world.device)
+    iterator, chunk = MicroBatches(step, state.world.device), only_chunk(model)
     for index in range(len(iterator)):
         batch = iterator.stage(index)
         with state.autocast():
-            output, loss_function = forward_step_func(iterator, model[0])
+            output, loss_function = forward_step_func(iterator, chunk)
             result = loss_function(output, **asked)
         yield batch, result
 

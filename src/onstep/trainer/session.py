@@ -16,11 +16,13 @@ from typing import Any
 from torch import nn
 
 from onstep.config import ConfigContainer
+from onstep.config.checks import idle_in_trainer, idle_line
 from onstep.config.lengths import train_iters
 from onstep.distributed import World, data_parallel, open_world, world_size_from_environment
 from onstep.errors import ConfigError, DataError, RunExistsError
 from onstep.events import Control, Dispatcher
 from onstep.models import Transformer
+from onstep.models.generation.generate import inner_transformer
 from onstep.trackers.report_to import attach_trackers
 from onstep.trainer import loss_convention
 from onstep.trainer.base_trainer import BaseTrainer, Collate
@@ -241,6 +243,10 @@ def _convention(trainer: BaseTrainer, module: nn.Module) -> tuple[Convention, st
 
 def _build_training(trainer: BaseTrainer, session: Session, num_samples: int | None) -> None:
     state, config, notify = session.state, session.state.cfg, session.notify
+    transformer = inner_transformer(session.module)
+    idle = idle_line(idle_in_trainer(config, None if transformer is None else transformer.config))
+    if idle is not None and state.world.is_main:
+        logger.warning("%s", idle)
     if isinstance(session.collate, ColumnFilter):
         session.collate.check(trainer.train_dataset)
     with state.timers(MODEL_TIMER).measure(barrier=True):

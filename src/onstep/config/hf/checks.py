@@ -93,6 +93,12 @@ def check_best_model(args: Any) -> None:
         )
 
 
+def evaluates(args: Any) -> bool:
+    """Whether arguments ask for evaluations during training; True for arguments of an unknown kind."""
+    own = any(str(key).startswith("validation") for key in getattr(args, "config_overrides", None) or {})
+    return own or bool(getattr(args, "eval_on_save", False)) or getattr(args, "eval_strategy", "steps") != "no"
+
+
 def idle_arguments(args: Any) -> list[tuple[str, list[str]]]:
     """The arguments that have no effect in combination with the others, each with what it requires."""
     rows = (

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from onstep.config import ConfigContainer, resolve
+from onstep.config.checks import idle_line, idle_settings, idle_without_trainer
 from onstep.config.differences import describe
 from onstep.distributed import World, attempt
 from onstep.errors import DataError
@@ -84,6 +85,8 @@ def open_run(
                 logger.warning("%s", note)
             run.cfg.run.name, run.identity = claim.directory.path.name, claim.identity
             run.cfg.logger.logging_dir = run.cfg.logger.logging_dir or str(claim.directory.path)
+        if world.is_main:
+            _name_idle_settings(run, manager)
         run.bridge_trackers.join(manager)
         entry_point.fire = notify.fire
         try:
@@ -98,6 +101,18 @@ def open_run(
             _record_end(run)
             if lock is not None:
                 lock.release()
+
+
+def _name_idle_settings(run: GlobalState, manager: CallbackManager | None) -> None:
+    """Say in one line which settings have no effect in this run."""
+    callbacks = manager.callbacks if manager is not None else []
+    has_trackers = any(hasattr(callback, "tag_loggers") for callback in callbacks)
+    found = idle_settings(run.cfg, has_trackers=has_trackers)
+    if run.entry_point.trainer is None:
+        found += idle_without_trainer(run.cfg)
+    line = idle_line(found)
+    if line is not None:
+        logger.warning("%s", line)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from onstep.training.protocols import DataSource, ForwardStep, NonLossFunction, 
 from onstep.training.stages.ending import Leave, exit_if_preempted
 from onstep.training.stages.exits import checkpoint_and_decide_exit, save_checkpoint_and_time
 from onstep.training.stages.forward_step import only_chunk, prepare_forward_step_func
-from onstep.training.stages.job import Evaluation, Job, drive
+from onstep.training.stages.job import Evaluation, Job, drive, warn_of_parameters_left_out
 from onstep.training.stages.progress_log import (
     compute_throughputs_and_append_to_progress_log,
     get_start_time_from_progress_log,
@@ -125,6 +125,7 @@ def train(
             run.features.open(TRAINING, job, run.world),
             run.world.no_collectives_after_an_error(),
         ):
+            warn_of_parameters_left_out(job)
             Loop(job).train()
     exit_if_preempted(run)
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from onstep.data.corpus.build_cache import build_cached, write_text
 from onstep.data.corpus.corpus import Document, DocumentSource, FileSource, not_utf8
+from onstep.data.corpus.coverage import Coverage
 from onstep.data.corpus.file_digests import sampled_digest
 from onstep.data.corpus.tokenizers import Tokenizer
 from onstep.errors import DataError
@@ -171,17 +172,21 @@ def tokens_of(
     """
 
     def make(path: Path) -> TokenFile:
+        coverage = Coverage(tokenizer)
         documents = (
-            _encoded(tokenizer, document) for document in source.documents("Tokenizing" if show_progress else None)
+            _encoded(tokenizer, document, coverage)
+            for document in source.documents("Tokenizing" if show_progress else None)
         )
         empty = f"the corpus is empty: no text in {source.name}; give files with text"
-        return write_tokens(path, token_dtype(tokenizer.vocab_size), documents, path.stem, empty)
+        written = write_tokens(path, token_dtype(tokenizer.vocab_size), documents, path.stem, empty)
+        coverage.warn(source.name)
+        return written
 
     described = f"{_FORMAT}\0{tokenizer.fingerprint}\0{tokenizer.eos_id}"
     return build_cached(source, described, ".tokens", cache_dir, find_token_file, make, wait_for_other=wait_for_other)
 
 
-def _encoded(tokenizer: Tokenizer, document: Document) -> npt.NDArray[Any]:
+def _encoded(tokenizer: Tokenizer, document: Document, coverage: Coverage) -> npt.NDArray[Any]:
     """The ids of a document, followed by the end token if the tokenizer has one."""
     HEARTBEAT.beats += 1
     try:
@@ -189,5 +194,6 @@ def _encoded(tokenizer: Tokenizer, document: Document) -> npt.NDArray[Any]:
     except UnicodeDecodeError as error:
         raise not_utf8(document, error) from error
     check_ids(ids, tokenizer, document.place)
+    coverage.add(document.data)
     # As uint32, because the end token might not fit the dtype returned by the tokenizer.
     return ids if tokenizer.eos_id is None else np.append(ids, np.uint32(tokenizer.eos_id))

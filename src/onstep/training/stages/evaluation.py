@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from onstep.data import Batch, EvalLoader, IteratorReader, StepBatches
 from onstep.data.loaders.step_source import only_iterator
 from onstep.distributed import World
+from onstep.errors import warn_once
 from onstep.events import CallbackManager, Dispatcher, Request
 from onstep.models.generation.generate import preserve_modes
 from onstep.training.compute.losses import MicroLoss, evaluation_sums, read_loss
@@ -87,12 +88,19 @@ def evaluate(
                 elif process_non_loss_data_func is not None:
                     collected = _collect_non_loss_data(state, forward_step_func, data_iterator, model)
             state.print_timers(["evaluate"])
+            if totals.batches == 0 and state.cfg.validation.eval_iters != 0 and state.world.is_main:
+                logger.warning(
+                    "the %s data has no batches left at step %d, so there is no loss: an iterator is read only once; "
+                    "pass an EvalLoader, which starts over",
+                    kind,
+                    state.train_state.step,
+                )
             losses = {key: top / bottom.clamp(min=1) for key, (top, bottom) in totals.sums.items()}
             reported = {key: value for key, value in losses.items() if key != "loss"}
             means = reported or ({"lm loss": losses["loss"]} if losses else {})
             prefix = metric_key_prefix or kind
             metrics = _metrics(prefix, losses, totals, time.perf_counter() - started)
-            metrics |= extra_metrics() if extra_metrics is not None else {}
+            metrics |= _further_metrics(metrics, extra_metrics)
             metrics["epoch"] = state.trainer_state.epoch
             state.evaluated.last_metrics = metrics
             state.evaluated.is_restartable = False
@@ -103,6 +111,15 @@ def evaluate(
                 raise
             return None, None, True
     return means, collected, False
+
+
+def _further_metrics(measured: Metrics, extra_metrics: Callable[[], Metrics] | None) -> Metrics:
+    """The metrics that the user computes; one that replaces a measured one is named."""
+    further = extra_metrics() if extra_metrics is not None else {}
+    replaced = sorted(measured.keys() & further.keys())
+    if replaced:
+        warn_once(logger, f"compute_metrics returns {', '.join(replaced)}, which replaces what was measured")
+    return further
 
 
 @dataclass

@@ -21,7 +21,7 @@ MAX_NESTING = 100
 MAX_DIGITS = 300
 """Enough for every float; the time to parse an integer grows with the square of its length."""
 MAX_VALUES = 10_000_000
-"""Maximum number of values, lists and objects in JSON; each takes up to 72 bytes of memory."""
+"""Maximum number of values, lists and objects in JSON; each needs up to 72 bytes of memory."""
 DIGITS_OF_64_BITS = 20
 
 
@@ -100,7 +100,8 @@ def parse_json(
             raise ValueError(f"an integer of {len(digits)} digits; at most {max_digits} are allowed")
         return int(digits)
 
-    _check_number(text, where, error)
+    if number_of_values(text) > MAX_VALUES:
+        raise error(f"{where} has {number_of_values(text):,} values, and at most {MAX_VALUES:,} are read; restore it.")
     try:
         value = json.loads(
             text if isinstance(text, str) else text.decode("utf-8"),
@@ -129,13 +130,13 @@ def integer_from_environment(name: str, fallback: int) -> int:
     return value if text else fallback
 
 
-def _check_number(text: bytes | str, where: str, error: type[OnstepError]) -> None:
+def number_of_values(text: bytes | str) -> int:
+    """An upper bound of the values, lists and objects in JSON; 0 if there can be at most `MAX_VALUES`."""
     if len(text) <= MAX_VALUES:
-        return
-    marks = (b"[", b"{", b",") if isinstance(text, bytes) else ("[", "{", ",")
-    number = sum(text.count(mark) for mark in marks)  # type: ignore[arg-type]
-    if number > MAX_VALUES:
-        raise error(f"{where} has {number:,} values, and at most {MAX_VALUES:,} are read; restore it.")
+        return 0
+    if isinstance(text, str):
+        return sum(text.count(mark) for mark in "[{,")
+    return sum(text.count(mark) for mark in (b"[", b"{", b","))
 
 
 def check_nesting(value: Any, max_nesting: int = MAX_NESTING) -> None:

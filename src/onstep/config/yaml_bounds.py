@@ -52,7 +52,7 @@ def check_yaml(text: str, source: str) -> None:
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor not in sizes and any(event.anchor == one for one, _ in around):
                 _refuse(source, f"has the alias *{shown(event.anchor)} in a value that contains itself; write it out")
-            anchor, size = None, sizes.get(event.anchor, 1)
+            anchor, size = None, sizes.get(event.anchor or "", 1)
         else:
             continue
         if anchor is not None:

@@ -20,7 +20,7 @@ MAX_NESTING = 100
 MAX_DIGITS = 300
 """Enough for every float; the time to parse an integer grows with the square of its length."""
 MAX_VALUES = 10_000_000
-"""Maximum number of values, lists and objects in JSON; each takes up to 72 bytes of memory."""
+"""Maximum number of values, lists and objects in JSON; each requires up to 72 bytes of memory."""
 DIGITS_OF_64_BITS = 20
 
 
@@ -113,8 +113,7 @@ def integer_from_environment(name: str, fallback: int) -> int:
 def _check_number(text: bytes | str, where: str, error: type[OnstepError]) -> None:
     if len(text) <= MAX_VALUES:
         return
-    marks = (b"[", b"{", b",") if isinstance(text, bytes) else ("[", "{", ",")
-    number = sum(text.count(mark) for mark in marks)  # type: ignore[arg-type]
+    number = sum(text.count(mark.encode()) if isinstance(text, bytes) else text.count(mark) for mark in "[{,")
     if number > MAX_VALUES:
         raise error(f"{where} has {number:,} values, and at most {MAX_VALUES:,} are read; restore it.")
 

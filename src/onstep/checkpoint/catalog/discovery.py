@@ -397,4 +397,4 @@ def _files_below(directory: Path) -> Iterator[tuple[str, int]]:
                         with suppress(FileNotFoundError):
                             yield name, entry.stat(follow_symlinks=False).st_size
         except OSError:
-            continue  # it was removed in the meantime, or may not be read
+            continue  # removed in the meantime, or not readable

@@ -55,6 +55,10 @@ OF_TRAINING = frozenset(
 """Settings that a run may choose freely: how a model is trained, not which model it is."""
 
 
+SMALL = 10_000_000
+"""A model of so many parameters is built even if its weights are fewer: comparing the two names what differs."""
+
+
 def fill_model(
     config: ConfigContainer, model: ModelConfig, tokenizer: TokenizerConfig | None, where: str
 ) -> ConfigContainer:
@@ -260,7 +264,7 @@ def empty_for(config: ModelConfig, state: Mapping[str, Tensor]) -> Transformer:
     num_weights = sum(tensor.numel() for tensor in state.values())
     if num_layers <= len(state):
         shape = ModelShape.of(config)
-    if num_layers > len(state) or (shape is not None and num_parameters(shape) > 2 * num_weights):
+    if num_layers > len(state) or (shape is not None and num_parameters(shape) > 2 * num_weights + SMALL):
         raise ConfigError(
             f"model.num_layers={num_layers}, model.hidden_size={config.hidden_size} and model.vocab_size="
             f"{config.vocab_size} are the sizes of another model than that of {len(state)} tensors with "

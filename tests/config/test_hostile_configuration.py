@@ -127,6 +127,11 @@ def test_a_value_of_a_dictionary_is_refused_by_both_doors(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_ramp_of_a_billion_sizes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train.rampup_batch_size=[1,1,1000000000000]", "train.global_batch_size=1000000000"]
+    assert "at most 100,000 are allowed" in refusal(capsys, "config", "show", "train.micro_batch_size=1", *words)
+
+
 def test_what_is_just_within_the_limits_is_read() -> None:
     assert parse_yaml("dataset: {paths: " + "[" * 30 + "]" * 30 + "}")
     paths = [f"/data/part-{number}" for number in range(9_000)]

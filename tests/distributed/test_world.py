@@ -123,6 +123,10 @@ def test_the_group_goes_also_when_the_run_fails(tiny_config: ConfigContainer) ->
     [
         ({"WORLD_SIZE": "two"}, r"\$WORLD_SIZE must be an integer.*'two'.*unset"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, r"rank 2 of 2.*torchrun"),
+        ({"WORLD_SIZE": "9" * 5_000}, r"\$WORLD_SIZE must be an integer of 32 bits.{0,200}$"),
+        ({"LOCAL_RANK": "1e400"}, r"\$LOCAL_RANK must be an integer"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x", "RANK": "0"}, r"\$MASTER_PORT must be"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "99999", "RANK": "0"}, r"\$MASTER_PORT must"),
         ({"RANK": "1"}, r"rank 1 of 1.*torchrun"),
         ({"WORLD_SIZE": "0"}, r"rank 0 of 0"),
         ({"WORLD_SIZE": "2", "RANK": "1"}, r"\$MASTER_ADDR is not set.*torchrun"),

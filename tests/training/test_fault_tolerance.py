@@ -81,7 +81,20 @@ def test_asynchronous_saves_do_not_tell_how_long_a_save_takes(config: ConfigCont
     assert set(learned(tmp_path)["limits"]) == {"step"}
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"limits": 3}', '{"limits": {"step": null}, "longest": {}}'])
+BROKEN = {
+    "nothing": "",
+    "half": "{",
+    "a list": "[]",
+    "no limits": '{"limits": 3}',
+    "null": '{"limits": {"step": null}, "longest": {}}',
+    "beyond floats": '{"limits": {"step": 1' + "0" * 290 + '}, "longest": {"step": 1e999}}',
+    "longer than timers": '{"limits": {"step": 1e300}, "longest": {"step": 1e300}}',
+    "a long integer": '{"limits": {"step": ' + "9" * 100_000 + "}}",
+    "deep": "[" * 200_000,
+}
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
 def test_a_broken_state_file_is_left_out_with_a_warning(
     config: ConfigContainer, tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -92,7 +105,19 @@ def test_a_broken_state_file_is_left_out_with_a_warning(
     state = pretrain(config)
     assert state.train_state.step == 3
     assert "from scratch" in caplog.text
+    assert len(caplog.text) < 10_000
     assert set(json.loads((tmp_path / "saves" / "ft_state.json").read_text())["limits"]) == {"checkpointing"}
+
+
+def test_a_huge_state_file_is_left_out_unread(
+    config: ConfigContainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config.train.train_iters, config.checkpoint.save = 3, str(tmp_path / "saves")
+    (tmp_path / "saves").mkdir()
+    with (tmp_path / "saves" / "ft_state.json").open("wb") as file:
+        file.truncate(8 << 30)
+    pretrain(config)
+    assert "bytes, and at most" in caplog.text
 
 
 class StandIn:

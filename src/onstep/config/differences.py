@@ -23,18 +23,20 @@ from enum import Enum
 from typing import Any
 
 from onstep.config.checks import validate
+from onstep.config.checks.single_values import check_values
 from onstep.config.container import ConfigContainer
 from onstep.config.derived import fill
 from onstep.config.keys import KEYS, keys_of, leaves, to_flat, typed_copy
 from onstep.config.load import merge
 from onstep.config.section import ChangeClass, ConfigSection
-from onstep.config.suggestions import not_a_choice
+from onstep.config.suggestions import listed, not_a_choice, shown
 from onstep.errors import ConfigError
 
 OPEN_SECTIONS = tuple(key for key, one in KEYS.items() if one.option.entries is not None)
 """Open dictionaries: their entries have the class of the dictionary, unless it declares another one."""
 
 POLICIES = KEYS["checkpoint.on_config_change"].option.choices
+_KEYS_SHOWN = 30
 WIDTH = 40
 """Characters of a value that `describe` shows."""
 
@@ -172,11 +174,11 @@ def describe(found: Sequence[Change]) -> str:
     ]
     lines = _aligned([("key", "was", "is", "class", "with apply"), *rows]) if rows else []
     added = [one.key for one in found if _is_of_another_version(one) and one.old is ABSENT]
-    dropped = [one.key for one in found if _is_of_another_version(one) and one.new is ABSENT]
+    dropped = [_shown(one.key) for one in found if _is_of_another_version(one) and one.new is ABSENT]
     if added:
-        lines.append(f"new in this version, at their defaults: {', '.join(added)}")
+        lines.append(f"new in this version, at their defaults: {listed(added, _KEYS_SHOWN)}")
     if dropped:
-        lines.append(f"not known to this version, without effect: {', '.join(dropped)}")
+        lines.append(f"not known to this version, without effect: {listed(dropped, _KEYS_SHOWN)}")
     return "\n".join(lines)
 
 
@@ -207,7 +209,18 @@ def _read(
     config = kind()
     merge(config, known)
     missing = [key for key, _, _ in leaves(config) if key not in known]
-    return fill(config, 1), missing, gone
+    return fill_stored(config), missing, gone
+
+
+def fill_stored(config: ConfigContainer) -> ConfigContainer:
+    """`fill` for a stored configuration, whose sizes are checked first.
+
+    Raises:
+        ConfigError: naming the first value that is invalid.
+    """
+    check_values(config.model, "model.")
+    check_values(config.train, "train.")
+    return fill(config, 1)
 
 
 def _flat(config: ConfigContainer) -> dict[str, Any]:
@@ -218,11 +231,12 @@ def _flat(config: ConfigContainer) -> dict[str, Any]:
 
 
 def _listed(found: Sequence[Change]) -> str:
-    return ", ".join(f"{one.key} is {one.old!r} there and {one.new!r} here" for one in found)
+    texts = [f"{one.key} is {shown(one.old)} there and {shown(one.new)} here" for one in found]
+    return listed(texts, _KEYS_SHOWN)
 
 
 def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) and value else repr(value)
+    text = value if isinstance(value, str) and value else shown(value)
     return text if len(text) <= WIDTH else f"{text[: WIDTH - 3]}..."
 
 

@@ -19,6 +19,8 @@ from onstep.config.container import ConfigContainer
 from onstep.config.sections import TrainingConfig
 from onstep.errors import ConfigError
 
+MAX_INCREMENTS = 100_000
+"""Limit for the increments of a ramp-up, and for the epochs of a run with one, which are computed one by one."""
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _ENTRY = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?)(tok)?:(\d+)", re.IGNORECASE)
 _EXAMPLE = "'0:32 100K:64 1M:128', or '0:32 50Mtok:64' with a threshold in tokens"
@@ -136,6 +138,8 @@ def ramp(rampup: list[int], global_batch_size: int) -> tuple[tuple[int, ...], tu
             f"{global_batch_size} - {start} = {global_batch_size - start} is not a multiple of it; choose "
             f"global_batch_size={near} or {near + increment}, or another increment."
         )
+    if count > MAX_INCREMENTS:
+        raise ConfigError(f"{key} has {count:,} increments; at most {MAX_INCREMENTS:,} are allowed: use larger ones.")
     starts = tuple(-(-number * samples // count) for number in range(count + 1)) if count else (0,)
     if any(later == earlier for earlier, later in pairwise(starts)):
         raise ConfigError(
@@ -242,6 +246,11 @@ def steps_of_epochs(num_epochs: float, num_samples: int, global_batch_size: int,
 
 def steps_of_rampup_epochs(num_epochs: float, num_samples: int, sizes: BatchSizes, drop_last: bool) -> int:
     """`steps_of_epochs` of a run whose batch ramps up: each epoch has as many steps as fit at its place in the run."""
+    if num_epochs > MAX_INCREMENTS:
+        raise ConfigError(
+            f"train.num_epochs={num_epochs} must be at most {MAX_INCREMENTS:,} with a batch that ramps up; set "
+            "train.train_iters."
+        )
     steps = consumed = 0
     for left in (num_epochs - epoch for epoch in range(math.ceil(num_epochs))):
         fitting, _, taken = _epoch(consumed, sizes, num_samples, drop_last)

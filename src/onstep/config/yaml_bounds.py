@@ -33,7 +33,7 @@ def check_yaml(text: str, source: str) -> None:
     """
     import yaml
 
-    sizes: dict[str, int] = {}
+    sizes: dict[Any, int] = {}
     """Number of keys and values of each anchor."""
     around: list[tuple[str | None, int]] = [(None, 0)]
     """Anchor and number of values so far of the text and of each list and mapping that is open."""

@@ -12,8 +12,7 @@ from onstep.checkpoint import CheckpointInfo
 from onstep.checkpoint.compare import Comparison, TensorDifference, ValueDifference, compare
 from onstep.cli.cells import counted, date_shown, number_shown, size_shown
 from onstep.config import ChangeClass, from_dict
-from onstep.config.derived import fill
-from onstep.config.differences import changes, describe
+from onstep.config.differences import changes, describe, fill_stored
 from onstep.errors import ConfigError
 
 TENSORS_SHOWN = 10
@@ -55,7 +54,7 @@ def _config(a: CheckpointInfo, b: CheckpointInfo) -> tuple[list[str], bool]:
     if a.manifest.config == b.manifest.config:
         return ["configuration: the same"], True
     try:
-        found = changes(a.manifest.config, fill(from_dict(b.manifest.config), 1))
+        found = changes(a.manifest.config, fill_stored(from_dict(b.manifest.config)))
     except ConfigError as error:
         return [f"configuration: different, but this version of Onstep cannot compare the two: {error}"], False
     is_same = all(one.kind is ChangeClass.SAFE for one in found)

@@ -22,6 +22,7 @@ from onstep.errors import CheckpointError, ConfigError, DataError, MissingExtraE
 from onstep.models import Transformer, save_hf
 from onstep.models.transformer import empty_transformer
 from onstep.training.setup.lora import merged_state_dict
+from onstep.training.setup.pretrained import empty_for
 
 _EXPORTED = (".json", ".safetensors", ".txt", ".model", ".jinja", ".md")
 """Suffixes of files in a Hugging Face model directory; a directory that contains anything else is never replaced."""
@@ -113,7 +114,7 @@ def _why_not(config: ConfigContainer, state: dict[str, Tensor]) -> str:
     if config.model.vocab_size is None:
         return "its configuration does not set model.vocab_size"
     try:
-        model = empty_transformer(config.model)
+        model = empty_for(config.model, state)
     except ConfigError as error:
         return str(error)
     weights = model.state_dict()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+
+from torch import Tensor
 
 from onstep.checkpoint import CheckpointInfo, checkpoints, read_manifest, resolve
 from onstep.checkpoint.loading import read_weights
@@ -13,12 +16,14 @@ from onstep.checkpoint.states import mismatches
 from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.config import ConfigContainer, ModelConfig, TokenizerConfig, from_dict
 from onstep.config.checks.run import check_finetune, loads_own
+from onstep.config.checks.single_values import check_values
 from onstep.config.derived import fill
 from onstep.config.keys import typed_copy
 from onstep.data import tokenizer_in_run
 from onstep.data.corpus.tokenizer_files import tokenizer_in_dir
 from onstep.distributed import World
 from onstep.errors import CheckpointError, ConfigError, MissingWeightsError, RunExistsError
+from onstep.metrics.model_shape import ModelShape, num_parameters
 from onstep.models import Transformer, load_hf
 from onstep.models.hf.directory import load_hf_config
 from onstep.models.transformer import empty_transformer
@@ -48,6 +53,10 @@ OF_TRAINING = frozenset(
     }
 )
 """Settings that a run may choose freely: how a model is trained, not which model it is."""
+
+
+SMALL = 10_000_000
+"""A model of so many parameters is built even if its weights are fewer: comparing the two names what differs."""
 
 
 def fill_model(
@@ -230,7 +239,10 @@ def _model_of(info: CheckpointInfo, config: ModelConfig) -> Transformer:
     peft = from_dict(info.manifest.config).peft
     if peft.peft_scheme is not None:
         state = merged_state_dict(state, peft.alpha / peft.dim)
-    model = empty_transformer(config)
+    try:
+        model = empty_for(config, state)
+    except ConfigError as error:
+        raise CheckpointError(f"{info.path} does not hold the weights of this run's model: {error}") from error
     problems = mismatches(model.state_dict(), state)
     if problems:
         raise CheckpointError(
@@ -239,6 +251,26 @@ def _model_of(info: CheckpointInfo, config: ModelConfig) -> Transformer:
         )
     model.load_state_dict(state)
     return model
+
+
+def empty_for(config: ModelConfig, state: Mapping[str, Tensor]) -> Transformer:
+    """A float32 model with uninitialized weights, to be filled with those of a checkpoint.
+
+    Raises:
+        ConfigError: for invalid sizes, or a model that is larger than its weights; it is not built then.
+    """
+    check_values(config, "model.")
+    num_layers, shape = config.num_layers + (config.mtp_num_layers or 0), None
+    num_weights = sum(tensor.numel() for tensor in state.values())
+    if num_layers <= len(state):
+        shape = ModelShape.of(config)
+    if num_layers > len(state) or (shape is not None and num_parameters(shape) > 2 * num_weights + SMALL):
+        raise ConfigError(
+            f"model.num_layers={num_layers}, model.hidden_size={config.hidden_size} and model.vocab_size="
+            f"{config.vocab_size} are the sizes of another model than that of {len(state)} tensors with "
+            f"{num_weights:,} weights; restore the configuration."
+        )
+    return empty_transformer(config)
 
 
 def _of_checkpoints(path: Path, step: int | None, config: ConfigContainer) -> PretrainedSource:
@@ -262,6 +294,7 @@ def _of_checkpoints(path: Path, step: int | None, config: ConfigContainer) -> Pr
             f"own model."
         )
     stored = from_dict(manifest.config)
+    check_values(stored.model, "model.")
     return PretrainedSource(path, False, stored.model, tokenizer_in_run(stored.tokenizer, path), step)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from onstep.config import DatasetConfig
 from onstep.data.chat.dataset import ChatDataset, ChatFile, PackedDataset, build_chat_file
-from onstep.data.chat.records import ChatFiles, ChatKeys, ChatRows, ChatSource, ChatTexts
+from onstep.data.chat.records import ChatFiles, ChatKeys, ChatRows, ChatSource, ChatTexts, warn_of_unread
 from onstep.data.corpus.build_cache import Source
 from onstep.data.corpus.corpus import DocumentSource, FileSource, default_corpus_files, find_files, find_records
 from onstep.data.corpus.hf_datasets import OwnSplits, RowSource, is_rows, load_own_splits
@@ -267,7 +267,7 @@ def _own_splits(config: DatasetConfig, columns: Sequence[str], show_progress: bo
         config.paths, subset=config.hf_subset, split=config.hf_split, columns=columns, show_progress=show_progress
     )
     _, valid, test = parse_split(config.split)
-    own = OwnSplits(own.train, own.valid if valid else None, own.test if test else None)
+    own = replace(own, valid=own.valid if valid else None, test=own.test if test else None)
     return own, split_without(config.split, has_valid=own.valid is not None, has_test=own.test is not None)
 
 
@@ -279,11 +279,25 @@ def _chat_sources(config: DatasetConfig, show_progress: bool) -> tuple[OwnSplits
     """Conversations to train on and those of the data's own validation and test splits; and how to split the first."""
     keys = ChatKeys(config.messages_key, config.prompt_key, config.response_key)
     if not any(is_rows(path) for path in config.paths):
+        _check_not_rows(config)
         return OwnSplits(ChatFiles(find_records(config.paths), keys), None, None), config.split
     own, split = _own_splits(config, [keys.messages, keys.prompt, keys.response], show_progress)
     name = ", ".join(config.paths)
+    if show_progress:
+        warn_of_unread(own.dropped, name)
     valid, test = (None if rows is None else ChatRows(rows, keys, name) for rows in (own.valid, own.test))
     return OwnSplits(ChatRows(own.train, keys, name), valid, test), split
+
+
+def _check_not_rows(config: DatasetConfig) -> None:
+    """Refuse keys of the `datasets` library for JSONL files, which are read without it."""
+    for name in ("hf_split", "hf_subset"):
+        value = config.changed().get(name)
+        if value is not None:
+            raise DataError(
+                f"dataset.{name}={value!r} selects from a dataset with splits, but dataset.paths={config.paths} are "
+                "JSONL files, all of which are read; drop it"
+            )
 
 
 _BUILDERS: dict[str, Callable[[Job], Splits[Any]]] = {

@@ -21,6 +21,9 @@ _GUARD = "\ue0f8\ue0f9"
 """Private-use characters placed around a special token that is to be read as text."""
 _GUARDS = re.compile(_GUARD)
 
+_NOT_PLAIN = ("tool_calls", "function_call", "reasoning_content")
+"""Parts of a message that are more than its role and content."""
+
 _Encoded = tuple[list[int], list[tuple[int, int]]]
 """Ids, and the character span (start, end) of each."""
 
@@ -84,6 +87,12 @@ class PlainTemplate:
         prompt: list[tuple[str, str]] = []
         for message in messages:
             content = message.get("content")
+            unread = next((key for key in _NOT_PLAIN if message.get(key)), None)
+            if unread is not None:
+                raise DataError(
+                    f"{place}: a message has {unread!r}, for which the plain template has no form; use a tokenizer with "
+                    "a chat template, or write it into the content"
+                )
             if not isinstance(content, str):
                 raise DataError(f"{place}: 'content' must be a string, got {type(content).__name__}")
             if message["role"] != "assistant":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,13 +12,22 @@ from onstep.config import DatasetConfig
 from onstep.data.chat.dataset import ChatDataset, ChatFile, PackedDataset, build_chat_file
 from onstep.data.chat.records import ChatFiles, ChatKeys, ChatRows, ChatSource, ChatTexts, warn_of_unread
 from onstep.data.corpus.build_cache import Source
-from onstep.data.corpus.corpus import DocumentSource, FileSource, default_corpus_files, find_files, find_records
+from onstep.data.corpus.corpus import (
+    DocumentSource,
+    FileSource,
+    default_corpus_files,
+    find_files,
+    find_records,
+    unread_notes,
+)
 from onstep.data.corpus.hf_datasets import OwnSplits, RowSource, is_rows, load_own_splits
 from onstep.data.corpus.indexed_file import IndexedFile
 from onstep.data.corpus.token_file import TokenFile, tokens_of
 from onstep.data.corpus.tokenizers import Tokenizer
 from onstep.data.token_dataset import BlendedDataset, Boundaries, TokenDataset, TokenSource
 from onstep.errors import DataError
+
+_LOGGER = logging.getLogger(__name__)
 
 SPLIT_NAMES = ("train", "validation", "test")
 
@@ -148,6 +158,12 @@ class Job:
         sharing = {"show_progress": self.show_progress, "wait_for_other": self.wait_for_other}
         return make(source, self.tokenizer, self.config.cache_dir, **sharing)
 
+    def warn_of_unread(self, *, only_records: bool = False) -> None:
+        """Name what is left out of `dataset.paths`, on one rank."""
+        notes = [] if self.wait_for_other else unread_notes(self.config.paths, only_records=only_records)
+        if notes:
+            _LOGGER.warning("dataset.paths: %s", "; ".join(notes))
+
     def chat(self, chats: ChatFile, start: int, end: int) -> ChatDataset:
         """The sequences of a range of conversations."""
         kind = PackedDataset if self.config.packing else ChatDataset
@@ -206,6 +222,7 @@ def tokenizer_source(config: DatasetConfig, *, show_progress: bool = False) -> D
 
 def _text(job: Job) -> Splits[TokenDataset]:
     boundaries = job.boundaries  # may raise, so evaluate it before the corpus is read
+    job.warn_of_unread()
     return split_tokens(job.tokens_of(text_source(job.config)), job.config.split, job.config.seq_length, boundaries)
 
 
@@ -244,6 +261,8 @@ def _huggingface(job: Job) -> Splits[Any]:
 def _chat(job: Job) -> Splits[Any]:
     config = job.config
     own, split = _chat_sources(config, job.show_progress)
+    if isinstance(own.train, ChatFiles):
+        job.warn_of_unread(only_records=True)
     chats = job.chats_of(own.train)
     what = f"split {split!r} of {len(chats)} conversations"
     splits = ranges(len(chats), parse_split(split), lambda start, end: job.chat(chats, start, end), what)

@@ -90,8 +90,8 @@ class PlainTemplate:
             unread = next((key for key in _NOT_PLAIN if message.get(key)), None)
             if unread is not None:
                 raise DataError(
-                    f"{place}: a message has {unread!r}, for which the plain template has no form; use a tokenizer with "
-                    "a chat template, or write it into the content"
+                    f"{place}: a message has {unread!r}, for which the plain template has no form; use a tokenizer "
+                    "with a chat template, or write it into the content"
                 )
             if not isinstance(content, str):
                 raise DataError(f"{place}: 'content' must be a string, got {type(content).__name__}")

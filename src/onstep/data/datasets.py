@@ -235,15 +235,18 @@ def _megatron(job: Job) -> Splits[Any]:
         *(split_documents(file, config.split, config.seq_length, boundaries) for file in files), strict=True
     )
     blend = train[0] if len(files) == 1 else BlendedDataset(train, config.weights)
-    return blend, _blend_to_evaluate(valid, config.weights), _blend_to_evaluate(test, config.weights)
+    return blend, _blend_to_evaluate(job, "validation", valid), _blend_to_evaluate(job, "test", test)
 
 
-def _blend_to_evaluate(datasets: Sequence[TokenDataset | None], weights: Sequence[float] | None) -> Any:
+def _blend_to_evaluate(job: Job, name: str, datasets: Sequence[TokenDataset | None]) -> Any:
     """A blend without repeated samples, for evaluation; None for a share of 0."""
     present = [dataset for dataset in datasets if dataset is not None]
     if len(present) < 2:
         return present[0] if present else None
-    return BlendedDataset(present, weights, repeats=False)
+    blend, total = BlendedDataset(present, job.config.weights, repeats=False), sum(map(len, present))
+    if len(blend) < total and not job.wait_for_other:
+        _LOGGER.info("by dataset.weights, the %s set is a blend of %d of its %d samples", name, len(blend), total)
+    return blend
 
 
 def _huggingface(job: Job) -> Splits[Any]:

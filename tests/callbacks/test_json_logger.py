@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from onstep.callbacks import JsonLogger
+from onstep import pretrain
+from onstep.callbacks import GradNormLogger, JsonLogger, ParameterNormLogger
+from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
 from onstep.events import CallbackContext, CallbackManager
 from onstep.metrics_log import MetricsLog, read_records
@@ -373,3 +376,14 @@ def test_what_json_cannot_hold_is_recorded_as_text(start: Any, path: Path) -> No
     again.load_state_dict(state)
     start(again).train(1, 2)
     assert steps(path) == [0, 1, 2], "the same arguments are recorded once"
+
+
+@pytest.mark.parametrize("kind", [JsonLogger, GradNormLogger, ParameterNormLogger])
+def test_a_callback_that_cannot_record_anything_says_so(
+    tiny_config: ConfigContainer, caplog: pytest.LogCaptureFixture, kind: Any
+) -> None:
+    tiny_config.train.train_iters = 3
+    pretrain(tiny_config, callbacks=[kind()])
+    named = [record.message for record in caplog.records if record.message.startswith(kind.__name__)]
+    assert len(named) == 1
+    assert re.match(r"\w+ (writes|records) nothing: the run has no directory", named[0])

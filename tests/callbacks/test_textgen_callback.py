@@ -18,6 +18,8 @@ from onstep import Callback, Trainer, TrainingArguments, pretrain
 from onstep.callbacks.textgen_callback import TextgenCallback, preserve_state
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
+from onstep.models.generation.prompts import continue_prompts
+from tests.support.small_models import qwen
 
 PROMPTS = ["def ", "import"]
 
@@ -322,3 +324,19 @@ def test_the_defaults_are_the_documented_ones() -> None:
         "repetition_penalty": 1.15,
     }
     assert (callback.generation_steps, callback.max_new_tokens) == (None, 200)
+
+
+def test_a_prompt_that_is_longer_than_the_context_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Words:
+        eos_token_id = 0
+
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [1] * len(text)}
+
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            return "x" * len(ids)
+
+    prompts = ["short", "long" * 20]  # 80 tokens, of 32 positions
+    pairs = continue_prompts(qwen(), Words(), prompts, {}, max_new_tokens=12, seed=0)
+    assert [prompt for prompt, _ in pairs] == prompts
+    assert "1 of 2 prompts are longer than the 20 tokens that max_new_tokens=12 leaves of 32 positions" in caplog.text

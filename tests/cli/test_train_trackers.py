@@ -63,6 +63,14 @@ def test_an_unknown_tracker_ends_it_before_a_run_is_there(
     assert not (tmp_path / "runs").exists()
 
 
+def test_settings_of_a_tracker_that_is_not_asked_for_are_named(train: Train, config: ConfigContainer) -> None:
+    done = train(config, "logger.wandb_entity=us", "optimizer.sgd_momentum=0.5")
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stderr.splitlines() if "settings without effect" in line]
+    assert "optimizer.sgd_momentum=0.5 (requires optimizer.optimizer=sgd)" in line
+    assert "logger.wandb_entity=us (requires logger.report_to=[wandb] or logger.wandb_project)" in line
+
+
 def test_pretrain_fills_the_trackers_that_are_asked_for(config: ConfigContainer, tmp_path: Path) -> None:
     config.run.name, config.logger.report_to = "run", ["csv"]
     pretrain(config)

@@ -88,7 +88,7 @@ def test_weights_that_do_not_fit_are_refused(weights: list[float]) -> None:
         blend_of(3, 4, weights=weights)
 
 
-def test_a_configuration_blends_files_by_weights(tmp_path: Path) -> None:
+def test_a_configuration_blends_files_by_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name, token, count in (("a", 1, 30), ("b", 2, 60)):
         write_indexed_dataset(tmp_path / name, [[token] * 10] * count, vocab_size=10)
     config = DatasetConfig(
@@ -98,7 +98,9 @@ def test_a_configuration_blends_files_by_weights(tmp_path: Path) -> None:
         split="50,50",
         seq_length=5,
     )
-    train, valid, test = build_datasets(config, ByteTokenizer(), show_progress=False)
+    with caplog.at_level("INFO"):
+        train, valid, test = build_datasets(config, ByteTokenizer(), show_progress=False)
+    assert caplog.messages == ["by dataset.weights, the validation set is a blend of 38 of its 88 samples"]
     assert test is None
     # 29 and 59 sequences; those of the second come once, those of the first as often as its share takes.
     assert (train.sizes, valid.sizes) == ([177, 59], [29, 9])

@@ -302,3 +302,62 @@ def test_workers_read_the_same(tmp_path: Path) -> None:
         read.append([batch["tokens"].tolist() for batch in step.micro_batches])
         loader.close()
     assert read[0] == read[1]
+
+
+@pytest.mark.parametrize("key", ["system", "tools", "input"])
+def test_parts_of_a_prompt_that_are_not_read_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str
+) -> None:
+    chats_of(tmp_path, [{**row, key: "be kind", "id": 7, "history": []} for row in records(("hi", "yo"))])
+    assert f"chat.jsonl has {key!r} beside the messages, which is not read; put it into a message" in caplog.text
+
+
+def test_other_keys_of_a_record_are_not_worth_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    chats_of(tmp_path, [{**row, "id": 7, "source": "web"} for row in records(("hi", "yo"))])
+    assert caplog.text == ""
+
+
+def test_columns_of_a_prompt_that_are_not_read_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    import datasets
+
+    rows = [{"prompt": "a", "response": "b", "input": "c", "id": 1}] * 4
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    config = DatasetConfig(kind="chat", paths=[str(tmp_path / "saved")], split="1", seq_length=32)
+    config.cache_dir = str(tmp_path / "cache")
+    build_datasets(config, ByteTokenizer(), show_progress=True)
+    assert "saved has 'input' beside the messages, which is not read" in caplog.text
+
+
+def test_an_answer_that_is_not_to_be_trained_on_is_refused(tmp_path: Path) -> None:
+    def chat(weight: int | None) -> list[Any]:
+        answer = {"role": "assistant", "content": "yo", "weight": weight}
+        return [{"messages": [{"role": "user", "content": "hi"}, answer]}]
+
+    chats_of(tmp_path, chat(1))
+    chats_of(tmp_path, chat(None))
+    with pytest.raises(DataError, match=r"chat.jsonl:1: 'messages': a message has weight=0, .*leave the weight out"):
+        chats_of(tmp_path, chat(0))
+
+
+def test_a_call_of_a_tool_that_the_plain_template_would_lose_is_refused(tmp_path: Path) -> None:
+    answer = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
+    with pytest.raises(DataError, match=r"chat.jsonl:1: a message has 'tool_calls', .*tokenizer with a chat template"):
+        chats_of(tmp_path, [{"messages": [{"role": "user", "content": "hi"}, answer]}])
+
+
+@pytest.mark.parametrize(("name", "value"), [("hf_split", "validation"), ("hf_subset", "en")])
+def test_a_split_of_files_that_have_none_is_refused(tmp_path: Path, name: str, value: str) -> None:
+    write(tmp_path / "chat.jsonl", records(("hi", "yo")))
+    config = DatasetConfig(kind="chat", paths=[str(tmp_path)], split="1", seq_length=32, cache_dir=str(tmp_path))
+    setattr(config, name, value)
+    with pytest.raises(DataError, match=rf"dataset.{name}='{value}' selects from a dataset with splits, .*drop it"):
+        build_datasets(config, ByteTokenizer(), show_progress=False)
+
+
+def test_a_subset_of_a_local_dataset_is_refused(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(str(tmp_path / "saved"))
+    config = DatasetConfig(kind="huggingface", paths=[str(tmp_path / "saved")], hf_subset="en", split="1")
+    with pytest.raises(DataError, match=r"hf_subset='en' is a configuration of a dataset on the Hub, .*drop it"):
+        build_datasets(config, ByteTokenizer(), show_progress=False)

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from onstep.config import ConfigContainer
 from onstep.data import default_corpus_files, find_files, iter_documents
+from onstep.data.corpus.corpus import unread_notes
 from onstep.errors import DataError
+from onstep.training import pretrain
 
 
 @pytest.fixture
@@ -29,6 +32,38 @@ def test_named_and_matched_files_are_taken_whatever_their_suffix_and_each_once(t
     found = find_files([str(tree / "**/*.py"), tree / "b.txt", str(tree / "[bo]*")])
     assert found == [tree / "b.txt", tree / "deep/er/c.py", tree / "odd.dat"]
     assert find_files([str(tree / "de*")]) == [tree / "deep/er/c.py"]
+
+
+def run_on(config: ConfigContainer, *paths: Path) -> None:
+    config.dataset.paths, config.dataset.split, config.train.train_iters = [str(path) for path in paths], "100", 1
+    config.scheduler.lr_warmup_iters, config.validation.eval_interval = 0, None
+    pretrain(config)
+
+
+def test_a_file_that_is_named_twice_is_read_once_and_named(
+    tiny_config: ConfigContainer, corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_on(tiny_config, corpus / "heapq.py", corpus / "heapq.py")
+    assert f"dataset.paths: {corpus / 'heapq.py'} is named 2 times and read once" in caplog.text
+
+
+def test_files_with_text_that_a_directory_leaves_out_are_counted(
+    tiny_config: ConfigContainer, tree: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tree / "b.txt").write_text("some text " * 100)
+    run_on(tiny_config, tree)
+    assert "dataset.paths" not in caplog.text
+    for name in ("c.txt.gz", "d.gz", "e.parquet", ".hidden.gz"):
+        (tree / name).write_text("x")
+    run_on(tiny_config, tree)
+    assert "dataset.paths: files in its directories are not read for their suffix: 2 .gz, 1 .parquet" in caplog.text
+
+
+def test_other_files_in_a_directory_of_conversations_are_counted(tree: Path) -> None:
+    (tree / "chat.jsonl").write_text("{}")
+    assert unread_notes([tree]) == []
+    [note] = unread_notes([tree], only_records=True)
+    assert note == "files in its directories are not read for their suffix: 1 .md, 1 .py, 1 .txt"
 
 
 def test_a_file_whose_name_looks_like_a_glob_is_a_file(tmp_path: Path) -> None:

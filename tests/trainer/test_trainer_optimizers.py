@@ -215,3 +215,20 @@ def test_frozen_parameters_are_not_missed(tmp_path: Path, caplog: pytest.LogCapt
     optimizer = torch.optim.SGD([model.layer.weight], lr=0.1)
     quiet(model, arguments(tmp_path), regression_rows(), optimizers=(optimizer, None)).train()
     assert "not in the optimizer" not in caplog.text
+
+
+class Spare(Regression):
+    """Has a layer that no loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = torch.nn.Linear(2, 2)
+
+
+def test_parameters_without_a_gradient_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    quiet(Spare(), arguments(tmp_path, logging_steps=1), regression_rows()).train()
+    named = [record.message for record in caplog.records if "no gradient" in record.message]
+    assert named == [
+        "2 trainable parameters have no gradient after step 1, so they are not trained: spare.weight, spare.bias; use "
+        "them in forward, or set requires_grad=False"
+    ]

@@ -111,3 +111,27 @@ def test_a_run_may_be_as_long_as_a_fraction_of_epochs(
     assert len(calls) == ends
     assert calls[-1] == pytest.approx(num_epochs, abs=1 / steps)
     assert state.trainer_state.max_steps == state.train_state.step
+
+
+@pytest.mark.parametrize(("batch", "is_named"), [(4, False), (64, True)])
+def test_a_tail_that_is_noticeable_is_named(
+    tiny_config: ConfigContainer, caplog: pytest.LogCaptureFixture, batch: int, is_named: bool
+) -> None:
+    tiny_config.train.train_iters, tiny_config.train.num_epochs = None, 1.0
+    tiny_config.train.global_batch_size, tiny_config.dataset.seq_length = batch, 256
+    tiny_config.model.seq_length, tiny_config.validation.eval_iters = 256, 0
+    tiny_config.scheduler.lr_warmup_iters = 0
+    state = pretrain(tiny_config)
+    num_samples = state.info.num_examples
+    line = f"the last {num_samples % batch} of {num_samples} samples of each epoch are less than a global batch of"
+    assert (line in caplog.text) is is_named
+
+
+def test_a_tail_that_the_run_does_not_reach_is_not_named(
+    tiny_config: ConfigContainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_config.train.global_batch_size, tiny_config.train.train_iters = 1024, 1
+    tiny_config.validation.eval_iters, tiny_config.scheduler.lr_warmup_iters = 0, 0
+    tiny_config.dataset.seq_length = tiny_config.model.seq_length = 16
+    pretrain(tiny_config)
+    assert "of each epoch" not in caplog.text

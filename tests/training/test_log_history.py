@@ -14,7 +14,7 @@ from onstep.config import ConfigContainer
 from onstep.training import GlobalState
 from onstep.training.checkpointing.saved_states import RunProgress
 from tests.support.resuming import Interrupted
-from tests.support.small_runs import run, small_state
+from tests.support.small_runs import RaggedRows, run, small_state, stack, sum_step
 
 
 def size_of(state: GlobalState) -> int:
@@ -120,3 +120,25 @@ def test_an_older_checkpoint_brings_its_log() -> None:
     older["log_history"] = [{"loss": 1.0, "step": 0}]
     RunProgress(state).load_state_dict(older)
     assert state.info.log_history == [{"loss": 1.0, "step": 0}]
+
+
+def test_steps_without_a_label_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    state = small_state(train_iters=2)
+    state.cfg.logger.log_interval = 1
+    rows = RaggedRows(2, empty=(0, 1))
+    batch = stack([rows[0], rows[1]])
+    run(state, data=iter([batch] * 4))
+    assert "the 1 steps up to step 2 have no label that is trained on (all are -100)" in caplog.text
+
+
+def test_a_report_that_clashes_with_the_log_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    state = small_state(train_iters=1)
+    state.cfg.logger.log_interval = 1
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        output, loss_function = sum_step(data_iterator, model)
+        return output, lambda loss: (*loss_function(loss)[:2], {"grad_norm": loss.detach(), "mine": loss.detach()})
+
+    run(state, step=step)
+    assert "the forward step reports 'grad_norm', which the log has itself; report it under another name" in caplog.text
+    assert "'mine'" not in caplog.text

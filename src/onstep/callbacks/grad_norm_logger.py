@@ -50,8 +50,13 @@ class GradNormLogger(TrainerCallback):
                 "%s records nothing: with fuse_optim_with_backward, gradients are freed before they can be measured",
                 self.name,
             )
-        elif state.is_world_process_zero and directory is not None:
-            self._writer.open(directory, state.global_step)
+        elif state.is_world_process_zero:
+            if directory is None:
+                logger.warning(
+                    "%s records nothing: the run has no directory; set run.name or logger.logging_dir", self.name
+                )
+            else:
+                self._writer.open(directory, state.global_step)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the gradients of a step that will be evaluated, without waiting for the device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from onstep.log_gaps import MISSING
 from onstep.metrics.json_log_writer import JsonLogWriter, logging_dir_of
 from onstep.metrics_log import read_records
 from onstep.trackers.tag_record import BRIDGE_KEY
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 FILE_NAME = "trainer_logs.json"
 _INFO_KEY = "experiment_info"
@@ -54,7 +57,10 @@ class JsonLogger(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the metrics log, truncated to the step that training resumes from."""
         directory = logging_dir_of(args)
-        if not state.is_world_process_zero or directory is None:
+        if not state.is_world_process_zero:
+            return
+        if directory is None:
+            logger.warning("JsonLogger writes nothing: the run has no directory; set run.name or logger.logging_dir")
             return
         self._writer.open(directory, state.global_step)
         assert self._writer.path is not None

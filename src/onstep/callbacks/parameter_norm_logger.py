@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from onstep.metrics.json_log_writer import JsonLogWriter, logging_dir_of
 from onstep.metrics.norms.named_parameters import MissingOnce, named_parameters
 from onstep.metrics.norms.parameter_norms import parameter_norms, total_norm
 from onstep.metrics.norms.spectral_norms import SpectralNorms, require_count
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, repr=False)
@@ -57,7 +60,13 @@ class ParameterNormLogger(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the file, truncated to the step that training resumes from."""
         directory = logging_dir_of(args)
-        if state.is_world_process_zero and directory is not None:
+        if not state.is_world_process_zero:
+            return
+        if directory is None:
+            logger.warning(
+                "%s records nothing: the run has no directory; set run.name or logger.logging_dir", self.name
+            )
+        else:
             self._writer.open(directory, state.global_step)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from onstep.config import DatasetConfig
 from onstep.data.chat.dataset import ChatDataset, ChatFile, PackedDataset, build_chat_file
-from onstep.data.chat.records import ChatFiles, ChatKeys, ChatRows, ChatSource, ChatTexts
+from onstep.data.chat.records import ChatFiles, ChatKeys, ChatRows, ChatSource, ChatTexts, warn_of_unread
 from onstep.data.corpus.build_cache import Source
-from onstep.data.corpus.corpus import DocumentSource, FileSource, default_corpus_files, find_files, find_records
+from onstep.data.corpus.corpus import (
+    DocumentSource,
+    FileSource,
+    default_corpus_files,
+    find_files,
+    find_records,
+    unread_notes,
+)
 from onstep.data.corpus.hf_datasets import OwnSplits, RowSource, is_rows, load_own_splits
 from onstep.data.corpus.indexed_file import IndexedFile
 from onstep.data.corpus.token_file import TokenFile, tokens_of
 from onstep.data.corpus.tokenizers import Tokenizer
 from onstep.data.token_dataset import BlendedDataset, Boundaries, TokenDataset, TokenSource
 from onstep.errors import DataError
+
+_LOGGER = logging.getLogger(__name__)
 
 SPLIT_NAMES = ("train", "validation", "test")
 
@@ -148,6 +158,12 @@ class Job:
         sharing = {"show_progress": self.show_progress, "wait_for_other": self.wait_for_other}
         return make(source, self.tokenizer, self.config.cache_dir, **sharing)
 
+    def warn_of_unread(self, *, only_records: bool = False) -> None:
+        """Name what is left out of `dataset.paths`, on one rank."""
+        notes = [] if self.wait_for_other else unread_notes(self.config.paths, only_records=only_records)
+        if notes:
+            _LOGGER.warning("dataset.paths: %s", "; ".join(notes))
+
     def chat(self, chats: ChatFile, start: int, end: int) -> ChatDataset:
         """The sequences of a range of conversations."""
         kind = PackedDataset if self.config.packing else ChatDataset
@@ -206,6 +222,7 @@ def tokenizer_source(config: DatasetConfig, *, show_progress: bool = False) -> D
 
 def _text(job: Job) -> Splits[TokenDataset]:
     boundaries = job.boundaries  # may raise, so evaluate it before the corpus is read
+    job.warn_of_unread()
     return split_tokens(job.tokens_of(text_source(job.config)), job.config.split, job.config.seq_length, boundaries)
 
 
@@ -218,15 +235,18 @@ def _megatron(job: Job) -> Splits[Any]:
         *(split_documents(file, config.split, config.seq_length, boundaries) for file in files), strict=True
     )
     blend = train[0] if len(files) == 1 else BlendedDataset(train, config.weights)
-    return blend, _blend_to_evaluate(valid, config.weights), _blend_to_evaluate(test, config.weights)
+    return blend, _blend_to_evaluate(job, "validation", valid), _blend_to_evaluate(job, "test", test)
 
 
-def _blend_to_evaluate(datasets: Sequence[TokenDataset | None], weights: Sequence[float] | None) -> Any:
+def _blend_to_evaluate(job: Job, name: str, datasets: Sequence[TokenDataset | None]) -> Any:
     """A blend without repeated samples, for evaluation; None for a share of 0."""
     present = [dataset for dataset in datasets if dataset is not None]
     if len(present) < 2:
         return present[0] if present else None
-    return BlendedDataset(present, weights, repeats=False)
+    blend, total = BlendedDataset(present, job.config.weights, repeats=False), sum(map(len, present))
+    if len(blend) < total and not job.wait_for_other:
+        _LOGGER.info("by dataset.weights, the %s set is a blend of %d of its %d samples", name, len(blend), total)
+    return blend
 
 
 def _huggingface(job: Job) -> Splits[Any]:
@@ -244,6 +264,8 @@ def _huggingface(job: Job) -> Splits[Any]:
 def _chat(job: Job) -> Splits[Any]:
     config = job.config
     own, split = _chat_sources(config, job.show_progress)
+    if isinstance(own.train, ChatFiles):
+        job.warn_of_unread(only_records=True)
     chats = job.chats_of(own.train)
     what = f"split {split!r} of {len(chats)} conversations"
     splits = ranges(len(chats), parse_split(split), lambda start, end: job.chat(chats, start, end), what)
@@ -267,7 +289,7 @@ def _own_splits(config: DatasetConfig, columns: Sequence[str], show_progress: bo
         config.paths, subset=config.hf_subset, split=config.hf_split, columns=columns, show_progress=show_progress
     )
     _, valid, test = parse_split(config.split)
-    own = OwnSplits(own.train, own.valid if valid else None, own.test if test else None)
+    own = replace(own, valid=own.valid if valid else None, test=own.test if test else None)
     return own, split_without(config.split, has_valid=own.valid is not None, has_test=own.test is not None)
 
 
@@ -279,11 +301,25 @@ def _chat_sources(config: DatasetConfig, show_progress: bool) -> tuple[OwnSplits
     """Conversations to train on and those of the data's own validation and test splits; and how to split the first."""
     keys = ChatKeys(config.messages_key, config.prompt_key, config.response_key)
     if not any(is_rows(path) for path in config.paths):
+        _check_not_rows(config)
         return OwnSplits(ChatFiles(find_records(config.paths), keys), None, None), config.split
     own, split = _own_splits(config, [keys.messages, keys.prompt, keys.response], show_progress)
     name = ", ".join(config.paths)
+    if show_progress:
+        warn_of_unread(own.dropped, name)
     valid, test = (None if rows is None else ChatRows(rows, keys, name) for rows in (own.valid, own.test))
     return OwnSplits(ChatRows(own.train, keys, name), valid, test), split
+
+
+def _check_not_rows(config: DatasetConfig) -> None:
+    """Refuse keys of the `datasets` library for JSONL files, which are read without it."""
+    for name in ("hf_split", "hf_subset"):
+        value = config.changed().get(name)
+        if value is not None:
+            raise DataError(
+                f"dataset.{name}={value!r} selects from a dataset with splits, but dataset.paths={config.paths} are "
+                "JSONL files, all of which are read; drop it"
+            )
 
 
 _BUILDERS: dict[str, Callable[[Job], Splits[Any]]] = {

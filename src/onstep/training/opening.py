@@ -65,6 +65,8 @@ def open_run(
     Raises:
         ConfigError: for a tracker that cannot work, before anything is built.
     """
+    callbacks = manager.callbacks if manager is not None else []
+    has_trackers = any(hasattr(callback, "tag_loggers") for callback in callbacks)
     manager = attach_trackers(manager, config)
     check_trackers(config)
     run = GlobalState(cfg=config, entry_point=entry_point)
@@ -86,7 +88,7 @@ def open_run(
             run.cfg.run.name, run.identity = claim.directory.path.name, claim.identity
             run.cfg.logger.logging_dir = run.cfg.logger.logging_dir or str(claim.directory.path)
         if world.is_main:
-            _name_idle_settings(run, manager)
+            _name_idle_settings(run, has_trackers)
         run.bridge_trackers.join(manager)
         entry_point.fire = notify.fire
         try:
@@ -103,10 +105,8 @@ def open_run(
                 lock.release()
 
 
-def _name_idle_settings(run: GlobalState, manager: CallbackManager | None) -> None:
-    """Say in one line which settings have no effect in this run."""
-    callbacks = manager.callbacks if manager is not None else []
-    has_trackers = any(hasattr(callback, "tag_loggers") for callback in callbacks)
+def _name_idle_settings(run: GlobalState, has_trackers: bool) -> None:
+    """Say in one line which settings have no effect in this run, whose user may have trackers of their own."""
     found = idle_settings(run.cfg, has_trackers=has_trackers)
     if run.entry_point.trainer is None:
         found += idle_without_trainer(run.cfg)

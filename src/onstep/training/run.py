@@ -71,6 +71,8 @@ class RunStage:
     """Whether this process continues from a checkpoint."""
     has_stepped: bool = False
     """Whether this process has completed a step."""
+    has_checked_gradients: bool = False
+    """Whether parameters without a gradient have been looked for."""
     epoch_is_open: bool = False
     """True between `on_epoch_start` and `on_epoch_end`."""
     data_exhausted: bool = False

@@ -44,7 +44,16 @@ SECTIONS: dict[type[ConfigSection], str] = {ConfigContainer: ""} | {
 
 WHOLE = tuple(
     f"config/{name}.py"
-    for name in ("checks/validation", "derived", "differences", "hf/conversion", "hf/schedules", "keys", "load")
+    for name in (
+        "checks/idle",
+        "checks/validation",
+        "derived",
+        "differences",
+        "hf/conversion",
+        "hf/schedules",
+        "keys",
+        "load",
+    )
 )
 """What goes over whole configurations: a value that it reads has no effect by that."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +15,8 @@ from onstep.data.corpus.build_cache import Source
 from onstep.data.corpus.corpus import MAX_RECORD_BYTES, Document, add_file, first_keys, read_record, short
 from onstep.data.corpus.hf_datasets import fingerprint_of, rows_of
 from onstep.errors import DataError
+
+_LOGGER = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 """`role`, `content`, and anything else that the chat template of a tokenizer reads."""
@@ -61,6 +64,21 @@ class ChatSource(Source, Protocol):
         """The messages of each conversation and its place; `label` names the progress bar, None shows none."""
 
 
+OF_PROMPTS = frozenset({"system", "system_prompt", "input", "context", "history", "tools", "functions", "documents"})
+"""Keys of records, besides messages, that others render into prompts."""
+
+
+def warn_of_unread(keys: Iterable[str], name: str) -> None:
+    """Warn of keys that look like parts of a prompt, since only messages, prompt and response are read."""
+    unread = sorted(OF_PROMPTS.intersection(keys))
+    if unread:
+        _LOGGER.warning(
+            "%s has %s beside the messages, which is not read; put it into a message of role 'system' or 'user'",
+            name,
+            " and ".join(map(repr, unread)),
+        )
+
+
 class ChatFiles:
     """The conversations of JSONL files, one record per line."""
 
@@ -79,6 +97,7 @@ class ChatFiles:
     def conversations(self, label: str | None) -> Iterator[tuple[list[Message], str]]:
         """One conversation per non-empty line."""
         total = sum(path.stat().st_size for path in self._files)
+        unread: set[str] = set()
         with tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=label is None) as bar:
             for path in self._files:
                 with path.open("rb") as lines:
@@ -86,7 +105,10 @@ class ChatFiles:
                         bar.update(len(line))
                         if line.strip():
                             place = f"{path}:{number}"
-                            yield self._keys.read(read_record(line, place), place), place
+                            record = read_record(line, place)
+                            unread.update(key for key, value in record.items() if value)
+                            yield self._keys.read(record, place), place
+        warn_of_unread(unread - {self._keys.messages, self._keys.prompt, self._keys.response}, self.name)
 
 
 class ChatRows:
@@ -135,6 +157,11 @@ def _checked(messages: Any, place: str) -> list[Message]:
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise DataError(f"{place} must contain messages with 'role' and 'content', got {short(message)}")
+        if message.get("weight") is not None and message["weight"] != 1:
+            raise DataError(
+                f"{place}: a message has weight={short(message['weight'])}, but answers are all trained on alike; leave "
+                "the weight out, or such answers"
+            )
     # A column of the `datasets` library has every key for every message, with None for those that were not given.
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 

@@ -22,6 +22,9 @@ _GUARDS = re.compile(_GUARD)
 _MAX_SPECIAL = 10_000
 """Limit for the special tokens of a conversation that is encoded in parts."""
 
+_NOT_PLAIN = ("tool_calls", "function_call", "reasoning_content")
+"""Parts of a message that are more than its role and content."""
+
 _Ids = npt.NDArray[np.int64]
 _Encoded = tuple[_Ids, _Ids]
 """Ids (tokens), and the first character of each and the one after its last (tokens, 2)."""
@@ -86,6 +89,12 @@ class PlainTemplate:
         prompt: list[tuple[str, str]] = []
         for message in messages:
             content = message.get("content")
+            unread = next((key for key in _NOT_PLAIN if message.get(key)), None)
+            if unread is not None:
+                raise DataError(
+                    f"{place}: a message has {unread!r}, for which the plain template has no form; use a tokenizer "
+                    "with a chat template, or write it into the content"
+                )
             if not isinstance(content, str):
                 raise DataError(f"{place}: 'content' must be a string, got {type(content).__name__}")
             if message["role"] != "assistant":

@@ -7,6 +7,7 @@ import glob
 import itertools
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,28 @@ def find_records(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     if not found:
         raise DataError(f"there are no JSONL files in {', '.join(map(str, paths))}; name the files of conversations")
     return sorted(set(found))
+
+
+_UNREAD_TEXT = frozenset({".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".parquet", ".arrow"})
+"""Suffixes of files that hold text or data, but are not searched for in a directory."""
+
+
+def unread_notes(paths: Iterable[str | os.PathLike[str]], *, only_records: bool = False) -> list[str]:
+    """What `find_files` leaves out of `paths` (`find_records` with `only_records`), in words."""
+    suffixes: Counter[str] = Counter()
+    times: Counter[Path] = Counter()
+    for path in (Path(given).expanduser() for given in paths):
+        if not path.is_dir():
+            times[path.absolute()] += 1
+            continue
+        unread = (_UNREAD_TEXT | TEXT_SUFFIXES) - JSONL_SUFFIXES if only_records else _UNREAD_TEXT
+        found = (file for file in path.rglob("*") if file.suffix.lower() in unread and is_visible(file, path))
+        suffixes.update(file.suffix.lower() for file in found)
+    notes = [f"{path} is named {count} times and read once" for path, count in times.items() if count > 1]
+    if suffixes:
+        counted = ", ".join(f"{count} {suffix}" for suffix, count in sorted(suffixes.items()))
+        notes.append(f"files in its directories are not read for their suffix: {counted}")
+    return notes
 
 
 def default_corpus_files() -> list[Path]:

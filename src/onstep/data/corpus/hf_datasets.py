@@ -45,6 +45,8 @@ class OwnSplits(Generic[T]):
     train: T
     valid: T | None
     test: T | None
+    dropped: frozenset[str] = frozenset()
+    """Columns of the training split that are not read."""
 
 
 class RowSource:
@@ -120,6 +122,7 @@ def load_own_splits(
         raise MissingExtraError(
             "this data requires the library 'datasets'; install it: pip install 'onstep[datasets]'"
         ) from error
+    _check_subset(paths, subset)
     with _bars(datasets, show_progress):
         loaded = [_load(datasets, path, subset) for path in paths]
     valid_name, test_name = (
@@ -132,7 +135,9 @@ def load_own_splits(
                 f"the dataset {path!r} has no split {split!r}; set dataset.hf_split to one of {list(found)}"
             )
     by_name = [[found[name] for found in loaded if name in found] for name in (split, valid_name, test_name)]
-    return OwnSplits(*(_joined(datasets, parts, columns) for parts in by_name))
+    train, valid, test = (_joined(datasets, parts, columns) for parts in by_name)
+    dropped = frozenset(column for part in by_name[0] for column in part.column_names).difference(columns)
+    return OwnSplits(train, valid, test, dropped)
 
 
 def is_rows(path: str) -> bool:
@@ -182,6 +187,15 @@ def _load(datasets: Any, path: str, subset: str | None) -> dict[str, Any]:
         local = given.exists() or glob.has_magic(path)
         remedy = "check its files" if local else "the Hub requires network access, a local path does not"
         raise DataError(f"cannot load the dataset {path!r}: {error}; {remedy}") from error
+
+
+def _check_subset(paths: Sequence[str], subset: str | None) -> None:
+    """Refuse a configuration of a dataset on the Hub if there is none."""
+    if subset is not None and all(Path(path).expanduser().exists() or glob.has_magic(path) for path in paths):
+        raise DataError(
+            f"dataset.hf_subset={subset!r} is a configuration of a dataset on the Hub, but dataset.paths={list(paths)} "
+            "are local; drop it"
+        )
 
 
 def _load_files(datasets: Any, path: str) -> dict[str, Any]:

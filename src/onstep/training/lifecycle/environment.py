@@ -11,6 +11,8 @@ from onstep.training.feature import Feature
 from onstep.training.protocols import StateDict
 from onstep.training.run import Run
 
+logger = logging.getLogger(__name__)
+
 
 class EnvironmentVariables(Feature[Run]):
     """Sets the configured environment variables that are not already set."""
@@ -23,8 +25,10 @@ class EnvironmentVariables(Feature[Run]):
         return bool(host.cfg.env_vars)
 
     def session(self) -> AbstractContextManager[object]:
+        is_main = os.environ.get("RANK", "0") == "0"  # the ranks have not met yet
         for name, value in self.host.cfg.env_vars.items():
-            os.environ.setdefault(name, value)
+            if os.environ.setdefault(name, value) != value and is_main:  # not shown: it may be a secret
+                logger.warning("env_vars.%s has no effect: the environment of the process has another value", name)
         return nullcontext()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from onstep.optim import build_loss_scaler, build_optimizer, build_scheduler
 from onstep.training.protocols import Trained, UserOptimizer, UserScheduler
 from onstep.training.run import Run
 from onstep.training.setup.model_and_data import build_data, build_model, open_tokenizer
+
+logger = logging.getLogger(__name__)
 
 MODEL_TIMER, DATA_TIMER = "model-and-optimizer-setup", "train/valid/test-data-iterators-setup"
 
@@ -163,12 +166,33 @@ def count_steps(state: Run, train_data: TrainLoader | None) -> None:
         info.num_train_samples = end.consumed
         if sizes.varies:
             info.num_train_epochs = train.num_epochs or end.epochs
+        else:
+            _name_dropped_tail(state, sizes.last)
     info.logging_steps = config.logger.log_interval
     info.eval_steps = validation.eval_interval or 0
     info.train_batch_size = train.micro_batch_size
     info.max_eval_steps = -1 if validation.eval_iters is None else validation.eval_iters
     info.num_processes, info.rank, info.local_rank = world.size, world.rank, world.local_rank
     state.control.rank = world.rank
+
+
+_NAMED_FROM = 0.02
+"""Share of an epoch from which a tail that is not trained on is named."""
+
+
+def _name_dropped_tail(state: Run, global_batch_size: int) -> None:
+    """Say how much of each epoch `train.drop_last` leaves out, if the run gets there and it is noticeable."""
+    info, num_samples = state.info, state.info.num_examples or 0
+    tail = num_samples - (info.steps_per_epoch or 0) * global_batch_size
+    is_reached = info.steps_per_epoch and info.max_steps >= info.steps_per_epoch
+    if is_reached and tail >= _NAMED_FROM * num_samples and tail > 0 and state.world.is_main:
+        logger.warning(
+            "the last %d of %d samples of each epoch are less than a global batch of %d and are dropped; "
+            "train.drop_last=false trains on them",
+            tail,
+            num_samples,
+            global_batch_size,
+        )
 
 
 def seed_everything(seed: int) -> None:

@@ -19,7 +19,7 @@ from onstep.training.stages.exits import (
     random_state_before,
     restore_random_state,
 )
-from onstep.training.stages.job import Job
+from onstep.training.stages.job import Job, warn_of_missing_gradients
 from onstep.training.stages.record import log_step, publish
 
 
@@ -77,6 +77,7 @@ def act(job: Job) -> None:
         on.settle()
         on.before_log()
         log_step(run, job.accumulator, job.optimizer, job.notify)
+        warn_of_missing_gradients(job)
         run.saving.is_unsaved = True
         agree(run)
     if control.should_evaluate and not run.leaves:

@@ -12,7 +12,7 @@ from torch import nn
 from onstep.data import StepBatches, StepSource
 from onstep.events import Dispatcher
 from onstep.optim import ScalesRates, StepOptimizer, as_step_optimizer
-from onstep.optim.param_groups import parameters_left_out
+from onstep.optim.param_groups import parameters_left_out, trainable_parameters
 from onstep.training.compute.step import LastStep, Step
 from onstep.training.protocols import DataSource, ForwardStep, NonLossFunction, Trained, UserOptimizer, UserScheduler
 from onstep.training.reporting.loss_accumulator import LossAccumulator
@@ -93,13 +93,36 @@ def warn_of_parameters_left_out(job: Job) -> None:
     """Warn, on rank 0, of trainable parameters that the optimizer does not have: they keep their initial values."""
     names = parameters_left_out(job.model, job.optimizer.param_groups) if job.run.world.is_main else []
     if names:
-        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         logger.warning(
             "%d trainable parameters are not in the optimizer and are not trained: %s; add them to it, or set "
             "requires_grad=False",
             len(names),
-            shown,
+            _first_of(names),
         )
+
+
+def warn_of_missing_gradients(job: Job) -> None:
+    """Warn once, on rank 0, of trainable parameters that the last step gave no gradient: no loss depends on them.
+
+    Says nothing where no parameter has one: gradients are then kept elsewhere.
+    """
+    if job.run.stage.has_checked_gradients or not job.run.world.is_main:
+        return
+    job.run.stage.has_checked_gradients = True
+    roles = trainable_parameters(job.model)
+    names = [role.name for param, role in roles.items() if param.grad is None]
+    if 0 < len(names) < len(roles):
+        logger.warning(
+            "%d trainable parameters have no gradient after step %d, so they are not trained: %s; use them in "
+            "forward, or set requires_grad=False",
+            len(names),
+            job.run.train_state.step,
+            _first_of(names),
+        )
+
+
+def _first_of(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def drive(optimizer: Any, model: list[nn.Module], run: Run) -> StepOptimizer:

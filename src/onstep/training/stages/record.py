@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from onstep.errors import warn_once
 from onstep.events import Dispatcher
 from onstep.train_state import TrainState
 from onstep.training.compute.losses import Scalar
@@ -18,6 +19,13 @@ from onstep.training.reporting.loss_accumulator import IntervalReport, LossAccum
 from onstep.training.run import Run
 
 logger = logging.getLogger(__name__)
+
+
+_OF_THE_LOG = frozenset(
+    {"epoch", "step", "grad_norm", "max_grad_norm", "num_zeros", "skipped_steps", "learning_rate", "loss_scale"}
+    | {"tokens", "total_tokens", "total_flos"}
+)
+"""Names of a record, besides `loss`, that a forward step's report would clash with."""
 
 
 def log_step(state: Run, accumulator: LossAccumulator, optimizer: UserOptimizer, notify: Dispatcher) -> None:
@@ -32,6 +40,7 @@ def log_step(state: Run, accumulator: LossAccumulator, optimizer: UserOptimizer,
     advance_tokens(state, report)
     logs = build_logs(state, report, optimizer, extras=tuple(unread))
     warn_if_all_skipped(state, report)
+    warn_if_unlabelled(state, report)
     notify.on_log_step(logs=logs)
     publish(state, logs, notify)
     state.sums.interval_start = state.clock.elapsed()
@@ -50,6 +59,17 @@ def warn_if_all_skipped(state: Run, report: IntervalReport) -> None:
             state.train_state.step,
             norm,
             most,
+        )
+
+
+def warn_if_unlabelled(state: Run, report: IntervalReport) -> None:
+    """Warn, on rank 0, if no label of the interval is trained on: the loss is 0, and nothing is learned."""
+    if report.tokens == 0 and report.num_losses and state.world.is_main:
+        logger.warning(
+            "the %d steps up to step %d have no label that is trained on (all are -100): their loss is 0, and nothing "
+            "is learned; check the labels",
+            report.num_steps,
+            state.train_state.step,
         )
 
 
@@ -77,6 +97,8 @@ def build_logs(state: Run, report: IntervalReport, optimizer: UserOptimizer, ext
     logs |= {key: value for key, value in report.others.items() if key not in ("loss", "lm loss")}
     for group in extras:
         logs |= report.extras.get(group, {})
+    for key in _OF_THE_LOG.intersection(report.others):
+        warn_once(logger, f"the forward step reports {key!r}, which the log has itself; report it under another name")
     if report.grad_norm is not None:
         logs |= {"grad_norm": report.grad_norm, "max_grad_norm": report.max_grad_norm}
     if report.num_zeros is not None:

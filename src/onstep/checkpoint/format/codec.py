@@ -111,8 +111,8 @@ def document_to_bytes(document: Any, where: str = "state") -> bytes:
     number = number_of_values(text)
     if len(text) > MAX_DOCUMENT_BYTES or number > MAX_VALUES:
         raise UnsupportedStateError(
-            f"{where}: its {number:,} non-tensor values need {len(text):,} bytes of JSON, but at most {MAX_VALUES:,} and "
-            f"{MAX_DOCUMENT_BYTES:,} are allowed; store long lists as tensors or NumPy arrays."
+            f"{where}: its {number:,} non-tensor values need {len(text):,} bytes of JSON, but at most {MAX_VALUES:,} "
+            f"and {MAX_DOCUMENT_BYTES:,} are allowed; store long lists as tensors or NumPy arrays."
         )
     return text
 

@@ -159,8 +159,8 @@ def _checked(messages: Any, place: str) -> list[Message]:
             raise DataError(f"{place} must contain messages with 'role' and 'content', got {short(message)}")
         if message.get("weight") is not None and message["weight"] != 1:
             raise DataError(
-                f"{place}: a message has weight={short(message['weight'])}, but answers are all trained on alike; leave "
-                "the weight out, or such answers"
+                f"{place}: a message has weight={short(message['weight'])}, but answers are all trained on alike; "
+                "leave the weight out, or such answers"
             )
     # A column of the `datasets` library has every key for every message, with None for those that were not given.
     return [{key: value for key, value in message.items() if value is not None} for message in messages]

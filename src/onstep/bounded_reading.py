@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -59,6 +60,7 @@ def parse_json(
     max_digits: int = MAX_DIGITS,
     max_nesting: int = MAX_NESTING,
     allows_constants: bool = True,
+    allows_repetition: bool = False,
 ) -> Any:
     """Parse UTF-8 JSON without repeated names in an object, very deep nesting or very long integers.
 
@@ -68,29 +70,35 @@ def parse_json(
         max_digits: maximum number of characters of an integer.
         max_nesting: maximum depth of lists and objects.
         allows_constants: whether NaN and infinities, as written by Python, are accepted.
+        allows_repetition: whether a name may occur twice in an object; the last value counts.
 
     Raises:
         OnstepError: of class `error`, with the reason, for anything else.
     """
 
-    def integer(digits: str) -> int:
-        if len(digits) > max_digits:
-            raise ValueError(f"an integer of {len(digits)} digits; at most {max_digits} are allowed")
-        return int(digits)
-
+    decoder = _decoder(max_digits, allows_constants, allows_repetition)
     try:
-        value = json.loads(
-            text if isinstance(text, str) else text.decode("utf-8"),
-            object_pairs_hook=_without_repetition,
-            parse_int=integer,
-            parse_constant=None if allows_constants else _no_constant,
-        )
+        value = decoder.decode(text if isinstance(text, str) else text.decode("utf-8"))
         _check_nesting(value, max_nesting)
     except (ValueError, RecursionError) as problem:
         deep = isinstance(problem, RecursionError)
         reason = f"it is nested more than {max_nesting} levels deep" if deep else problem
         raise error(f"{where} is not valid JSON: {reason}.") from problem
     return value
+
+
+@cache
+def _decoder(max_digits: int, allows_constants: bool, allows_repetition: bool) -> json.JSONDecoder:
+    def integer(digits: str) -> int:
+        if len(digits) > max_digits:
+            raise ValueError(f"an integer of {len(digits)} digits; at most {max_digits} are allowed")
+        return int(digits)
+
+    return json.JSONDecoder(
+        object_pairs_hook=None if allows_repetition else _without_repetition,
+        parse_int=integer,
+        parse_constant=None if allows_constants else _no_constant,
+    )
 
 
 def _check_nesting(value: Any, max_nesting: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from onstep.data.corpus.build_cache import Source
-from onstep.data.corpus.corpus import Document, add_file, read_record
+from onstep.data.corpus.corpus import Document, add_file, read_lines, read_record
 from onstep.data.corpus.hf_datasets import fingerprint_of, rows_of
 from onstep.errors import DataError
 
@@ -81,12 +81,11 @@ class ChatFiles:
         total = sum(path.stat().st_size for path in self._files)
         with tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=label is None) as bar:
             for path in self._files:
-                with path.open("rb") as lines:
-                    for number, line in enumerate(lines, start=1):
-                        bar.update(len(line))
-                        if line.strip():
-                            place = f"{path}:{number}"
-                            yield self._keys.read(read_record(line, place), place), place
+                for number, line in read_lines(path):
+                    bar.update(len(line))
+                    if line.strip():
+                        place = f"{path}:{number}"
+                        yield self._keys.read(read_record(line, place), place), place
 
 
 class ChatRows:

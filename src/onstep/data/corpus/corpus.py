@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import hashlib
-import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from onstep.bounded_reading import MAX_JSON_BYTES, parse_json
 from onstep.data.corpus.build_cache import Source
 from onstep.errors import DataError
 
@@ -113,10 +115,9 @@ def iter_file_documents(path: Path, text_key: str) -> Iterator[Document]:
         if not is_jsonl(path):
             yield Document(path.read_bytes(), path)
             return
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield Document(_record_text(line, f"{path}:{number}", text_key), path, number)
+        for number, line in read_lines(path):
+            if line.strip():
+                yield Document(_record_text(line, f"{path}:{number}", text_key), path, number)
     except OSError as error:
         raise DataError(f"cannot read corpus file {path}: {error.strerror or error}") from error
 
@@ -167,6 +168,26 @@ def is_visible(path: Path, directory: Path) -> bool:
     return not any(part.startswith(".") for part in path.relative_to(directory).parts)
 
 
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a JSONL file, numbered from 1.
+
+    Raises:
+        OSError: if the file cannot be read.
+        DataError: with `file:line`, for a line that is longer than the limit for JSON.
+    """
+    with path.open("rb") as file:
+        for number in count(1):
+            line = file.readline(MAX_JSON_BYTES + 1)
+            if not line:
+                return
+            if len(line) > MAX_JSON_BYTES:
+                raise DataError(
+                    f"{path}:{number} is longer than {MAX_JSON_BYTES:,} bytes, the limit for a record; check that each "
+                    "record is on a line of its own, or divide it"
+                )
+            yield number, line
+
+
 def read_record(line: bytes, place: str, rule: str = "one JSON object") -> dict[str, Any]:
     """Parse the object in a line of a JSONL file; `rule` says in errors what a line must contain.
 
@@ -174,9 +195,9 @@ def read_record(line: bytes, place: str, rule: str = "one JSON object") -> dict[
         DataError: with `place`, for anything else.
     """
     try:
-        record = json.loads(line)
-    except ValueError as error:  # malformed JSON or bytes that are not UTF-8
-        raise DataError(f"{place} is not a JSON record: {error}; each line must contain one JSON object") from error
+        record = parse_json(line.removeprefix(codecs.BOM_UTF8), place, allows_repetition=True)
+    except DataError as error:
+        raise DataError(f"{error} Each line must contain {rule}.") from error
     if not isinstance(record, dict):
         raise DataError(f"{place} contains a JSON {type(record).__name__}; each line must contain {rule}")
     return record

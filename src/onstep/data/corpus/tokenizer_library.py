@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+from onstep.bounded_reading import MAX_JSON_BYTES
 from onstep.errors import DataError, OnstepError
 
 MAX_VOCAB_SIZE = 1 << 22
@@ -15,19 +16,42 @@ _MAX_REASON = 1000
 """Characters of a library's error message that are kept: it may quote the file."""
 
 
-@contextmanager
-def explained(rule: str) -> Iterator[None]:
-    """Turn whatever a library raises, panics of Rust included, into a `DataError` that begins with `rule`."""
-    try:
-        yield
-    except OnstepError:
-        raise
-    except BaseException as error:
+class Explained:
+    """A context that turns whatever a library raises, panics of Rust included, into a `DataError` begun by `rule`.
+
+    It can be entered any number of times, and costs nothing to speak of: it is around each document.
+    """
+
+    def __init__(self, rule: str) -> None:
+        self._rule = rule
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, OnstepError):
+            return
         # The class of Rust's panics derives from BaseException and cannot be imported.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        reason = f"{type(error).__name__}: {error}"
-        raise DataError(f"{rule}: {reason[:_MAX_REASON]}") from error
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            reason = f"{type(error).__name__}: {error}"
+            raise DataError(f"{self._rule}: {reason[:_MAX_REASON]}") from error
+
+
+def check_sizes(directory: Path, names: Iterable[str]) -> None:
+    """Refuse a directory with a file that is too large for `transformers` to read.
+
+    Raises:
+        DataError: for a file with more bytes than the limit for JSON.
+    """
+    for path in (directory / name for name in names):
+        size = path.stat().st_size if path.is_file() else 0
+        if size > MAX_JSON_BYTES:
+            raise DataError(
+                f"{path} has {size:,} bytes, and at most {MAX_JSON_BYTES:,} are read; it is damaged or not the file "
+                "that is meant. Restore it or give another one."
+            )
 
 
 def switch_off_alterations(tokenizer: Any) -> list[str]:

@@ -52,6 +52,13 @@ def test_a_path_that_stands_for_nothing_is_named(tree: Path, given: str, message
         find_files([tree / "b.txt", str(tree / given)])
 
 
+def test_what_is_not_a_regular_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(DataError, match="is not a regular file"):
+            find_files([path])
+
+
 def test_no_paths_and_a_bare_string_are_refused() -> None:
     with pytest.raises(DataError, match="corpus is empty"):
         find_files([])

@@ -155,6 +155,10 @@ def _files_of(given: str) -> list[Path]:
             f"the corpus path {given!r} does not exist (working directory: {Path.cwd()}); check dataset.paths"
         )
     files = [match for match in matches if not match.is_dir()]
+    for special in (file for file in files if not file.is_file()):
+        raise DataError(
+            f"the corpus path {str(special)!r} is not a regular file, and files are read twice; copy it to one"
+        )
     for directory in [match for match in matches if match.is_dir()]:
         found = (file for file in directory.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES)
         files += [file for file in found if is_visible(file, directory) and file.is_file()]

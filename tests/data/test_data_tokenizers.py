@@ -180,6 +180,31 @@ def test_a_panic_of_the_library_is_an_error_with_its_words(tokenizer_file: Path)
         tokenizer.encode(b"a" * 64)
 
 
+TIMES_EIGHT = {"type": "Replace", "pattern": {"String": "t"}, "content": "t" * 8}
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "message"),
+    [
+        ("normalizer", {"type": "Prepend", "prepend": "a" * 10**6}, "the normalizer of .* 1,000,000 times as long"),
+        ("normalizer", {"type": "Sequence", "normalizers": [TIMES_EIGHT] * 4}, "4,096 times as long, and at most 1000"),
+        (
+            "normalizer",
+            {"type": "Precompiled", "precompiled_charsmap": "/////wAA"},
+            "its precompiled_charsmap claims 4,294,967,295 b",
+        ),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": ""}, "is not a tokenizer of .*PanicException"),
+        ("decoder", {"type": "Sequence", "decoders": [TIMES_EIGHT] * 4}, "the decoder of .* 4,096 times as long"),
+    ],
+)
+def test_a_part_that_could_fill_the_memory_is_refused(
+    tokenizer_file: Path, name: str, part: dict[str, object], message: str
+) -> None:
+    altered(tokenizer_file, **{name: part})
+    with pytest.raises(DataError, match=message):
+        build_tokenizer(TokenizerConfig(tokenizer_type="tokenizers", tokenizer_model=str(tokenizer_file)))
+
+
 @pytest.mark.parametrize("kind", ["tokenizers", "huggingface"])
 def test_a_huge_file_is_refused_before_it_is_read(kind: str, tokenizer_file: Path, tokenizer_dir: Path) -> None:
     path = tokenizer_file if kind == "tokenizers" else tokenizer_dir / "tokenizer.json"

@@ -20,6 +20,8 @@ from onstep.data.corpus.build_cache import write_text
 from onstep.data.corpus.tokenizer_files import OUR_KEY, keep_ids_in_transformers
 from onstep.data.corpus.tokenizer_library import (
     Explained,
+    check_charsmap,
+    check_growth,
     check_sizes,
     leaves_out_characters,
     size_of_vocab,
@@ -131,6 +133,7 @@ class TokenizersTokenizer:
         vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = size_of_vocab(vocab, path)
         self.eos_id = next((vocab[name] for name in _EOS_NAMES if name in vocab), None)
+        check_growth(self._tokenizer, path)
         self._pad_token = _pad_token(self._tokenizer, vocab)
         altering = switch_off_alterations(self._tokenizer)
         self.warnings = _warnings_about(self._tokenizer, path, altering)
@@ -206,6 +209,8 @@ class HuggingFaceTokenizer:
                 "set eos_token in tokenizer_config.json to one of its tokens"
             )
         self._backend = getattr(self.library_tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            check_growth(self._backend, path)
         self._altering = [] if self._backend is None else switch_off_alterations(self._backend)
         self.warnings = [] if self._backend is None else _warnings_about(self._backend, path, self._altering)
         """What the user should know about this tokenizer."""
@@ -315,6 +320,7 @@ def _load_tokenizers(path: Path, content: bytes) -> Any:
         import tokenizers
     except ImportError as error:
         raise _missing("tokenizers") from error
+    check_charsmap(content, path)
     with Explained(f"{path} is not a tokenizer of the `tokenizers` library; give a tokenizer.json"):
         return tokenizers.Tokenizer.from_buffer(content)
 
@@ -325,6 +331,9 @@ def _load_transformers(path: Path) -> Any:
     except ImportError as error:
         raise _missing("transformers") from error
     check_sizes(path, [*FILES, "config.json"])
+    file = path / "tokenizer.json"
+    if file.is_file():
+        check_charsmap(_read_tokenizer_file(file), file)
     with Explained(f"{path} does not contain a tokenizer that transformers can load"):
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
 

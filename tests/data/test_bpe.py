@@ -150,9 +150,7 @@ def test_a_run_that_lost_its_tokenizer_says_so(tmp_path: Path) -> None:
     assert tokenizer_in_run(given, run) is given
 
 
-@pytest.mark.parametrize(
-    "text", ["a" * 3_000_000, " " * 1_000_000, ("x" * 999 + " ") * 2200], ids=["word", "space", "line"]
-)
+@pytest.mark.parametrize("text", ["a" * 3_000_000, " " * 1_000_000], ids=["word", "space"])
 def test_an_endless_line_does_not_hold_it_up(tmp_path: Path, text: str) -> None:
     tokenizer = learn(config_of(tmp_path, text))
     assert tokenizer.decode(tokenizer.encode_text(text[:9000])) == text[:9000]

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -81,6 +82,7 @@ def parse_json(
     max_digits: int = MAX_DIGITS,
     max_nesting: int = MAX_NESTING,
     allows_constants: bool = True,
+    allows_repetition: bool = False,
 ) -> Any:
     """Parse UTF-8 JSON without repeated names in an object, very deep nesting, very long integers or too many values.
 
@@ -90,31 +92,37 @@ def parse_json(
         max_digits: maximum number of characters of an integer.
         max_nesting: maximum depth of lists and objects.
         allows_constants: whether NaN and infinities, as written by Python, are accepted.
+        allows_repetition: whether a name may occur twice in an object; the last value counts.
 
     Raises:
         OnstepError: of class `error`, with the reason, for anything else.
     """
 
-    def integer(digits: str) -> int:
-        if len(digits) > max_digits:
-            raise ValueError(f"an integer of {len(digits)} digits; at most {max_digits} are allowed")
-        return int(digits)
-
     if number_of_values(text) > MAX_VALUES:
         raise error(f"{where} has {number_of_values(text):,} values, and at most {MAX_VALUES:,} are read; restore it.")
+    decoder = _decoder(max_digits, allows_constants, allows_repetition)
     try:
-        value = json.loads(
-            text if isinstance(text, str) else text.decode("utf-8"),
-            object_pairs_hook=_without_repetition,
-            parse_int=integer,
-            parse_constant=None if allows_constants else _no_constant,
-        )
+        value = decoder.decode(text if isinstance(text, str) else text.decode("utf-8"))
         check_nesting(value, max_nesting)
     except (ValueError, RecursionError) as problem:
         deep = isinstance(problem, RecursionError)
         reason = f"it is nested more than {max_nesting} levels deep" if deep else problem
         raise error(f"{where} is not valid JSON: {reason}.") from problem
     return value
+
+
+@cache
+def _decoder(max_digits: int, allows_constants: bool, allows_repetition: bool) -> json.JSONDecoder:
+    def integer(digits: str) -> int:
+        if len(digits) > max_digits:
+            raise ValueError(f"an integer of {len(digits)} digits; at most {max_digits} are allowed")
+        return int(digits)
+
+    return json.JSONDecoder(
+        object_pairs_hook=None if allows_repetition else _without_repetition,
+        parse_int=integer,
+        parse_constant=None if allows_constants else _no_constant,
+    )
 
 
 def integer_from_environment(name: str, fallback: int) -> int:

@@ -82,10 +82,15 @@ def test_batches_hold_the_samples_asked_for() -> None:
         blend[len(blend)]
 
 
-@pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0]])
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0], [1.0, float("inf")], [float("nan"), 1.0]])
 def test_weights_that_do_not_fit_are_refused(weights: list[float]) -> None:
-    with pytest.raises(DataError, match="a blend of 2 datasets requires as many weights > 0"):
+    with pytest.raises(DataError, match="a blend of 2 datasets requires as many finite weights > 0"):
         blend_of(3, 4, weights=weights)
+
+
+def test_weights_that_make_an_endless_blend_are_refused() -> None:
+    with pytest.raises(DataError, match="would be longer than 281,474,976,710,656 samples; give weights that are less"):
+        blend_of(3, 4, weights=[1.0, 1e-300])
 
 
 def test_a_configuration_blends_files_by_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -150,6 +150,29 @@ def test_a_run_that_lost_its_tokenizer_says_so(tmp_path: Path) -> None:
     assert tokenizer_in_run(given, run) is given
 
 
+@pytest.mark.parametrize("text", ["a" * 3_000_000, " " * 1_000_000], ids=["word", "space"])
+def test_an_endless_line_does_not_hold_it_up(tmp_path: Path, text: str) -> None:
+    tokenizer = learn(config_of(tmp_path, text))
+    assert tokenizer.decode(tokenizer.encode_text(text[:9000])) == text[:9000]
+
+
+def test_pieces_of_a_long_document_are_those_of_whole_lines(tmp_path: Path) -> None:
+    text = "".join(f"zeile ä {number} {'x' * (number % 50)}\n" for number in range(50_000))
+    assert len(text) > 1 << 20
+    whole = learn(config_of(tmp_path, text))
+    halves = tmp_path / "halves.jsonl"
+    cut = text.index("\n", 1 << 20) + 1
+    halves.write_text("".join(json.dumps({"text": half}) + "\n" for half in (text[:cut], text[cut:])))
+    parts = learn(DatasetConfig(paths=[str(halves)], cache_dir=str(tmp_path)))
+    assert whole.path.read_text() == parts.path.read_text()
+
+
+def test_a_byte_that_is_not_text_is_named_in_a_long_document(tmp_path: Path) -> None:
+    (tmp_path / "long").write_bytes(b"x\n" * (1 << 20) + b"\xff")
+    with pytest.raises(DataError, match="long is not UTF-8: byte 0xff at offset 2097152"):
+        learn(DatasetConfig(paths=[str(tmp_path / "long")], cache_dir=str(tmp_path)))
+
+
 def test_a_missing_library_gives_the_line_that_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'onstep\[hf\]'"):

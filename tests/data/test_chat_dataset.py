@@ -232,7 +232,7 @@ def test_messages_of_a_dataset_are_read_without_the_keys_that_it_adds(tmp_path: 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{not json", r"chat\.jsonl:2 is not a JSON record"),
+        ("{not json", r"chat\.jsonl:2 is not valid JSON"),
         ("[1]", r"chat\.jsonl:2 contains a JSON list"),
         ('{"text": "x"}', r"chat\.jsonl:2 has neither 'messages' nor both .* and 'response' \(its keys: 'text'\)"),
         ('{"prompt": "x", "response": 3}', r"chat\.jsonl:2: 'response' must be a string, got int"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,13 @@ def test_a_path_that_stands_for_nothing_is_named(tree: Path, given: str, message
         find_files([tree / "b.txt", str(tree / given)])
 
 
+def test_what_is_not_a_regular_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(DataError, match="is not a regular file"):
+            find_files([path])
+
+
 def test_no_paths_and_a_bare_string_are_refused() -> None:
     with pytest.raises(DataError, match="corpus is empty"):
         find_files([])
@@ -113,8 +121,8 @@ def test_a_text_file_is_one_document_and_a_jsonl_record_is_one(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"text": "x"', r"bad.jsonl:3 is not a JSON record"),
-        (b'{"text": "\xff"}', r"bad.jsonl:3 is not a JSON record.*0xff"),
+        (b'{"text": "x"', r"bad.jsonl:3 is not valid JSON: .*\. Each line must contain an object with 'text'"),
+        (b'{"text": "\xff"}', r"bad.jsonl:3 is not valid JSON: .*0xff"),
         (b'["x"]', r"bad.jsonl:3 contains a JSON list"),
         (b'{"txt": "x", "id": 4}', r"bad.jsonl:3 has no key 'text' \(its keys: 'txt', 'id'\); set dataset.text_key"),
         (b'{"text": null}', r"bad.jsonl:3: 'text' must be a string, got NoneType"),
@@ -127,6 +135,31 @@ def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, line: bytes, mes
     assert next(documents) == b"fine"
     with pytest.raises(DataError, match=message):
         next(documents)
+
+
+def test_an_endless_line_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "endless.jsonl"
+    path.write_text('{"text": "fine"}\n')
+    os.truncate(path, 8 << 30)
+    documents = iter_documents([path], "text")
+    assert next(documents) == b"fine"
+    with pytest.raises(DataError, match=r"endless.jsonl:2 is a line of more than 67,108,864 bytes, the limit"):
+        next(documents)
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"text": "x", "more": ' + b"[" * depth + b"]" * depth + b"}" for depth in (101, 10**5)]
+)
+def test_deep_json_is_refused(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "deep.jsonl").write_bytes(line)
+    with pytest.raises(DataError, match=r"deep.jsonl:1 is not valid JSON: it is nested more than 100 levels deep"):
+        list(iter_documents([tmp_path / "deep.jsonl"], "text"))
+
+
+def test_a_byte_order_mark_and_a_repeated_name_are_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\n{"text": "x", "text": "two"}\n')
+    assert list(iter_documents([path], "text")) == [b"one", b"two"]
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

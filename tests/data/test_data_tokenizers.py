@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from onstep.config import DatasetConfig, TokenizerConfig
-from onstep.data import build_tokenizer, learn_bpe, tokenizer_source
+from onstep.data import build_datasets, build_tokenizer, learn_bpe, tokenizer_source
 from onstep.errors import DataError, MissingExtraError
 
 WORDS = {"<|endoftext|>": 0, "the": 1, "cat": 2, "sat": 3, "[UNK]": 9}
@@ -138,6 +139,103 @@ def test_a_directory_cannot_bring_code_along(tokenizer_dir: Path) -> None:
     with pytest.raises(DataError, match="trust_remote_code"):
         build_tokenizer(TokenizerConfig(tokenizer_type="huggingface", tokenizer_model=str(tokenizer_dir)))
     assert not marker.exists()
+
+
+def altered(path: Path, **changes: object) -> None:
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, **changes, "model": {**content["model"], **changes.get("model", {})}}))  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"vocab": {**WORDS, "the": 2**32 - 1}}, "gives 'the' the id 4294967295; .* below 4194304"),
+        ({"vocab": {}}, "empty vocabulary"),
+        ({"vocab": {"the": -1}}, "is not a tokenizer of the `tokenizers` library"),
+        ({"vocab": ["the"]}, "is not a tokenizer of the `tokenizers` library"),
+    ],
+)
+def test_a_vocabulary_that_cannot_be_is_refused(tokenizer_file: Path, model: dict[str, object], message: str) -> None:
+    altered(tokenizer_file, model=model)
+    with pytest.raises(DataError, match=message):
+        build_tokenizer(TokenizerConfig(tokenizer_type="tokenizers", tokenizer_model=str(tokenizer_file)))
+
+
+def test_a_tokenizer_that_fails_on_a_document_says_where(tokenizer_file: Path, tmp_path: Path) -> None:
+    altered(tokenizer_file, model={"unk_token": "<missing>"})
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="tokenizers", tokenizer_model=str(tokenizer_file)))
+    with pytest.raises(DataError, match=r"cannot encode this text: .*Missing"):
+        tokenizer.encode_text("a mat")
+    (tmp_path / "rows.jsonl").write_text('{"text": "the cat"}\n{"text": "a mat"}\n')
+    config = DatasetConfig(paths=[str(tmp_path / "rows.jsonl")], cache_dir=str(tmp_path), split="1", seq_length=1)
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: the tokenizer .* cannot encode this text"):
+        build_datasets(config, tokenizer, show_progress=False)
+
+
+def test_a_panic_of_the_library_is_an_error_with_its_words(tokenizer_file: Path) -> None:
+    regex = {"type": "Split", "pattern": {"Regex": r"(a+a+)+b"}, "behavior": "Isolated", "invert": False}
+    altered(tokenizer_file, pre_tokenizer=regex)
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="tokenizers", tokenizer_model=str(tokenizer_file)))
+    with pytest.raises(DataError, match=r"cannot encode this text: PanicException: .*retry-limit"):
+        tokenizer.encode(b"a" * 64)
+
+
+TIMES_EIGHT = {"type": "Replace", "pattern": {"String": "t"}, "content": "t" * 8}
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "message"),
+    [
+        ("normalizer", {"type": "Prepend", "prepend": "a" * 10**6}, "the normalizer of .* 1,000,000 times as long"),
+        ("normalizer", {"type": "Sequence", "normalizers": [TIMES_EIGHT] * 4}, "4,096 times as long, and at most 1000"),
+        (
+            "normalizer",
+            {"type": "Precompiled", "precompiled_charsmap": "/////wAA"},
+            "its precompiled_charsmap claims 4,294,967,295 b",
+        ),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": ""}, "is not a tokenizer of .*PanicException"),
+        ("decoder", {"type": "Sequence", "decoders": [TIMES_EIGHT] * 4}, "the decoder of .* 4,096 times as long"),
+    ],
+)
+def test_a_part_that_could_fill_the_memory_is_refused(
+    tokenizer_file: Path, name: str, part: dict[str, object], message: str
+) -> None:
+    altered(tokenizer_file, **{name: part})
+    with pytest.raises(DataError, match=message):
+        build_tokenizer(TokenizerConfig(tokenizer_type="tokenizers", tokenizer_model=str(tokenizer_file)))
+
+
+@pytest.mark.parametrize("kind", ["tokenizers", "huggingface"])
+def test_a_huge_file_is_refused_before_it_is_read(kind: str, tokenizer_file: Path, tokenizer_dir: Path) -> None:
+    path = tokenizer_file if kind == "tokenizers" else tokenizer_dir / "tokenizer.json"
+    os.truncate(path, 8 << 30)
+    model = tokenizer_file if kind == "tokenizers" else tokenizer_dir
+    with pytest.raises(DataError, match="has 8,589,934,592 bytes, and at most 67,108,864 are read"):
+        build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(model)))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("tokenizer_config.json", {"eos_token": ["</s>"]}),
+        ("tokenizer_config.json", {"eos_token": 3}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"0": "text"}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": [1]}),
+        ("tokenizer_config.json", {"extra_special_tokens": 1}),
+        ("tokenizer_config.json", {"tokenizer_class": 5.0}),
+        ("tokenizer_config.json", None),
+        ("tokenizer.json", {"model": None}),
+        ("tokenizer.json", {"added_tokens": [{"id": "x"}]}),
+        ("tokenizer.json", None),
+    ],
+)
+def test_a_directory_with_values_of_wrong_kinds_is_refused(
+    tokenizer_dir: Path, name: str, changes: dict[str, object] | None
+) -> None:
+    path = tokenizer_dir / name
+    path.write_text("[" * 100_000 if changes is None else json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(DataError, match=r"transformers can load: \w*(Error|Exception): "):
+        build_tokenizer(TokenizerConfig(tokenizer_type="huggingface", tokenizer_model=str(tokenizer_dir)))
 
 
 @pytest.mark.parametrize(("kind", "library"), [("tokenizers", "tokenizers"), ("huggingface", "transformers")])

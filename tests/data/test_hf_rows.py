@@ -181,6 +181,23 @@ except DataError as error:
 """
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("state.json", {"_format_type": None, "_data_files": 7}),
+        ("state.json", {"_data_files": [{"filename": ["x"]}], "_fingerprint": "f", "_format_type": None}),
+        ("state.json", []),
+        ("dataset_info.json", {"features": "text"}),
+        ("dataset_info.json", {"features": {"text": 3}}),
+    ],
+)
+def test_a_saved_dataset_with_values_of_wrong_kinds_is_a_data_error(tmp_path: Path, name: str, content: object) -> None:
+    rows(["one", "two"]).save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "saved" / name).write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"cannot load the dataset '.*saved': .*Error: .*; check its files"):
+        build(config_of(tmp_path, tmp_path / "saved"))
+
+
 def test_a_name_on_the_hub_without_a_network_says_so(tmp_path: Path) -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-c", OFFLINE]

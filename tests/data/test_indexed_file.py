@@ -117,6 +117,27 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path, index: bytes, mes
         IndexedFile(prefix)
 
 
+def index_of(lengths: list[int], pointers: list[int], documents: list[int]) -> bytes:
+    header = struct.pack("<9sQBQQ", b"MMIDIDX", 1, 8, len(lengths), len(documents))
+    parts = (lengths, "<i4"), (pointers, "<i8"), (documents, "<i8")
+    return header + b"".join(np.array(values, dtype=dtype).tobytes() for values, dtype in parts)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (index_of([4, 2], [0, 2**63 - 2], [0, 1, 2]), "sequences up to byte 9223372036854775810; it is truncated"),
+        (index_of([6], [0], [0, 2**62, 2**63 - 1, -(2**63), -(2**62), 0, 1]), "the document indices must begin at 0"),
+        (index_of([], [], [0]), "has no sequences"),
+        (damaged(18, b"\xff" * 8), "its header implies"),
+    ],
+)
+def test_numbers_that_overflow_are_refused(tmp_path: Path, index: bytes, message: str) -> None:
+    prefix = files_of(tmp_path / "corpus", index, np.arange(1, 7, dtype="<u2").tobytes())
+    with pytest.raises(DataError, match=message):
+        IndexedFile(prefix)
+
+
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [(b"", "positive multiple of 2"), (b"123", "positive multiple of 2"), (b"12", "up to byte 12")],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import pickle
@@ -129,7 +130,38 @@ def empty_manifest(path: Path) -> None:
     path.with_suffix(".json").write_text("{}")
 
 
-@pytest.mark.parametrize("damage", [truncate, flip_a_byte, Path.unlink, break_manifest, empty_manifest])
+def deep_manifest(path: Path) -> None:
+    path.with_suffix(".json").write_text("[" * 100_000)
+
+
+def huge_manifest(path: Path) -> None:
+    os.truncate(path.with_suffix(".json"), 8 << 30)
+
+
+def manifest_with(**changes: object) -> Any:
+    def damage(path: Path) -> None:
+        manifest = json.loads(path.with_suffix(".json").read_text())
+        path.with_suffix(".json").write_text(json.dumps(manifest | changes))
+
+    damage.__name__ = str(changes)
+    return damage
+
+
+HOSTILE = [
+    deep_manifest,
+    huge_manifest,
+    manifest_with(dtype="<f2"),
+    manifest_with(dtype=["<u2"]),
+    manifest_with(dtype=None),
+    manifest_with(num_tokens=-1, num_documents=10**400),
+    manifest_with(num_tokens=True),
+    manifest_with(num_documents=-3),
+    manifest_with(source=[]),
+    manifest_with(more=1),
+]
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_byte, Path.unlink, break_manifest, empty_manifest, *HOSTILE])
 def test_a_broken_file_is_made_again(tmp_path: Path, damage: Any) -> None:
     tokenizer = Counting(tmp_path)
     files = corpus_of(tmp_path / "in", bytes(range(256)) * 40)

@@ -12,6 +12,7 @@ import pytest
 
 from onstep.config import ConfigContainer, DatasetConfig, TokenizerConfig
 from onstep.data import build_datasets, build_tokenizer, template_for
+from onstep.errors import DataError
 from onstep.training import pretrain
 from tests.support.forked_processes import Processes
 from tests.support.shell import Shell
@@ -151,6 +152,24 @@ def test_pretrain_trains_on_whole_documents(
     assert len(lines_about(caplog.text, file)) == 1
     [manifest] = (tmp_path / "cache").glob("*.json")
     assert json.loads(manifest.read_text())["num_tokens"] == len(IDS) + 1
+
+
+def test_a_tokenizer_that_cannot_be_used_ends_each_door_with_an_error(
+    processes: Processes, tiny_config: ConfigContainer, tmp_path: Path
+) -> None:
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "cat": 1}, unk_token="[UNK]"))
+    file = write(tmp_path / "file", tokenizer)
+    (tmp_path / "a.txt").write_text("mat")
+    done = Shell(processes, tmp_path).onstep("train", *SMALL, f"tokenizer.tokenizer_model={file}")
+    assert done.returncode == 1
+    assert "a.txt: the tokenizer " in done.stderr
+    assert "cannot encode this text: Exception: WordLevel error: Missing [UNK] token" in done.stderr
+    config = tiny_config
+    config.tokenizer = config_of("tokenizers", file)
+    config.dataset.paths, config.dataset.cache_dir = [str(tmp_path / "a.txt")], str(tmp_path / "cache")
+    config.run.output_dir = str(tmp_path / "doors")
+    with pytest.raises(DataError, match=r"a\.txt: the tokenizer .* cannot encode this text"):
+        pretrain(config)
 
 
 def test_tokens_that_were_cut_by_an_earlier_version_are_built_again(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil, floor
+from math import ceil, floor, isfinite
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +17,8 @@ from onstep.errors import DataError
 
 IGNORE_INDEX = -100
 """Label of positions without a loss."""
+_MAX_BLEND = 1 << 48
+"""Limit for the samples of a blend; more than can be trained on, and what 64-bit arithmetic on indices allows."""
 
 _Ids = npt.NDArray[np.int64]
 
@@ -174,16 +176,22 @@ def sizes_of_blend(lengths: Sequence[int], weights: Sequence[float], *, repeats:
     """Number of samples of each dataset in a blend by `weights`, each within one of its exact share.
 
     Raises:
-        DataError: if `weights` does not have one number > 0 per dataset, or a dataset is empty.
+        DataError: if `weights` does not have one finite number > 0 per dataset, a dataset is empty, or the weights are
+            so uneven that the blend would be too long.
     """
-    if len(weights) != len(lengths) or not all(weight > 0 for weight in weights):
-        raise DataError(f"a blend of {len(lengths)} datasets requires as many weights > 0, got {list(weights)}")
+    if len(weights) != len(lengths) or not all(weight > 0 and isfinite(weight) for weight in weights):
+        raise DataError(f"a blend of {len(lengths)} datasets requires as many finite weights > 0, got {list(weights)}")
     if not all(lengths):
         raise DataError(f"a blend requires non-empty datasets, got lengths {list(lengths)}")
     exact = [Fraction(weight) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     needed = [length / share for length, share in zip(lengths, shares, strict=True)]
     total = ceil(max(needed)) if repeats else floor(min(needed))
+    if total > _MAX_BLEND:
+        raise DataError(
+            f"a blend of {list(lengths)} samples by the weights {list(weights)} would be longer than {_MAX_BLEND:,} "
+            "samples; give weights that are less uneven"
+        )
     sizes = [floor(share * total) for share in shares]
     by_rest = sorted(range(len(sizes)), key=lambda number: (sizes[number] - shares[number] * total, number))
     for number in by_rest[: total - sum(sizes)]:

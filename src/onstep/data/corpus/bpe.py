@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,10 @@ SMALLEST_VOCAB_SIZE = 257
 _FORMAT = "onstep bpe 1"
 _PIECE_LETTERS = 1 << 20
 """Characters of a document that are counted at once; documents are split between lines."""
+_PIECE_LIMIT = 2 * _PIECE_LETTERS
+"""Characters after which a line is split, too."""
+_LONG_RUN = re.compile(r"\S{4096}|\s{4096}")
+"""What may be counted as one word is split after 4096 characters: the time for a word grows with its length squared."""
 
 
 def learn_bpe(
@@ -85,11 +91,11 @@ def _learn(source: DocumentSource, size: int, label: str | None) -> str:
         nonlocal num_letters
         for document in source.documents(label):
             try:
-                text = document.data.decode("utf-8")
+                for piece in _pieces(document.data):
+                    num_letters += len(piece)
+                    yield piece
             except UnicodeDecodeError as error:
                 raise not_utf8(document, error) from error
-            num_letters += len(text)
-            yield from _pieces(text)
 
     tokenizer.train_from_iterator(texts(), trainer)
     # A process forked after the library's threads were used, such as a data loader worker, must not use them; unless
@@ -100,10 +106,33 @@ def _learn(source: DocumentSource, size: int, label: str | None) -> str:
     return json.dumps(json.loads(tokenizer.to_str()), indent=1, ensure_ascii=False)
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """The text in pieces of whole lines, except for lines longer than a piece."""
+def _pieces(data: bytes) -> Iterator[str]:
+    """The UTF-8 text in pieces of whole lines, except for very long lines and runs without a space."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    text = ""
+    for start in range(0, len(data), _PIECE_LETTERS):
+        block = data[start : start + _PIECE_LETTERS]
+        try:
+            text += decoder.decode(block, final=start + len(block) == len(data))
+        except UnicodeDecodeError:
+            data.decode("utf-8")  # raises the error with its place in the document
+            raise
+        while end := _end_of_piece(text):
+            yield from _without_long_runs(text[:end])
+            text = text[end:]
+    yield from _without_long_runs(text)
+
+
+def _end_of_piece(text: str) -> int:
+    """Where the first piece of `text` ends; 0 if more text is needed to say."""
+    end = text.find("\n", _PIECE_LETTERS, _PIECE_LIMIT) + 1
+    return end or (_PIECE_LIMIT if len(text) >= _PIECE_LIMIT else 0)
+
+
+def _without_long_runs(text: str) -> Iterator[str]:
     start = 0
-    while start < len(text):
-        end = text.find("\n", start + _PIECE_LETTERS) + 1 or len(text)
-        yield text[start:end]
-        start = end
+    for run in _LONG_RUN.finditer(text):
+        yield text[start : run.end()]
+        start = run.end()
+    if start < len(text):
+        yield text[start:]

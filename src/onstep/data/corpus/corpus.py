@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from onstep.bounded_reading import parse_json, read_lines
+from onstep.bounded_reading import MAX_JSON_BYTES, parse_json, read_lines
 from onstep.data.corpus.build_cache import Source
 from onstep.data.corpus.file_digests import content_digest
 from onstep.errors import DataError
@@ -30,7 +30,7 @@ TEXT_SUFFIXES = JSONL_SUFFIXES.union(_PROSE_SUFFIXES, _TABLE_SUFFIXES, _SCRIPT_S
 
 _NOT_CORPUS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"})
 
-MAX_RECORD_BYTES = 16 << 20
+MAX_RECORD_BYTES = MAX_JSON_BYTES
 """Limit for a line of a JSONL file: some four million tokens. Parsed, it may need 30 times the memory."""
 _KEYS_SHOWN = 10
 
@@ -183,6 +183,10 @@ def _files_of(given: str) -> list[Path]:
             f"the corpus path {given!r} does not exist (working directory: {Path.cwd()}); check dataset.paths"
         )
     files = [match for match in matches if not match.is_dir()]
+    for special in (file for file in files if not file.is_file()):
+        raise DataError(
+            f"the corpus path {str(special)!r} is not a regular file, and files are read twice; copy it to one"
+        )
     for directory in [match for match in matches if match.is_dir()]:
         found = (file for file in directory.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES)
         files += [file for file in found if is_visible(file, directory) and file.is_file()]
@@ -203,10 +207,11 @@ def read_record(line: bytes, place: str, rule: str = "one JSON object") -> dict[
         DataError: with `place`, for anything else.
     """
     try:
-        text = line.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogatepass")
-        record = parse_json(text, "it")
-    except (DataError, UnicodeDecodeError) as error:
-        raise DataError(f"{place} is not a JSON record: {error}; each line must contain one JSON object") from error
+        record = parse_json(line.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogatepass"), place)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place} is not valid JSON: {error}. Each line must contain {rule}.") from error
+    except DataError as error:
+        raise DataError(f"{error} Each line must contain {rule}.") from error
     if not isinstance(record, dict):
         raise DataError(f"{place} contains a JSON {type(record).__name__}; each line must contain {rule}")
     return record

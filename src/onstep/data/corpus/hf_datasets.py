@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 from tqdm import tqdm
 
 from onstep.data.corpus.corpus import JSONL_SUFFIXES, Document, is_visible
+from onstep.data.corpus.tokenizer_library import Explained
 from onstep.errors import DataError, MissingExtraError
 
 T = TypeVar("T")
@@ -86,12 +87,24 @@ def rows_of(dataset: Any, name: str, label: str | None) -> Iterator[tuple[dict[s
     """The rows of a dataset, numbered from 1, with a progress bar named `label`; None shows none."""
     with tqdm(total=len(dataset), desc=label, unit=" rows", disable=label is None) as bar:
         number = 0
-        for block in dataset.iter(batch_size=_ROWS_AT_ONCE):
+        for block in _blocks_of(dataset, name):
             columns = list(block)
             for values in zip(*block.values(), strict=True):
                 number += 1
                 yield dict(zip(columns, values, strict=True)), number
             bar.update(number - bar.n)
+
+
+def _blocks_of(dataset: Any, name: str) -> Iterator[dict[str, Any]]:
+    reading = Explained(f"cannot read the rows of {name}; check its files")
+    with reading:
+        blocks = dataset.iter(batch_size=_ROWS_AT_ONCE)
+    while True:
+        with reading:
+            block = next(blocks, None)
+        if block is None:
+            return
+        yield block
 
 
 def fingerprint_of(dataset: Any) -> str:
@@ -181,12 +194,12 @@ def _load(datasets: Any, path: str, subset: str | None) -> dict[str, Any]:
                 f"the dataset {path!r} does not exist (working directory: {Path.cwd()}); check dataset.paths"
             )
         return dict(datasets.load_dataset(path, subset))
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        if isinstance(error, DataError):
-            raise
+    except DataError:
+        raise
+    except Exception as error:  # files that are damaged make the library raise anything
         local = given.exists() or glob.has_magic(path)
         remedy = "check its files" if local else "the Hub requires network access, a local path does not"
-        raise DataError(f"cannot load the dataset {path!r}: {error}; {remedy}") from error
+        raise DataError(f"cannot load the dataset {path!r}: {type(error).__name__}: {error}; {remedy}") from error
 
 
 def _check_subset(paths: Sequence[str], subset: str | None) -> None:

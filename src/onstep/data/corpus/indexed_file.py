@@ -147,10 +147,12 @@ class IndexedFile:
             pointers = self._pointers[at : at + _CHECKED_AT_ONCE]
             if lengths.min() < 0 or pointers.min() < 0 or (pointers % width).any():
                 raise DataError(f"{self.index_path} is damaged: it has impossible lengths or offsets of sequences")
-            if (pointers + lengths).max() > size:
+            beyond = pointers > size - lengths  # the sum of both could overflow
+            if beyond.any():
+                last = (pointers[beyond].astype(object) + lengths[beyond].astype(object)).max()
                 raise DataError(
-                    f"{self.tokens_path} has {size} bytes, but its index lists sequences up to byte "
-                    f"{(pointers + lengths).max()}; it is truncated or belongs to another index"
+                    f"{self.tokens_path} has {size} bytes, but its index lists sequences up to byte {last}; it is "
+                    "truncated or belongs to another index"
                 )
             starts = expected + np.concatenate([[0], np.cumsum(lengths)])
             is_in_order = is_in_order and bool((starts[:-1] == pointers).all())
@@ -164,7 +166,7 @@ class IndexedFile:
     def _check_documents(self) -> None:
         documents = self._documents
         first, last, count = int(documents[0]), int(documents[-1]), self._lengths.size
-        if first != 0 or last != count or (np.diff(documents) < 0).any():
+        if first != 0 or last != count or (documents[1:] < documents[:-1]).any():
             raise DataError(
                 f"{self.index_path} is damaged: the document indices must begin at 0, increase and end at {count}, "
                 f"got {first} to {last}"

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from onstep.bounded_reading import read_json
 from onstep.data.corpus.build_cache import build_cached, write_text
 from onstep.data.corpus.corpus import Document, DocumentSource, FileSource, not_utf8
 from onstep.data.corpus.coverage import Coverage
@@ -25,6 +26,10 @@ from onstep.errors import DataError
 from onstep.heartbeat import HEARTBEAT
 
 _BLOCK_BYTES = 64 * 1024
+_MANIFEST_BYTES = 64 * 1024
+_DTYPES = ("<u2", "<u4", "<i8")
+_WRITTEN_AT_ONCE = 1 << 20
+"""Number of tokens."""
 
 
 @dataclass
@@ -34,7 +39,7 @@ class TokenFile:
     path: Path
     """The raw tokens, little-endian; the manifest is next to it."""
     dtype: str
-    """`<u2` or `<u4`."""
+    """`<u2` or `<u4`; `<i8` for the index of conversations."""
     num_tokens: int
     num_documents: int
     content_hash: str
@@ -75,13 +80,22 @@ def token_dtype(vocab_size: int) -> str:
     return "<u2" if vocab_size <= 2**16 else "<u4"
 
 
-def write_tokens(path: Path, dtype: str, documents: Iterable[npt.NDArray[Any]], source: str, empty: str) -> TokenFile:
+def write_tokens(
+    path: Path,
+    dtype: str,
+    documents: Iterable[npt.NDArray[Any]],
+    source: str,
+    empty: str,
+    *,
+    end_id: int | None = None,
+) -> TokenFile:
     """Write `documents` to `path` in order, then the manifest that marks the file as complete.
 
     If the process is killed in between, nothing that looks complete is left behind.
 
     Args:
         empty: the error message if there are no tokens.
+        end_id: written after each document.
 
     Raises:
         DataError: if there are no tokens.
@@ -90,13 +104,21 @@ def write_tokens(path: Path, dtype: str, documents: Iterable[npt.NDArray[Any]], 
     temporary = path.with_suffix(".tokens.tmp")
     digest = hashlib.blake2b(digest_size=16)
     num_tokens = num_documents = 0
+
+    def write(values: npt.NDArray[Any]) -> None:
+        nonlocal num_tokens
+        tokens = np.ascontiguousarray(values.astype(dtype))
+        digest.update(tokens.data)
+        out.write(tokens.data)
+        num_tokens += tokens.size
+
     try:
         with temporary.open("wb") as out:
             for document in documents:
-                tokens = np.ascontiguousarray(document.astype(dtype))
-                digest.update(tokens.data)
-                out.write(tokens.data)
-                num_tokens += tokens.size
+                for start in range(0, document.shape[0], _WRITTEN_AT_ONCE):
+                    write(document[start : start + _WRITTEN_AT_ONCE])
+                if end_id is not None:
+                    write(np.array([end_id]))
                 num_documents += 1
         if num_tokens == 0:
             raise DataError(empty)
@@ -115,13 +137,25 @@ def find_token_file(path: Path) -> TokenFile | None:
     The check covers the size and at most 4 MiB of blocks spread over the file.
     """
     try:
-        manifest = json.loads(manifest_path(path).read_text(encoding="utf-8"))
+        manifest = read_json(manifest_path(path), limit=_MANIFEST_BYTES)
+        if not _is_manifest(manifest):
+            return None
         check = manifest.pop("check")
         token_file = TokenFile(**(manifest | {"path": path}))
-        is_integer_from = path.stat().st_size == token_file.num_tokens * np.dtype(token_file.dtype).itemsize
-        return token_file if is_integer_from and sampled_digest(path, _BLOCK_BYTES) == check else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # missing, or not a manifest that we wrote
+        has_size = path.stat().st_size == token_file.num_tokens * np.dtype(token_file.dtype).itemsize
+        return token_file if has_size and sampled_digest(path, _BLOCK_BYTES) == check else None
+    except (OSError, DataError):  # missing, or not JSON
         return None
+
+
+def _is_manifest(found: Any) -> bool:
+    """Whether a JSON value is a manifest as `write_tokens` writes it."""
+    if not isinstance(found, dict) or found.keys() != {*TokenFile.__dataclass_fields__, "check"}:
+        return False
+    numbers = [found[name] for name in ("num_tokens", "num_documents")]
+    if not all(type(number) is int and number > 0 for number in numbers):
+        return False
+    return found["dtype"] in _DTYPES and isinstance(found["content_hash"], str) and isinstance(found["source"], str)
 
 
 def manifest_path(path: Path) -> Path:
@@ -178,7 +212,8 @@ def tokens_of(
             for document in source.documents("Tokenizing" if show_progress else None)
         )
         empty = f"the corpus is empty: no text in {source.name}; give files with text"
-        written = write_tokens(path, token_dtype(tokenizer.vocab_size), documents, path.stem, empty)
+        dtype = token_dtype(tokenizer.vocab_size)
+        written = write_tokens(path, dtype, documents, path.stem, empty, end_id=tokenizer.eos_id)
         coverage.warn(source.name)
         return written
 
@@ -187,13 +222,14 @@ def tokens_of(
 
 
 def _encoded(tokenizer: Tokenizer, document: Document, coverage: Coverage) -> npt.NDArray[Any]:
-    """The ids of a document, followed by the end token if the tokenizer has one."""
+    """The ids of a document, without its end token."""
     HEARTBEAT.beats += 1
     try:
         ids = np.asarray(tokenizer.encode(document.data))
     except UnicodeDecodeError as error:
         raise not_utf8(document, error) from error
+    except DataError as error:
+        raise DataError(f"{document.place}: {error}") from error
     check_ids(ids, tokenizer, document.place)
     coverage.add(document.data)
-    # As uint32, because the end token might not fit the dtype returned by the tokenizer.
-    return ids if tokenizer.eos_id is None else np.append(ids, np.uint32(tokenizer.eos_id))
+    return ids

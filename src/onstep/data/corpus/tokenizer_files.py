@@ -8,8 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from onstep.bounded_reading import read_json
 from onstep.config import TokenizerConfig
 from onstep.data.corpus.build_cache import write_text
+from onstep.data.corpus.tokenizer_library import Explained
+from onstep.errors import DataError
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +42,8 @@ def tokenizer_in_dir(directory: Path) -> TokenizerConfig | None:
 def read_config(directory: Path) -> dict[str, Any]:
     """The directory's `tokenizer_config.json`; empty if it is missing or unreadable."""
     try:
-        content = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(directory / CONFIG_FILE)
+    except (OSError, DataError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -83,7 +86,8 @@ def _ids_in_transformers(directory: Path) -> list[int] | None:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError):
+        with Explained(f"{directory} does not contain a tokenizer that transformers can load"):
+            tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+            return list(tokenizer(_PROBE, add_special_tokens=False)["input_ids"])
+    except DataError:
         return None
-    return list(tokenizer(_PROBE, add_special_tokens=False)["input_ids"])

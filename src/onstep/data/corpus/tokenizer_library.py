@@ -2,32 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+from base64 import b64decode
+from collections.abc import Iterable
+from math import prod
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+from onstep.bounded_reading import MAX_JSON_BYTES, parse_json
 from onstep.errors import DataError, OnstepError
 
 MAX_VOCAB_SIZE = 1 << 22
 """Sixteen times the largest vocabulary in use; a table of embeddings has a row for every id."""
+_MAX_GROWTH = 1000
+"""Limit for how many times longer a normalizer or decoder may make a text. Rust ends the process if memory runs out."""
+_CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([A-Za-z0-9+/]{8})')
 _MAX_REASON = 1000
 """Characters of a library's error message that are kept: it may quote the file."""
 
 
-@contextmanager
-def explained(rule: str) -> Iterator[None]:
-    """Turn whatever a library raises, panics of Rust included, into a `DataError` that begins with `rule`."""
-    try:
-        yield
-    except OnstepError:
-        raise
-    except BaseException as error:
+class Explained:
+    """A context that turns whatever a library raises, panics of Rust included, into a `DataError` begun by `rule`.
+
+    It can be entered any number of times, and costs nothing to speak of: it is around each document.
+    """
+
+    def __init__(self, rule: str) -> None:
+        self._rule = rule
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, OnstepError):
+            return
         # The class of Rust's panics derives from BaseException and cannot be imported.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        reason = f"{type(error).__name__}: {error}"
-        raise DataError(f"{rule}: {reason[:_MAX_REASON]}") from error
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            reason = f"{type(error).__name__}: {error}"
+            raise DataError(f"{self._rule}: {reason[:_MAX_REASON]}") from error
+
+
+def check_sizes(directory: Path, names: Iterable[str]) -> None:
+    """Refuse a directory with a file that is too large for `transformers` to read.
+
+    Raises:
+        DataError: for a file with more bytes than the limit for JSON.
+    """
+    for path in (directory / name for name in names):
+        size = path.stat().st_size if path.is_file() else 0
+        if size > MAX_JSON_BYTES:
+            raise DataError(
+                f"{path} has {size:,} bytes, and at most {MAX_JSON_BYTES:,} are read; it is damaged or not the file "
+                "that is meant. Restore it or give another one."
+            )
 
 
 def switch_off_alterations(tokenizer: Any) -> list[str]:
@@ -46,6 +76,53 @@ def switch_off_alterations(tokenizer: Any) -> list[str]:
         found.append(f"BPE dropout of {dropout:g}")
         tokenizer.model.dropout = None
     return found
+
+
+def check_charsmap(content: bytes, path: Path) -> None:
+    """Refuse a `tokenizer.json` with a table of characters that claims to be larger than the file.
+
+    The library allocates what the table claims, and Rust ends the process if there is not so much memory.
+
+    Raises:
+        DataError: with the claim.
+    """
+    for found in _CHARSMAP.finditer(content):
+        claimed = int.from_bytes(b64decode(found.group(1))[:4], "little")
+        if claimed > len(content):
+            raise DataError(
+                f"{path} is damaged: its precompiled_charsmap claims {claimed:,} bytes, and the file has "
+                f"{len(content):,}; restore it or give another one"
+            )
+
+
+def check_growth(tokenizer: Any, path: Path) -> None:
+    """Refuse a `tokenizers.Tokenizer` whose normalizer or decoder could make a short text fill the memory.
+
+    Raises:
+        DataError: naming the part and the limit.
+    """
+    for name in ("normalizer", "decoder"):
+        part = getattr(tokenizer, name)
+        if part is None:
+            continue
+        times = _growth(parse_json(part.__getstate__(), f"the {name} of {path}", allows_repetition=True))
+        if times > _MAX_GROWTH:
+            raise DataError(
+                f"the {name} of {path} can make a text {times:,.0f} times as long, and at most {_MAX_GROWTH} times is "
+                "accepted; give a tokenizer with shorter replacements"
+            )
+
+
+def _growth(part: dict[str, Any]) -> float:
+    """How many times as long a part of a `tokenizer.json` may make a text."""
+    kind = part.get("type")
+    if kind == "Sequence":
+        return prod(map(_growth, part.get("normalizers") or part.get("decoders") or []))
+    if kind == "Replace":
+        return max(1.0, len(part["content"]) / max(1, len(part["pattern"].get("String", ""))))
+    if kind == "Prepend":
+        return max(1.0, len(part["prepend"]))
+    return 1.0
 
 
 def leaves_out_characters(tokenizer: Any) -> bool:

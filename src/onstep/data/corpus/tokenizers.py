@@ -19,7 +19,10 @@ from onstep.config.suggestions import nearest
 from onstep.data.corpus.build_cache import write_text
 from onstep.data.corpus.tokenizer_files import OUR_KEY, keep_ids_in_transformers
 from onstep.data.corpus.tokenizer_library import (
-    explained,
+    Explained,
+    check_charsmap,
+    check_growth,
+    check_sizes,
     leaves_out_characters,
     size_of_vocab,
     switch_off_alterations,
@@ -124,11 +127,13 @@ class TokenizersTokenizer:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._encoding = Explained(f"the tokenizer {path} cannot encode this text")
         content = _read_tokenizer_file(path)
         self._tokenizer = _load_tokenizers(path, content)
         vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = size_of_vocab(vocab, path)
         self.eos_id = next((vocab[name] for name in _EOS_NAMES if name in vocab), None)
+        check_growth(self._tokenizer, path)
         self._pad_token = _pad_token(self._tokenizer, vocab)
         altering = switch_off_alterations(self._tokenizer)
         self.warnings = _warnings_about(self._tokenizer, path, altering)
@@ -150,7 +155,7 @@ class TokenizersTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, without special tokens."""
-        with explained(f"the tokenizer {self.path} cannot decode these ids"):
+        with Explained(f"the tokenizer {self.path} cannot decode these ids"):
             text: str = self._tokenizer.decode([int(i) for i in ids])
         return text
 
@@ -164,7 +169,7 @@ class TokenizersTokenizer:
 
     def _ids(self, text: str, *, parses_special: bool) -> list[int]:
         self._tokenizer.encode_special_tokens = not parses_special
-        with explained(f"the tokenizer {self.path} cannot encode this text"):
+        with self._encoding:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -191,12 +196,21 @@ class HuggingFaceTokenizer:
         if not path.is_dir():
             raise DataError(f"tokenizer_model {str(path)!r} is not a directory; huggingface requires a local directory")
         self.path = path
+        self._encoding = Explained(f"the tokenizer {path} cannot encode this text")
         self.library_tokenizer = _load_transformers(path)
         """The `transformers` tokenizer object."""
-        vocab: dict[str, int] = self.library_tokenizer.get_vocab()
+        with Explained(f"{path} does not contain a tokenizer that transformers can use"):
+            vocab: dict[str, int] = self.library_tokenizer.get_vocab()
+            self.eos_id: int | None = self.library_tokenizer.eos_token_id
         self.vocab_size = size_of_vocab(vocab, path)
-        self.eos_id: int | None = self.library_tokenizer.eos_token_id
+        if self.eos_id is not None and (type(self.eos_id) is not int or not 0 <= self.eos_id < self.vocab_size):
+            raise DataError(
+                f"the tokenizer in {path} has the eos_token_id {self.eos_id!r}, which is not an id of its vocabulary; "
+                "set eos_token in tokenizer_config.json to one of its tokens"
+            )
         self._backend = getattr(self.library_tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            check_growth(self._backend, path)
         self._altering = [] if self._backend is None else switch_off_alterations(self._backend)
         self.warnings = [] if self._backend is None else _warnings_about(self._backend, path, self._altering)
         """What the user should know about this tokenizer."""
@@ -218,7 +232,7 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, without special tokens."""
-        with explained(f"the tokenizer {self.path} cannot decode these ids"):
+        with Explained(f"the tokenizer {self.path} cannot decode these ids"):
             text: str = self.library_tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
 
@@ -231,7 +245,7 @@ class HuggingFaceTokenizer:
         return copied
 
     def _ids(self, text: str, **options: bool) -> list[int]:
-        with explained(f"the tokenizer {self.path} cannot encode this text"):
+        with self._encoding:
             return list(self.library_tokenizer(text, add_special_tokens=False, verbose=False, **options)["input_ids"])
 
 
@@ -306,7 +320,8 @@ def _load_tokenizers(path: Path, content: bytes) -> Any:
         import tokenizers
     except ImportError as error:
         raise _missing("tokenizers") from error
-    with explained(f"{path} is not a tokenizer of the `tokenizers` library; give a tokenizer.json"):
+    check_charsmap(content, path)
+    with Explained(f"{path} is not a tokenizer of the `tokenizers` library; give a tokenizer.json"):
         return tokenizers.Tokenizer.from_buffer(content)
 
 
@@ -315,7 +330,11 @@ def _load_transformers(path: Path) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise _missing("transformers") from error
-    with explained(f"{path} does not contain a tokenizer that transformers can load"):
+    check_sizes(path, [*FILES, "config.json"])
+    file = path / "tokenizer.json"
+    if file.is_file():
+        check_charsmap(_read_tokenizer_file(file), file)
+    with Explained(f"{path} does not contain a tokenizer that transformers can load"):
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
 
 

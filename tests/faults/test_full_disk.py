@@ -1,4 +1,6 @@
-"""A disk that is full, or a file that may not grow: the old checkpoint stays, and the error says what was needed."""
+"""A disk that is full, or a file that may not grow: the old checkpoint stays, the error says what was needed, and the
+metrics log of a run whose disk was full is complete once there is room.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +56,29 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_the_next_save_works(checked: 
     assert report["newest"] == 10
     assert report["debris"] == []
     assert report["steps"] == ["checkpoint-10", "checkpoint-30", "latest"]
+
+
+@pytest.mark.skipif(why_no_small_disk() is not None, reason=str(why_no_small_disk()))
+def test_a_full_disk_of_the_run_directory_costs_no_record_that_a_checkpoint_covers(
+    tmp_path: Path, corpus: Path, token_cache: Path
+) -> None:
+    disk, elsewhere = tmp_path / "disk", tmp_path / "elsewhere"
+    disk.mkdir()
+    elsewhere.mkdir()
+    job = 'mount -t tmpfs -o size=1m none "$1" && exec "$5" -m "$6" "$1" "$2" "$3" "$4"'
+    module = "tests.support.faults.child_full_log"
+    places = [str(disk), str(elsewhere), str(corpus), str(token_cache)]
+    command = [*SMALL_DISK, job, "sh", *places, sys.executable, module]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ}, timeout=120)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["killed"], report["resumed"]) == (-9, 0), report["output"]
+    assert "its records are kept in memory and in checkpoints" in report["output"]
+    assert "Traceback" not in report["output"]
+    assert [record["global_step"] for record in json.loads(report["full"])] == [1, 2]
+    records = json.loads(report["whole"])
+    assert [record["global_step"] for record in records if "loss" in record] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert not any("missing_records" in record for record in records)
 
 
 def test_a_file_that_may_not_grow_leaves_the_old_checkpoint(tmp_path: Path) -> None:

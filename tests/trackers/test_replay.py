@@ -173,3 +173,47 @@ def test_a_tracker_of_ones_own_need_not_say_which_names_it_gets(tmp_path: Path) 
     tracker = Bare()
     assert replay(metrics_log(tmp_path, [loss_at(1)]), tracker) == 1
     assert tracker.calls[1][1]["train/loss"] == 1.0
+
+
+BAD_RECORDS = {
+    "a list as step": ({"global_step": [1], "loss": 1.0}, "global_step is [1], which must be an integer"),
+    "NaN as step": ({"global_step": float("nan"), "loss": 1.0}, "global_step is nan, which must be an integer"),
+    "a huge step": ({"global_step": 10**400, "loss": 1.0}, "which must be an integer from 0 to 2**63 - 1"),
+    "text as step": ({"global_step": "x", "loss": 1.0}, "global_step is 'x', which must be an integer"),
+    "text as time": ({"global_step": 2, "timestamp": "x", "loss": 1.0}, "timestamp is 'x', which must be a finite"),
+    "infinite time": ({"global_step": 2, "timestamp": float("inf"), "loss": 1.0}, "timestamp is inf, which must be"),
+    "tags as list": ({"global_step": 2, "loss": 1.0, "bridge": [1]}, "'bridge' must have columns of one length"),
+    "columns of other lengths": (
+        {"global_step": 2, "bridge": {"step": [1, 2], "samples": [1], "timestamp": [1.0], "tags": {"a": [1]}}},
+        "'bridge' must have columns of one length",
+    ),
+    "text as tags": (
+        {"global_step": 2, "bridge": {"step": [1], "samples": [1], "timestamp": [1.0], "tags": "x"}},
+        "'bridge' must have columns of one length",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_RECORDS)
+def test_a_record_that_no_tracker_can_show_is_an_error_that_names_it(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from onstep.cli.main import main
+
+    record, said = BAD_RECORDS[name]
+    path = metrics_log(tmp_path, [loss_at(1), {"timestamp": 1002.0, **record}])
+    tracker = Remembering()
+    with pytest.raises(MetricsLogError) as caught:
+        replay(path, tracker)
+    assert f"record 2 of {path}: " in str(caught.value)
+    assert said in str(caught.value)
+    assert tracker.calls == []
+    assert main(["logs", "replay", str(tmp_path), "--to", "csv", "--output", str(tmp_path / "out")]) not in (0, 70)
+    assert said[:20] in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_number_beyond_the_range_of_floats_is_infinite(tmp_path: Path) -> None:
+    path = metrics_log(tmp_path, [{"timestamp": 1.0, "global_step": 1, "loss": 10**400, "low": -(10**400)}])
+    for name in ("csv", "tensorboard"):
+        assert replay(path, make_tracker(name), output=tmp_path) == 1
+    assert "inf,-inf" in (tmp_path / "metrics.csv").read_text()

@@ -328,6 +328,35 @@ def test_records_that_cannot_be_made_durable_are_in_the_next_checkpoint(
     assert gaps(path) == []
 
 
+@pytest.mark.parametrize("is_checkpoint_older", [False, True])
+def test_more_records_than_a_checkpoint_can_hold_leave_a_gap_that_is_named(
+    tmp_path: Path, is_checkpoint_older: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    from onstep.metrics import JsonLogWriter
+
+    writer = JsonLogWriter("log.json")
+    writer.open(tmp_path)
+    writer.write_record(1, 0.1, {"loss": 1.0})
+    older = json.loads(json.dumps(writer.state_dict()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        for step in range(2, 12_002):
+            writer.write_record(step, 0.1, {"loss": 1.0})
+        state = json.loads(json.dumps(writer.state_dict()))
+        assert writer.metrics_log is not None
+        writer.metrics_log._release()  # killed
+    assert len(state["held_records"]) == 10_000
+    resumed = JsonLogWriter("log.json")
+    resumed.load_state_dict(older if is_checkpoint_older else state)
+    resumed.open(tmp_path, 1 if is_checkpoint_older else 12_001)
+    resumed.close()
+    if is_checkpoint_older:
+        assert steps(tmp_path / "log.json") == [1]
+    else:
+        assert gaps(tmp_path / "log.json") == [{"number": 2001, "after_step": 1, "up_to_step": 2002}]
+        assert steps(tmp_path / "log.json") == [1, *range(2003, 12_002)]
+
+
 def test_a_rollback_drops_what_waits_and_belongs_to_the_abandoned_branch(tmp_path: Path) -> None:
     from onstep.metrics import JsonLogWriter
 
@@ -411,17 +440,17 @@ def test_onstep_train_names_what_the_log_lost(
     assert [gap["up_to_step"] for gap in gaps(path)] == [4]
 
 
-def test_the_trainer_names_what_the_log_lost(
+def test_the_trainer_on_two_ranks_names_what_the_log_lost(
     processes: Processes, tmp_path: Path, corpus: Path, token_cache: Path
 ) -> None:
     runs = Ranks(processes, tmp_path, "tests.support.jobs.trainer_jobs", corpus=str(corpus), cache=str(token_cache))
-    strikes = [{"signal": "SIGKILL", "event": "on_step_end", "number": 8}]
+    strikes = [{"signal": "SIGKILL", "event": "on_step_end", "number": 8, "rank": rank} for rank in range(2)]
     settings = {"arguments": {"logging_steps": 1}}
-    assert runs.start("run", "train", ranks=1, strikes=strikes, **settings) == [-9]
+    assert runs.start("run", "train", ranks=2, strikes=strikes, **settings) == [-9, -9]
     path = tmp_path / "run" / "runs" / "run" / "trainer_logs.json"
     before = steps(path)
     older_copy(path)
-    assert runs.start("run", "train", ranks=1, **settings) == [0], runs.output("run")
+    assert runs.start("run", "train", ranks=2, **settings) == [0, 0], runs.output("run")
     assert "are missing, although the checkpoint covers them" in runs.output("run")
     (gap,) = gaps(path)
     assert gap["after_step"] == before[1]

@@ -252,9 +252,12 @@ class CheckpointManager:
         """Errors are stored in the future: other ranks are already writing and learn of a failure in `finalize`."""
 
         def write(states: list[EncodedState]) -> list[WrittenFile]:
-            written = write_states(self._store, directory, states)
-            for component in request.components:
-                make_durable(component.stateful)
+            with ThreadPoolExecutor(max_workers=1, thread_name_prefix="onstep-sync") as pool:
+                # meanwhile: the disk commits both together
+                others = [pool.submit(make_durable, component.stateful) for component in request.components]
+                written = write_states(self._store, directory, states)
+                for other in others:
+                    other.result()
             return written
 
         if not self.async_save:

@@ -19,7 +19,7 @@ class Stateful(Protocol):
     """Anything whose state is a dictionary; torch's own Stateful protocol.
 
     It may have a method `make_durable()`, for files that its state refers to: it is called on every rank before the
-    checkpoint is committed, in another thread if the save is asynchronous, and should fsync them.
+    checkpoint is committed, in another thread, and should fsync them. An exception fails the save.
     """
 
     def state_dict(self) -> dict[str, Any]:

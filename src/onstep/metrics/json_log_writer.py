@@ -185,7 +185,9 @@ class JsonLogWriter:
             lacking = found.to_append
             if path.exists():
                 aside = set_aside(path) if found.is_foreign else align(path, num_records=found.num_kept)
-            if found.gap is not None:
+            if found.gap is None and lacking:
+                logger.info("%s: %d records that it lacked are restored from the checkpoint", path, len(lacking))
+            elif found.gap is not None:
                 logger.warning(
                     "%s: %s, although the checkpoint covers them%s. The file is not as the run left it: its end was "
                     "lost in a power failure, or it was replaced by another file.",

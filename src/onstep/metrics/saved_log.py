@@ -15,7 +15,7 @@ from onstep.bounded_reading import brief, parse_json
 from onstep.errors import CheckpointError
 from onstep.json_values import encode
 from onstep.log_gaps import MISSING, gap_record
-from onstep.metrics_log import Record
+from onstep.metrics_log import Record, without_wall_clock
 
 MOST_WAITING = 100_000
 """Maximum number of records that wait in memory for disk space; a gap replaces the oldest ones beyond it."""
@@ -209,11 +209,11 @@ def _is_same(pair: tuple[Record, str]) -> bool:
 
 
 def _identity(record: Record) -> str:
-    """A digest of the record, or of the one that a gap ends with; the timestamp makes it unique."""
+    """A digest of the record without what depends on the clock, or of the record that a gap ends with."""
     missing = record.get(MISSING)
     if isinstance(missing, dict) and isinstance(missing.get("last_record"), str):
         return str(missing["last_record"])
-    return blake2b(encode(record).encode(), digest_size=16).hexdigest()
+    return blake2b(encode(without_wall_clock(record)).encode(), digest_size=16).hexdigest()
 
 
 def _checked(state: Mapping[str, Any], name: str, rule: str, is_valid: Callable[[Any], bool]) -> Any:

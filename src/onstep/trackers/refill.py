@@ -8,9 +8,7 @@ import logging
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from onstep.analysis.logs.run_status import run_record
 from onstep.bounded_reading import brief
@@ -18,9 +16,9 @@ from onstep.config.trackers import NAMES
 from onstep.log_gaps import MISSING, describe_gap
 from onstep.metrics_log import MetricsLogError, Record, read_records
 from onstep.trackers.metric_names import BRIDGE, HF, bridge_names
-from onstep.trackers.points import RunPoints, is_step, numbers_of
+from onstep.trackers.points import RunPoints, is_step
 from onstep.trackers.services.tensorboard_tracker import TensorBoardTracker
-from onstep.trackers.tag_record import BRIDGE_KEY, VS_SAMPLES, TagRow, rows_of
+from onstep.trackers.tag_record import BRIDGE_KEY, VS_SAMPLES, TagRow, checked_rows
 from onstep.trackers.tracker import RunIdentity, Tracker
 from onstep.trackers.tracker_logger import SAMPLES_DIR
 
@@ -178,23 +176,13 @@ def _checked_tags(record: Record, names: Sequence[str], where: str) -> list[TagR
         )
     if BRIDGE not in names:
         return []
-    rows = _rows(record.get(BRIDGE_KEY, {}))
+    rows = checked_rows(record.get(BRIDGE_KEY, {}))
     if rows is None:
         raise MetricsLogError(
             f"{where}: {BRIDGE_KEY!r} must have columns of one length: step and samples (integers from 0 to "
             f"2**63 - 1), timestamp (seconds), and tags (numbers by name); remove it, or replay with --names {HF}."
         )
     return rows
-
-
-def _rows(columns: Any) -> list[TagRow] | None:
-    """The rows of a record's columns; None if they do not fit together."""
-    try:
-        rows = [replace(row, tags=numbers_of(row.tags)) for row in rows_of(columns)]
-        fit = all(is_step(row.step) and is_step(row.samples) and abs(row.timestamp) < 2**53 for row in rows)
-    except (AttributeError, IndexError, TypeError, ValueError):
-        return None
-    return rows if fit else None
 
 
 def _is_report(record: Record) -> bool:

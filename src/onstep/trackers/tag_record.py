@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from onstep.trackers.points import plain_number
+from onstep.trackers.points import is_step, numbers_of, plain_number
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 BRIDGE_KEY = "bridge"
 """The field of a metrics log's record that contains the tags since the previous record."""
@@ -92,9 +95,12 @@ class TagRecord:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the record of a checkpoint."""
+        """Restore the record of a checkpoint; what does not fit together is left out, with a warning."""
         self.clear()
-        self._rows = list(rows_of(state_dict))
+        rows = checked_rows(state_dict)
+        if rows is None:
+            logger.warning("the checkpoint's tags since the last record of the metrics log are damaged and left out")
+        self._rows = rows or []
         self._over_samples = dict.fromkeys(tag for row in self._rows for tag in row.over_samples)
 
     def _read_all(self) -> None:
@@ -113,6 +119,16 @@ def rows_of(columns: Mapping[str, Any]) -> Iterator[TagRow]:
         values = {tag: one[row] if isinstance(one, list) else one for tag, one in tags.items()}
         found = {tag: value for tag, value in values.items() if value is not None}
         yield TagRow(step, samples, timestamp, found, [tag for tag in columns.get("vs_samples", ()) if tag in found])
+
+
+def checked_rows(columns: Any) -> list[TagRow] | None:
+    """The rows of a record's columns; None if they do not fit together."""
+    try:
+        rows = [replace(row, tags=numbers_of(row.tags)) for row in rows_of(columns)]
+        fit = all(is_step(row.step) and is_step(row.samples) and abs(row.timestamp) < 2**53 for row in rows)
+    except (AttributeError, IndexError, TypeError, ValueError):
+        return None
+    return rows if fit else None
 
 
 def _packed(values: list[Any]) -> Any:

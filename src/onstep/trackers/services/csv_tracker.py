@@ -46,6 +46,8 @@ class CsvTable:
         self._last_offset = 0
         """Byte offset of these rows in the file."""
         self._descriptor: int | None = None
+        self.is_in_checkpoint = path.exists()
+        """Whether a checkpoint may rely on the rows, so that no replacement of the file must risk them."""
         rows: Iterator[_Row] = iter(())
         if path.exists() and path.stat().st_size:
             self._columns = _header(path)
@@ -126,7 +128,8 @@ class CsvTable:
             offset = file.tell()
             file.writelines(map(self._line, self._last_rows.values()))
             file.flush()
-            os.fsync(file.fileno())  # before a power failure, the new name must not refer to an empty file
+            if self.is_in_checkpoint:
+                os.fsync(file.fileno())  # after a power failure, the name must not refer to an empty file
         os.replace(temporary, self.path)
         self._last_offset = offset
         if self._descriptor is not None:
@@ -212,6 +215,8 @@ class CsvTracker:
 
     def local_files(self) -> list[Path]:
         """The file."""
+        if self._table is not None:
+            self._table.is_in_checkpoint = True
         return [] if self.location is None else [self.location]
 
     def state_dict(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import random
 from pathlib import Path
@@ -340,3 +341,30 @@ def test_a_prompt_that_is_longer_than_the_context_is_named(caplog: pytest.LogCap
     pairs = continue_prompts(qwen(), Words(), prompts, {}, max_new_tokens=12, seed=0)
     assert [prompt for prompt, _ in pairs] == prompts
     assert "1 of 2 prompts are longer than the 20 tokens that max_new_tokens=12 leaves of 32 positions" in caplog.text
+
+
+LINKS = itertools.pairwise("abcdefghi")
+BILLION_LAUGHS = "- &a [x, x]\n" + "".join(f"- &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in LINKS)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: &a [x]\nb: &b [*a, *a]\n", "must be a non-empty list of strings, got dict"),
+        (BILLION_LAUGHS, "got list as item 1"),
+        ("&a [*a]", "got list as item 1"),
+        ("- " * 3000, "maximum recursion depth"),
+        ("- !!python/object/apply:os.system [id]", "could not determine a constructor"),
+        ("- " + "9" * 10_000, "Exceeds the limit"),
+        ("- 0x" + "f" * 10_000, "got int as item 1; put it in quotes"),
+        ("- 2024-99-99", "month must be in 1"),
+        ("- !!timestamp x", "cannot read prompts file"),
+        ("- x\n" * (1 << 18) + "-", "bytes, and at most 1,048,576 are read"),
+    ],
+)
+def test_a_hostile_prompts_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "prompts.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words) as caught:
+        TextgenCallback(None, path)
+    assert len(str(caught.value)) < 1000

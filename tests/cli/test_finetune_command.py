@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from onstep.cli.main import main
-from onstep.config import ConfigContainer
+from onstep.config import ConfigContainer, DatasetConfig
+from onstep.data import learn_bpe, tokenizer_source
+from onstep.errors import DataError, OnstepError
+from onstep.training import pretrain
 from tests.support.small_weights import llama
 
 SMALL = [
@@ -106,3 +110,95 @@ def test_what_is_missing_is_reported(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["finetune", "tiny_gtp", *words]) == 1
     assert "unknown recipe 'tiny_gtp'. Did you mean 'tiny_gpt'?" in capsys.readouterr().err
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"hidden_act": ["silu"]}, "config.json has hidden_act = ['silu'], which must be a string"),
+        ({"rope_parameters": 3}, "config.json has rope_parameters = 3, which must be an object"),
+        ({"vocab_size": 10**9}, "a model of at least 32,000,015,360 parameters (128.0 GB in float32)"),
+        ({"num_hidden_layers": 10**9}, "which must be an integer from 1 to 10000"),
+    ],
+)
+def test_a_hostile_config_json_is_refused(
+    values: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path("base/config.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    assert main(["finetune", *SMALL]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_a_hostile_config_json_is_refused_by_pretrain(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = given(monkeypatch)
+    path = Path("base/config.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "intermediate_size": 10**9}))
+    config.model.ffn_hidden_size = 10**9
+    with pytest.raises(OnstepError, match=r"a model of at least [0-9,]+ parameters \(768\.0 GB in float32\), but"):
+        pretrain(config)
+
+
+TEMPLATES = [
+    ("{{ 'x' * 10 ** 10 }}", "the tokenizer's chat template needs more than 512 MiB of memory for one conversation"),
+    ("{{ 'x' * 10 ** 7 }}", "yields 10,000,000 characters for one conversation; the limit is 8,388,608"),
+    ("{{ 1 / 0 }}", "the tokenizer's chat template rejects the messages: ZeroDivisionError: division by zero"),
+    pytest.param(
+        (
+            "{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}",
+            "the tokenizer's chat template needs more than 5 seconds of CPU time for one conversation, the limit",
+        ),
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.fixture
+def own_template(request: pytest.FixtureRequest) -> str:
+    """Gives base/ a tokenizer of transformers with a chat template; the words of the error."""
+    template, words = request.param
+    Path("a.txt").write_text("What is it? It is what it is.\n" * 30)
+    source = tokenizer_source(DatasetConfig(paths=["a.txt"]))
+    learn_bpe(source, 260, Path("cache"), show_progress=False).save(Path("base"))
+    tokenizer = AutoTokenizer.from_pretrained("base")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained("base")
+    path = Path("base/tokenizer_config.json")
+    settings = json.loads(path.read_text())
+    settings.pop("onstep_tokenizer_type", None)
+    path.write_text(json.dumps(settings))
+    return str(words)
+
+
+@pytest.mark.parametrize("own_template", TEMPLATES, indirect=True)
+def test_a_hostile_chat_template_ends_with_an_error(own_template: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["finetune", *SMALL]) == 1
+    said = capsys.readouterr().err
+    assert "chat.jsonl:1: the tokenizer's chat template" in said
+    assert own_template in said
+
+
+@pytest.mark.parametrize("own_template", TEMPLATES[:1], indirect=True)
+def test_a_hostile_chat_template_ends_pretrain_with_an_error(
+    own_template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = given(monkeypatch)
+    with pytest.raises(DataError, match=own_template):
+        pretrain(config)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"messages": ' + "[" * 5000 + "]" * 5000 + "}", "nested more than 100 levels deep"),
+        ('{"prompt": "' + "x" * (16 << 20) + '"}', "a line of more than 16,777,216 bytes, the limit"),
+    ],
+    ids=["deep", "long"],
+)
+def test_a_hostile_line_is_named(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with Path("chat.jsonl").open("a") as file:
+        file.write("\n" + line)
+    assert main(["finetune", *SMALL]) == 1
+    said = capsys.readouterr().err
+    assert "chat.jsonl:61 is" in said
+    assert words in said

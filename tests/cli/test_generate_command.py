@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from onstep.cli.main import main
+from tests.support.small_weights import llama
 
 SMALL = [
     "train.train_iters=1",
@@ -68,10 +71,30 @@ def test_learned_positions_cut_what_is_added_and_refuse_a_prompt_that_fills_them
     assert "cut" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ['{"config": "cut', "[]", "{}", '{"config": 3}'])
+@pytest.mark.parametrize("text", ['{"config": "cut', "[]", "{}", '{"config": 3}', '{"config": ' + "[" * 5000, "\ufeff"])
 def test_a_damaged_record_is_an_error_with_a_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
     (tmp_path / "run.json").write_text(text)
     assert main(["generate", str(tmp_path)]) == 1
     assert "run.json is not the record of a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"hidden_size": "32"}, "config.json has hidden_size = '32', which must be an integer from 1"),
+        ({"intermediate_size": 10**9}, "GB in float32), but the weights in runs/run/model have"),
+        ({"model_type": {}}, "config.json has model_type {}; only llama"),
+    ],
+)
+def test_a_damaged_config_json_is_an_error_with_a_remedy(
+    capsys: pytest.CaptureFixture[str], values: dict[str, Any], words: str
+) -> None:
+    Path("runs/run").mkdir(parents=True)
+    Path("runs/run/run.json").write_text('{"config": {}}')
+    llama(Path("runs/run/model"))
+    path = Path("runs/run/model/config.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    assert main([*GENERATE, "row", *ASKED]) == 1
+    assert words in capsys.readouterr().err

@@ -115,6 +115,15 @@ def test_exactly_the_answers_of_a_tokenizers_template_are_trained_on(
     assert [piece.strip(" ") for piece in trained_pieces(tokenizer, chat)] == expected
 
 
+def test_all_tokens_of_the_last_character_of_a_marked_answer_are_trained_on(directory: Path) -> None:
+    marked = "{% generation %}{{ m.content }}{% endgeneration %}"
+    text = f"{{% for m in messages %}}{{% if m.role == 'user' %}}{{{{ m.content }}}}{{% else %}}{marked}"
+    text += "{% endif %}{% endfor %}"
+    tokenizer, template = template_of(directory, text)
+    chat = template.encode([USER, {**ANSWER, "content": "It is \U0001f600"}, USER], "here")
+    assert trained_pieces(tokenizer, chat) == ["It is \U0001f600"]
+
+
 def test_an_answer_that_is_also_a_question_is_trained_on_where_it_is_an_answer(directory: Path) -> None:
     tokenizer, template = template_of(directory, CHATML)
     messages = [USER, {"role": "assistant", "content": USER["content"]}] * 2

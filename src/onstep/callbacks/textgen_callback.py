@@ -6,12 +6,12 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import yaml
 
+from onstep.bounded_reading import read_bytes
 from onstep.checkpoint import RngState
 from onstep.config.field_types import is_integer_from
 from onstep.config.hf.checks import evaluates
@@ -30,6 +30,7 @@ from onstep.models.generation.prompts import (
 logger: logging.Logger = logging.getLogger(__name__)
 
 TAG = "eval-text"
+MAX_PROMPTS_BYTES = 1 << 20
 DEFAULT_GENERATION: dict[str, Any] = {"do_sample": True, "top_k": 20, "temperature": 0.7, "repetition_penalty": 1.15}
 """Sampling options if `generation_config` is None."""
 
@@ -183,13 +184,22 @@ def read_prompts(prompts: Any) -> list[str]:
     if isinstance(prompts, (str, os.PathLike)):
         source = f"prompts file {os.fspath(prompts)!r}"
         try:
-            prompts = yaml.safe_load(Path(prompts).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            prompts = yaml.safe_load(
+                read_bytes(os.fspath(prompts), MAX_PROMPTS_BYTES, error=ConfigError).decode("utf-8")
+            )
+        except Exception as error:  # besides its own errors, the library raises some of Python's for odd files
             raise ConfigError(
                 f"cannot read {source}: {error}; pass a YAML file with a list of prompts, or a Python list."
             ) from error
-    is_list = isinstance(prompts, list) and bool(prompts) and all(isinstance(one, str) for one in prompts)
-    require(is_list, source, "a non-empty list of strings", prompts)
+    if not isinstance(prompts, list) or not prompts:
+        found = "an empty list" if prompts == [] else type(prompts).__name__
+        raise ConfigError(f"{source} must be a non-empty list of strings, got {found}.")
+    for number, prompt in enumerate(prompts, start=1):
+        if not isinstance(prompt, str):
+            raise ConfigError(
+                f"{source} must be a non-empty list of strings, got {type(prompt).__name__} as item {number}; put it "
+                "in quotes."
+            )
     return list(prompts)
 
 

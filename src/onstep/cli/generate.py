@@ -61,13 +61,16 @@ def generate(
 
 def _stored_config(path: Path) -> dict[str, Any]:
     """The configuration in a run's record."""
+    from onstep.bounded_reading import read_json
+
     try:
-        config: dict[str, Any] = dict(read_json(path)["config"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise OnstepError(
-            f"{path} is not the record of a run ({type(error).__name__}: {error}); it must be a JSON object with the "
-            f"run's config. Restore it, or name another run."
-        ) from None
+        record = read_json(path, error=OnstepError)
+        reason = "it must be a JSON object with the run's config"
+    except OnstepError as error:
+        record, reason = None, str(error)
+    config = record.get("config") if isinstance(record, dict) else None
+    if not isinstance(config, dict):
+        raise OnstepError(f"{path} is not the record of a run: {reason}. Restore it, or name another run.")
     return config
 
 

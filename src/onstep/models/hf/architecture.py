@@ -10,6 +10,7 @@ from torch import Tensor
 
 from onstep.config import ModelConfig
 from onstep.errors import ConfigError
+from onstep.models.hf.values import short
 from onstep.models.sizes import ffn_hidden_size, head_width, num_query_groups
 
 Weights = Mapping[str, Tensor]
@@ -112,7 +113,7 @@ def check_features(features: Mapping[str, tuple[Any, Any]], remedy: str) -> None
     Raises:
         ConfigError: listing all settings that differ.
     """
-    found = [f"{name} = {value!r}" for name, (value, ours) in features.items() if value != ours]
+    found = [f"{name} = {short(value)}" for name, (value, ours) in features.items() if value != ours]
     if found:
         raise ConfigError(
             f"config.json uses features that Onstep's Transformer lacks: {', '.join(found)}; convert a model {remedy}."

@@ -10,25 +10,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from onstep.config import ModelConfig
+from onstep.config.field_types import accepts_none, field_types
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError, OnstepError
 from onstep.models.heads import replicated_layers
 from onstep.models.hf.architecture import HF_ACTIVATIONS, SHARED_KEYS, Architecture, described
 from onstep.models.hf.gpt2 import GPT2
 from onstep.models.hf.llama import LLAMA, QWEN2, QWEN3, QWEN3_MOE
+from onstep.models.hf.values import check_types, short
+from onstep.models.hf.weight_files import (
+    FLOATS,
+    WEIGHTS_FILE,
+    check_room,
+    read_object,
+    read_shapes,
+    read_tensors,
+    weight_files,
+)
 from onstep.models.sizes import check_model_config
-from onstep.models.transformer import Transformer, empty_transformer
+from onstep.models.transformer import Transformer
 
 ARCHITECTURES: tuple[Architecture, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GPT2)
 """Supported architectures, in the order in which they are tried for a configuration."""
 
 _SHOWN = 5
 """Number of names listed in an error."""
+_MAX_NAME = 200
 
 
 def architecture_of(config: ModelConfig) -> Architecture:
@@ -86,22 +97,38 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
         ConfigError: for another architecture, a missing size, or a feature that `Transformer` does not support.
     """
     model_type, known = hf_config.get("model_type"), {one.model_type: one for one in ARCHITECTURES}
-    if model_type not in known:
+    if not isinstance(model_type, str) or model_type not in known:
         hint = nearest(model_type, list(known)) if isinstance(model_type, str) else ""
-        raise ConfigError(f"config.json has model_type {model_type!r}; only {', '.join(known)} can be converted.{hint}")
+        raise ConfigError(
+            f"config.json has model_type {short(model_type)}; only {', '.join(known)} can be converted.{hint}"
+        )
+    check_types(hf_config)
     architecture = known[model_type]
     values = {**architecture.defaults, **hf_config}
     further = architecture.read(values)
-    options = {ours: values.get(theirs) for theirs, ours in {**SHARED_KEYS, **architecture.keys}.items()}
+    options: dict[str, Any] = {
+        ours: values.get(theirs) for theirs, ours in {**SHARED_KEYS, **architecture.keys}.items()
+    }
     if options["activation_func"] not in HF_ACTIVATIONS:
         raise ConfigError(
-            f"config.json has the activation function {options['activation_func']!r}, which Onstep's Transformer does "
-            f"not support; convert a model with one of {', '.join(HF_ACTIVATIONS)}."
+            f"config.json has the activation function {short(options['activation_func'])}, which Onstep's Transformer "
+            f"does not support; convert a model with one of {', '.join(HF_ACTIVATIONS)}."
         )
     options["activation_func"] = HF_ACTIVATIONS[options["activation_func"]]
-    config = ModelConfig(**{**options, **architecture.options, **further})
+    options |= {**architecture.options, **further}
+    _check_null(architecture, options)
+    config = ModelConfig(**options)
     check_model_config(config)
     return config
+
+
+def _check_null(architecture: Architecture, options: Mapping[str, Any]) -> None:
+    theirs = {ours: name for name, ours in {**SHARED_KEYS, **architecture.keys}.items()}
+    for name, type_ in field_types(ModelConfig).items():
+        if options.get(name, ...) is None and not accepts_none(type_):
+            raise ConfigError(
+                f"in config.json, {theirs.get(name, name)} must have a value, got null; correct it, or leave it out."
+            )
 
 
 def to_hf_state_dict(model: Transformer) -> dict[str, Tensor]:
@@ -148,24 +175,45 @@ def from_hf_state_dict(config: ModelConfig, state: Mapping[str, Tensor]) -> Tran
         ConfigError: for a configuration that cannot be built, or that no `transformers` architecture supports.
         OnstepError: for missing, unknown or misshaped weights.
     """
-    model = empty_transformer(config)
-    architecture = architecture_of(config)
-    own = model.state_dict()
-    expected = architecture.to_hf({name: tensor.to("meta") for name, tensor in own.items()})
+    return _filled(*_unfilled(config), state)
+
+
+def _unfilled(config: ModelConfig) -> tuple[Transformer, dict[str, Tensor]]:
+    """A model on the meta device, and its weights there under `transformers`' names and in their shapes."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    return model, architecture_of(config).to_hf(model.state_dict())
+
+
+def _filled(model: Transformer, expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Transformer:
+    """The model on the CPU with the weights of `state`, which must be those that are expected."""
+    architecture = architecture_of(model.config)
     given = architecture.clean(state)
+    tied = None
     if model.output is None:
-        embedding_name, output_name = (f"{architecture.modules[ours]}.weight" for ours in ("embedding", "output"))
-        embedding, output = given.get(embedding_name), given.pop(output_name, None)
-        if embedding is not None and output is not None and not torch.equal(embedding, output):
-            raise OnstepError(
-                f"the weights contain an {output_name} that differs from {embedding_name}, but the "
-                "configuration ties them; set tie_word_embeddings (share_embeddings_and_output_weights) to false."
-            )
+        embedding_name, output_name = (_name_of(architecture, ours) for ours in ("embedding", "output"))
+        tied = given.pop(output_name, None)
     _check_weights(expected, given)
+    if tied is not None and not _is_same(given[embedding_name], tied):
+        raise OnstepError(
+            f"the weights contain an {output_name} that differs from {embedding_name}, but the configuration ties "
+            "them; set tie_word_embeddings (share_embeddings_and_output_weights) to false."
+        )
+    model = model.to_empty(device="cpu")
+    own = model.state_dict()
     with torch.no_grad():
         for name, tensor in architecture.from_hf(given).items():
             own[name].copy_(tensor)
     return model
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    dtype = torch.promote_types(one.dtype, other.dtype)
+    return torch.equal(one.to(dtype), other.to(dtype))
+
+
+def _name_of(architecture: Architecture, module: str) -> str:
+    return f"{architecture.modules[module]}.weight"
 
 
 def _check_weights(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
@@ -176,7 +224,17 @@ def _check_weights(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) 
         for name, tensor in expected.items()
         if name in given and given[name].shape != tensor.shape
     ]
-    problems = {"missing": missing, "unknown": unknown, "with a different shape": misshaped}
+    quantized = [
+        f"{name} is {str(given[name].dtype).removeprefix('torch.')}"
+        for name in expected
+        if name in given and given[name].dtype not in FLOATS
+    ]
+    problems = {
+        "missing": missing,
+        "unknown": unknown,
+        "with a different shape": misshaped,
+        "of a type other than a float of 16, 32 or 64 bits": quantized,
+    }
     found = [f"{len(names)} {kind} ({_first(names)})" for kind, names in problems.items() if names]
     if found:
         raise OnstepError(
@@ -186,13 +244,10 @@ def _check_weights(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) 
 
 
 def _first(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    return ", ".join(name[:_MAX_NAME] for name in names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
 CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-PICKLE_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def save_hf(
@@ -233,7 +288,7 @@ def save_hf(
 
 def load_hf_config(directory: str | Path) -> ModelConfig:
     """The configuration of the model in `directory`, from its `config.json` alone. Raises like `load_hf`."""
-    return config_from_hf(_read_json(Path(directory) / CONFIG_FILE))
+    return config_from_hf(read_object(Path(directory) / CONFIG_FILE))
 
 
 def load_hf(directory: str | Path, config: ModelConfig | None = None) -> Transformer:
@@ -249,44 +304,13 @@ def load_hf(directory: str | Path, config: ModelConfig | None = None) -> Transfo
     """
     target = Path(directory)
     config = load_hf_config(target) if config is None else config
-    state: dict[str, Tensor] = {}
-    for file in _weight_files(target):
-        try:
-            state |= load_file(file)
-        except SafetensorError as error:
-            raise OnstepError(f"{file} is not a complete safetensors file ({error}); save or copy it again.") from error
-    return from_hf_state_dict(config, state)
-
-
-def _weight_files(target: Path) -> list[Path]:
-    if (target / WEIGHTS_FILE).is_file():
-        return [target / WEIGHTS_FILE]
-    if (target / INDEX_FILE).is_file():
-        index = target / INDEX_FILE
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise OnstepError(f"{index} has no weight_map from weights to files; write the directory again.")
-        names = sorted({str(name) for name in weight_map.values()})
-        absent = [name for name in names if Path(name).name != name or not (target / name).is_file()]
-        if absent:
-            raise OnstepError(f"{index} lists {absent[0]!r}, which is not in that directory; copy all shards into it.")
-        return [target / name for name in names]
-    pickles = [name for name in PICKLE_FILES if (target / name).is_file()]
-    if pickles:
-        raise OnstepError(
-            f"{target} holds only {pickles[0]}, a pickle, which Onstep does not load; convert it if you trust it: "
-            f"AutoModelForCausalLM.from_pretrained({str(target)!r}).save_pretrained(NEW_DIR) writes safetensors."
-        )
-    raise OnstepError(f"{target} has no {WEIGHTS_FILE} or {INDEX_FILE}; pass a directory with safetensors weights.")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise OnstepError(f"{path} does not exist; pass a directory written by save_hf or save_pretrained.")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise OnstepError(f"{path} is not valid JSON ({error}); write or copy it again.") from error
-    if not isinstance(content, dict):
-        raise OnstepError(f"{path} must contain a JSON object, got {type(content).__name__}; write or copy it again.")
-    return content
+    files = weight_files(target)
+    shapes = read_shapes(files)
+    check_room(config, shapes, target)
+    model, expected = _unfilled(config)
+    architecture = architecture_of(config)
+    given = architecture.clean(shapes)
+    if model.output is None:
+        given.pop(_name_of(architecture, "output"), None)
+    _check_weights(expected, given)
+    return _filled(model, expected, read_tensors(files))

@@ -12,6 +12,7 @@ from torch import Tensor
 from onstep.config import ModelConfig
 from onstep.errors import ConfigError
 from onstep.models.hf.architecture import Architecture, Weights, check_complete, check_features, differing
+from onstep.models.hf.values import MAX_EXPERTS, check_types
 from onstep.models.layers.feed_forward import is_moe_layer
 from onstep.models.layers.rotary import scaling_type
 from onstep.models.sizes import ffn_hidden_size
@@ -133,6 +134,7 @@ def _describe(config: ModelConfig) -> dict[str, Any]:
 
 def _read(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     rope = _rope_settings(hf_config)
+    check_types(rope, ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"))
     kind = scaling_type(rope)
     share = rope.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
     features = {
@@ -252,10 +254,11 @@ def _clean(weights: Weights) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         prefix, experts, matrix = name.rpartition(".mlp.experts.")
-        if matrix == "gate_up_proj":
+        is_stack = tensor.dim() == 3 and len(tensor) <= MAX_EXPERTS
+        if matrix == "gate_up_proj" and is_stack:
             gate, up = tensor.chunk(2, dim=1)
             found |= _each(prefix + experts, "gate_proj", gate) | _each(prefix + experts, "up_proj", up)
-        elif matrix == "down_proj":
+        elif matrix == "down_proj" and is_stack:
             found |= _each(prefix + experts, matrix, tensor)
         elif not name.endswith("rotary_emb.inv_freq"):
             found[name] = tensor

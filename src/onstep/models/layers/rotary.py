@@ -12,6 +12,9 @@ from torch import Tensor, nn
 _BETA_FAST, _BETA_SLOW = 32.0, 1.0
 """Rotations within the original length above which YaRN keeps a frequency, and below which it interpolates it fully."""
 
+_MOST_PRECOMPUTED = 2**20
+"""Number of positions; a `config.json` may claim any number of them."""
+
 
 def scaling_type(scaling: Mapping[str, Any] | None) -> str:
     """`rope_type` of a `rope_scaling`, or `type` as in older files; "default" for None."""
@@ -110,7 +113,7 @@ class RotaryTables(nn.Module):
         self._length = length
         self._scaling = scaling
         self._is_dynamic = scaling_type(scaling) == "dynamic"
-        self._compute(length, torch.device("cpu"))
+        self._compute(min(length, _MOST_PRECOMPUTED), torch.device("cpu"))
 
     def forward(self, start: int, length: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions `start` to `start + length`, each (length, 1, head_width / 2)."""

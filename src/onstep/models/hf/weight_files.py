@@ -1,0 +1,169 @@
+"""Finds the safetensors files of a directory, and compares what they hold with a model before either is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from onstep.bounded_reading import read_json
+from onstep.config import ModelConfig
+from onstep.errors import OnstepError
+from onstep.models.hf.values import short
+from onstep.models.layers.feed_forward import is_moe_layer
+from onstep.models.sizes import ffn_hidden_size, head_width, num_query_groups, vocabulary_size
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLE_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_OTHER = torch.uint8
+FLOATS = frozenset(_DTYPES.values())
+"""The types of weights that are numbers as they are; narrower ones are quantized."""
+_MAX_WORDS = 300
+
+
+def weight_files(target: Path) -> list[Path]:
+    """The safetensors files with the weights of a directory, one or those of its index.
+
+    Raises:
+        OnstepError: if there are none.
+    """
+    if (target / WEIGHTS_FILE).is_file():
+        return [target / WEIGHTS_FILE]
+    if (target / INDEX_FILE).is_file():
+        index = target / INDEX_FILE
+        weight_map = read_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise OnstepError(f"{index} has no weight_map from weights to files; write the directory again.")
+        names = sorted({str(name) for name in weight_map.values()})
+        absent = [name for name in names if not _is_within(target, name)]
+        if absent:
+            raise OnstepError(
+                f"{index} lists {short(absent[0])}, which is not in that directory; copy all shards into it."
+            )
+        return [target / name for name in names]
+    pickles = [name for name in PICKLE_FILES if (target / name).is_file()]
+    if pickles:
+        raise OnstepError(
+            f"{target} holds only {pickles[0]}, a pickle, which Onstep does not load; convert it if you trust it: "
+            f"AutoModelForCausalLM.from_pretrained({str(target)!r}).save_pretrained(NEW_DIR) writes safetensors."
+        )
+    raise OnstepError(f"{target} has no {WEIGHTS_FILE} or {INDEX_FILE}; pass a directory with safetensors weights.")
+
+
+def _is_within(target: Path, name: str) -> bool:
+    """Whether `name` is a file of the directory itself; a name that no file can have is not."""
+    try:
+        return Path(name).name == name and (target / name).is_file()
+    except (OSError, ValueError):  # too long, or with a null byte
+        return False
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        OnstepError: if the file is missing, unreadable, or holds something else.
+    """
+    if not path.is_file():
+        raise OnstepError(f"{path} does not exist; pass a directory written by save_hf or save_pretrained.")
+    try:
+        content = read_json(path, error=OnstepError)
+    except OnstepError as error:
+        raise OnstepError(f"{error} Write or copy it again.") from error
+    except OSError as error:
+        raise OnstepError(f"{path} cannot be read: {error.strerror or error}; check its permissions.") from error
+    if not isinstance(content, dict):
+        raise OnstepError(f"{path} must contain a JSON object, got {type(content).__name__}; write or copy it again.")
+    return content
+
+
+def read_shapes(files: list[Path]) -> dict[str, Tensor]:
+    """The weights as tensors on the meta device, from the headers of the files.
+
+    Raises:
+        OnstepError: for a damaged file, for a tensor without elements, and for one in two files.
+    """
+    found: dict[str, Tensor] = {}
+    for file in files:
+        with _naming(file), safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                part = opened.get_slice(name)
+                shape, dtype = part.get_shape(), part.get_dtype()
+                if name in found or 0 in shape:
+                    problem = "which another file has too" if name in found else f"of shape {tuple(shape)}"
+                    raise OnstepError(f"{file} has the tensor {short(name)} {problem}; save or copy the model again.")
+                found[name] = torch.empty(shape, dtype=_DTYPES.get(dtype, _OTHER), device="meta")
+    return found
+
+
+def read_tensors(files: list[Path]) -> dict[str, Tensor]:
+    """The weights in the files. Raises like `read_shapes`."""
+    state: dict[str, Tensor] = {}
+    for file in files:
+        with _naming(file):
+            state |= load_file(file)
+    return state
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as error:
+        words = str(error)[:_MAX_WORDS]  # it may quote the file
+        raise OnstepError(f"{file} is not a complete safetensors file ({words}); save or copy it again.") from error
+    except (OSError, MemoryError) as error:  # or not mapped into memory
+        raise OnstepError(f"{file} cannot be read ({error}); save or copy it again.") from error
+
+
+def check_room(
+    config: ModelConfig, shapes: Mapping[str, Tensor], target: Path, memory_bytes: int | None = None
+) -> None:
+    """Refuse a model that is larger than its weights on disk or than this machine, before memory is allocated.
+
+    Args:
+        memory_bytes: memory of the machine; None asks the operating system.
+
+    Raises:
+        OnstepError: with the estimate and what there is.
+    """
+    expected, found = least_parameters(config), sum(tensor.numel() for tensor in shapes.values())
+    if expected > found:
+        raise OnstepError(
+            f"the configuration describes a model of at least {expected:,} parameters ({_gigabytes(expected)} in "
+            f"float32), but the weights in {target} have {found:,}. Use the configuration that the weights were saved "
+            "with."
+        )
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if memory_bytes is None else memory_bytes
+    if 4 * expected > memory:
+        raise OnstepError(
+            f"the model in {target} has {expected:,} parameters and requires {_gigabytes(expected)} in float32, but "
+            f"this machine has {memory / 1e9:,.1f} GB of memory; use a larger one."
+        )
+
+
+def _gigabytes(parameters: int) -> str:
+    return f"{4 * parameters / 1e9:,.1f} GB"
+
+
+def least_parameters(config: ModelConfig) -> int:
+    """Number of elements in the matrices of the embedding and the layers: all but biases, norms and the output."""
+    hidden, width = config.hidden_size, head_width(config)
+    attention = 2 * hidden * width * (config.num_attention_heads + num_query_groups(config))
+    matrices = 3 if config.gated_linear_unit else 2
+    dense = matrices * hidden * ffn_hidden_size(config)
+    experts = 0 if config.num_moe_experts is None else sum(is_moe_layer(config, i) for i in range(config.num_layers))
+    expert_width = config.moe_ffn_hidden_size or ffn_hidden_size(config)
+    sparse = hidden * (config.num_moe_experts or 0) * (1 + matrices * expert_width)
+    layers = config.num_layers * attention + (config.num_layers - experts) * dense + experts * sparse
+    return vocabulary_size(config) * hidden + layers

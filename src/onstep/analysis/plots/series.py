@@ -93,13 +93,16 @@ def rows_of(log: TrainingLog, metric: str) -> NDArray[np.bool_]:
 def metrics_of(log: TrainingLog) -> list[str]:
     """The keys of a log that have a number in some record, in order of first appearance."""
     keys = [key for key in log.keys() if key not in NOT_METRICS]  # noqa: SIM118 - a log is not a dictionary
-    return [key for key in keys if np.isfinite(log.column(key)).any()]
+    return [key for key in keys if log.columns.has_finite(key)]
 
 
 def first_timestamp(log: TrainingLog, metrics: Iterable[str]) -> float:
     """Time (Unix seconds) of the first record that has one of the metrics; NaN if there is none."""
-    times = [log.column("timestamp")[rows_of(log, metric)] for metric in metrics]
-    found = np.concatenate([*times, np.empty(0)])
+    rows = np.zeros(log.num_records, bool)
+    for metric in metrics:
+        with_metric, _ = log.columns.points(metric)
+        rows[with_metric] |= ~log.is_evaluation[with_metric] if metric in TRAINING_METRICS else True
+    found = log.column("timestamp")[rows]
     found = found[np.isfinite(found)]
     return float(found.min()) if len(found) else float("nan")
 
@@ -238,6 +241,8 @@ OUTLIER_METRICS = ("grad_norm", "max_grad_norm")
 """Metrics shown without their outliers, like losses."""
 _HOURS_FROM = 180.0
 """Minutes from which on a time axis is in hours."""
+_MOST_LISTED = 50
+"""Maximum number of metrics listed in an error message."""
 _X_ROOM = 0.02
 """Margin of the x axis on a side without a given limit, as a fraction of the visible range."""
 
@@ -363,4 +368,5 @@ def _nothing(logs: list[TrainingLog], metrics: list[str]) -> str:
         return f"{head}, and no other metric yet; log at least one step first."
     near = difflib.get_close_matches(metrics[0], known, 1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"{head}.{hint} Available: {', '.join(known)}."
+    more = f" and {len(known) - _MOST_LISTED} more" if len(known) > _MOST_LISTED else ""
+    return f"{head}.{hint} Available: {', '.join(known[:_MOST_LISTED])}{more}."

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ _FINAL_KEYS = (
 )
 _LOSS_OF_SET = re.compile(r"eval_(.+)_loss")
 """Key of the loss on a named evaluation set."""
+_MOST_SETS = 200
+"""Maximum number of evaluation sets to summarize."""
 _MOST_KEYS = 12
 """Maximum number of keys to list if there is nothing to summarize."""
 
@@ -51,7 +54,8 @@ def compute_summary_statistics(log: TrainingLog) -> Summary:
     summary: Summary = {"run_name": log.run_name, "log_path": str(log.log_path)}
     # evaluation set -> key of its loss
     found = [_LOSS_OF_SET.fullmatch(key) for key in log.keys()]  # noqa: SIM118 - a log is not a dictionary
-    sets = {match[1]: match[0] for match in found if match is not None}
+    all_sets = {match[1]: match[0] for match in found if match is not None}
+    sets = dict(islice(all_sets.items(), _MOST_SETS))
     training, evaluation = log.is_training, log.is_evaluation
     for key in sets.values():
         evaluation = evaluation | log.has(key)
@@ -68,7 +72,7 @@ def compute_summary_statistics(log: TrainingLog) -> Summary:
         _evaluation(log, "eval_loss", evaluation & log.is_evaluation),
         {"eval_sets": {name: _known(_evaluation(log, key, evaluation)) for name, key in sets.items()} or None},
         {key: final.get(key) for key in _FINAL_KEYS},
-        {"notes": _notes(log, int(np.count_nonzero(log.is_training & ~training)), [*sets.values()]) or None},
+        {"notes": _notes(log, int(np.count_nonzero(log.is_training & ~training)), [*all_sets.values()]) or None},
     ]
     for part in parts:
         summary.update(_known(part))
@@ -98,11 +102,13 @@ def _notes(log: TrainingLog, num_left: int, more_losses: list[str]) -> list[str]
             f"the run was rolled back to an earlier step: {num_left} training records of the abandoned branch are "
             "excluded"
         )
-    if not any(log.has(key).any() for key in ("loss", "eval_loss", *more_losses)):
+    if not more_losses and not any(log.has(key).any() for key in ("loss", "eval_loss")):
         keys = log.keys()
         more = ", ..." if len(keys) > _MOST_KEYS else ""
         its = f"no record has loss or eval_loss; its keys are {', '.join(keys[:_MOST_KEYS])}{more}"
         notes.append(its if keys else "the log has no records yet")
+    if len(more_losses) > _MOST_SETS:
+        notes.append(f"of {len(more_losses):,} evaluation sets, the first {_MOST_SETS} are summarized")
     return notes
 
 

@@ -21,6 +21,7 @@ from onstep.analysis.logs.training_log import TrainingLog
 from onstep.analysis.plots.axes import NAMES, look_of
 from onstep.analysis.plots.series import (
     X_COLUMNS,
+    drawable,
     first_timestamp,
     is_loss,
     is_of_evaluation,
@@ -62,7 +63,8 @@ def report_data(logs: Sequence[TrainingLog], labels: Sequence[str]) -> dict[str,
 
     Of more than `MOST_CHARTS` metrics, the first are drawn; `left_out` is the number of the others.
 
-    {"left_out": ..., "runs": [{label, colour, dash}], "axes": [...], "groups": [{name, metrics: [{key, name, evaluation, series}]}]}. A
+    {"left_out": ..., "runs": [{label, colour, dash}], "axes": [...],
+    "groups": [{name, metrics: [{key, name, evaluation, series}]}]}. A
     series is {run, points, missing, range, bulk, raw: {step, ..., y}, means: the same for column means, or None}:
     `missing` is the number of values that are not finite; `range` and `bulk` are the lowest and highest y of all values
     and of those that are not outliers. For curves with spikes, means have `calm` in addition to `y`, the means without
@@ -114,7 +116,7 @@ def group_of(metric: str) -> str:
 
 def _rows(log: TrainingLog, metric: str) -> NDArray[np.intp]:
     """The records that count for the metric, on the newest branch."""
-    rows = np.flatnonzero(rows_of(log, metric) & np.isfinite(log.column("global_step")))
+    rows = np.flatnonzero(rows_of(log, metric) & np.isfinite(drawable(log.column("global_step"))))
     return rows[newest_rows(log.column("global_step")[rows])]
 
 
@@ -130,9 +132,8 @@ def _columns_of(lengths: Iterable[int]) -> int:
 def _series(
     index: int, log: TrainingLog, metric: str, rows: NDArray[np.intp], start: float, columns: int
 ) -> dict[str, Any]:
-    y = log.column(metric)[rows]
-    y = np.where(np.isfinite(y), y, np.nan)
-    found = {axis: places(log, axis)[rows] for axis in X_COLUMNS}
+    y = drawable(log.column(metric)[rows])
+    found = {axis: drawable(places(log, axis)[rows]) for axis in X_COLUMNS}
     found["time"] = (found["time"] - start) / 60
     kept = downsampled_rows(found["step"], y, columns)
     is_spike = spikes(y, automatic_window(len(y)))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from onstep.analysis.logs.columns import Mask, Numbers
+from onstep.analysis.logs.columns import Mask, Numbers, number
 from onstep.analysis.logs.files import name_of_place
 from onstep.analysis.logs.training_log import TrainingLog
 from onstep.analysis.plots.series import newest_rows
@@ -71,7 +71,7 @@ def compute_summary_statistics(log: TrainingLog) -> Summary:
         },
         _evaluation(log, "eval_loss", evaluation & log.is_evaluation),
         {"eval_sets": {name: _known(_evaluation(log, key, evaluation)) for name, key in sets.items()} or None},
-        {key: final.get(key) for key in _FINAL_KEYS},
+        {key: as_number(final.get(key)) for key in _FINAL_KEYS},
         {"notes": _notes(log, int(np.count_nonzero(log.is_training & ~training)), [*all_sets.values()]) or None},
     ]
     for part in parts:
@@ -164,8 +164,10 @@ def _value(log: TrainingLog, key: str, row: int | None) -> float | None:
 
 
 def as_number(value: Any) -> float | None:
-    """The value if it is a number, otherwise None."""
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    """The value if it is a number, otherwise None; an integer beyond the range of floats is infinite."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return value if math.isfinite(as_float := number(value)) else as_float
 
 
 def as_step(value: float | None) -> int | None:
@@ -183,7 +185,8 @@ def _mean(log: TrainingLog, key: str, rows: Mask) -> float | None:
     """Mean of the finite values."""
     values = log.column(key)[rows]
     values = values[np.isfinite(values)]
-    return float(values.mean()) if len(values) else None
+    with np.errstate(over="ignore"):
+        return float(values.mean()) if len(values) else None
 
 
 def _extreme_row(values: Numbers, rows: Mask, best_of: Callable[[Numbers], Any]) -> int | None:
@@ -205,7 +208,7 @@ def format_summary_text(summary: Summary) -> str:
     for title, entries in _sections(summary):
         lines += ["", title, *(f"  {label + ':':<24} {text}{_at(step)}" for label, text, step in entries)]
     lines += _note_lines(summary)
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def format_summary_markdown(summary: Summary) -> str:
@@ -220,7 +223,7 @@ def format_summary_markdown(summary: Summary) -> str:
     for title, entries in sections.items():
         lines += [f"- {title}: {label} {text}{_at(step)}" for label, text, step in entries]
     lines += _note_lines(summary)
-    return "\n".join(lines).rstrip()
+    return "\n".join(map(printable, lines)).rstrip()
 
 
 def format_summary_json(summaries: Summary | Sequence[Summary]) -> str:
@@ -241,7 +244,7 @@ def format_summary_one_line(summary: Summary) -> str:
         f"eval={_number(summary.get('best_eval_loss'), '.4f')}",
         f"samp/s={_number(summary.get('train_samples_per_second'), '.1f')}",
     ]
-    return " | ".join(fields)
+    return printable(" | ".join(fields))
 
 
 def format_duration(seconds: float) -> str:

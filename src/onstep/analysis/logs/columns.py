@@ -142,7 +142,7 @@ class Columns:
 
 
 def _keep(cache: dict[str, Any], key: str, array: NDArray[Any]) -> None:
-    """Add a read-only array to a cache, and drop the oldest ones if it takes too much memory."""
+    """Add a read-only array to a cache, and drop the oldest ones if they are too large."""
     array.flags.writeable = False
     cache[key] = array
     while len(cache) > max(_FEWEST_CACHED, _CACHE_BYTES // max(1, array.nbytes)):

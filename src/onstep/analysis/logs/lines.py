@@ -12,7 +12,7 @@ from typing import NamedTuple
 BLANK = b" \t\r\n\x00"
 """White space, and the zeros that some file systems leave after a power failure."""
 MAX_LINE_BYTES = 16 << 20
-"""A longer line is skipped; decoding one of this length takes a few hundred megabytes at most."""
+"""A longer line is skipped; decoding one of this length requires a few hundred megabytes at most."""
 PIECE_BYTES = 1 << 22
 """Bytes of the file processed at once."""
 _HEAD_BYTES = 80

@@ -227,7 +227,8 @@ def test_spikes_of_a_short_log_are_reported_by_their_places() -> None:
 
 def test_limits_that_no_number_can_be_are_left_out() -> None:
     data = report_data([log_of(points("loss", [-1.7e308, 1.7e308, 0.0]))], ["a"])
-    assert metrics(data)["loss"]["series"][0]["bulk"] is None
+    [series] = metrics(data)["loss"]["series"]
+    assert (series["missing"], series["range"]) == (2, [0, 0])
     json.dumps(data, allow_nan=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Any
 
 from onstep.analysis.text_tables import shortened
 from onstep.metrics.console_table import format_si
@@ -22,6 +23,14 @@ def date_shown(iso: str) -> str:
         return f"{datetime.fromisoformat(iso).astimezone():%Y-%m-%d %H:%M}"
     except (ValueError, OverflowError):
         return shortened(iso, 16)
+
+
+def time_shown(timestamp: Any) -> str | None:
+    """A time in Unix seconds, in the local time zone, to the second; None for anything else."""
+    try:
+        return f"{datetime.fromtimestamp(timestamp):%Y-%m-%d %H:%M:%S}"
+    except (TypeError, ValueError, OverflowError, OSError):
+        return None
 
 
 def number_shown(value: float | None) -> str:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
-from datetime import datetime
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from onstep.analysis.logs.lines import BLANK, FileSource
+from onstep.analysis.logs.record_file import decoded
 from onstep.analysis.logs.run_status import run_record
+from onstep.analysis.text_tables import printable
+from onstep.cli.cells import time_shown
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 
@@ -74,9 +77,9 @@ def why(
     if len(words) != 1:
         raise typer.BadParameter(f"expected one run, got {' '.join(words) or 'none'}.", param_hint="RUN")
     directory = find_run(words[0])
-    decisions = read_decisions(directory / "decisions.jsonl")
-    for line in [headline(directory, decisions), *explain(decisions, step)]:
-        print(line)
+    path = directory / "decisions.jsonl"
+    for line in [headline(directory, read_decisions(path)), *explain(read_decisions(path), step)]:
+        print(printable(line))
 
 
 def print_features(words: list[str]) -> None:
@@ -116,12 +119,14 @@ def find_run(run: str) -> Path:
     raise ConfigError(f"there is no run {run!r}.{nearest(Path(run).name, known)}{there}")
 
 
-def read_decisions(path: Path) -> list[Decision]:
-    """The decisions in the order they were written; a line torn by a crash is skipped."""
+def read_decisions(path: Path) -> Iterator[Decision]:
+    """The decisions in the order they were written; a line torn by a crash, or too long, is skipped."""
     if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [decision for line in lines if (decision := _decoded(line)) is not None]
+        return
+    for piece in FileSource(path).pieces():
+        for line in [] if piece.is_too_long else piece.lines:
+            if isinstance(decision := decoded(line.strip(BLANK)), dict):
+                yield decision
 
 
 def headline(directory: Path, decisions: Iterable[Decision]) -> str:
@@ -131,9 +136,9 @@ def headline(directory: Path, decisions: Iterable[Decision]) -> str:
     at = f" at step {content['step']}" if content.get("step") else ""
     line = f"{directory} {_STATUS.get(status, f'has the status {status}')}{at}."
     started = content.get("continued_at", content.get("started_at"))
-    ending = [one for one in decisions if one.get("flag") in _ENDING and _is_since(one, started)]
+    ending = deque((one for one in decisions if one.get("flag") in _ENDING and _is_since(one, started)), maxlen=1)
     if status in ("stopped", "preempted", "paused", "failed") and ending:
-        line += f" The last decision to stop: {_by_whom(ending[-1]).removesuffix('.')}."
+        line += f" The last decision to stop: {_by_whom(ending[0]).removesuffix('.')}."
     error = content.get("error")
     return f"{line} {error}" if error else line
 
@@ -166,9 +171,7 @@ def _lines(decision: Decision) -> list[str]:
         what = f"checkpoint of step {details.get('checkpoint_step')} saved"
     if flag == "rolled_back":
         what = f"rolled back to step {details.get('to_step')}"
-    timestamp = decision.get("timestamp")
-    is_known = isinstance(timestamp, int | float)
-    when = f"{datetime.fromtimestamp(timestamp or 0):%Y-%m-%d %H:%M:%S}" if is_known else "no time"
+    when = time_shown(decision.get("timestamp")) or "no time"
     lines = [f"step {decision.get('step', '?')}: {what}, {_by_whom(decision)} ({when})"]
     if flag in ("skip", "rollback", "should_training_stop", "raised") and "anomaly" in details:
         lines.append(f"    loss {details.get('loss')}, gradient norm {details.get('grad_norm')}")
@@ -204,11 +207,3 @@ def _shortened(ids: Any, most: int = 12) -> str:
     if not isinstance(ids, list) or len(ids) <= most:
         return str(ids)
     return f"{ids[:most]} and {len(ids) - most} more"
-
-
-def _decoded(line: str) -> Decision | None:
-    try:
-        decision = json.loads(line)
-    except ValueError:
-        return None
-    return decision if isinstance(decision, dict) else None

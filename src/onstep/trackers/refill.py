@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from onstep.analysis.logs.columns import Columns
+from onstep.analysis.logs.lines import MAX_LINE_BYTES
+from onstep.analysis.logs.reading import read_log
+from onstep.analysis.logs.record_file import RecordFile
 from onstep.analysis.logs.run_status import run_record
 from onstep.bounded_reading import brief
 from onstep.config.trackers import NAMES
+from onstep.errors import DataError
 from onstep.log_gaps import MISSING, describe_gap
-from onstep.metrics_log import MetricsLogError, Record, read_records
+from onstep.metrics_log import MetricsLogError, Record
 from onstep.trackers.metric_names import BRIDGE, HF, bridge_names
-from onstep.trackers.points import RunPoints, is_step
+from onstep.trackers.points import RunPoints, is_step, numbers_of
+from onstep.trackers.services.csv_tracker import CsvTracker
 from onstep.trackers.services.tensorboard_tracker import TensorBoardTracker
 from onstep.trackers.tag_record import BRIDGE_KEY, VS_SAMPLES, TagRow, checked_rows
 from onstep.trackers.tracker import RunIdentity, Tracker
@@ -35,7 +40,7 @@ def replay(
     *,
     output: str | Path | None = None,
     names: Sequence[str] = NAMES,
-    progress: Callable[[list[Record]], Iterable[Record]] = iter,
+    progress: Callable[[Sequence[Record]], Iterable[Record]] = iter,
 ) -> int:
     """Send every record of a metrics log to a tracker as a new run, and wait until everything is delivered.
 
@@ -57,7 +62,7 @@ def replay(
         MetricsLogError: if the file is not a metrics log, has a record whose step, timestamp or tags cannot be sent, or
             has nothing to send; the tracker is not opened in that case.
     """
-    records = read_records(metrics_log_path)
+    records = _read(Path(metrics_log_path))
     tags: list[TagRow] = []
     for number, record in enumerate(records, start=1):
         if _is_report(record):
@@ -68,23 +73,17 @@ def replay(
         raise MetricsLogError(
             f"{metrics_log_path} has no metrics to send (records: {len(records)}); nothing was written."
         )
-    if cut := _cut_record(Path(metrics_log_path)):
-        step = records[-1].get("global_step", 0)
-        logger.warning(
-            "%s ends within a record, after step %s. Skipped: %d characters, %.60r",
-            metrics_log_path,
-            step,
-            len(cut),
-            cut,
-        )
     run = run or recorded_run(metrics_log_path, output)
     trackers = [tracker]
     if isinstance(tracker, TensorBoardTracker) and tags:
         trackers.append(tracker.beside(SAMPLES_DIR))
+    columns = _columns(records) if isinstance(tracker, CsvTracker) else []
     status = "failed"
     try:
         for one in trackers:
             one.open(run, {})
+        if isinstance(tracker, CsvTracker):
+            tracker.expect(columns)
         num_sent = _send(progress(records), trackers, names, tags)
         status = recorded_status(metrics_log_path)
     finally:
@@ -149,17 +148,41 @@ def _send_tags(row: TagRow, trackers: Sequence[Tracker]) -> None:
         over_samples.log(curves, row.samples, row.timestamp)
 
 
-def _cut_record(path: Path) -> str:
-    """The text of a truncated last record; "" if all records are complete."""
-    text = path.read_text(encoding="utf-8", errors="replace").rstrip(" \t\r\n\x00,")
-    last = text.rsplit("\n", 1)[-1]
-    if last in ("[", "]"):
-        return ""
+def _read(path: Path) -> Sequence[Record]:
+    """The records, decoded on access; warns of those that are skipped.
+
+    Raises:
+        FileNotFoundError: if the file does not exist.
+        MetricsLogError: if the file is not a metrics log, or is damaged before its last record.
+    """
     try:
-        json.loads(last)
-    except (ValueError, RecursionError):
-        return last
-    return ""
+        records, notes = read_log(path)
+    except DataError as error:
+        raise MetricsLogError(f"{path} is not a metrics log: {error}") from error
+    if not isinstance(records, RecordFile):
+        for note in notes:
+            logger.warning("%s: %s", path, note)
+        return records
+    damage = records.num_bad_lines - records.is_cut_short
+    if damage or records.notes:
+        raise MetricsLogError(f"{path} is damaged: {'; '.join([*notes[: damage > 0], *records.notes[:3]])}.")
+    if records.is_cut_short and len(records):
+        cut, step = records.bad_lines[-1].text.decode("utf-8", errors="replace"), records[-1].get("global_step", 0)
+        logger.warning("%s ends within a record, after step %s. Skipped: %.60r", path, step, cut)
+    if records.num_long_lines:
+        logger.warning("%s: %d lines of more than %d bytes are skipped", path, records.num_long_lines, MAX_LINE_BYTES)
+    return records
+
+
+def _columns(records: Sequence[Record]) -> list[str]:
+    """The names of all metrics, for a table.
+
+    Raises:
+        DataError: if almost all of many cells of the table would be empty.
+    """
+    (records.columns if isinstance(records, RecordFile) else Columns(records)).check_table("the table of the replay")
+    names = dict.fromkeys(name for record in records if _is_report(record) for name in numbers_of(record))
+    return [name for name in names if name not in (*_HEAD, BRIDGE_KEY)]
 
 
 def _checked_tags(record: Record, names: Sequence[str], where: str) -> list[TagRow]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from onstep.errors import DataError
 from onstep.metrics_log import Record
 
 Numbers = NDArray[np.float64]
@@ -18,6 +19,8 @@ Rows = NDArray[np.int64]
 
 MAX_KEYS = 10_000
 """Maximum number of different keys with a column."""
+MAX_CELLS = 50_000_000
+_CELLS_PER_VALUE = 50
 _CACHE_BYTES = 256 << 20
 _FEWEST_CACHED = 8
 _RARE = 16
@@ -37,11 +40,12 @@ class Columns:
 
     Attributes:
         num_records: number of records added.
+        num_values: number of their values.
         has_more_keys: whether there were more than `MAX_KEYS` different keys; those that appeared last have no column.
     """
 
     def __init__(self, records: Sequence[Record] = ()) -> None:
-        self.num_records = 0
+        self.num_records = self.num_values = 0
         self.has_more_keys = False
         self._parts: dict[str, list[_Part]] = {}
         self._columns: dict[str, Numbers] = {}
@@ -73,6 +77,11 @@ class Columns:
     def keys(self) -> list[str]:
         """All keys that have a column, in order of first appearance."""
         return list(self._parts)
+
+    def has_finite(self, key: str) -> bool:
+        """Whether the key has a finite number in some record."""
+        found = (part.numbers for part in self._parts.get(key, []) if part.numbers is not None)
+        return any(np.isfinite(numbers).any() for numbers in found)
 
     def points(self, key: str) -> tuple[Rows, Numbers]:
         """The records that have the key, in order, and their numbers, NaN where there is none: two equal shapes."""
@@ -111,8 +120,25 @@ class Columns:
 
     def _append(self, key: str, rows: Rows, values: Sequence[Any]) -> None:
         if key in self._parts:
+            self.num_values += len(rows)
             numbers = _numbers(values)
             self._parts[key].append(_Part(rows, None if np.isnan(numbers).all() else numbers))
+
+    def check_table(self, what: str) -> None:
+        """Check that a table with a row per record and a column per key is not almost empty and huge.
+
+        Raises:
+            DataError: if it is; `what` names it in the message.
+        """
+        num_columns = len(self._parts)
+        num_cells = self.num_records * num_columns
+        if num_cells > MAX_CELLS and self.num_values * _CELLS_PER_VALUE < num_cells:
+            raise DataError(
+                f"{what} would have {self.num_records:,} rows and {num_columns:,} columns, but only "
+                f"{self.num_values:,} values; tables of more than {MAX_CELLS:,} cells must have a value in one of "
+                f"{_CELLS_PER_VALUE}. The keys of the records differ too much for a table: read them one by one with "
+                "TrainingLog.records, or replay the log to tensorboard."
+            )
 
 
 def _keep(cache: dict[str, Any], key: str, array: NDArray[Any]) -> None:

@@ -35,7 +35,11 @@ def export_csv(log: TrainingLog, path: str | Path) -> Path:
 
     Returns:
         `path`.
+
+    Raises:
+        DataError: if almost all of many cells would be empty; see `Columns.check_table`.
     """
+    log.columns.check_table(str(path))
     keys = log.keys()
     with (
         _replacing(Path(path)) as temporary,
@@ -59,6 +63,7 @@ def export_parquet(log: TrainingLog, path: str | Path) -> Path:
 
     Raises:
         MissingExtraError: if pyarrow is not installed.
+        DataError: as for `export_csv`.
     """
     try:
         import pyarrow as pa
@@ -67,12 +72,13 @@ def export_parquet(log: TrainingLog, path: str | Path) -> Path:
         raise MissingExtraError(
             "writing Parquet requires pyarrow; install it with: pip install 'onstep[reports]', or export CSV."
         ) from None
+    log.columns.check_table(str(path))
     keys = log.keys()
     kinds = _kinds(log, keys)
-    schema = pa.schema([(key, _arrow_type(pa, kinds[key])) for key in keys])
+    schema = pa.schema([(_encodable(key), _arrow_type(pa, kinds[key])) for key in keys])
     with _replacing(Path(path)) as temporary, pq.ParquetWriter(temporary, schema) as writer:
         for group in _groups(log, keys):
-            arrays = [_array(pa, group[key], kinds[key], schema.field(key).type) for key in keys]
+            arrays = [_array(pa, group[key], kinds[key], field.type) for key, field in zip(keys, schema, strict=True)]
             writer.write_table(pa.table(arrays, schema=schema))
     return Path(path)
 
@@ -117,9 +123,15 @@ def _array(pa: Any, values: list[Any], kind: _Kind, arrow_type: Any) -> Any:
         values = [None if value is None else number(value) for value in values]
     elif kind == {"list"}:
         values = [None if value is None else [number(one) for one in value] for value in values]
-    elif arrow_type == pa.string() and kind != {"str"}:
-        values = [None if value is None else json.dumps(value) for value in values]
+    elif arrow_type == pa.string():
+        as_text = _encodable if kind == {"str"} else json.dumps
+        values = [None if value is None else as_text(value) for value in values]
     return pa.array(values, arrow_type, from_pandas=False)
+
+
+def _encodable(text: str) -> str:
+    """Replace unpaired surrogates, which UTF-8 cannot encode."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def _groups(log: TrainingLog, keys: list[str]) -> Iterator[dict[str, list[Any]]]:

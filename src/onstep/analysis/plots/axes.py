@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import Formatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from onstep.analysis.plots.series import PlotOptions, Shape, Values, has_outliers, is_loss
+from onstep.analysis.plots.series import MOST_DRAWN, PlotOptions, Shape, Values, has_outliers, is_loss
 from onstep.analysis.plots.smoothing import downsample, outlier_limits
 from onstep.analysis.text_tables import shortened
 
@@ -41,6 +41,8 @@ FONT_SIZE, TITLE_SIZE, NOTE_SIZE = 11.0, 13.0, 9.0
 LABEL_LENGTH = 60
 """Maximum length of a label in a legend."""
 _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"))
+
+_EXPONENT_FROM = 1e21
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class ShortNumbers(Formatter):
         """One label per tick, with enough decimals to distinguish neighbors."""
         greatest = max((abs(value) for value in values), default=0.0)
         gaps = [abs(after - before) for before, after in pairwise(values) if after != before]
+        if greatest >= _EXPONENT_FROM:
+            return [_exponential(value) for value in values]
         if greatest >= self._si_from:
             unit, letter = next((unit, letter) for unit, letter in _SI if greatest >= unit)
             gap = min(gaps, default=greatest) / unit
@@ -146,7 +150,8 @@ def _scale_y(axes: Axes, shapes: Sequence[Shape], options: PlotOptions) -> None:
     is_log = options.log_scale and bool((values > 0).any())
     if is_log:
         axes.set_yscale("log", nonpositive="mask")
-        low, high = float(values[values > 0].min()), float(values.max())
+        low = max(float(values[values > 0].min()), 1 / MOST_DRAWN)
+        high = max(float(values.max()), low)
         room = max((high / low) ** 0.05, 1.02)
         limits = low / room, high * room
     else:

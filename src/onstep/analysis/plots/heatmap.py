@@ -19,7 +19,7 @@ from onstep.analysis.logs.columns import number
 from onstep.analysis.logs.training_log import TrainingLog
 from onstep.analysis.plots.axes import FONT_SIZE, NOTE_SIZE, QUIET_COLOUR, TEXT_COLOUR, TITLE_SIZE, plain
 from onstep.analysis.plots.output import finish, new_figure
-from onstep.analysis.plots.series import check_figsize, check_range
+from onstep.analysis.plots.series import MOST_DRAWN, check_figsize, check_range, drawable
 from onstep.errors import ConfigError, DataError
 
 KEYS = {"norm": "norms", "spectral_norm": "spectral_norms", "grad_norm": "grad_norms"}
@@ -37,7 +37,7 @@ class ParameterTable:
     steps: NDArray[np.float64]
     """Shape (num_steps,)."""
     values: NDArray[np.float64]
-    """Shape (num_parameters, num_steps); NaN where a record has no finite value for the parameter."""
+    """Shape (num_parameters, num_steps); NaN where a record has no `drawable` value for the parameter."""
 
 
 def read_table(
@@ -76,7 +76,7 @@ def read_table(
         )
     steps = np.array([number(record.get("global_step")) for record in records])
     values = np.array([[number(table.get(name)) for table in tables] for name in kept], dtype=np.float64)
-    return ParameterTable(log.log_path, chosen, kept, steps, np.where(np.isfinite(values), values, np.nan))
+    return ParameterTable(log.log_path, chosen, kept, steps, drawable(values))
 
 
 def _chosen(log: TrainingLog, metric: str | None) -> str:
@@ -86,13 +86,15 @@ def _chosen(log: TrainingLog, metric: str | None) -> str:
         raise DataError(f"{log.log_path} has no records yet; one is written at each evaluation.")
     known = [name for name, key in KEYS.items() if log.has(key).any()]
     if not known:
-        keys = ", ".join(log.keys())
+        keys = ", ".join(log.keys()[:_MOST_LISTED])
         raise DataError(f"{log.log_path} has none of {', '.join(KEYS.values())}; its records have {keys}.")
     if metric is not None and metric not in known:
         raise DataError(f"{log.log_path} has no {KEYS[metric]!r}; choose {' or '.join(map(repr, known))}.")
     return metric or known[0]
 
 
+_MOST_LISTED = 50
+"""Maximum number of keys listed in an error message."""
 DPI = 200
 _MOST_PIXELS = 40e6
 """Large figures (up to 40 by 60 inches) are drawn at a lower resolution to limit memory use."""
@@ -197,7 +199,7 @@ def _colours(table: ParameterTable, log_scale: bool, vmin: float | None, vmax: f
     positive = values[values > 0]
     if len(positive) == 0:
         raise DataError(f"{table.log_path} has no positive {NAMES[table.metric]} for a logarithmic scale.")
-    low, high = vmin or float(positive.min()), float(positive.max()) if vmax is None else vmax
+    low, high = vmin or max(float(positive.min()), 1 / MOST_DRAWN), float(positive.max()) if vmax is None else vmax
     return LogNorm(low, high if high > low else low * 1.01)
 
 

@@ -25,6 +25,8 @@ X_COLUMNS = {
     "flops": "total_flos",
 }
 """x axis -> key of the records that it is read from."""
+MOST_DRAWN = 1e100
+"""Numbers beyond it are not drawn: they count as not finite, since sums and ratios of them would be."""
 _ALSO_COLUMNS = {"tokens": "num_input_tokens_seen"}
 """Keys of Hugging Face's Trainer, read if a log has none of the above."""
 TRAINING_METRICS = ("loss", "grad_norm", "max_grad_norm", "learning_rate")
@@ -42,7 +44,7 @@ class Curve:
     x: Values
     """Finite and non-decreasing. On the axis "time", minutes since the start."""
     y: Values
-    """NaN where the metric was not finite."""
+    """NaN where the metric was not finite, or beyond `MOST_DRAWN`."""
 
     def __len__(self) -> int:
         return len(self.x)
@@ -61,6 +63,11 @@ class Curve:
         first = 0 if x_min is None else max(int(np.searchsorted(self.x, x_min)) - 1, 0)
         end = len(self.x) if x_max is None else int(np.searchsorted(self.x, x_max, side="right")) + 1
         return Curve(self.x[first:end], self.y[first:end])
+
+
+def drawable(values: Values) -> Values:
+    """The values, NaN where they are not finite or beyond `MOST_DRAWN`."""
+    return np.where(np.abs(values) <= MOST_DRAWN, values, np.nan)
 
 
 def x_axes(log: TrainingLog) -> list[str]:
@@ -93,13 +100,16 @@ def rows_of(log: TrainingLog, metric: str) -> NDArray[np.bool_]:
 def metrics_of(log: TrainingLog) -> list[str]:
     """The keys of a log that have a number in some record, in order of first appearance."""
     keys = [key for key in log.keys() if key not in NOT_METRICS]  # noqa: SIM118 - a log is not a dictionary
-    return [key for key in keys if np.isfinite(log.column(key)).any()]
+    return [key for key in keys if log.columns.has_finite(key)]
 
 
 def first_timestamp(log: TrainingLog, metrics: Iterable[str]) -> float:
     """Time (Unix seconds) of the first record that has one of the metrics; NaN if there is none."""
-    times = [log.column("timestamp")[rows_of(log, metric)] for metric in metrics]
-    found = np.concatenate([*times, np.empty(0)])
+    rows = np.zeros(log.num_records, bool)
+    for metric in metrics:
+        with_metric, _ = log.columns.points(metric)
+        rows[with_metric] |= ~log.is_evaluation[with_metric] if metric in TRAINING_METRICS else True
+    found = log.column("timestamp")[rows]
     found = found[np.isfinite(found)]
     return float(found.min()) if len(found) else float("nan")
 
@@ -124,7 +134,7 @@ def curve(log: TrainingLog, metric: str, x_axis: str = "step", start: float | No
     rows = rows_of(log, metric)
     if not rows.any():
         return Curve(np.empty(0), np.empty(0))
-    x = places(log, x_axis)[rows]
+    x = drawable(places(log, x_axis)[rows])
     if not np.isfinite(x).any():
         known = x_axes(log)
         instead = f"choose another x axis: {', '.join(known)}" if known else "its records have no position in the run"
@@ -136,7 +146,7 @@ def curve(log: TrainingLog, metric: str, x_axis: str = "step", start: float | No
         x = (x - (first_timestamp(log, [metric]) if start is None else start)) / 60
     y = log.column(metric)[rows]
     newest = newest_rows(x)
-    return Curve(x[newest], np.where(np.isfinite(y), y, np.nan)[newest])
+    return Curve(x[newest], drawable(y[newest]))
 
 
 def curves(logs: Sequence[TrainingLog], metrics: Sequence[str], x_axis: str) -> list[list[Curve]]:
@@ -151,7 +161,7 @@ def places(log: TrainingLog, x_axis: str) -> Values:
     found = _x_column(log, x_axis)
     if x_axis not in _TOTALS:
         return found
-    steps = log.column("global_step")
+    steps, found = drawable(log.column("global_step")), drawable(found)
     known = np.isfinite(found) & np.isfinite(steps)
     if not known.any():
         return found
@@ -182,8 +192,9 @@ def _between(steps: Values, known_steps: Values, known_totals: Values) -> Values
         known_steps, known_totals = np.append(0.0, known_steps), np.append(0.0, known_totals)
     totals = np.interp(steps, known_steps, known_totals)
     if len(known_steps) > 1:
-        rate = (known_totals[-1] - known_totals[-2]) / (known_steps[-1] - known_steps[-2])
-        totals = totals + np.maximum(steps - known_steps[-1], 0.0) * rate
+        with np.errstate(over="ignore"):
+            rate = (known_totals[-1] - known_totals[-2]) / (known_steps[-1] - known_steps[-2])
+            totals = totals + np.maximum(steps - known_steps[-1], 0.0) * (rate if np.isfinite(rate) else 0.0)
     return np.where(np.isfinite(steps), totals, np.nan)
 
 
@@ -224,6 +235,10 @@ def check_range(name: str, low: float | None, high: float | None) -> None:
     for bound in (low, high):
         if bound is not None and not math.isfinite(bound):
             raise ConfigError(f"{name}_min and {name}_max must be finite, got {bound}.")
+        if bound is not None and abs(bound) > MOST_DRAWN:
+            raise ConfigError(
+                f"{name}_min and {name}_max must be from {-MOST_DRAWN:g} to {MOST_DRAWN:g}, got {bound:g}."
+            )
     if low is not None and high is not None and not low < high:
         raise ConfigError(f"{name}_min must be below {name}_max, got {low:g} and {high:g}.")
 
@@ -238,6 +253,8 @@ OUTLIER_METRICS = ("grad_norm", "max_grad_norm")
 """Metrics shown without their outliers, like losses."""
 _HOURS_FROM = 180.0
 """Minutes from which on a time axis is in hours."""
+_MOST_LISTED = 50
+"""Maximum number of metrics listed in an error message."""
 _X_ROOM = 0.02
 """Margin of the x axis on a side without a given limit, as a fraction of the visible range."""
 
@@ -320,8 +337,7 @@ def _smoothed(curve: Curve, metric: str, options: PlotOptions) -> Values | None:
 
 def _perplexity(losses: Values) -> Values:
     with np.errstate(over="ignore"):
-        values = np.exp(losses)
-    return np.where(np.isfinite(values), values, np.nan)
+        return drawable(np.exp(losses))
 
 
 def found_curves(
@@ -363,4 +379,5 @@ def _nothing(logs: list[TrainingLog], metrics: list[str]) -> str:
         return f"{head}, and no other metric yet; log at least one step first."
     near = difflib.get_close_matches(metrics[0], known, 1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"{head}.{hint} Available: {', '.join(known)}."
+    more = f" and {len(known) - _MOST_LISTED} more" if len(known) > _MOST_LISTED else ""
+    return f"{head}.{hint} Available: {', '.join(known[:_MOST_LISTED])}{more}."

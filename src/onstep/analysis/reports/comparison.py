@@ -179,9 +179,8 @@ def _numbers(log: TrainingLog, summary: Summary) -> dict[str, Any]:
         numbers["total_tokens"] = float(tokens[np.isfinite(tokens)][-1])
     for key in log.keys():  # noqa: SIM118 - a log is not a dictionary
         if key.startswith("eval_") and key not in ("eval_loss", "eval_perplexity") and not key.endswith(_NO_RESULT):
-            values = log.column(key)[log.has(key)]
-            if len(values):
-                numbers[key] = float(values[-1])
+            _, values = log.columns.points(key)
+            numbers[key] = float(values[-1])
     return numbers
 
 

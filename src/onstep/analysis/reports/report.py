@@ -21,6 +21,7 @@ from onstep.analysis.logs.training_log import TrainingLog
 from onstep.analysis.plots.axes import NAMES, look_of
 from onstep.analysis.plots.series import (
     X_COLUMNS,
+    drawable,
     first_timestamp,
     is_loss,
     is_of_evaluation,
@@ -48,6 +49,8 @@ OTHER, EVALUATION = "Other", "Evaluation"
 _GROUP_NAMES = (GROUPS[0][0], EVALUATION, *(name for name, _ in GROUPS[1:]), OTHER)
 MOST_POINTS = 120_000
 """Maximum number of points of all curves together, for a file of a few megabytes."""
+MOST_CHARTS = 1000
+"""Maximum number of charts; further metrics are only named in a note."""
 _FEWEST_COLUMNS, _MOST_COLUMNS = 100, 500
 _POINTS_PER_COLUMN = 6
 """Maximum: five of a downsampled curve, and a mean."""
@@ -58,7 +61,10 @@ _DASHES = {"-": "solid", "--": "dash", ":": "dot"}
 def report_data(logs: Sequence[TrainingLog], labels: Sequence[str]) -> dict[str, Any]:
     """The data of all charts of the page, as JSON values; metrics with only one value appear in the tables only.
 
-    {"runs": [{label, colour, dash}], "axes": [...], "groups": [{name, metrics: [{key, name, evaluation, series}]}]}. A
+    Of more than `MOST_CHARTS` metrics, the first are drawn; `left_out` is the number of the others.
+
+    {"left_out": ..., "runs": [{label, colour, dash}], "axes": [...],
+    "groups": [{name, metrics: [{key, name, evaluation, series}]}]}. A
     series is {run, points, missing, range, bulk, raw: {step, ..., y}, means: the same for column means, or None}:
     `missing` is the number of values that are not finite; `range` and `bulk` are the lowest and highest y of all values
     and of those that are not outliers. For curves with spikes, means have `calm` in addition to `y`, the means without
@@ -68,8 +74,9 @@ def report_data(logs: Sequence[TrainingLog], labels: Sequence[str]) -> dict[str,
     metrics = list(dict.fromkeys(metric for log in logs for metric in metrics_of(log)))
     metrics.sort(key=lambda metric: known.index(metric) if metric in known else len(known))
     starts = [first_timestamp(log, metrics) for log in logs]
-    rows = {metric: [_rows(log, metric) for log in logs] for metric in metrics}
-    drawn = [metric for metric in metrics if max(map(len, rows[metric])) > 1]
+    several = [metric for metric in metrics if any(len(log.columns.points(metric)[0]) > 1 for log in logs)]
+    rows = {metric: [_rows(log, metric) for log in logs] for metric in several[:MOST_CHARTS]}
+    drawn = [metric for metric in rows if max(map(len, rows[metric])) > 1]
     columns = _columns_of([len(one) for metric in drawn for one in rows[metric]])
     entries: dict[str, list[dict[str, Any]]] = {}
     for metric in drawn:
@@ -81,6 +88,7 @@ def report_data(logs: Sequence[TrainingLog], labels: Sequence[str]) -> dict[str,
         entry = {"key": metric, "name": NAMES.get(metric, metric), "evaluation": is_of_evaluation(metric)}
         entries.setdefault(group_of(metric), []).append({**entry, "series": series})
     return {
+        "left_out": len(several[MOST_CHARTS:]),
         "runs": [
             {"label": label, "colour": look.colour, "dash": _DASHES[look.dash]}
             for label, look in zip(labels, map(look_of, range(len(labels))), strict=True)
@@ -108,7 +116,7 @@ def group_of(metric: str) -> str:
 
 def _rows(log: TrainingLog, metric: str) -> NDArray[np.intp]:
     """The records that count for the metric, on the newest branch."""
-    rows = np.flatnonzero(rows_of(log, metric) & np.isfinite(log.column("global_step")))
+    rows = np.flatnonzero(rows_of(log, metric) & np.isfinite(drawable(log.column("global_step"))))
     return rows[newest_rows(log.column("global_step")[rows])]
 
 
@@ -124,9 +132,8 @@ def _columns_of(lengths: Iterable[int]) -> int:
 def _series(
     index: int, log: TrainingLog, metric: str, rows: NDArray[np.intp], start: float, columns: int
 ) -> dict[str, Any]:
-    y = log.column(metric)[rows]
-    y = np.where(np.isfinite(y), y, np.nan)
-    found = {axis: places(log, axis)[rows] for axis in X_COLUMNS}
+    y = drawable(log.column(metric)[rows])
+    found = {axis: drawable(places(log, axis)[rows]) for axis in X_COLUMNS}
     found["time"] = (found["time"] - start) / 60
     kept = downsampled_rows(found["step"], y, columns)
     is_spike = spikes(y, automatic_window(len(y)))
@@ -200,7 +207,7 @@ def write_report(logs: Sequence[TrainingLog] | TrainingLog, path: str | Path, ti
     heading = title or (comparison.labels[0] if len(logs) == 1 else f"{len(logs)} runs")
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(_page(heading, comparison, data, str(get_plotlyjs())), encoding="utf-8")
+    target.write_text(_page(heading, comparison, data, str(get_plotlyjs())), encoding="utf-8", errors="replace")
     return target
 
 
@@ -214,7 +221,11 @@ def _page(heading: str, comparison: Comparison, data: dict[str, Any], library: s
     content = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for letter in "&<>":  # so that no text can end its script element
         content = content.replace(letter, f"\\u{ord(letter):04x}")
-    notes = "".join(f"<li>{escape(note)}</li>" for note in comparison.notes)
+    left_out = (
+        f"{data['left_out']:,} metrics beyond the first {MOST_CHARTS:,} have no chart; use onstep logs plot --metrics"
+    )
+    found = [*comparison.notes, *([left_out] if data["left_out"] else [])]
+    notes = "".join(f"<li>{escape(note)}</li>" for note in found)
     return Template(_PAGE).substitute(
         policy=policy,
         heading=escape(heading),

@@ -6,12 +6,13 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from onstep.analysis.logs.columns import Mask, Numbers
+from onstep.analysis.logs.columns import Mask, Numbers, number
 from onstep.analysis.logs.files import name_of_place
 from onstep.analysis.logs.training_log import TrainingLog
 from onstep.analysis.plots.series import newest_rows
@@ -29,6 +30,8 @@ _FINAL_KEYS = (
 )
 _LOSS_OF_SET = re.compile(r"eval_(.+)_loss")
 """Key of the loss on a named evaluation set."""
+_MOST_SETS = 200
+"""Maximum number of evaluation sets to summarize."""
 _MOST_KEYS = 12
 """Maximum number of keys to list if there is nothing to summarize."""
 _MOST_GAPS = 5
@@ -54,7 +57,8 @@ def compute_summary_statistics(log: TrainingLog) -> Summary:
     summary: Summary = {"run_name": log.run_name, "log_path": str(log.log_path)}
     # evaluation set -> key of its loss
     found = [_LOSS_OF_SET.fullmatch(key) for key in log.keys()]  # noqa: SIM118 - a log is not a dictionary
-    sets = {match[1]: match[0] for match in found if match is not None}
+    all_sets = {match[1]: match[0] for match in found if match is not None}
+    sets = dict(islice(all_sets.items(), _MOST_SETS))
     training, evaluation = log.is_training, log.is_evaluation
     for key in sets.values():
         evaluation = evaluation | log.has(key)
@@ -70,8 +74,8 @@ def compute_summary_statistics(log: TrainingLog) -> Summary:
         },
         _evaluation(log, "eval_loss", evaluation & log.is_evaluation),
         {"eval_sets": {name: _known(_evaluation(log, key, evaluation)) for name, key in sets.items()} or None},
-        {key: final.get(key) for key in _FINAL_KEYS},
-        {"notes": _notes(log, int(np.count_nonzero(log.is_training & ~training)), [*sets.values()]) or None},
+        {key: as_number(final.get(key)) for key in _FINAL_KEYS},
+        {"notes": _notes(log, int(np.count_nonzero(log.is_training & ~training)), [*all_sets.values()]) or None},
     ]
     for part in parts:
         summary.update(_known(part))
@@ -103,11 +107,13 @@ def _notes(log: TrainingLog, num_left: int, more_losses: list[str]) -> list[str]
         )
     gaps = np.flatnonzero(log.has(MISSING))[:_MOST_GAPS]
     notes += filter(None, (describe_gap(log.records[int(row)]) for row in gaps))
-    if not any(log.has(key).any() for key in ("loss", "eval_loss", *more_losses)):
+    if not more_losses and not any(log.has(key).any() for key in ("loss", "eval_loss")):
         keys = log.keys()
         more = ", ..." if len(keys) > _MOST_KEYS else ""
         its = f"no record has loss or eval_loss; its keys are {', '.join(keys[:_MOST_KEYS])}{more}"
         notes.append(its if keys else "the log has no records yet")
+    if len(more_losses) > _MOST_SETS:
+        notes.append(f"of {len(more_losses):,} evaluation sets, the first {_MOST_SETS} are summarized")
     return notes
 
 
@@ -163,8 +169,10 @@ def _value(log: TrainingLog, key: str, row: int | None) -> float | None:
 
 
 def as_number(value: Any) -> float | None:
-    """The value if it is a number, otherwise None."""
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    """The value if it is a number, otherwise None; an integer beyond the range of floats is infinite."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return value if math.isfinite(as_float := number(value)) else as_float
 
 
 def as_step(value: float | None) -> int | None:
@@ -182,7 +190,8 @@ def _mean(log: TrainingLog, key: str, rows: Mask) -> float | None:
     """Mean of the finite values."""
     values = log.column(key)[rows]
     values = values[np.isfinite(values)]
-    return float(values.mean()) if len(values) else None
+    with np.errstate(over="ignore"):
+        return float(values.mean()) if len(values) else None
 
 
 def _extreme_row(values: Numbers, rows: Mask, best_of: Callable[[Numbers], Any]) -> int | None:
@@ -204,7 +213,7 @@ def format_summary_text(summary: Summary) -> str:
     for title, entries in _sections(summary):
         lines += ["", title, *(f"  {label + ':':<24} {text}{_at(step)}" for label, text, step in entries)]
     lines += _note_lines(summary)
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def format_summary_markdown(summary: Summary) -> str:
@@ -219,7 +228,7 @@ def format_summary_markdown(summary: Summary) -> str:
     for title, entries in sections.items():
         lines += [f"- {title}: {label} {text}{_at(step)}" for label, text, step in entries]
     lines += _note_lines(summary)
-    return "\n".join(lines).rstrip()
+    return "\n".join(map(printable, lines)).rstrip()
 
 
 def format_summary_json(summaries: Summary | Sequence[Summary]) -> str:
@@ -240,7 +249,7 @@ def format_summary_one_line(summary: Summary) -> str:
         f"eval={_number(summary.get('best_eval_loss'), '.4f')}",
         f"samp/s={_number(summary.get('train_samples_per_second'), '.1f')}",
     ]
-    return " | ".join(fields)
+    return printable(" | ".join(fields))
 
 
 def format_duration(seconds: float) -> str:

@@ -7,15 +7,16 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from typing import Annotated, Any
 
 import typer
 
+from onstep.analysis.logs.lines import MAX_LINE_BYTES
 from onstep.analysis.logs.reading import LogTail
 from onstep.analysis.logs.run_status import ending_of, is_locked
 from onstep.analysis.logs.training_log import TrainingLog
 from onstep.analysis.text_tables import printable, shortened
+from onstep.cli.cells import time_shown
 from onstep.cli.logs.lookup import find_log
 from onstep.errors import ConfigError
 from onstep.metrics_log import Record
@@ -50,6 +51,7 @@ def tail(
             raise ConfigError(f"{log.path} does not have one record per line, so it cannot be followed; drop --follow.")
     try:
         _show(records, as_text)
+        _print_long_lines(log)
         if follow:
             _follow(log, as_text, has_final=any(map(_is_final, records)))
     except KeyboardInterrupt:
@@ -60,7 +62,7 @@ def tail(
 
 def one_line(record: Record) -> str:
     """A record in human-readable form: time, step, and each key with a short value."""
-    head = [_time(record.get("timestamp")), f"step {record.get('global_step', '?'):>6}"]
+    head = [time_shown(record.get("timestamp")) or "-", f"step {_value(record.get('global_step', '?')):>6}"]
     rest = [f"{key} {_value(value)}" for key, value in record.items() if key not in _HEAD_KEYS]
     return printable("  ".join([*head, *rest]))
 
@@ -75,6 +77,7 @@ def _follow(log: LogTail, as_text: Callable[[Record], str], *, has_final: bool) 
             _print_note("the log was rewritten: the run was rolled back, resumed or restarted")
             has_final = False
         _show(records, as_text)
+        _print_long_lines(log)
         has_final = has_final or any(map(_is_final, records))
         num_quiet = 0 if records else num_quiet + 1
         if ending is None and has_final and num_quiet >= _QUIET_POLLS and not is_locked(log.path):
@@ -94,15 +97,13 @@ def _print_note(text: str) -> None:
     print(f"-- {text} --", file=sys.stderr, flush=True)
 
 
+def _print_long_lines(log: LogTail) -> None:
+    if log.num_long_lines:
+        _print_note(f"{log.num_long_lines} lines of more than {MAX_LINE_BYTES:,} bytes were skipped")
+
+
 def _is_final(record: Record) -> bool:
     return "train_runtime" in record
-
-
-def _time(timestamp: Any) -> str:
-    try:
-        return f"{datetime.fromtimestamp(timestamp):%Y-%m-%d %H:%M:%S}"
-    except (TypeError, ValueError, OverflowError, OSError):
-        return "-"
 
 
 def _value(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class CsvTable:
 
     def __init__(self, path: Path, keeps: Callable[[int], bool]) -> None:
         self.path = path
-        self._columns: list[str] = list(KEYS)
+        self._columns = dict.fromkeys(KEYS)
         self._last_step: int | None = None
         self._last_rows: dict[str, _Row] = {}
         """The rows of the last step, by kind."""
@@ -50,26 +50,30 @@ class CsvTable:
         """Whether a checkpoint may rely on the rows, so that no replacement of the file must risk them."""
         rows: Iterator[_Row] = iter(())
         if path.exists() and path.stat().st_size:
-            self._columns = _header(path)
+            self._columns = dict.fromkeys(_header(path))
             rows = (row for row in self._rows() if keeps(int(row["step"])))
         self._replace(self._merged_lines(rows))
 
     def put(self, step: int, kind: str, cells: Mapping[str, str]) -> None:
         """Add cells to the row of a step and kind."""
-        cells = {
-            " ".join(name.split()): value for name, value in cells.items()
-        }  # keeps names on one line of the header
+        cells = {_column(name): value for name, value in cells.items()}
         if step != self._last_step:
             self._last_step, self._last_rows, self._last_offset = step, {}, self._size()
         new_columns = [name for name in cells if name not in self._columns]
         is_new_row = kind not in self._last_rows
         row = self._last_rows.setdefault(kind, {"step": str(step), "kind": kind})
         row.update(cells)
-        self._columns += new_columns
+        self._columns |= dict.fromkeys(new_columns)
         if is_new_row and not new_columns:
             self._append(self._line(row))
         else:
             self._replace(self._kept_lines("," * len(new_columns)))
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Add columns in advance, so that the file need not be rewritten for each."""
+        new_columns = [name for name in map(_column, names) if name not in self._columns]
+        self._columns |= dict.fromkeys(new_columns)
+        self._replace(self._kept_lines("," * len(new_columns)))
 
     def close(self) -> None:
         """Fsync and close the file; idempotent."""
@@ -154,6 +158,11 @@ class CsvTable:
         return ",".join(row.get(name, "") for name in self._columns) + "\n"
 
 
+def _column(name: str) -> str:
+    """The name on one line, as the header requires."""
+    return " ".join(name.encode("utf-8", errors="replace").decode("utf-8").split())
+
+
 def _header(path: Path) -> list[str]:
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
         columns = next(csv.reader([file.readline()]), [])
@@ -201,6 +210,11 @@ class CsvTracker:
             self._table = CsvTable(path, keeps)
         for point in () if run.adds_only else run.last_points:
             self.log(point.metrics, point.step, point.timestamp)
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Add columns for metrics in advance; otherwise, the file is rewritten when a new one appears."""
+        if self._table is not None:
+            self._table.expect(["timestamp", *sorted(names, key=lambda name: name != "epoch")])
 
     def log(self, metrics: Mapping[str, float], step: int, timestamp: float) -> None:
         """Add a row, or cells to the row of this step and kind."""

@@ -82,7 +82,7 @@ def open_run(
                 logger.info("the configuration has changed since this run started:\n%s", changed)
             for note in claim.notes if world.is_main else ():
                 logger.warning("%s", note)
-            run.cfg.run.name, run.identity = claim.directory.path.name, claim.identity
+            run.cfg.run.name, run.saving.identity = claim.directory.path.name, claim.identity
             run.cfg.logger.logging_dir = run.cfg.logger.logging_dir or str(claim.directory.path)
         run.bridge_trackers.join(manager)
         entry_point.fire = notify.fire

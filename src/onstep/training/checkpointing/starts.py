@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 def compare_identity(state: Run, start: CheckpointInfo | None, root: Path) -> None:
     """Compare the current files with those that the checkpoint was trained on, unless the run directory already has.
 
-    Sets `state.identity`. A run without a directory records its files beside its checkpoints. Collective.
+    Sets `state.saving.identity`. A run without a directory records its files beside its checkpoints. Collective.
 
     Args:
         state: the run.
@@ -36,7 +36,7 @@ def compare_identity(state: Run, start: CheckpointInfo | None, root: Path) -> No
     found, error = state.world.share((found, error))
     if error is not None:
         raise error
-    state.identity = found
+    state.saving.identity = found
 
 
 def is_own(state: Run, info: CheckpointInfo) -> bool:

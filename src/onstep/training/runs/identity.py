@@ -57,7 +57,7 @@ def configured_identity(config: ConfigContainer) -> Identity:
     """The identity of a run whose data is configured. Reads all of its text and conversations."""
     try:
         found = {"data": dataset_files(config.dataset), "tokenizer": tokenizer_files(config.tokenizer)}
-    except DataError as error:
+    except (DataError, OSError) as error:
         return Identity(problem=str(error))
     return Identity({name: part for name, part in found.items() if part is not None})
 

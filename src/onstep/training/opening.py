@@ -20,7 +20,7 @@ from onstep.training.checkpointing.writing import open_checkpoints
 from onstep.training.features import RUN, SECTIONS, SETUP
 from onstep.training.reporting.bridge_trackers import check_trackers
 from onstep.training.run import EntryPoint
-from onstep.training.runs.identity import Identify, Identity
+from onstep.training.runs.identity import Identify, Identity, remembered
 from onstep.training.runs.run_dir import Claim, RunLock, Status, acquire_run_dir
 
 logger = logging.getLogger(__name__)
@@ -152,6 +152,7 @@ def claim_for_all(
     if config.run.name is None:
         return None, None
     if identify is not None:
+        identify = remembered(identify)
         _check_same_data(identify(config), world)
     claimed, error = attempt(lambda: acquire_run_dir(config, identify)) if world.is_main else (None, None)
     claim, lock = claimed if claimed is not None else (None, None)

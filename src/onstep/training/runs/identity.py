@@ -15,6 +15,7 @@ from typing import Any
 
 from onstep.bounded_reading import read_json
 from onstep.config import ConfigContainer
+from onstep.config.keys import typed_copy
 from onstep.data.corpus.input_files import InputFiles, dataset_files, tokenizer_files
 from onstep.errors import DataError
 
@@ -60,6 +61,20 @@ def configured_identity(config: ConfigContainer) -> Identity:
     except (DataError, OSError) as error:
         return Identity(problem=str(error))
     return Identity({name: part for name, part in found.items() if part is not None})
+
+
+def remembered(identify: Identify) -> Identify:
+    """The same function, which looks at the files of a configuration only once."""
+    known: list[tuple[ConfigContainer, Identity]] = []
+
+    def identity_of(config: ConfigContainer) -> Identity:
+        found = next((identity for before, identity in known if before == config), None)
+        if found is None:
+            found = identify(config)
+            known.append((typed_copy(config), found))
+        return found
+
+    return identity_of
 
 
 @dataclass(frozen=True)

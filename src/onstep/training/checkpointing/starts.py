@@ -52,7 +52,7 @@ def _compared(state: Run, start: CheckpointInfo | None, root: Path, current: Ide
         result = compare(start.manifest.extra.get("identity"), current, *start.path.parents[:2])
         if result.changed and policy != "apply":
             raise CheckpointError(
-                f"{start.path} was trained on other files: {result.changed}; {ways_to_continue(policy)}"
+                f"{start.path} was trained on other files: {result.changed}. {ways_to_continue(policy)}"
             )
         for note in result.notes:
             logger.warning("%s: %s", start.path, note)

@@ -154,6 +154,6 @@ def ways_to_continue(policy: str) -> str:
     """What to type to continue although something has changed."""
     note = " `keep` is about values of the configuration and cannot restore files." if policy == "keep" else ""
     return (
-        "restore it, or continue on it as it is now by --on-config-change apply (in Python: "
+        "Restore the files, or continue on them as they are now with --on-config-change apply (in Python: "
         f'checkpoint.on_config_change="apply").{note}'
     )

@@ -68,11 +68,11 @@ def remembered(identify: Identify) -> Identify:
     known: list[tuple[ConfigContainer, Identity]] = []
 
     def identity_of(config: ConfigContainer) -> Identity:
-        found = next((identity for before, identity in known if before == config), None)
-        if found is None:
-            found = identify(config)
-            known.append((typed_copy(config), found))
-        return found
+        for before, identity in known:
+            if (before.dataset, before.tokenizer) == (config.dataset, config.tokenizer):
+                return identity
+        known.append((typed_copy(config), identify(config)))
+        return known[-1][1]
 
     return identity_of
 

@@ -94,6 +94,11 @@ def test_changed_added_and_removed_files_are_each_named_and_the_run_is_left_alon
     assert "nothing left to do" in train(shell, TEXT).stdout, "the run is now one on the changed data"
 
 
+def test_the_help_says_what_the_switch_does(shell: Shell) -> None:
+    said = " ".join(shell.onstep("train", "--help").stdout.split())
+    assert "If values or the files of the data changed since the run started: error, keep (stored values) or" in said
+
+
 def test_keep_cannot_restore_files_and_says_so(shell: Shell) -> None:
     paused(shell, TEXT)
     write(shell.directory / "corpus" / "a.txt", "other text " * 300)
@@ -227,7 +232,7 @@ def test_every_kind_of_data_is_compared(
     paused(shell, *words)
     content(4)
     said = refused(shell, *words)
-    assert f"the data has changed: {changed};" in said
+    assert f"the data has changed: {changed}." in said
     content(3)
     assert train(shell, *words).returncode == 0
 

@@ -17,7 +17,7 @@ from onstep.checkpoint import newest_verified, read_manifest
 from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.config import ConfigContainer
 from onstep.data.corpus import file_digests
-from onstep.errors import CheckpointError, RunExistsError
+from onstep.errors import CheckpointError, DataError, RunExistsError
 from tests.support.small_configs import small_pretrain_config
 
 Make = Callable[..., ConfigContainer]
@@ -138,3 +138,23 @@ def test_the_list_of_files_survives_a_kill_before_run_json_is_written(make: Make
     other.mkdir()
     shutil.copy(tmp_path / "runs" / "run" / "identity.json", other / "identity.json")
     assert pretrain(make("other")).train_state.step == 4
+
+
+def test_a_run_that_continues_another_one_keeps_its_learned_tokenizer(make: Make, text: Path, tmp_path: Path) -> None:
+    def learned(name: str, *arguments: Any, **checkpoint: Any) -> ConfigContainer:
+        config = make(name, *arguments, **checkpoint)
+        config.tokenizer.tokenizer_type, config.tokenizer.vocab_size = "bpe", 270
+        return config
+
+    runs = tmp_path / "runs"
+    killed(learned("first"))
+    change(text)
+    load = str(runs / "first")
+    assert pretrain(learned("second", "apply", load=load)).train_state.step == 4
+    ours = (runs / "first" / "tokenizer.json").read_bytes()
+    assert (runs / "second" / "tokenizer.json").read_bytes() == ours
+    (runs / "first" / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"tokenizer trained by the run of .*first.* is missing"):
+        pretrain(learned("first", "apply"))
+    (runs / "first" / "tokenizer.json").write_bytes(ours)
+    assert pretrain(learned("first", "apply")).train_state.step == 4

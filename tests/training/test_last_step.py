@@ -12,8 +12,9 @@ import pytest
 from onstep import CallbackManager, JsonLogger, TrainerCallback, pretrain
 from onstep.config import ConfigContainer
 from onstep.training.runs.signals import Preempted
+from tests.support.forked_processes import Processes
 from tests.support.small_configs import small_pretrain_config
-from tests.support.whole_runs import check_same, left_by
+from tests.support.whole_runs import Ranks, check_same, left_by
 
 STEPS = 3
 EVENTS = ("on_epoch_begin", "on_epoch_end", "on_step_begin", "on_step_end", "on_log", "on_evaluate")
@@ -92,3 +93,15 @@ def test_the_events_of_both_processes_are_those_of_one(
     assert start(config) == whole
     if config.checkpoint.save_at_end:
         check_same(left_by(Path(config.run.output_dir) / "struck"), left_by(Path(config.run.output_dir) / "whole"))
+
+
+@pytest.mark.distributed
+def test_two_ranks_do_what_is_left_too(processes: Processes, tmp_path: Path, corpus: Path, token_cache: Path) -> None:
+    ranks = Ranks(
+        processes, tmp_path, corpus=str(corpus), cache=str(token_cache), words=["validation.eval_interval=11"]
+    )
+    whole = ranks.finish("whole")
+    assert any(call.startswith("evaluate 11") for call in whole["told"][0])
+    strikes = [{"signal": "SIGTERM", "event": "on_step_end", "number": 11, "rank": 1}]
+    assert ranks.start("struck", strikes=strikes) == [75, 75], ranks.output("struck")
+    check_same(ranks.finish("struck"), whole)

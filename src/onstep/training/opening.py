@@ -21,7 +21,7 @@ from onstep.training.checkpointing.writing import open_checkpoints
 from onstep.training.features import RUN, SECTIONS, SETUP
 from onstep.training.reporting.bridge_trackers import check_trackers
 from onstep.training.run import EntryPoint
-from onstep.training.runs.identity import Identify, Identity
+from onstep.training.runs.identity import Identify, Identity, remembered
 from onstep.training.runs.run_dir import Claim, RunLock, Status, acquire_run_dir
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def open_run(
                 logger.info("the configuration has changed since this run started:\n%s", changed)
             for note in claim.notes if world.is_main else ():
                 logger.warning("%s", note)
-            run.cfg.run.name, run.identity = claim.directory.path.name, claim.identity
+            run.cfg.run.name, run.saving.identity = claim.directory.path.name, claim.identity
             run.cfg.logger.logging_dir = run.cfg.logger.logging_dir or str(claim.directory.path)
         if world.is_main:
             _name_idle_settings(run, has_trackers)
@@ -167,6 +167,7 @@ def claim_for_all(
     if config.run.name is None:
         return None, None
     if identify is not None:
+        identify = remembered(identify)
         _check_same_data(identify(config), world)
     claimed, error = attempt(lambda: acquire_run_dir(config, identify)) if world.is_main else (None, None)
     claim, lock = claimed if claimed is not None else (None, None)

@@ -93,6 +93,8 @@ class SavingState:
     save_reason: str = ""
     """Why the newest checkpoint was started."""
     warned_of_saving: bool = False
+    identity: Mapping[str, str] = field(default_factory=dict)
+    """Digests of what the run is trained on, which its checkpoints record."""
 
 
 @dataclass
@@ -197,8 +199,6 @@ class Run:
     train_state: TrainState = field(default_factory=TrainState)
     control: Control = field(default_factory=Control)
     info: RunInfo = field(default_factory=RunInfo)
-    identity: Mapping[str, str] = field(default_factory=dict)
-    """Digests of what the run is trained on, which its checkpoints record."""
     num_microbatches: int = 1
     """Micro-batches of the current step on one rank; `batch_sizes` updates it if the batch size is ramped up."""
     num_eval_microbatches: int = 1

@@ -31,6 +31,7 @@ from onstep.data import build_datasets
 from onstep.data.corpus.tokenizers import build_tokenizer
 from onstep.events import VALID_EVENTS, Callback
 from onstep.models import build_transformer
+from onstep.training.runs.identity import IDENTITY_FILE
 from tests.support.tracker_files import scalars
 
 SOURCE = Path(onstep.__file__).parent
@@ -205,7 +206,8 @@ def _witnessed(config: ConfigContainer, start: Callable[[CallbackManager], Any])
         os.environ.pop("ONSTEP_TWO_DOORS", None)
     directory = Path(config.run.output_dir)
     outcome.printed = [" ".join(line.split()[:2]) for line in printed.getvalue().splitlines() if line.strip()]
-    outcome.files = sorted({_stable(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()})
+    files = [path.relative_to(directory) for path in directory.rglob("*") if path.is_file()]
+    outcome.files = sorted({_stable(path) for path in files if path.name != IDENTITY_FILE})  # only of configured data
     run = directory / str(config.run.name)
     if (run / "run.json").is_file():
         outcome.ended += f", {json.loads((run / 'run.json').read_text())['status']}"

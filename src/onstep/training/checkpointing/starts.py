@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 def compare_identity(state: Run, start: CheckpointInfo | None, root: Path) -> None:
     """Compare the current files with those that the checkpoint was trained on, unless the run directory already has.
 
-    Sets `state.identity`. A run without a directory records its files beside its checkpoints. Collective.
+    Sets `state.saving.identity`. A run without a directory records its files beside its checkpoints. Collective.
 
     Args:
         state: the run.
@@ -36,7 +36,7 @@ def compare_identity(state: Run, start: CheckpointInfo | None, root: Path) -> No
     found, error = state.world.share((found, error))
     if error is not None:
         raise error
-    state.identity = found
+    state.saving.identity = found
 
 
 def is_own(state: Run, info: CheckpointInfo) -> bool:
@@ -52,7 +52,7 @@ def _compared(state: Run, start: CheckpointInfo | None, root: Path, current: Ide
         result = compare(start.manifest.extra.get("identity"), current, *start.path.parents[:2])
         if result.changed and policy != "apply":
             raise CheckpointError(
-                f"{start.path} was trained on other files: {result.changed}; {ways_to_continue(policy)}"
+                f"{start.path} was trained on other files: {result.changed}. {ways_to_continue(policy)}"
             )
         for note in result.notes:
             logger.warning("%s: %s", start.path, note)

@@ -173,7 +173,7 @@ class RunCheckpoints:
                 metrics=finite_numbers(state.evaluated.last_metrics) if state.evaluated.at_step == step else {},
                 layout={"world_size": state.world.size, "num_microbatches": state.num_microbatches},
                 persistent=persistent,
-                extra={"identity": dict(state.identity)} if state.identity else {},
+                extra={"identity": dict(state.saving.identity)} if state.saving.identity else {},
             )
             self.manager.save(request)
 

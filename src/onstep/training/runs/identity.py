@@ -15,6 +15,7 @@ from typing import Any
 
 from onstep.bounded_reading import read_json
 from onstep.config import ConfigContainer
+from onstep.config.keys import typed_copy
 from onstep.data.corpus.input_files import InputFiles, dataset_files, tokenizer_files
 from onstep.errors import DataError
 
@@ -57,9 +58,23 @@ def configured_identity(config: ConfigContainer) -> Identity:
     """The identity of a run whose data is configured. Reads all of its text and conversations."""
     try:
         found = {"data": dataset_files(config.dataset), "tokenizer": tokenizer_files(config.tokenizer)}
-    except DataError as error:
+    except (DataError, OSError) as error:
         return Identity(problem=str(error))
     return Identity({name: part for name, part in found.items() if part is not None})
+
+
+def remembered(identify: Identify) -> Identify:
+    """The same function, which looks at the files of a configuration only once."""
+    known: list[tuple[ConfigContainer, Identity]] = []
+
+    def identity_of(config: ConfigContainer) -> Identity:
+        for before, identity in known:
+            if (before.dataset, before.tokenizer) == (config.dataset, config.tokenizer):
+                return identity
+        known.append((typed_copy(config), identify(config)))
+        return known[-1][1]
+
+    return identity_of
 
 
 @dataclass(frozen=True)
@@ -139,6 +154,6 @@ def ways_to_continue(policy: str) -> str:
     """What to type to continue although something has changed."""
     note = " `keep` is about values of the configuration and cannot restore files." if policy == "keep" else ""
     return (
-        "restore it, or continue on it as it is now by --on-config-change apply (in Python: "
+        "Restore the files, or continue on them as they are now with --on-config-change apply (in Python: "
         f'checkpoint.on_config_change="apply").{note}'
     )

@@ -275,8 +275,8 @@ def _inspect(directory: RunDir, config: ConfigContainer, identify: Identify | No
     inputs = Comparison() if identify is None else compare(content.get("identity"), identify(decided), directory.path)
     if inputs.changed and policy != "apply":
         raise RunExistsError(
-            f"{directory.path} holds a run that was started on other files: {inputs.changed}; "
-            f"{ways_to_continue(policy)} Nothing was touched. Or {_ways_out(directory)}."
+            f"{directory.path} holds a run that was started on other files: {inputs.changed}. "
+            f"{ways_to_continue(policy)} Nothing was touched; you can also {_ways_out(directory)}."
         )
     is_extended = policy == "apply" and bool(of_kind(found, ChangeClass.TRAJECTORY))
     status = content.get("status")

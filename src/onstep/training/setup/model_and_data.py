@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from onstep.config import ConfigContainer, ModelConfig
 from onstep.config.lengths import sizes_of
-from onstep.data import EvalLoader, Tokenizer, TrainLoader, build_datasets, build_tokenizer, learn_bpe, tokenizer_source
+from onstep.data import (
+    EvalLoader,
+    Tokenizer,
+    TrainLoader,
+    build_datasets,
+    build_tokenizer,
+    learn_bpe,
+    tokenizer_in_run,
+    tokenizer_source,
+)
 from onstep.data.corpus.tokenizers import TokenizersTokenizer
 from onstep.distributed import World, data_parallel
-from onstep.errors import ConfigError, MissingWeightsError
+from onstep.errors import ConfigError, DataError, MissingWeightsError
 from onstep.metrics.model_shape import ModelShape, num_active_parameters, num_parameters
 from onstep.models import ModelHook, Transformer, build_transformer
 from onstep.training.run import Run
@@ -94,27 +104,51 @@ def idle_parameters(config: ModelConfig) -> int:
 def open_tokenizer(state: Run) -> Tokenizer:
     """The configured tokenizer. Collective for `bpe`.
 
-    A trained tokenizer is stored in the run's directory, and a resumed run uses its own, whatever has happened to the
-    corpus: token ids must keep their meaning.
+    A trained tokenizer is stored in the run's directory. A run that continues uses its own, or that of the run whose
+    checkpoint it continues from, whatever has happened to the corpus: token ids must keep their meaning.
+
+    Raises:
+        DataError: for data that a tokenizer cannot be trained on. Also if the trained tokenizer is missing and the data
+            may have changed since (`checkpoint.on_config_change=apply`).
     """
     config, world = state.cfg, state.world
     if config.tokenizer.tokenizer_type != "bpe":
         return build_tokenizer(config.tokenizer, warns=world.is_main)
     directory = None if state.run_dir is None else state.run_dir.path
-    kept = None if directory is None else directory / "tokenizer.json"
-    kept = world.share(kept if kept is not None and kept.is_file() else None)
+    kept, problem = world.share(_trained_tokenizer(state, directory) if world.is_main else None)
+    if kept is None and problem is not None and config.checkpoint.on_config_change == "apply":
+        raise problem
     if kept is not None:
-        return TokenizersTokenizer(kept)
-    tokenizer = learn_bpe(
-        tokenizer_source(config.dataset, show_progress=world.is_main),
-        config.tokenizer.vocab_size,
-        config.dataset.cache_dir,
-        show_progress=world.is_main,
-        wait_for_other=not world.is_main,
-    )
-    if directory is not None and world.is_main:
+        tokenizer = TokenizersTokenizer(kept)
+    else:
+        tokenizer = learn_bpe(
+            tokenizer_source(config.dataset, show_progress=world.is_main),
+            config.tokenizer.vocab_size,
+            config.dataset.cache_dir,
+            show_progress=world.is_main,
+            wait_for_other=not world.is_main,
+        )
+    if directory is not None and world.is_main and kept != directory / TRAINED:
         tokenizer.save(directory)
     return tokenizer
+
+
+TRAINED = "tokenizer.json"
+"""The tokenizer that a run trained, in its directory."""
+
+
+def _trained_tokenizer(state: Run, directory: Path | None) -> tuple[Path | None, DataError | None]:
+    """The tokenizer that this run, or that of the checkpoint it continues from, has trained; else why there is none."""
+    if directory is not None and (directory / TRAINED).is_file():
+        return directory / TRAINED, None
+    start = None if state.checkpoints is None else state.checkpoints.start
+    if start is None:
+        return None, None
+    try:
+        found = tokenizer_in_run(state.cfg.tokenizer, start.path).tokenizer_model
+    except DataError as error:
+        return None, error
+    return None if found is None else Path(found), None
 
 
 def build_data(

@@ -61,8 +61,6 @@ def generate(
 
 def _stored_config(path: Path) -> dict[str, Any]:
     """The configuration in a run's record."""
-    from onstep.bounded_reading import read_json
-
     try:
         record = read_json(path, error=OnstepError)
         reason = "it must be a JSON object with the run's config"

@@ -44,7 +44,13 @@ def onstep(*words: str, share: float = 1.0) -> Door:
 
 def resume(share: float = 1.0, **more: Any) -> Door:
     """Continue the run for one step, as `onstep train` with the same words does."""
-    words = (*TRAIN, "--on-config-change", "apply", f"train.train_iters={STEPS + 1}", *(f"{key}={value}" for key, value in more.items()))
+    words = (
+        *TRAIN,
+        "--on-config-change",
+        "apply",
+        f"train.train_iters={STEPS + 1}",
+        *(f"{key}={value}" for key, value in more.items()),
+    )
     door = onstep(*words, share=share)
     return Door(f"onstep train, resuming{''.join(f' {key}={value}' for key, value in more.items())}", door.enter, share)
 

@@ -79,7 +79,11 @@ class Words(Format):
         keys = [*KEYS]
         words = []
         for _ in range(random.choice((1, 1, 2, 3))):
-            key = random.choice(keys) if random.random() < 0.9 else random.choice(("", ".", "model", "a.b.c", "__class__.x"))
+            key = (
+                random.choice(keys)
+                if random.random() < 0.9
+                else random.choice(("", ".", "model", "a.b.c", "__class__.x"))
+            )
             value = strange_yaml(random)[1].replace("\0", "")[:100_000]
             words.append(f"{key}={value}" if random.random() < 0.95 else random.choice((key, value, f"{key}=", "=")))
         words = words if is_changed else ["optimizer.lr=0.5"]
@@ -125,7 +129,13 @@ def _log_doors(path: str) -> tuple[Door, ...]:
     )
 
 
-_CHAT = ("dataset.kind=chat", "dataset.paths=[chats.jsonl]", "dataset.split=1", "dataset.seq_length=128", "model.seq_length=128")
+_CHAT = (
+    "dataset.kind=chat",
+    "dataset.paths=[chats.jsonl]",
+    "dataset.split=1",
+    "dataset.seq_length=128",
+    "model.seq_length=128",
+)
 _THE_TOKENIZER = ("tokenizer.tokenizer_type=tokenizers", "tokenizer.tokenizer_model=it/tokenizer.json")
 _BPE = ("tokenizer.tokenizer_type=bpe", "tokenizer.vocab_size=300")
 
@@ -166,14 +176,26 @@ FORMATS: dict[str, Format] = {
             ),
             "run",
         ),
-        Format("metrics log", ((_LOG, "records", 1),), (*_log_doors(_LOG), onstep("logs", "list"), resume(0.15)), "run", 2.0),
+        Format(
+            "metrics log",
+            ((_LOG, "records", 1),),
+            (*_log_doors(_LOG), onstep("logs", "list"), resume(0.15)),
+            "run",
+            2.0,
+        ),
         Format(
             "decisions.jsonl",
             (("runs/run/decisions.jsonl", "records", 1),),
             (onstep("why", "run"), onstep("why", "run", "--step", "4")),
             "run",
         ),
-        Format("trainer_state.json", (("trainer_state.json", "json", 1),), _log_doors("trainer_state.json"), "trainer_state", 1.5),
+        Format(
+            "trainer_state.json",
+            (("trainer_state.json", "json", 1),),
+            _log_doors("trainer_state.json"),
+            "trainer_state",
+            1.5,
+        ),
         Format(
             "parameter norms",
             (("runs/run/parameter_norms.json", "records", 1),),
@@ -232,7 +254,9 @@ FORMATS: dict[str, Format] = {
             (("chats.jsonl", "records", 1),),
             (
                 doors.data("chat", doors.bytes_tokenizer, length=128, kind="chat", paths=["chats.jsonl"]),
-                doors.data("chat, packed", doors.bytes_tokenizer, 0.3, 128, kind="chat", paths=["chats.jsonl"], packing=True),
+                doors.data(
+                    "chat, packed", doors.bytes_tokenizer, 0.3, 128, kind="chat", paths=["chats.jsonl"], packing=True
+                ),
                 start(*_CHAT, name="on chats", share=0.15),
             ),
             "chats",

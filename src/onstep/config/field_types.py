@@ -7,7 +7,7 @@ import types
 from collections.abc import Mapping
 from enum import Enum
 from numbers import Integral, Real
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from onstep.errors import ConfigError
 
@@ -18,7 +18,7 @@ _FIELD_TYPES: dict[Any, dict[str, Any]] = {}
 def field_types(cls: type) -> dict[str, Any]:
     """The resolved annotation of every field of a dataclass."""
     if cls not in _FIELD_TYPES:
-        _FIELD_TYPES[cls] = get_type_hints(cls)
+        _FIELD_TYPES[cls] = get_type_hints(cls, include_extras=True)
     return _FIELD_TYPES[cls]
 
 
@@ -71,8 +71,11 @@ def coerce(value: Any, annotation: Any, name: str) -> Any:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
+    """The types of a union; of ``Annotated[float, int]``, the types in the annotation come first."""
+    if get_origin(annotation) is Annotated:
+        return (*annotation.__metadata__, *_members(annotation.__origin__))
     if get_origin(annotation) in (Union, types.UnionType):
-        return get_args(annotation)
+        return tuple(member for one in get_args(annotation) for member in _members(one))
     return (annotation,)
 
 

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from onstep.config.keys import KEYS
 from onstep.config.section import BOUNDS, Bound
 
 T = TypeVar("T")
+AnyClass = TypeVar("AnyClass", bound=type)
+
+if TYPE_CHECKING:
+    Steps = int | float
+    Choice = str | bool
+    Texts = str | list[str] | None
+    Values = dict[str, Any]
+else:  # for transformers' HfArgumentParser, which reads the first type only, or text
+    Steps = Annotated[float, int]
+    """An integer number of steps, or a share below 1."""
+    Choice = Annotated[str, bool]
+    Texts = Annotated[str, list[str]] | None
+    Values = dict[str, Any] | str
+    """A dictionary, or the same as JSON."""
 
 LOG_LEVELS = {"passive": None, "detail": 10, "debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 """Hugging Face's names of log levels; 'passive' leaves the level unchanged."""
@@ -59,11 +75,24 @@ def argument(default: T, *, bound: Literal["> 0", ">= 0"] | None = None, choices
     return field(default=default, metadata={"argument": Argument(BOUNDS[bound] if bound else None, choices)})
 
 
-def rules_of(args: Any) -> dict[str, Argument]:
+DECLARED: dict[str, Mapping[str, Any]] = {}
+"""What fields declare with `argument` and `reserved`, by name. Their metadata is empty: `HfArgumentParser` passes it to
+argparse."""
+
+
+def declares_arguments(cls: AnyClass) -> AnyClass:
+    """Move the declarations of a dataclass's fields to `DECLARED`."""
+    for one in fields(cls):
+        if one.metadata:
+            DECLARED[one.name], one.metadata = one.metadata, MappingProxyType({})
+    return cls
+
+
+def rules_of() -> dict[str, Argument]:
     """The rules of the arguments that have some, by name: their own, else those of the key with the same value."""
     rules = {
         name: Argument(key.option.bound, (None, *key.option.choices) if key.option.choices else ())
         for name, key in KEY_OF.items()
     }
-    own = {one.name: one.metadata["argument"] for one in fields(args) if "argument" in one.metadata}
+    own = {name: declared["argument"] for name, declared in DECLARED.items() if "argument" in declared}
     return {name: rule for name, rule in {**rules, **own}.items() if rule != Argument()}

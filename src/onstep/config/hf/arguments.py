@@ -12,8 +12,20 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
 from typing import Any, TypeVar
 
+from onstep.bounded_reading import parse_json
 from onstep.config.field_types import coerce, field_types
-from onstep.config.hf.argument import LOG_LEVELS, OPTIMIZERS, RENAMED, STYLES, argument
+from onstep.config.hf.argument import (
+    LOG_LEVELS,
+    OPTIMIZERS,
+    RENAMED,
+    STYLES,
+    Choice,
+    Steps,
+    Texts,
+    Values,
+    argument,
+    declares_arguments,
+)
 from onstep.config.hf.checks import check_arguments
 from onstep.config.hf.reserved import ReservedArguments, check_reserved, reserved_fields
 from onstep.config.lengths import share_of
@@ -51,6 +63,7 @@ def _names_unknown_keywords(cls: Arguments) -> Arguments:
 
 
 @_names_unknown_keywords
+@declares_arguments
 @dataclass
 class TrainingArguments(ReservedArguments):
     """A run in the words of Hugging Face's `TrainingArguments`.
@@ -76,8 +89,8 @@ class TrainingArguments(ReservedArguments):
     learning_rate: float = argument(5e-5, bound=">= 0")
     lr_scheduler_type: str = argument("linear", choices=tuple(STYLES))
     """linear | cosine | cosine_with_min_lr | constant | constant_with_warmup | inverse_sqrt | warmup_stable_decay"""
-    lr_scheduler_kwargs: dict[str, Any] | str | None = None
-    warmup_steps: int | float = argument(0, bound=">= 0")
+    lr_scheduler_kwargs: Values | None = None
+    warmup_steps: Steps = argument(0, bound=">= 0")
     """Steps; below 1 it is a share of the run."""
     optim: str = argument("adamw_torch_fused", choices=tuple(OPTIMIZERS))
     """adamw_torch_fused | adamw_torch | sgd"""
@@ -95,13 +108,13 @@ class TrainingArguments(ReservedArguments):
     `config_overrides`)."""
     logging_strategy: str = argument("steps", choices=("no", "steps", "epoch"))
     """no | steps | epoch"""
-    logging_steps: int | float = argument(500, bound=">= 0")
+    logging_steps: Steps = argument(500, bound=">= 0")
     """Steps; below 1 it is a share of the run."""
     logging_first_step: bool = False
     log_on_each_node: bool = True
     log_level: str = argument("passive", choices=tuple(LOG_LEVELS))
     disable_tqdm: bool | None = None
-    report_to: str | list[str] | None = "none"
+    report_to: Texts = "none"
     """Trackers to report to: none | all (that are installed) | one or a list of csv, tensorboard, wandb,
     mlflow, comet (Hugging Face's comet_ml), trackio. Becomes a list, as in `transformers`."""
     run_name: str | None = None
@@ -115,9 +128,9 @@ class TrainingArguments(ReservedArguments):
     """Hugging Face Bucket of that Space."""
     eval_strategy: str = argument("no", choices=("no", "steps", "epoch"))
     """no | steps | epoch"""
-    eval_steps: int | float | None = argument(None, bound=">= 0")
+    eval_steps: Steps | None = argument(None, bound=">= 0")
     """Steps; below 1 it is a share of the run. None is `logging_steps`."""
-    eval_delay: int | float = argument(0, bound=">= 0")
+    eval_delay: Steps = argument(0, bound=">= 0")
     """Steps (epochs with `eval_strategy='epoch'`) before the first evaluation."""
     per_device_eval_batch_size: int = 8
     prediction_loss_only: bool = False
@@ -130,7 +143,7 @@ class TrainingArguments(ReservedArguments):
     save_strategy: str = argument("steps", choices=("no", "steps", "epoch", "best"))
     """no | steps | epoch | best: when an evaluation yields the best `metric_for_best_model` so far. `steps` and `epoch`
     also save at the end of the run; all of them, `no` included, save when a signal ends it."""
-    save_steps: int | float = argument(500, bound=">= 0")
+    save_steps: Steps = argument(500, bound=">= 0")
     """Steps; below 1 it is a share of the run."""
     save_total_limit: int | None = None
     """Number of newest checkpoints to keep, beside the best ones; None keeps all."""
@@ -164,7 +177,7 @@ class TrainingArguments(ReservedArguments):
     do_train: bool = False
     do_eval: bool = False
     do_predict: bool = False
-    resume_from_checkpoint: bool | str | None = None
+    resume_from_checkpoint: Choice | None = None
     """A checkpoint, or a directory of checkpoints, to start from; None and True continue the run in `output_dir` from
     its newest checkpoint, if any; False does not continue it."""
     restore_callback_states_from_checkpoint: bool = False
@@ -192,7 +205,7 @@ class TrainingArguments(ReservedArguments):
     """Forgather's name of `greater_is_better`, with `preserve_best_model`."""
     checkpoint_components: list[str] | None = None
     """Parts to save: model, optimizer, scheduler, trainer, dataset, rng, callbacks; None is all."""
-    config_overrides: dict[str, Any] | None = None
+    config_overrides: Values | None = None
     """Values of the `ConfigContainer` that have no name above, by section or dotted key; they win."""
 
     def __post_init__(self) -> None:
@@ -221,8 +234,10 @@ class TrainingArguments(ReservedArguments):
             elif isinstance(value, list):
                 setattr(self, each.name, [v.value if isinstance(v, Enum) else v for v in value])
         self.output_dir = os.path.expanduser("trainer_output" if self.output_dir is None else self.output_dir)
-        if isinstance(self.lr_scheduler_kwargs, str) and self.lr_scheduler_kwargs.startswith("{"):
-            self.lr_scheduler_kwargs = json.loads(self.lr_scheduler_kwargs)
+        for name in ("lr_scheduler_kwargs", "config_overrides"):
+            value = getattr(self, name)
+            if isinstance(value, str) and value.startswith("{"):
+                setattr(self, name, parse_json(value, f"TrainingArguments.{name}", error=ConfigError))
         if self.eval_strategy == "steps" and not self.eval_steps:
             self.eval_steps = self.logging_steps
         if self.eval_strategy != "no":

@@ -13,7 +13,7 @@ from onstep.errors import ConfigError
 
 def check_arguments(args: Any) -> None:
     """Refuse (ConfigError) values of the implemented fields; the message names the field, the value and the rule."""
-    for name, rule in rules_of(args).items():
+    for name, rule in rules_of().items():
         value = getattr(args, name)
         if rule.choices and value not in rule.choices:
             hint = nearest(value, [choice for choice in rule.choices if choice]) if isinstance(value, str) else ""

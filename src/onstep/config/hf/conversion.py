@@ -92,7 +92,7 @@ def _with_overrides(values: dict[str, Any], config: ConfigContainer, world_size:
 def _without_a_name(args: TrainingArguments, config: ConfigContainer, world_size: int) -> dict[str, Any]:
     """The arguments that cannot be recovered from the configuration."""
     back = build_silently(_named_arguments(config, world_size))
-    names = [f.name for f in fields(args) if f.init and f.name != "config_overrides"]
+    names = [f.name for f in fields(TrainingArguments) if f.init and f.name != "config_overrides"]
     differing = {name: getattr(args, name) for name in names if getattr(args, name) != getattr(back, name)}
     return {name: value for name, value in differing.items() if not (name in SHARES and value and value < 1)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
 
-from onstep.config.hf.argument import KEY_OF
+from onstep.config.hf.argument import DECLARED, KEY_OF, Choice, declares_arguments
 from onstep.errors import ConfigError
 
 T = TypeVar("T")
@@ -32,6 +32,7 @@ def reserved(default: T, reason: str = "", *, same: tuple[Any, ...] = ()) -> T:
     return field(default=default, metadata={"reason": reason, "same": same})
 
 
+@declares_arguments
 @dataclass(kw_only=True)
 class ReservedArguments:
     """Hugging Face's and Forgather's names that have no effect here; Hugging Face's first, in its order."""
@@ -59,7 +60,7 @@ class ReservedArguments:
     torch_empty_cache_steps: int | None = None
     auto_find_batch_size: bool = False
     logging_nan_inf_filter: bool = reserved(True, same=(False,))
-    include_num_input_tokens_seen: Any = reserved("no", same=(False,))
+    include_num_input_tokens_seen: Choice = reserved("no", same=(False,))
     log_level_replica: str = "warning"
     trackio_static_space_id: Any = None
     eval_do_concat_batches: bool = True
@@ -85,7 +86,7 @@ class ReservedArguments:
     fsdp: Any = reserved(None, _SHARDING, same=("", False, []))
     fsdp_config: Any = reserved(None, _SHARDING, same=({},))
     deepspeed: Any = reserved(None, _SHARDING)
-    debug: Any = reserved("", same=(None, []))
+    debug: str = reserved("", same=(None, []))
     skip_memory_metrics: bool = True
 
     overwrite_output_dir: bool = reserved(
@@ -104,14 +105,16 @@ def reserved_fields() -> list[Field[Any]]:
     return [one for one in fields(ReservedArguments) if one.name not in KEY_OF]
 
 
-REASONS = {one.name: one.metadata["reason"] for one in reserved_fields() if one.metadata.get("reason")}
+REASONS = {
+    one.name: DECLARED[one.name]["reason"] for one in reserved_fields() if DECLARED.get(one.name, {}).get("reason")
+}
 
 
 def check_reserved(arguments: ReservedArguments) -> None:
     """Refuse (ConfigError) any other value of a reserved name than its default; a token is not shown."""
     for one in reserved_fields():
         value = getattr(arguments, one.name)
-        if value == one.default or any(value == same for same in one.metadata.get("same", ())):
+        if value == one.default or any(value == same for same in DECLARED.get(one.name, {}).get("same", ())):
             continue
         shown = "<hidden>" if one.name.endswith("_token") else repr(value)
         reason = f" ({REASONS[one.name]})" if one.name in REASONS else ""

@@ -70,6 +70,28 @@ def finetune(*words: str, name: str, share: float = 1.0) -> Door:
     return Door(f"onstep finetune, {name}", door.enter, share)
 
 
+def exported_weights(run: str, *, honest: str, changed: str, share: float = 1.0) -> Door:
+    """`onstep checkpoint export`; unless the manifest was changed too, the weights are those that were saved."""
+
+    def enter() -> int:
+        import torch
+        from safetensors.torch import load_file
+
+        if code := int(onstep("checkpoint", "export", run, "weights.safetensors").enter()):  # type: ignore[call-overload]
+            return code
+        manifest = Path(changed) / "manifest.json"
+        if not manifest.exists() or manifest.read_bytes() != (Path(honest) / "manifest.json").read_bytes():
+            return 0
+        found = load_file("weights.safetensors")
+        for path in (Path(honest), Path(changed).with_name("checkpoint-3")):
+            saved = load_file(path / "model" / "model.safetensors")
+            if all(torch.equal(found[name], tensor) for name, tensor in saved.items() if name in found):
+                return 0
+        raise SilentlyWrongError("the weights that were exported are of no checkpoint")
+
+    return Door("onstep checkpoint export", enter, share)
+
+
 def read_samples(datasets: Iterable[Any], most: int = 20) -> None:
     """Read some samples of each dataset."""
     for dataset in datasets:

@@ -198,10 +198,6 @@ def _template_config(content: bytes, random: Random) -> tuple[str, bytes]:
     return done, json.dumps({**config, "chat_template": changed.decode()}).encode()
 
 
-def _text(content: bytes, random: Random) -> tuple[str, bytes]:
-    return change_bytes(content, random)
-
-
 _BY_KIND: dict[str, Callable[[bytes, Random], tuple[str, bytes]]] = {
     "json": _json,
     "yaml": _yaml,
@@ -210,5 +206,4 @@ _BY_KIND: dict[str, Callable[[bytes, Random], tuple[str, bytes]]] = {
     "index": _index,
     "template": _template,
     "template in json": _template_config,
-    "text": _text,
 }

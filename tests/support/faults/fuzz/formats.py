@@ -106,7 +106,7 @@ _LOOKS_AT_CHECKPOINTS = (
     onstep("checkpoint", "list", "run", "--json", "--quick", share=0.3),
     onstep("checkpoint", "verify", "run", "--all", share=0.7),
     onstep("checkpoint", "diff", "copied/checkpoint-6", "run@6"),
-    onstep("checkpoint", "export", "run", "weights.safetensors", share=0.5),
+    doors.exported_weights("run", honest="copied/checkpoint-6", changed=_CHECKPOINT, share=0.5),
     onstep("checkpoint", "export", "run", "exported", share=0.5),
 )
 _LOG = "runs/run/trainer_logs.json"
@@ -148,7 +148,7 @@ FORMATS: dict[str, Format] = {
                 (f"{_CHECKPOINT}/manifest.json", "json", 4),
                 (f"{_CHECKPOINT}/*/*.json", "json", 6),
                 (f"{_CHECKPOINT}/*/*.safetensors", "safetensors", 3),
-                ("runs/run/checkpoints/latest", "text", 0.5),
+                ("runs/run/checkpoints/latest", "bytes", 0.5),
             ),
             (*_LOOKS_AT_CHECKPOINTS, resume(0.6), onstep("checkpoint", "verify", _CHECKPOINT, share=0.2)),
             "run",
@@ -156,8 +156,21 @@ FORMATS: dict[str, Format] = {
         ),
         Format(
             "saved tracker points",
-            ((f"{_CHECKPOINT}/callbacks/*.json", "json", 4), ("runs/run/metrics.csv", "bytes", 1)),
+            ((f"{_CHECKPOINT}/callbacks/*.json", "json", 1),),
             (resume(),),
+            "run",
+            0.7,
+        ),
+        Format(
+            "other files of a run",
+            (
+                ("runs/run/checkpoints/ft_state.json", "json", 3),
+                ("runs/run/checkpoints/progress.txt", "bytes", 2),
+                ("runs/run/.run.lock", "bytes", 1),
+                ("runs/run/certificate/rank_0.json", "json", 1),
+                ("runs/run/metrics.csv", "bytes", 2),
+            ),
+            (resume(), onstep("logs", "list", share=0.2)),
             "run",
             0.7,
         ),
@@ -264,7 +277,7 @@ FORMATS: dict[str, Format] = {
         ),
         Format(
             "text and JSONL corpora",
-            (("corpus.txt", "text", 1), ("corpus.jsonl", "records", 2)),
+            (("corpus.txt", "bytes", 1), ("corpus.jsonl", "records", 2)),
             (
                 doors.data("text", doors.bytes_tokenizer, paths=["corpus.txt"]),
                 doors.data("JSONL", doors.bytes_tokenizer, paths=["corpus.jsonl"]),

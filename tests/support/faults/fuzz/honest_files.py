@@ -23,6 +23,7 @@ TRAIN = (
     "scheduler.lr_warmup_iters=2", "scheduler.lr_decay_iters=20", "validation.eval_on_start=false",
     "validation.eval_interval=4", "validation.eval_iters=2", "logger.log_interval=1", "checkpoint.save_interval=3",
     "dist.device=cpu", "logger.report_to=[csv]",
+    "logger.log_progress=true", "checkpoint.certify=true", "ft.watchdog_seconds=100", "ft.calc_ft_timeouts=true",
 )  # fmt: skip
 """A run of a second, whose paths are relative, in a directory that has `corpus.txt`."""
 STEPS = 6
@@ -86,7 +87,9 @@ def _run(directory: Path) -> None:
         assert main([*TRAIN, norms, f"train.train_iters={STEPS}"]) == 0
     run = directory / "runs" / "run"
     (run / "loss.png").unlink(missing_ok=True)
-    (run / ".run.lock").unlink()  # holds the id of a process
+    (run / ".run.lock").write_text("process 1 on vm\n")
+    for path in (run / "checkpoints" / "progress.txt", run / "checkpoints" / "ft_state.json"):
+        path.write_text(re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "2026-01-01 00:00:00", path.read_text()))
     for manifest in run.glob("checkpoints/*/manifest.json"):
         manifest.write_text(
             re.sub(r'"created_at": ".*"', '"created_at": "2026-01-01T00:00:00+00:00"', manifest.read_text())

@@ -69,7 +69,7 @@ def _make(directory: Path) -> None:
 
 def main() -> None:
     """Find them all."""
-    formats = [Format(name, (("a.txt", "text", 1),), (Door(name, door),), "text") for name, door in DOORS.items()]
+    formats = [Format(name, (("a.txt", "bytes", 1),), (Door(name, door),), "text") for name, door in DOORS.items()]
     campaign = Campaign(seed=1, limits=Limits(seconds=1.0, growth_bytes=100 << 20))
     try:
         campaign.prepare(_make, ("onstep",))

@@ -128,13 +128,23 @@ class Campaign:
     Args:
         seed: of all inputs.
         at_once: number of children that live at the same time.
+        shows: print findings as they come.
         is_verbose: print what comes of every door, with whole tracebacks.
     """
 
-    def __init__(self, seed: int, at_once: int = 2, limits: Limits | None = None, *, is_verbose: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int,
+        at_once: int = 2,
+        limits: Limits | None = None,
+        *,
+        shows: bool = False,
+        is_verbose: bool = False,
+    ) -> None:
         self._seed = seed
         self._at_once = at_once
         self._limits = limits or Limits()
+        self._shows = shows
         self._is_verbose = is_verbose
         self._cpu_seconds: Counter[str] = Counter()
         self._directory = Path(tempfile.mkdtemp(prefix="onstep-fuzz-", dir=_memory()))
@@ -253,6 +263,12 @@ class Campaign:
             )
         return said
 
+    def _add(self, found: Finding, outcome: Outcome) -> None:
+        """Keep a finding, and print it at once if it is the first of its kind."""
+        if self._shows and found.kind not in (one.kind for one in outcome.findings):
+            print(f"found: {describe(found)}", flush=True)
+        outcome.findings.append(found)
+
     def _count(self, child: _Child, said: list[dict[str, Any]], outcome: Outcome) -> None:
         change, door, verdicts = "", "making the input", ["read"]
         for one in said:
@@ -266,10 +282,15 @@ class Campaign:
             verdicts.append(one["verdict"])
             if one["verdict"] not in ("read", "refused") or (child.index < 0 and one["verdict"] != "read"):
                 place = (child.form.name, self._seed, child.index, door)
-                outcome.findings.append(Finding(one["verdict"], *place, one["error"], one.get("where", ""), change))
+                self._add(Finding(one["verdict"], *place, one["error"], one.get("where", ""), change), outcome)
         count = outcome.counts.setdefault(child.form.name, Counter())
         count["inputs"] += 1
         count[max(verdicts, key=VERDICTS.index)] += 1
+
+
+def describe(one: Finding) -> str:
+    """A finding as text."""
+    return f"{one.verdict}: {one.error}\n  at {one.where}\n  {one.door}; {one.change[:300]}\n  {one.command}"
 
 
 def _state_of(pid: int) -> tuple[str, float]:
@@ -326,6 +347,5 @@ def show(outcome: Outcome) -> None:
     print(outcome.table())
     print(f"{outcome.seconds:.0f} s")
     for number, one in outcome.classes():
-        print(f"\n{number} x {one.verdict}: {one.error}\n  at {one.where}")
-        print(f"  {one.door}; {one.change[:300]}\n  {one.command}")
+        print(f"\n{number} x {describe(one)}")
     sys.stdout.flush()

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
-from onstep.errors import DataError, OnstepError
+from onstep.errors import ConfigError, DataError, OnstepError
 
 MAX_JSON_BYTES = 64 << 20
 """Default limit for a JSON file; about ten times the size of the largest that is in use."""
@@ -18,6 +20,8 @@ MAX_NESTING = 100
 """Maximum depth of lists and objects in JSON."""
 MAX_DIGITS = 300
 """Enough for every float; the time to parse an integer grows with the square of its length."""
+MAX_VALUES = 10_000_000
+"""Maximum number of values, lists and objects in JSON; each needs up to 72 bytes of memory."""
 DIGITS_OF_64_BITS = 20
 
 
@@ -41,6 +45,24 @@ def read_bytes(path: str | Path, limit: int, *, error: type[OnstepError] = DataE
     return content
 
 
+def read_lines(file: IO[bytes], limit: int, *, error: type[OnstepError] = DataError) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that is open for reading bytes, numbered from 1, each of at most `limit` bytes.
+
+    Raises:
+        OSError: if the file cannot be read.
+        OnstepError: of class `error` for a longer line, of which no more is read.
+    """
+    number = 0
+    while line := file.readline(limit + 1):
+        number += 1
+        if len(line) > limit:
+            raise error(
+                f"{file.name}:{number} is a line of more than {limit:,} bytes, the limit; divide it, or give another "
+                "file if this is not the one that is meant."
+            )
+        yield number, line
+
+
 def read_json(path: str | Path, *, limit: int = MAX_JSON_BYTES, error: type[OnstepError] = DataError) -> Any:
     """The value in a JSON file, within the bounds of `read_bytes` and `parse_json`.
 
@@ -60,7 +82,7 @@ def parse_json(
     max_nesting: int = MAX_NESTING,
     allows_constants: bool = True,
 ) -> Any:
-    """Parse UTF-8 JSON without repeated names in an object, very deep nesting or very long integers.
+    """Parse UTF-8 JSON without repeated names in an object, very deep nesting, very long integers or too many values.
 
     Args:
         where: names the source in the error message.
@@ -78,6 +100,8 @@ def parse_json(
             raise ValueError(f"an integer of {len(digits)} digits; at most {max_digits} are allowed")
         return int(digits)
 
+    if number_of_values(text) > MAX_VALUES:
+        raise error(f"{where} has {number_of_values(text):,} values, and at most {MAX_VALUES:,} are read; restore it.")
     try:
         value = json.loads(
             text if isinstance(text, str) else text.decode("utf-8"),
@@ -85,7 +109,7 @@ def parse_json(
             parse_int=integer,
             parse_constant=None if allows_constants else _no_constant,
         )
-        _check_nesting(value, max_nesting)
+        check_nesting(value, max_nesting)
     except (ValueError, RecursionError) as problem:
         deep = isinstance(problem, RecursionError)
         reason = f"it is nested more than {max_nesting} levels deep" if deep else problem
@@ -93,7 +117,34 @@ def parse_json(
     return value
 
 
-def _check_nesting(value: Any, max_nesting: int) -> None:
+def integer_from_environment(name: str, fallback: int) -> int:
+    """The value of an environment variable that launchers set (`RANK`); `fallback` if it is unset or empty.
+
+    Raises:
+        ConfigError: for anything but an integer of 32 bits.
+    """
+    text = os.environ.get(name, "")
+    value = int(text) if re.fullmatch(r"\s*[-+]?[0-9]{1,10}\s*", text, re.ASCII) else 2**31
+    if text and not -(2**31) <= value < 2**31:
+        raise ConfigError(f"${name} must be an integer of 32 bits, as set by torchrun, got {text[:100]!r}; unset it.")
+    return value if text else fallback
+
+
+def number_of_values(text: bytes | str) -> int:
+    """An upper bound of the values, lists and objects in JSON; 0 if there can be at most `MAX_VALUES`."""
+    if len(text) <= MAX_VALUES:
+        return 0
+    if isinstance(text, str):
+        return sum(text.count(mark) for mark in "[{,")
+    return sum(text.count(mark) for mark in (b"[", b"{", b","))
+
+
+def check_nesting(value: Any, max_nesting: int = MAX_NESTING) -> None:
+    """Check how deeply the lists and objects of a decoded value are nested.
+
+    Raises:
+        RecursionError: if it is more than `max_nesting` levels.
+    """
     level = _containers([value])
     for _ in range(max_nesting):
         level = [inner for outer in level for inner in _containers(outer)]
@@ -115,3 +166,12 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def brief(value: Any, limit: int = 60) -> str:
+    """A value as it appears in messages: its `repr`, at most `limit` characters."""
+    try:
+        text = repr(value[:limit] if isinstance(value, (str, bytes)) else value)
+    except (ValueError, RecursionError):  # an integer of many digits; deep nesting
+        text = f"a value of type {type(value).__name__} that is too long to show"
+    return text[:limit]

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from fnmatch import fnmatchcase
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,18 @@ _CUT_TOKEN = re.compile(r'(?:"[^\n]*|[-+.\\\w]*)\Z')
 
 class MetricsLogError(OnstepError):
     """A file is not a metrics log, or an operation on a metrics log would lose records."""
+
+
+class DamagedMetricsLogError(MetricsLogError):
+    """A metrics log is damaged before its last record.
+
+    Attributes:
+        records: those before the damage.
+    """
+
+    def __init__(self, message: str, records: list[Record]) -> None:
+        super().__init__(message)
+        self.records = records
 
 
 class MetricsLogHeldError(MetricsLogError):
@@ -112,10 +124,14 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             MetricsLogError: if the metrics log is closed.
             OSError: if the disk is full or unavailable; the file is left unchanged.
         """
+        self.append_encoded(encode(record))
+
+    def append_encoded(self, text: str) -> None:
+        """Append a record that `encode` has encoded; raises the same errors as `append`."""
         if self._descriptor is None:
             raise MetricsLogError(f"{self.path} is closed; reopen it with MetricsLog.open(path, 'a') to append to it.")
         self._settle(self._descriptor)
-        line = self._separator + encode(record).encode("ascii")
+        line = self._separator + text.encode("ascii")
         data, written = line + _CLOSING, 0
         try:
             while written < len(data):
@@ -127,9 +143,11 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self._separator = b",\n"
 
     def close(self) -> None:
-        """Fsync and close the file; idempotent."""
-        if self._descriptor is not None:
-            os.fsync(self._descriptor)
+        """Fsync and close the file, even if the fsync fails; idempotent."""
+        try:
+            if self._descriptor is not None:
+                os.fsync(self._descriptor)
+        finally:
             self._release()
 
     def __exit__(self, *error: object) -> None:
@@ -172,6 +190,16 @@ def read_records(path: str | Path) -> list[Record]:
     return _decode(Path(path))[0]
 
 
+def leading_records(path: str | Path) -> list[Record]:
+    """The records of a metrics log up to its first damage; [] for a file that is missing or not a metrics log."""
+    try:
+        return read_records(path)
+    except DamagedMetricsLogError as error:
+        return error.records
+    except (FileNotFoundError, IsADirectoryError, MetricsLogError):
+        return []
+
+
 def align(path: str | Path, last_step: int | None = None, *, num_records: int | None = None) -> Path | None:
     """Truncate the metrics log at `path` to `last_step`, so that a run resumed from there can append to it.
 
@@ -179,7 +207,8 @@ def align(path: str | Path, last_step: int | None = None, *, num_records: int | 
 
     Records with a `global_step` (default 0) beyond `last_step`, and those after the first `num_records`, are moved to
     ``<name>.branch-<n>.json``. A file that is not a metrics log, or a directory, is renamed to
-    ``<name>.unreadable-<n>.json``. The metrics log is replaced atomically, or left untouched if nothing changes.
+    ``<name>.unreadable-<n>.json``, and so is a damaged file; with `num_records`, those of its records that precede the
+    damage are kept in the metrics log. It is replaced atomically, or left untouched if nothing changes.
 
     Args:
         last_step: The last step to keep; None keeps all and only repairs damage from a crash.
@@ -195,8 +224,11 @@ def align(path: str | Path, last_step: int | None = None, *, num_records: int | 
     with os.fdopen(_locked(path)):
         try:
             records, is_complete = _decode(path)
-        except MetricsLogError:
-            return _rename_aside(path, "unreadable-")
+        except MetricsLogError as error:
+            aside = _rename_aside(path, "unreadable-")
+            if num_records and isinstance(error, DamagedMetricsLogError):
+                _replace(path, error.records[:num_records])
+            return aside
         limit = math.inf if last_step is None else last_step
         first = records[:num_records]
         kept = [record for record in first if not _step_of(record) > limit]
@@ -257,17 +289,21 @@ def without_wall_clock(record: Record) -> Record:
 
 def _decode(path: Path) -> tuple[list[Record], bool]:
     """The records, and whether the file is a complete JSON array."""
+    content = path.read_bytes()
     try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(path.read_bytes())  # the last character may be truncated
+        text = codecs.getincrementaldecoder("utf-8")().decode(content)  # the last character may be truncated
     except UnicodeDecodeError as error:
-        raise MetricsLogError(f"{path} is not a metrics log: it is not text ({error}).") from error
+        text = content[: error.start].decode()
+        if not text.lstrip().startswith("["):
+            raise MetricsLogError(f"{path} is not a metrics log: it is not text ({error}).") from error
+        raise _damaged(path, f": it is not text ({error})", _decode_one_by_one(text.strip(_BLANK), path)) from error
     if not text.strip(_BLANK):
         return [], False
     if not text.lstrip().startswith("["):
         raise MetricsLogError(f"{path} is not a metrics log: it begins with {text[:20]!r} instead of '['.")
     try:
         records, is_complete = json.loads(text), True
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         records, is_complete = _decode_one_by_one(text.strip(_BLANK), path), False
     if not all(isinstance(record, dict) for record in records):
         raise MetricsLogError(f"{path} is not a metrics log: its array contains values other than objects.")
@@ -282,23 +318,28 @@ def _decode_one_by_one(text: str, path: Path) -> list[Any]:
     while position < len(text):
         if text[position] == "]":
             if text[position + 1 :].strip(_BLANK):
-                raise MetricsLogError(
-                    f"{path} is damaged: there is data after the closing ']' at character {position}."
-                )
+                raise _damaged(path, f": there is data after the closing ']' at character {position}", records)
             break
         try:
             record, position = decoder.raw_decode(text, position)
         except json.JSONDecodeError as error:
             if not _CUT_TOKEN.match(text, error.pos):  # a record may be skipped only at the end of the text
-                raise MetricsLogError(f"{path} is damaged at character {error.pos}: {error.msg}.") from error
+                raise _damaged(path, f" at character {error.pos}: {error.msg}", records) from error
             break
+        except (ValueError, RecursionError) as error:  # a number that is too long, or deep nesting
+            raise _damaged(path, f" in record {len(records) + 1}: {error}", records) from error
         records.append(record)
         separator = _SEPARATOR.match(text, position)
         assert separator is not None
         position = separator.end()
         if position < len(text) and text[position] != "]" and not separator[1]:
-            raise MetricsLogError(f"{path} is damaged: a ',' is missing at character {position}.")
+            raise _damaged(path, f": a ',' is missing at character {position}", records)
     return records
+
+
+def _damaged(path: Path, what: str, values: list[Any]) -> DamagedMetricsLogError:
+    records = list(takewhile(lambda value: isinstance(value, dict), values))
+    return DamagedMetricsLogError(f"{path} is damaged{what}.", records)
 
 
 def _step_of(record: Record) -> float:

@@ -28,7 +28,7 @@ RECORDS: list[dict[str, Any]] = [
 def log(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainingLog:
     if request.param == "list":
         return TrainingLog(tmp_path / "x.json", RECORDS)
-    monkeypatch.setattr(record_file, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(record_file, "PIECE_BYTES", 100)
     path = tmp_path / "log.json"
     path.write_text("[\n" + ",\n".join(map(json.dumps, RECORDS)) + "\n]")
     return TrainingLog.from_file(path)
@@ -69,7 +69,7 @@ def test_parquet_keeps_types_and_nulls(log: TrainingLog, tmp_path: Path) -> None
 def test_long_log_is_written_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pq = pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr(export, "_ROWS_A_GROUP", 100)
-    monkeypatch.setattr(record_file, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(record_file, "PIECE_BYTES", 1000)
     path = tmp_path / "log.json"
     path.write_text("\n".join(json.dumps({"global_step": step, "loss": 1 / step}) for step in range(1, 1001)))
     log = TrainingLog.from_file(path)

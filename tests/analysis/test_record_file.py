@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from onstep.analysis import TrainingLog
-from onstep.analysis.logs import record_file
-from onstep.analysis.logs.record_file import ListColumns
+from onstep.analysis.logs import lines, record_file
 
 KEYS = [
     "loss",
@@ -73,23 +72,33 @@ def some_file(source: random.Random) -> str:
     return begin + between.join(lines) + end
 
 
+def column_of(records: list[dict[str, Any]], key: str) -> list[float]:
+    values = (record.get(key) for record in records)
+    return [float(one) if isinstance(one, int | float) and not isinstance(one, bool) else math.nan for one in values]
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_columns_equal_those_of_decoded_records(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = random.Random(seed)
     path = tmp_path / "log.json"
     for _ in range(25):
-        monkeypatch.setattr(record_file, "_PIECE_BYTES", source.choice([50, 300, 2000, 1 << 22]))
+        num_bytes = source.choice([50, 300, 2000, 1 << 22])
+        monkeypatch.setattr(record_file, "PIECE_BYTES", num_bytes)
+        monkeypatch.setattr(lines, "PIECE_BYTES", num_bytes)
         text = some_file(source)
         path.write_text(text, encoding="utf-8", newline="")
         decoded = json.loads(text)
-        expected, log = ListColumns(decoded), TrainingLog.from_file(path)
+        log = TrainingLog.from_file(path)
         assert log.notes == []
         assert repr(list(log.records)) == repr(decoded)
         assert repr([log.records[row] for row in range(len(decoded))]) == repr(decoded)
-        assert log.keys() == expected.keys()
+        assert log.keys() == list({key: None for record in decoded for key in record})
         for key in KEYS:
-            assert np.array_equal(log.has(key), expected.has(key)), (text, key)
-            assert np.array_equal(log.column(key), expected.column(key), equal_nan=True), (text, key)
+            assert log.has(key).tolist() == [key in record for record in decoded], (text, key)
+            assert np.array_equal(log.column(key), column_of(decoded, key), equal_nan=True), (text, key)
+            rows, numbers = log.columns.points(key)
+            assert np.array_equal(rows, np.flatnonzero(log.has(key))), (text, key)
+            assert np.array_equal(numbers, log.column(key)[rows], equal_nan=True), (text, key)
             values = [value for block in log.blocks([key]) for value in block[key]]
             assert repr(values) == repr([record.get(key) for record in decoded]), (text, key)
 
@@ -137,7 +146,7 @@ def test_columns_and_blocks_of_objects_and_lists_of_texts(tmp_path: Path) -> Non
 
 
 def test_columns_of_a_long_log_take_less_memory_than_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_file, "_PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(lines, "PIECE_BYTES", 1 << 16)
     path = tmp_path / "log.json"
     plain_log(path, 20_000)
     tracemalloc.start()
@@ -170,7 +179,7 @@ def test_line_that_only_looks_like_its_neighbours_is_told_apart(tmp_path: Path, 
     path.write_text(f"[\n{example},\n{other},\n{example}\n]")
     log, decoded = TrainingLog.from_file(path), json.loads(path.read_text())
     assert log.notes == []
-    assert np.array_equal(log.column("loss"), ListColumns(decoded).column("loss"), equal_nan=True)
+    assert np.array_equal(log.column("loss"), column_of(decoded, "loss"), equal_nan=True)
     assert [value for block in log.blocks(["x"]) for value in block["x"]] == [record.get("x") for record in decoded]
 
 
@@ -187,7 +196,7 @@ def test_damaged_value_in_an_object_is_named(tmp_path: Path) -> None:
 def test_log_of_another_layout_takes_no_more_memory_than_its_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record_file, "_PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(lines, "PIECE_BYTES", 1 << 16)
     records = [{"step": step, "loss": 1 / (1 + step), "epoch": step / 100} for step in range(20_000)]
     path = tmp_path / "trainer_state.json"
     path.write_text(json.dumps({"log_history": records}, indent=2))

@@ -11,9 +11,11 @@ import pytest
 
 from onstep import CallbackManager, TrainerCallback, pretrain
 from onstep.callbacks.early_stopping import EarlyStopping
+from onstep.callbacks.textgen_callback import TextgenCallback
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
 from onstep.events import Control, TrainerControl
+from tests.support.small_models import Regression, arguments, quiet, regression_rows
 
 
 class Run:
@@ -148,3 +150,14 @@ def test_a_run_ends_by_itself_and_says_why(tiny_config: ConfigContainer, tmp_pat
     assert (stop["step"], stop["author"]) == (8, "EarlyStopping")
     assert "has not improved on" in stop["reason"]
     assert callback.best_step == 4
+
+
+@pytest.mark.parametrize(("strategy", "is_named"), [("no", True), ("epoch", False)])
+def test_callbacks_that_wait_for_an_evaluation_in_vain_say_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, strategy: str, is_named: bool
+) -> None:
+    rows, callbacks = regression_rows(4), [EarlyStopping(), TextgenCallback(None, ["a"])]
+    args = arguments(tmp_path, eval_strategy=strategy, max_steps=1)
+    quiet(Regression(), args, rows, eval_dataset=rows, callbacks=callbacks).train()
+    assert ("EarlyStopping never stops: there is no evaluation during training" in caplog.text) is is_named
+    assert ("no text will be generated: there is no evaluation to follow" in caplog.text) is is_named

@@ -121,7 +121,8 @@ def test_keyword_arguments_of_a_continued_run_are_recorded_again_only_when_they_
 def test_continued_run_cuts_what_the_checkpoint_does_not_know(start: Any, path: Path) -> None:
     first = start(JsonLogger())
     state = first.train(0, 3)
-    assert state == {"log_path": str(path), "last_step": 3, "num_records": 3}
+    assert {"log_path": str(path), "last_step": 3, "num_records": 3}.items() <= state.items()
+    assert state["held_records"] == []
     first.notify("on_log", 4, logs={"loss": 9.0})  # and then it was killed
     first.callback._writer.metrics_log._release()
     run = start(JsonLogger())
@@ -162,16 +163,21 @@ def test_metrics_log_that_is_gone_is_begun_or_found_in_the_new_directory(
     start: Any, args: Any, path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, was_moved: bool
 ) -> None:
     first = start(JsonLogger())
-    state = first.train(0, 3)
+    state = first.train(0, 2)
+    first.notify("on_log", 3, logs={"loss": 9.0})
     first.end(3)
     args.logging_dir = str(tmp_path / "elsewhere")
     path.parent.rename(tmp_path / ("elsewhere" if was_moved else "lost"))
     run = start(JsonLogger())
-    run.callback.load_state_dict({**state, "last_step": 2})
+    run.callback.load_state_dict(state)
     with caplog.at_level(logging.WARNING):
         run.train(2, 4)
     assert "to continue, is missing" in caplog.text
-    assert steps(tmp_path / "elsewhere" / "trainer_logs.json") == ([1, 2, 3, 4] if was_moved else [3, 4])
+    assert steps(tmp_path / "elsewhere" / "trainer_logs.json") == ([1, 2, 3, 4] if was_moved else [2, 3, 4])
+    if not was_moved:
+        assert "2 records up to step 2 are missing" in caplog.text
+        gap = read_records(tmp_path / "elsewhere" / "trainer_logs.json")[0]["missing_records"]
+        assert (gap["number"], gap["after_step"], gap["up_to_step"]) == (2, None, 2)
 
 
 def test_rollback_in_the_middle_of_a_run_cuts_at_once(start: Any, path: Path) -> None:
@@ -243,7 +249,9 @@ def test_unreadable_metrics_log_is_kept_when_a_run_continues(start: Any, path: P
     run = start(JsonLogger())
     run.callback.load_state_dict(state)
     run.train(2, 3)
-    assert steps(path) == [3]
+    gap, record = read_records(path)
+    assert gap["missing_records"]["number"] == 2
+    assert record["global_step"] == 3
     assert path.with_name("trainer_logs.unreadable-1.json").read_text() == "all is lost"
 
 
@@ -312,17 +320,17 @@ def test_records_wait_for_room_on_a_full_disk(
 ) -> None:
     run = start(JsonLogger())
     run.train(0, 2)
-    append = MetricsLog.append
+    append = MetricsLog.append_encoded
 
-    def full(self: MetricsLog, record: dict[str, Any]) -> None:
+    def full(self: MetricsLog, text: str) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(MetricsLog, "append", full)
+    monkeypatch.setattr(MetricsLog, "append_encoded", full)
     run.notify("on_log", 3, logs={"loss": 0.5})
     run.notify("on_log", 4, logs={"loss": 0.5})
     assert steps(path) == [1, 2]
     assert sum("records are kept in memory" in message for message in caplog.messages) == 1
-    monkeypatch.setattr(MetricsLog, "append", append)
+    monkeypatch.setattr(MetricsLog, "append_encoded", append)
     run.notify("on_log", 5, logs={"loss": 0.5})
     assert steps(path) == [1, 2, 3, 4, 5]
     run.end(5)

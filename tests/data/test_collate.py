@@ -59,6 +59,24 @@ def test_a_key_that_some_samples_lack_is_named() -> None:
         default_data_collator([{"x": 1}, {"y": 1}])
 
 
+def test_a_key_that_only_the_first_sample_lacks_is_not_lost() -> None:
+    with pytest.raises(DataError, match="key 'labels' is missing from some samples"):
+        default_data_collator([{"x": 1}, {"x": 2, "labels": 1}])
+    with pytest.raises(DataError, match="key 'labels' is missing from some samples"):
+        PaddingCollator(pad_id=0)([{"input_ids": [1]}, {"input_ids": [2], "labels": [1]}])
+
+
+def test_a_value_that_only_the_first_sample_lacks_is_not_lost() -> None:
+    with pytest.raises(DataError, match="key 'weight' is None in some samples"):
+        default_data_collator([{"x": 1, "weight": None}, {"x": 2, "weight": 0.5}])
+    assert list(default_data_collator([{"x": 1, "weight": None}, {"x": 2, "weight": None}])) == ["x"]
+
+
+def test_two_keys_for_the_labels_are_refused() -> None:
+    with pytest.raises(DataError, match="'labels' and another key both become 'labels'"):
+        default_data_collator([{"label": 1, "labels": 2}])
+
+
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
 def test_padding_fills_each_field_with_its_own_value(kind: Any) -> None:
     features = [

@@ -159,6 +159,15 @@ def test_trackers_are_attached_where_nobody_fills_them() -> None:
     assert attach_trackers(None, ConfigContainer()) is None
 
 
+def test_trackers_that_the_users_callback_lacks_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    own = CallbackManager()
+    own.add(TrackersCallback("csv"))
+    attach_trackers(own, config_with(report_to=["csv"]))
+    assert caplog.text == ""
+    attach_trackers(own, config_with(report_to=["tensorboard"]))
+    assert "logger.report_to: tensorboard gets no points, since a TrackersCallback with csv is" in caplog.text
+
+
 def test_a_callback_that_has_trackers_for_itself_does_not_replace_those_of_the_configuration() -> None:
     manager = CallbackManager()
     manager.add(SimpleNamespace(trackers=[], on_log=print))

@@ -306,6 +306,38 @@ def test_a_trainer_may_train_again_into_its_own_directory(tmp_path: Path) -> Non
     assert any((weights[key] != value).any() for key, value in trainer.model.state_dict().items())
 
 
+def test_a_loader_with_batches_of_another_size_is_refused(tmp_path: Path) -> None:
+    loader = DataLoader(regression_rows(10), batch_size=2)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"batch_size=2, and per_device_train_batch_size=4 .*make them the same"):
+        make(tmp_path, train_dataset=loader).train()
+
+
+def test_arguments_without_effect_are_named_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    idle: dict[str, Any] = {
+        "max_steps": 1,
+        "num_train_epochs": 7,
+        "eval_steps": 5,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 3,
+    }
+    idle |= {"preserve_n_best": 2, "dataloader_persistent_workers": True}
+    make(tmp_path, args=arguments(tmp_path, **idle)).train()
+    [line] = [record.message for record in caplog.records if "without effect" in record.message]
+    assert line == (
+        "settings without effect: eval_steps=5 (requires an eval_strategy); num_train_epochs=7.0 (requires "
+        "max_steps=-1, which else is the length); warmup_steps=3 (requires lr_scheduler_type='constant_with_warmup'); "
+        "preserve_n_best=2 (requires preserve_best_model=True); dataloader_persistent_workers=True (requires "
+        "dataloader_num_workers > 0)"
+    )
+
+
+@pytest.mark.parametrize("name", ["max_steps", "max_eval_steps"])
+@pytest.mark.parametrize("value", [0, -2])
+def test_a_number_of_steps_that_would_mean_all_of_them_is_refused(name: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}={value} must be at least 1, or -1"):
+        TrainingArguments(**{name: value})
+
+
 def test_a_loader_of_ready_batches_is_read_as_it_is(tmp_path: Path) -> None:
     seen: list[Any] = []
 

@@ -37,6 +37,13 @@ def test_columns_that_the_model_does_not_take_are_left_out(tmp_path: Path) -> No
     assert list(batches_of(tmp_path, Regression(), rows).seen[0]) == ["x", "labels"]
 
 
+def test_columns_that_are_left_out_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{**row, "text": "a", "length": 3} for row in regression_rows(4)]
+    with caplog.at_level("INFO"):
+        batches_of(tmp_path, Regression(), rows)
+    assert "columns that Regression.forward does not accept are dropped: text, length" in caplog.text
+
+
 def test_all_columns_reach_a_users_collator_that_asks_for_them(tmp_path: Path) -> None:
     given: list[Any] = []
 
@@ -155,6 +162,14 @@ def test_a_dataset_gets_the_epoch_before_its_samples_are_read(tmp_path: Path) ->
     rows = EpochRows()
     rows.calls.append(7)
     batches = batches_of(tmp_path, Regression(), rows, options={"num_train_epochs": 3})
+    assert [batch["x"][0, 0].item() for batch in batches.seen] == [0.0, 1.0, 2.0]
+
+
+def test_persistent_workers_get_the_epoch_too(tmp_path: Path) -> None:
+    rows = EpochRows()
+    rows.calls.append(7)
+    workers = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    batches = batches_of(tmp_path, Regression(), rows, options={"num_train_epochs": 3, **workers})
     assert [batch["x"][0, 0].item() for batch in batches.seen] == [0.0, 1.0, 2.0]
 
 

@@ -340,3 +340,31 @@ def test_a_tuple_of_outputs_starts_with_the_loss_where_there_are_labels(tmp_path
     labelled, unlabelled = trainer.predict(rows), trainer.predict([{"x": row["x"]} for row in rows])
     assert labelled.predictions.shape == (5,)
     np.testing.assert_array_equal(labelled.predictions, unlabelled.predictions)
+
+
+class Unlabelled(nn.Module):
+    """Its loss needs no labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        logits = self.layer(x).squeeze(-1)
+        return {"loss": logits.square().mean(), "logits": logits}
+
+
+def test_metrics_that_cannot_be_computed_without_labels_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"x": row["x"]} for row in regression_rows(4)]
+    quiet(Unlabelled(), arguments(tmp_path), eval_dataset=rows, compute_metrics=lambda given: {"a": 1.0}).evaluate()
+    assert "compute_metrics is not called: the evaluated samples have no labels; set label_names" in caplog.text
+
+
+def test_a_metric_that_replaces_the_measured_loss_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def compute(given: Any) -> dict[str, float]:
+        return {"loss": 5.0, "accuracy": 1.0}
+
+    quiet(Regression(), arguments(tmp_path), eval_dataset=regression_rows(4), compute_metrics=compute).evaluate()
+    assert "compute_metrics returns eval_loss, which replaces what was measured" in caplog.text

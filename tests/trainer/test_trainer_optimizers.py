@@ -200,3 +200,18 @@ def test_an_optimizer_of_the_user_stays_the_users(tmp_path: Path) -> None:
         trainer.train()
         assert trainer.optimizer is optimizer
         assert isinstance(trainer.lr_scheduler, OptimizerParamScheduler)
+
+
+def test_parameters_that_an_optimizer_lacks_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Regression()
+    optimizer = torch.optim.SGD([model.layer.weight], lr=0.1)
+    quiet(model, arguments(tmp_path), regression_rows(), optimizers=(optimizer, None)).train()
+    assert "1 trainable parameters are not in the optimizer and are not trained: layer.bias" in caplog.text
+
+
+def test_frozen_parameters_are_not_missed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Regression()
+    model.layer.bias.requires_grad_(False)
+    optimizer = torch.optim.SGD([model.layer.weight], lr=0.1)
+    quiet(model, arguments(tmp_path), regression_rows(), optimizers=(optimizer, None)).train()
+    assert "not in the optimizer" not in caplog.text

@@ -321,3 +321,14 @@ def test_data_that_is_no_loss_reaches_the_function_that_processes_it(kind: str) 
     )
     collected = model if kind == "hook" else [(2, 12)]
     assert seen == [(collected, 5, loggers["tensorboard"])]
+
+
+def test_an_iterator_that_has_run_dry_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    state = small_state(train_iters=4)
+    state.cfg.validation.eval_interval, state.cfg.validation.eval_iters = 2, 3
+    rows = RaggedRows(6)
+    batches = iter([stack([rows[index], rows[index + 1]]) for index in (0, 2, 4)])
+    run(state, valid=batches)
+    losses = ["eval_loss" in record for record in state.info.log_history if "eval_runtime" in record]
+    assert losses == [True, False]
+    assert "the eval data has no batches left at step 4, so there is no loss: an iterator is read only" in caplog.text

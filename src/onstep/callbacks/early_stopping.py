@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from onstep.config.field_types import is_integer_from, is_number
+from onstep.config.hf.checks import evaluates
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError, require
 from onstep.events import TrainerCallback
@@ -80,6 +81,8 @@ class EarlyStopping(TrainerCallback):
         if state.global_step == 0 and not self._is_loaded:
             self._record = _Record()
         self._is_training, self._is_loaded = True, False
+        if state.is_world_process_zero and not evaluates(args):
+            logger.warning("EarlyStopping never stops: there is no evaluation during training; set eval_strategy")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **kwargs: Any) -> None:
         """Compare the metric with its best value."""

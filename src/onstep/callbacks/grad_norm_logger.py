@@ -96,6 +96,10 @@ class GradNormLogger(TrainerCallback):
         last = {"step": captured.step, "num_ranks": captured.num_ranks, "names": names, "values": values}
         return {"writer": self._writer.state_dict(), "last": last}
 
+    def make_durable(self) -> None:
+        """Fsync the file, before a checkpoint that refers to it is committed."""
+        self._writer.make_durable()
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a checkpoint's file position: when training begins, or immediately in a rollback."""
         self._writer.load_state_dict(state_dict["writer"])

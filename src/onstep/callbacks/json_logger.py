@@ -7,6 +7,7 @@ from typing import Any
 
 from onstep.events import TrainerCallback, TrainerState
 from onstep.json_values import encode
+from onstep.log_gaps import MISSING
 from onstep.metrics.json_log_writer import JsonLogWriter, logging_dir_of
 from onstep.metrics_log import read_records
 from onstep.trackers.tag_record import BRIDGE_KEY
@@ -30,7 +31,9 @@ class JsonLogger(TrainerCallback):
     If Megatron Bridge's tags are enabled, a record contains their values since the previous record under ``"bridge"``.
 
     A resumed run (one with this callback's state from a checkpoint, or at a step > 0) continues its metrics log;
-    records written after the checkpoint are moved to ``trainer_logs.branch-<n>.json``. A run that starts from another
+    records written after the checkpoint are moved to ``trainer_logs.branch-<n>.json``. The records that a checkpoint
+    covers are durable before it is, or part of it; if the file has lost some all the same, a record with
+    ``"missing_records"`` replaces them, and a warning names them. A run that starts from another
     run's checkpoint begins with that run's records. A run that starts from scratch moves an existing metrics log to
     ``trainer_logs.<n>.json``. An evaluation without training appends to the existing metrics log. A file that is not a
     metrics log, or a directory with its name, is renamed and never overwritten. Values that JSON cannot represent are
@@ -85,11 +88,15 @@ class JsonLogger(TrainerCallback):
         self._writer.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The metrics log's path, the step of its last record (-1 before the first), and the number of records.
+        """The position in the metrics log, and records that could not be written to it: see `JsonLogWriter.state_dict`.
 
         Records written later, even at the same step, do not belong to the checkpoint.
         """
         return self._writer.state_dict()
+
+    def make_durable(self) -> None:
+        """Fsync the file, before a checkpoint that refers to it is committed."""
+        self._writer.make_durable()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a checkpoint's position in the metrics log: when training begins, or immediately in a rollback."""
@@ -112,5 +119,5 @@ def _tags(state: Any, reads: bool = True) -> dict[str, Any]:
 
 def _reported(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record of the metrics log in the form of `log_history`."""
-    own = ("timestamp", "global_step", _INFO_KEY, BRIDGE_KEY)
+    own = ("timestamp", "global_step", _INFO_KEY, BRIDGE_KEY, MISSING)
     return {**{key: value for key, value in record.items() if key not in own}, "step": record.get("global_step", 0)}

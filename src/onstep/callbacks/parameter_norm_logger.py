@@ -84,6 +84,10 @@ class ParameterNormLogger(TrainerCallback):
         """The position in the file, and the singular vectors that the next spectral norms start from."""
         return {"writer": self._writer.state_dict(), **self._spectral.state_dict()}
 
+    def make_durable(self) -> None:
+        """Fsync the file, before a checkpoint that refers to it is committed."""
+        self._writer.make_durable()
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a checkpoint's file position: when training begins, or immediately in a rollback."""
         self._writer.load_state_dict(state_dict["writer"])

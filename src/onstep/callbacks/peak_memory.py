@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from onstep.bounded_reading import integer_from_environment
 from onstep.config.field_types import is_integer_from
 from onstep.errors import MissingExtraError, require
 from onstep.events import TrainerCallback
@@ -83,8 +83,8 @@ class PeakMemory(TrainerCallback):
     file_prefix: str = "memory_snapshot"
 
     def __post_init__(self) -> None:
-        self.rank = int(os.environ.get("RANK") or 0)
-        self.world_size = int(os.environ.get("WORLD_SIZE") or 1)
+        self.rank = integer_from_environment("RANK", 0)
+        self.world_size = integer_from_environment("WORLD_SIZE", 1)
         self.enabled = False
         self.max_allocated = 0
         self.memory = CudaMemory()

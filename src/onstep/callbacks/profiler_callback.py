@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import tracemalloc
 import weakref
 from contextlib import AbstractContextManager
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerAction
 
+from onstep.bounded_reading import integer_from_environment
 from onstep.errors import ConfigError
 from onstep.events import TrainerCallback
 from onstep.metrics.torch_profiler import SoleProfiler, is_recording, write_trace
@@ -127,7 +127,7 @@ class ProfilerCallback(TrainerCallback):
         if self._is_due:
             self._is_due = False
             # without a rank in the state, torchrun's environment provides it
-            self._profiler = self._build(int(getattr(state, "rank", os.environ.get("RANK") or 0)))
+            self._profiler = self._build(int(getattr(state, "rank", integer_from_environment("RANK", 0))))
             self._profiler.start()
         if self._profiler is not None and not self._profiler.gave_way:
             mark: AbstractContextManager[object] = torch.profiler.record_function(f"step {state.global_step + 1}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from onstep.durability import try_to_sync
 from onstep.errors import ConfigError, MissingExtraError
 from onstep.events import TrainerCallback
 from onstep.trackers.services.tensorboard_tracker import EVENT_FILES, newest_second, session_start
@@ -163,6 +164,13 @@ class ResumableSummaryWriter(TrainerCallback):
         """The directory, after writing all pending events."""
         self.flush()
         return {"log_dir": self.log_dir}
+
+    def make_durable(self) -> None:
+        """Fsync the event files, before a checkpoint that refers to them is committed."""
+        writer = self._writer
+        for directory in [] if writer is None else list(writer.all_writers or ()):
+            for path in Path(directory).glob(EVENT_FILES):
+                try_to_sync(path)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue in the checkpoint's directory, if it exists and does not belong to another run."""

@@ -14,6 +14,7 @@ import yaml
 
 from onstep.checkpoint import RngState
 from onstep.config.field_types import is_integer_from
+from onstep.config.hf.checks import evaluates
 from onstep.errors import ConfigError, require
 from onstep.events import TrainerCallback
 from onstep.models.generation.generate import preserve_modes
@@ -90,6 +91,8 @@ class TextgenCallback(TrainerCallback):
         if state.global_step == 0:
             self.next_gen_step = 0
         self._has_warned = self._has_traced = False
+        if kwargs.get("trainer") is not None and state.is_world_process_zero and not evaluates(args):
+            logger.warning("no text will be generated: there is no evaluation to follow; set eval_strategy")
         if can_generate(model) and not getattr(kwargs.get("trainer"), "pipeline_generate", None):
             check_options(model, self.generation_config)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from onstep.checkpoint.catalog.discovery import CheckpointInfo, checkpoints, newest_verified
 from onstep.checkpoint.catalog.retention import Retention, best_verified, set_aside, to_delete
-from onstep.checkpoint.components import Placement, StateComponent, find_placement
+from onstep.checkpoint.components import Placement, StateComponent, find_placement, make_durable
 from onstep.checkpoint.loading import LoadReport, load_components
 from onstep.checkpoint.saving import (
     EncodedState,
@@ -229,7 +229,7 @@ class CheckpointManager:
         total_bytes = sum(size for size, _ in everywhere)
         transaction = together(world, lambda: self._prepare(request.step, total_bytes), doing)
         directory = world.share(transaction.directory if transaction else None)
-        return PendingSave(request.frozen(), self._start_writing(directory, taken.encoded), transaction)
+        return PendingSave(request.frozen(), self._start_writing(directory, taken.encoded, request), transaction)
 
     def _prepare(self, step: int, total_bytes: int) -> SaveTransaction | None:
         """Start the transaction on rank 0, after checking for free space."""
@@ -246,14 +246,23 @@ class CheckpointManager:
             raise
         return transaction
 
-    def _start_writing(self, directory: Path, states: list[EncodedState]) -> Future[list[WrittenFile]]:
+    def _start_writing(
+        self, directory: Path, states: list[EncodedState], request: SaveRequest
+    ) -> Future[list[WrittenFile]]:
         """Errors are stored in the future: other ranks are already writing and learn of a failure in `finalize`."""
+
+        def write(states: list[EncodedState]) -> list[WrittenFile]:
+            written = write_states(self._store, directory, states)
+            for component in request.components:
+                make_durable(component.stateful)
+            return written
+
         if not self.async_save:
-            return _done(lambda: write_states(self._store, directory, states))
+            return _done(lambda: write(states))
         snapshot = _done(lambda: self._buffers.copy([one for state in states for one in state.tensors.values()]))
         if self._writer is None:
             self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onstep-save")
-        return self._writer.submit(lambda: write_states(self._store, directory, _copied(states, snapshot.result())))
+        return self._writer.submit(lambda: write(_copied(states, snapshot.result())))
 
     def _complete(self) -> SavedCheckpoint | None:
         """Commit the pending save once all ranks have written their files, or abandon it."""

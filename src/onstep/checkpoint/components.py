@@ -16,7 +16,11 @@ from onstep.errors import ConfigError
 
 
 class Stateful(Protocol):
-    """Anything whose state is a dictionary; torch's own Stateful protocol."""
+    """Anything whose state is a dictionary; torch's own Stateful protocol.
+
+    It may have a method `make_durable()`, for files that its state refers to: it is called on every rank before the
+    checkpoint is committed, in another thread if the save is asynchronous, and should fsync them.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as tensors and plain values."""
@@ -25,6 +29,13 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state returned by `state_dict`."""
         ...
+
+
+def make_durable(part: object) -> None:
+    """Call the part's `make_durable()`, if it has one."""
+    own = getattr(part, "make_durable", None)
+    if callable(own):
+        own()
 
 
 class SharingPattern(StrEnum):

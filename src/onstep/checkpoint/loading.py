@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onstep.bounded_reading import read_bytes
 from onstep.checkpoint.catalog.discovery import CheckpointInfo
 from onstep.checkpoint.components import ComponentFiles, Placement, SharingPattern, StateComponent
-from onstep.checkpoint.format.codec import decode_state, document_from_bytes
+from onstep.checkpoint.format.codec import MAX_DOCUMENT_BYTES, decode_state, document_from_bytes
 from onstep.checkpoint.format.tensor_file import read_header, read_tensor, read_tensors
 from onstep.checkpoint.format.tensor_header import TensorInfo
 from onstep.checkpoint.saving import check_keys
@@ -95,7 +96,7 @@ def read_state(directory: Path, files: ComponentFiles, listed: Collection[str]) 
 
 def _read_document(path: Path) -> Any:
     try:
-        return document_from_bytes(path.read_bytes(), str(path))
+        return document_from_bytes(read_bytes(path, MAX_DOCUMENT_BYTES, error=CheckpointError), str(path))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}; resume from another checkpoint.") from error
 

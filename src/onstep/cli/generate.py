@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from onstep.bounded_reading import read_json
 from onstep.errors import ConfigError, OnstepError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def generate(
 def _stored_config(path: Path) -> dict[str, Any]:
     """The configuration in a run's record."""
     try:
-        config: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8"))["config"])
+        config: dict[str, Any] = dict(read_json(path)["config"])
     except (ValueError, TypeError, KeyError) as error:
         raise OnstepError(
             f"{path} is not the record of a run ({type(error).__name__}: {error}); it must be a JSON object with the "

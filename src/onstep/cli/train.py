@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OnConfigChange = Annotated[
-    str | None, typer.Option(help="If values changed since the run started: error, keep (stored) or apply (new).")
+    str | None,
+    typer.Option(
+        help="If values or the files of the data changed since the run started: error, keep (stored values) or apply "
+        "(values and files as they are now)."
+    ),
 ]
 
 

@@ -9,6 +9,7 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
+from onstep.config.suggestions import shown
 from onstep.errors import ConfigError
 
 _FIELD_TYPES: dict[Any, dict[str, Any]] = {}
@@ -59,15 +60,25 @@ def coerce(value: Any, annotation: Any, name: str) -> Any:
     """`value` as the annotation requires it; what would change its meaning is refused.
 
     An int serves as a float, an integral float (``1e5``) as an int, a number in a string (YAML's ``1e-3``) as a float,
-    a path as a str, a tuple as a list and an enum member as its value. Nothing else is converted.
+    a path as a str, a tuple as a list and an enum member as its value. Nothing else is converted. Integers have 64
+    bits, and text has no NUL and no unpaired surrogates.
 
     Raises:
         ConfigError: naming the key, the value and the type.
     """
     try:
         return _converted(value, annotation)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{name}={value!r} must be {type_name(annotation)}, got {type(value).__name__}.") from None
+    except (TypeError, ValueError, OverflowError) as error:
+        rule = f"{type_name(annotation)}, got {type(value).__name__}"
+        if isinstance(error, OverflowError):
+            rule = f"{type_name(annotation)}, with integers from -2**63 to 2**63 - 1 and floats below 1.8e308"
+        elif isinstance(error, _TextError):
+            rule = "text that a file name can hold, without NUL and unpaired surrogates"
+        raise ConfigError(f"{name}={shown(value)} must be {rule}.") from None
+
+
+class _TextError(ValueError):
+    """Text that no file can have as its name or its content."""
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
@@ -84,12 +95,15 @@ def _converted(value: Any, annotation: Any) -> Any:
         value = value.value
     members = _members(annotation)
     if len(members) > 1:
+        problem: Exception = TypeError()
         for member in members:
             try:
                 return _converted(value, member)
+            except (OverflowError, _TextError) as error:
+                problem = error
             except (TypeError, ValueError):
                 continue
-        raise TypeError
+        raise problem
     if annotation is Any:
         return value
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -100,9 +114,27 @@ def _converted(value: Any, annotation: Any) -> Any:
     if annotation in (bool, type(None)) and isinstance(value, annotation):
         return value
     if annotation is str and isinstance(value, str | os.PathLike):
-        return os.fspath(value)
+        return _text(os.fspath(value))
     if annotation is int and is_number(value) and (isinstance(value, Integral) or float(value).is_integer()):
-        return int(value)
+        return _integer(int(value))
     if annotation is float and (is_number(value) or isinstance(value, str)):
         return float(value)
     raise TypeError
+
+
+def _integer(value: int) -> int:
+    if not -(2**63) <= value < 2**63:
+        raise OverflowError
+    return value
+
+
+def _text(value: str | bytes) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError:
+        raise _TextError from None
+    if "\0" in value:
+        raise _TextError
+    return value

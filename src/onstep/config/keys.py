@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from onstep.config.container import ConfigContainer
 from onstep.config.field_types import coerce, field_types
 from onstep.config.section import ConfigSection, Option
+from onstep.config.suggestions import WIDTH
 
 Section = TypeVar("Section", bound=ConfigSection)
 
@@ -110,6 +111,8 @@ def diff(old: ConfigSection, new: ConfigSection) -> list[tuple[str, Any, Any]]:
 def nearest_key(key: str, known: list[str]) -> str | None:
     """The known dotted key that `key` most likely meant: by the whole key or by its last name, or None."""
     name = _last(key)
+    if len(key) > WIDTH:
+        return None
     synonym = OTHER_NAMES.get(name)
     if synonym in known and name not in map(_last, known):
         return synonym

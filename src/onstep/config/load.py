@@ -7,10 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+from onstep.bounded_reading import read_bytes
 from onstep.config.container import ConfigContainer
 from onstep.config.field_types import accepts_text, coerce, field_types
 from onstep.config.keys import keys_of, leaves, nearest_key, typed_copy
 from onstep.config.section import ConfigSection
+from onstep.config.suggestions import shown
+from onstep.config.yaml_bounds import MAX_YAML_BYTES, check_yaml
 from onstep.errors import ConfigError
 
 
@@ -18,12 +21,17 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     """The values of a YAML file, by section.
 
     Raises:
-        ConfigError: no such file, not YAML, a key given twice, not a mapping, or a `${...}` interpolation.
+        ConfigError: no such file, not YAML, a key given twice, not a mapping, a `${...}` interpolation, or beyond the
+            limits of `check_yaml`.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_bytes(path, MAX_YAML_BYTES, error=ConfigError).decode("utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {str(path)!r}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"the configuration file {str(path)!r} is not UTF-8 text ({error}); save it as UTF-8."
+        ) from None
     return parse_yaml(text, source=str(path))
 
 
@@ -32,10 +40,10 @@ def parse_yaml(text: str, source: str = "the text") -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     with _yaml_errors(f"{source} is not a YAML configuration"):
+        check_yaml(text, source)
         values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     if not isinstance(values, dict):
         raise ConfigError(f"{source} must hold a mapping of sections, such as 'train: {{train_iters: 100}}'.")
-    _refuse_interpolations(values, source)
     return {str(key): value for key, value in values.items()}
 
 
@@ -64,7 +72,9 @@ def apply_overrides(config: ConfigContainer, overrides: Sequence[str]) -> None:
     for override in overrides:
         key, separator, raw = override.partition("=")
         if not separator:
-            raise ConfigError(f"override {override!r} must have the form section.field=value, such as train.seed=1.")
+            raise ConfigError(
+                f"override {shown(override)} must have the form section.field=value, such as train.seed=1."
+            )
         values[key.strip()] = _override_value(key.strip(), raw, known)
     merge(config, values)
 
@@ -104,7 +114,7 @@ def _assignments(
             if not isinstance(inner, Mapping):
                 names = current.field_names()
                 some = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-                raise ConfigError(f"{prefix}{head} is a section, got {value!r}; set its fields: {some}.")
+                raise ConfigError(f"{prefix}{head} is a section, got {shown(value)}; set its fields: {some}.")
             yield from _assignments(current, inner, f"{prefix}{head}.", known)
             continue
         annotation = field_types(type(section))[head]
@@ -120,7 +130,7 @@ def unknown_key(key: str, known: list[str]) -> ConfigError:
     """The error for a key that does not exist; it names the nearest one, else the top-level keys."""
     near, heads = nearest_key(key, known), dict.fromkeys(key.partition(".")[0] for key in known)
     hint = f" Did you mean {near!r}?" if near else f" The top-level keys are {', '.join(heads)}."
-    return ConfigError(f"unknown configuration key {key!r}.{hint}")
+    return ConfigError(f"unknown configuration key {shown(key)}.{hint}")
 
 
 def _override_value(key: str, raw: str, known: Mapping[str, Any]) -> Any:
@@ -133,7 +143,8 @@ def _override_value(key: str, raw: str, known: Mapping[str, Any]) -> Any:
         annotation = get_args(parent)[1]
     holds_text = annotation is not None and accepts_text(annotation)
     try:
-        with _yaml_errors(f"{key}={raw!r} is not a YAML value"):
+        with _yaml_errors(f"{key}={shown(raw)} is not a YAML value"):
+            check_yaml(raw, f"the value of {key}")
             parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={raw}"]), resolve=False)
         value = parsed["value"] if isinstance(parsed, dict) else None
         return coerce(value, annotation, key) if holds_text else value
@@ -145,18 +156,19 @@ def _override_value(key: str, raw: str, known: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _yaml_errors(problem: str) -> Iterator[None]:
-    import yaml
-    from omegaconf.errors import OmegaConfBaseException
-
     try:
         yield
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{problem}: {error}") from error
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{problem}: {str(error)[:1000]}") from error
 
 
 def _refuse_interpolations(value: Any, where: str) -> None:
     if isinstance(value, str) and "${" in value:
-        raise ConfigError(f"{where} has the interpolation {value!r}, which is not resolved; write the value itself.")
+        raise ConfigError(
+            f"{where} has the interpolation {shown(value)}, which is not resolved; write the value itself."
+        )
     if isinstance(value, Mapping | list):
         for element in value.values() if isinstance(value, Mapping) else value:
             _refuse_interpolations(element, where)

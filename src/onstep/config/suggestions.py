@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from onstep.errors import ConfigError
 
+WIDTH = 200
+"""Letters of a value in an error message; names longer than this are like no other."""
+
+
+def shown(value: Any) -> str:
+    """The `repr` of a value for an error message, without the end of a long one."""
+    try:
+        text = repr(value)
+    except ValueError:  # it contains an integer that Python does not write out
+        return f"{type(value).__name__} with more than {sys.get_int_max_str_digits():,} digits"
+    return text if len(text) <= WIDTH else f"{text[:WIDTH]}... ({len(text):,} characters)"
+
 
 def nearest(name: str, known: list[str]) -> str:
     """' Did you mean 'x'?' for the known name nearest to `name`, or '' when none is near."""
+    if len(name) > WIDTH:
+        return ""
     matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
@@ -23,4 +38,4 @@ def listed(names: Sequence[str], most: int) -> str:
 def not_a_choice(key: str, value: Any, choices: tuple[str, ...]) -> ConfigError:
     """The error for a value that is not among the choices; it names the nearest one."""
     hint = nearest(value, list(choices)) if isinstance(value, str) else ""
-    return ConfigError(f"{key}={value!r} must be {' | '.join(choices)}.{hint}")
+    return ConfigError(f"{key}={shown(value)} must be {' | '.join(choices)}.{hint}")

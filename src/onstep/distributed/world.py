@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from onstep.bounded_reading import integer_from_environment
 from onstep.config import DistributedInitConfig
 from onstep.errors import CheckpointError, CollectiveAfterErrorError, ConfigError
 
@@ -153,8 +154,8 @@ def open_world(config: DistributedInitConfig) -> World:
     Raises:
         ConfigError: for a device that this machine does not have, or an invalid environment.
     """
-    size, rank = _from_environment("WORLD_SIZE", 1), _from_environment("RANK", 0)
-    local_rank = _from_environment("LOCAL_RANK", 0)
+    size, rank = integer_from_environment("WORLD_SIZE", 1), integer_from_environment("RANK", 0)
+    local_rank = integer_from_environment("LOCAL_RANK", 0)
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
     if not 0 <= rank < size:
@@ -175,15 +176,7 @@ def open_world(config: DistributedInitConfig) -> World:
 
 def world_size_from_environment() -> int:
     """The number of ranks that `torchrun` started; 1 without it."""
-    return dist.get_world_size() if dist.is_initialized() else _from_environment("WORLD_SIZE", 1)
-
-
-def _from_environment(name: str, fallback: int) -> int:
-    value = os.environ.get(name, "")
-    try:
-        return int(value) if value else fallback
-    except ValueError:
-        raise ConfigError(f"${name} must be an integer, as set by torchrun, got {value!r}; unset it.") from None
+    return dist.get_world_size() if dist.is_initialized() else integer_from_environment("WORLD_SIZE", 1)
 
 
 def _timeout(config: DistributedInitConfig) -> timedelta:
@@ -215,6 +208,8 @@ def _init_group(config: DistributedInitConfig, size: int, rank: int, device: tor
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"):
         if not os.environ.get(name):
             raise ConfigError(f"$WORLD_SIZE is {size} but ${name} is not set; start the ranks with torchrun.")
+    if not 0 < integer_from_environment("MASTER_PORT", 0) < 2**16:
+        raise ConfigError(f"$MASTER_PORT must be from 1 to 65535, got {os.environ['MASTER_PORT']}; use torchrun.")
     # torchrun keeps the store of a failed attempt, with its keys; without a prefix a restart would find those
     store, rank, size = next(rendezvous("env://", rank, size, timeout=_timeout(config)))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

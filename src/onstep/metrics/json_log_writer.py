@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from onstep.durability import try_to_sync
 from onstep.errors import ConfigError
-from onstep.metrics_log import MetricsLog, MetricsLogHeldError, align, fork, numbered_name, read_records, set_aside
+from onstep.json_values import encode
+from onstep.log_gaps import MISSING, describe_gap
+from onstep.metrics.saved_log import NewestRecords, SavedLog, step_of
+from onstep.metrics_log import (
+    MetricsLog,
+    MetricsLogHeldError,
+    align,
+    fork,
+    leading_records,
+    numbered_name,
+    read_records,
+    set_aside,
+)
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-MOST_WAITING = 100_000
-"""Maximum number of records that wait in memory for disk space; beyond it, the oldest are lost."""
 
 
 class JsonLogWriter:
@@ -27,6 +40,10 @@ class JsonLogWriter:
     records. A new run moves an existing file to ``<name>.<n>.json``. A file that is not a metrics log is renamed, never
     overwritten, and so is a directory of that name. If another live run is writing the file, this one uses the next
     ``<name>.<n>.json``.
+
+    What a checkpoint covers survives a power failure: `make_durable` is called before the checkpoint is committed.
+    Records that could not be written or made durable by then are in the state, and a resumed run writes them. If the
+    file has lost records all the same, a record with `missing_records` replaces them, and a warning names them.
 
     Only one rank of a run may write.
 
@@ -42,11 +59,9 @@ class JsonLogWriter:
         """Step of the last record; -1 if there is none."""
         self.metrics_log: MetricsLog | None = None
         """The open file; None while the writer is closed."""
-        self._resume_step: int | None = None
-        """Step of the last record at the time of the checkpoint that training is about to resume from."""
-        self._unwritten: list[dict[str, Any]] = []
-        self._num_records: int | None = 0
-        """Number of records in the open metrics log; when resuming, those the checkpoint covers (None: unknown)."""
+        self._saved: SavedLog | None = None
+        """The position of the checkpoint that training is about to resume from."""
+        self._newest = NewestRecords()
 
     @property
     def is_open(self) -> bool:
@@ -65,8 +80,8 @@ class JsonLogWriter:
         """
         self.close()
         with _naming(logging_dir):
-            self._open_or_own(self._path_to_train(Path(logging_dir) / self.file_name), step)
-        self._resume_step = None
+            self._open_or_own(self._path_to_train(Path(logging_dir) / self.file_name, step), step)
+        self._saved = None
 
     def reopen(self, logging_dir: str | Path) -> None:
         """Open the file as it is, to add records outside of training, such as those of a standalone evaluation.
@@ -83,14 +98,14 @@ class JsonLogWriter:
     def write_record(self, step: int, epoch: float, data: Mapping[str, Any]) -> None:
         """Append a record; on return it is in the file. Does nothing while the writer is closed.
 
-        On a full disk, records wait in memory for space, with a single warning.
+        While the disk is full or unavailable, records wait in memory, with a single warning; checkpoints contain them.
 
         Args:
             data: Data to record; its keys override `timestamp` (unix seconds), `global_step` and `epoch`.
         """
         if self.metrics_log is None:
             return
-        self._unwritten.append({"timestamp": time.time(), "global_step": step, "epoch": epoch, **data})
+        self._newest.add(encode({"timestamp": time.time(), "global_step": step, "epoch": epoch, **data}))
         self.last_step = step
         self._write_what_waits(self.metrics_log)
 
@@ -99,99 +114,126 @@ class JsonLogWriter:
         metrics_log, self.metrics_log = self.metrics_log, None
         if metrics_log is None:
             return
-        if self._unwritten:
-            self._write_what_waits(metrics_log)
+        self._write_what_waits(metrics_log)
+        if self._newest.waiting:
+            logger.warning(
+                "%d records of steps %d to %d are not in %s, which cannot be written. A run that continues from a "
+                "checkpoint writes those that precede it; the others are lost when the process ends.",
+                len(self._newest.waiting),
+                *self._newest.steps_waiting,
+                self.path,
+            )
         try:
             metrics_log.close()
         except OSError as error:
             logger.warning("%s could not be flushed to disk on closing: %s", self.path, error)
 
+    def make_durable(self) -> None:
+        """Fsync the file; may be called from another thread. If that fails, later states contain the records."""
+        path, newest = self.path, self._newest
+        if path is not None and self.is_open:
+            num_records = newest.num_records
+            newest.note_sync(try_to_sync(path), num_records)
+
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint: the file's path, the step of its last record (-1 if none) and the number of records.
+        """State for a checkpoint: the file's path, the number of its records, digests of the first and last one, the
+        step of the last one (-1 if none), and the records that follow but could not be written or made durable.
 
         Records written later, even at the same step, do not belong to the checkpoint.
         """
-        return {
-            "log_path": None if self.path is None else str(self.path),
-            "last_step": self.last_step,
-            "num_records": self._num_records,
-        }
+        if self._saved is not None:
+            return self._saved.state_dict()
+        return (SavedLog() if self.path is None else self._newest.saved(self.path)).state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue a checkpoint's file at the next `open`; if already open, roll back to the checkpoint immediately."""
-        goes_back = self.is_open
-        self.close()
-        log_path = state_dict["log_path"]
-        self.path = None if log_path is None else Path(log_path)
-        self.last_step = self._resume_step = state_dict["last_step"]
-        self._num_records = state_dict.get("num_records")
-        if self.path is None:
-            self._resume_step = None
-        elif goes_back:
-            self._make_ready(self.path, self.last_step)
-            self._open(self.path)
-            self._resume_step = None
+        """Continue a checkpoint's file at the next `open`; if already open, roll back to the checkpoint immediately.
 
-    def _path_to_train(self, target: Path) -> Path:
-        if self._resume_step is None or self.path is None:
+        Raises:
+            CheckpointError: for a state with values of wrong types.
+        """
+        saved, rolls_back = SavedLog.from_state(state_dict), self.is_open
+        self.close()
+        self.path, self.last_step = saved.path, saved.last_step
+        self._saved = None if saved.path is None else saved
+        if saved.path is not None and rolls_back:
+            self._open(saved.path, self._make_ready(saved.path, saved.last_step))
+            self._saved = None
+
+    def _path_to_train(self, target: Path, step: int) -> Path:
+        saved = self._saved
+        if saved is None or self.path is None:
             return target
         if not self.path.exists():
             logger.warning("%s, the metrics log to continue, is missing; recording in %s", self.path, target)
-            self._num_records = None
+            if saved.last_record is None:
+                self._saved = replace(saved, num_records=None)
             return target
         if self.path.resolve() == target.resolve() or not (self.path.parent / "run.json").exists():
             return self.path
         # the checkpoint belongs to another run, whose file is left alone
         if target.exists():
             set_aside(target)
-        fork(self.path, target, num_records=self._num_records)
+        fork(self.path, target, num_records=saved.continued(leading_records(self.path), step).num_kept)
         logger.info("%s begins with the records of %s", target, self.path)
         return target
 
-    def _make_ready(self, path: Path, step: int) -> None:
-        """Ensure that `path` holds exactly the records that a run at `step` continues, or does not exist."""
-        if not path.exists():
-            return
-        if self._resume_step is not None:
-            last_step = max(step, self._resume_step) if self._num_records is None else None
-            aside = align(path, last_step, num_records=self._num_records)
-        elif step > 0 or (path == self.path and self.last_step <= 0):  # at most an evaluation by this writer
-            aside = align(path, step)
-        else:
+    def _make_ready(self, path: Path, step: int) -> list[str]:
+        """Ensure that `path` has only records that a run at `step` continues, and return those that it lacks."""
+        aside, lacking, waiting = None, [], self._newest.waiting
+        if self._saved is not None:
+            found = self._saved.continued(leading_records(path), step)
+            lacking = found.to_append
+            if path.exists():
+                aside = set_aside(path) if found.is_foreign else align(path, num_records=found.num_kept)
+            if found.gap is not None:
+                logger.warning(
+                    "%s: %s, although the checkpoint covers them%s. The file is not as the run left it: its end was "
+                    "lost in a power failure, or it was replaced by another file.",
+                    path,
+                    describe_gap(found.gap),
+                    f" ({len(lacking) - 1} were restored from it)" if len(lacking) > 1 else "",
+                )
+        elif path.exists() and (step > 0 or (path == self.path and self.last_step <= 0)):
+            # continued in the same process, or an evaluation by this writer came first
+            aside, lacking = align(path, step), [text for text in waiting if step_of(json.loads(text)) <= step]
+        elif path.exists():
             aside = set_aside(path)
         if aside is not None:
             logger.warning("%s: records that this run does not continue were moved to %s", path, aside)
+        return lacking
 
-    def _open(self, path: Path) -> None:
-        self.metrics_log = MetricsLog.open(path)
+    def _open(self, path: Path, lacking: list[str]) -> None:
+        """Open the file and append the records that it lacks."""
+        self.metrics_log = metrics_log = MetricsLog.open(path)
         self.path = path
         records = read_records(path)
-        self._num_records = len(records)
-        self.last_step = records[-1].get("global_step", -1) if records else -1
+        self._newest = NewestRecords(records)
+        for text in lacking:
+            self._newest.add(text)
+        newest_first = chain(map(json.loads, reversed(lacking)), reversed(records))
+        self.last_step = next((step_of(record) for record in newest_first if MISSING not in record), -1)
+        self._write_what_waits(metrics_log)
 
     def _open_or_own(self, path: Path, step: int | None = None) -> None:
         """Open the file, prepared for training from `step`; a separate file if another live run is writing it."""
         try:
-            if step is not None:
-                self._make_ready(path, step)
-            self._open(path)
+            self._open(path, self._newest.waiting if step is None else self._make_ready(path, step))
         except MetricsLogHeldError as error:
             own = numbered_name(path)
             logger.warning("%s Recording in %s.", error, own)
-            self._open(own)
+            self._open(own, [])
 
     def _write_what_waits(self, metrics_log: MetricsLog) -> None:
-        """Append records that are not in the file yet; on a full disk, log a warning and keep them in memory."""
-        had_to_wait = len(self._unwritten) > 1
+        """Append records that are not in the file yet; those that the disk refuses stay in memory."""
+        newest = self._newest
+        had_to_wait = len(newest.waiting) > 1
         try:
-            while self._unwritten:
-                metrics_log.append(self._unwritten[0])
-                del self._unwritten[0]
-                self._num_records = (self._num_records or 0) + 1
+            newest.write(metrics_log.append_encoded)
         except OSError as error:
             if not had_to_wait:
-                logger.warning("cannot write %s (%s); its records are kept in memory", self.path, error)
-            del self._unwritten[:-MOST_WAITING]
+                logger.warning(
+                    "cannot write %s (%s); its records are kept in memory and in checkpoints", self.path, error
+                )
 
 
 @contextmanager

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf, isfinite
 from typing import Any
 
+from onstep.bounded_reading import brief
 from onstep.trackers.metric_names import tracker_names
 from onstep.trackers.tracker import Point
 
+logger: logging.Logger = logging.getLogger(__name__)
+
 SETTLING_SECONDS = 2.0
 """After this time, a tracker has written the points it received; W&B, Trackio and MLflow need up to a second."""
+
+
+_POINT_FIELDS = {"metrics", "step", "timestamp"}
+_LARGEST = int(sys.float_info.max)
 
 
 class RecentPoints:
@@ -73,8 +83,9 @@ class RunPoints:
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
         state = state or {}
-        self._step: int = state.get("step", -1)
-        self._shown: dict[str, Any] = dict(state.get("values", {}))
+        step = state.get("step", -1)
+        self._step: int = step if is_step(step) else -1
+        self._shown = saved_mapping(state, "values", "the checkpoint's record of what trackers show")
 
     def add(self, metrics: Mapping[str, Any], step: int, timestamp: float) -> tuple[Point, Point]:
         """The point of a record under the metrics log's names, and under the names shown in trackers.
@@ -100,6 +111,50 @@ class RunPoints:
         return bool(value == before or (value != value and before != before))
 
 
+def saved_mapping(state: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
+    """A dictionary in a checkpoint's state; anything else is ignored, with a warning: {}."""
+    value = state.get(key, {})
+    if isinstance(value, Mapping):
+        return dict(value)
+    logger.warning("%s is ignored: its %s is %s, which must be a dictionary", where, key, brief(value))
+    return {}
+
+
+def saved_points(values: Any, where: str) -> list[Point]:
+    """The points in a checkpoint's state; what is not a point is left out, with a warning."""
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        logger.warning("%s is ignored: its points are %s, which must be a list", where, brief(values))
+        return []
+    wrong = [one for one in values if not _is_point(one)]
+    if wrong:
+        logger.warning(
+            "%s: %d of its %d points are left out, such as %s; a point must have exactly metrics (numbers "
+            "within the range of floats), step (an integer from 0 to 2**63 - 1) and timestamp (seconds)",
+            where,
+            len(wrong),
+            len(values),
+            brief(wrong[0], 100),
+        )
+    return [Point(**one) for one in values if _is_point(one)]
+
+
+def is_step(value: Any) -> bool:
+    """Whether a value can be a step: an integer from 0 to 2**63 - 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _is_point(value: Any) -> bool:
+    if not isinstance(value, Mapping) or value.keys() != _POINT_FIELDS or not is_step(value["step"]):
+        return False
+    metrics, timestamp = value["metrics"], value["timestamp"]
+    is_named = isinstance(metrics, Mapping) and all(isinstance(name, str) for name in metrics)
+    return is_named and all(map(_fits_float, metrics.values())) and _fits_float(timestamp) and isfinite(timestamp)
+
+
+def _fits_float(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= _LARGEST)
+
+
 def plain_point(point: Point) -> dict[str, Any]:
     """A point as plain values for a checkpoint, the arguments of `Point`; reads values that are still on a device."""
     metrics = {name: plain_number(one) for name, one in point.metrics.items()}
@@ -114,8 +169,13 @@ def points_for(keeps_names: bool, points: Iterable[Point]) -> tuple[Point, ...]:
 
 
 def plain_number(value: Any) -> int | float:
-    """Convert to a built-in int or float, from subclasses (`np.float64`) and from tensors on a device too."""
-    return int(value) if isinstance(value, int) else float(value)
+    """Convert to a built-in int or float, from subclasses (`np.float64`) and from tensors on a device too.
+
+    An integer beyond the range of floats becomes infinite.
+    """
+    if not isinstance(value, int):
+        return float(value)
+    return int(value) if abs(value) <= _LARGEST else inf if value > 0 else -inf
 
 
 def _is_plain(value: Any) -> bool:

@@ -8,13 +8,17 @@ import logging
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from onstep.analysis.logs.run_status import run_record
+from onstep.bounded_reading import brief
 from onstep.config.trackers import NAMES
+from onstep.log_gaps import MISSING, describe_gap
 from onstep.metrics_log import MetricsLogError, Record, read_records
 from onstep.trackers.metric_names import BRIDGE, HF, bridge_names
-from onstep.trackers.points import RunPoints
+from onstep.trackers.points import RunPoints, is_step, numbers_of
 from onstep.trackers.services.tensorboard_tracker import TensorBoardTracker
 from onstep.trackers.tag_record import BRIDGE_KEY, VS_SAMPLES, TagRow, rows_of
 from onstep.trackers.tracker import RunIdentity, Tracker
@@ -22,7 +26,7 @@ from onstep.trackers.tracker_logger import SAMPLES_DIR
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-_HEAD = ("timestamp", "global_step")
+_HEAD = ("timestamp", "global_step", MISSING)
 _STATUSES = ("completed", "stopped", "preempted", "failed")
 
 
@@ -52,10 +56,16 @@ def replay(
 
     Raises:
         FileNotFoundError: if the metrics log does not exist.
-        MetricsLogError: if the file is not a metrics log or has nothing to send; the tracker is not opened in that
-            case.
+        MetricsLogError: if the file is not a metrics log, has a record whose step, timestamp or tags cannot be sent, or
+            has nothing to send; the tracker is not opened in that case.
     """
     records = read_records(metrics_log_path)
+    tags: list[TagRow] = []
+    for number, record in enumerate(records, start=1):
+        if _is_report(record):
+            tags += _checked_tags(record, names, f"record {number} of {metrics_log_path}")
+        if gap := describe_gap(record):
+            logger.warning("%s: %s, and the tracker will lack them too", metrics_log_path, gap)
     if not any(map(_is_report, records)):
         raise MetricsLogError(
             f"{metrics_log_path} has no metrics to send (records: {len(records)}); nothing was written."
@@ -70,14 +80,14 @@ def replay(
             cut,
         )
     run = run or recorded_run(metrics_log_path, output)
-    trackers, tags = [tracker], [row for record in records for row in rows_of(record.get(BRIDGE_KEY, {}))]
-    if isinstance(tracker, TensorBoardTracker) and BRIDGE in names and tags:
+    trackers = [tracker]
+    if isinstance(tracker, TensorBoardTracker) and tags:
         trackers.append(tracker.beside(SAMPLES_DIR))
     status = "failed"
     try:
         for one in trackers:
             one.open(run, {})
-        num_sent = _send(progress(records), trackers, names, tags if BRIDGE in names else ())
+        num_sent = _send(progress(records), trackers, names, tags)
         status = recorded_status(metrics_log_path)
     finally:
         for one in trackers:
@@ -149,9 +159,42 @@ def _cut_record(path: Path) -> str:
         return ""
     try:
         json.loads(last)
-    except ValueError:
+    except (ValueError, RecursionError):
         return last
     return ""
+
+
+def _checked_tags(record: Record, names: Sequence[str], where: str) -> list[TagRow]:
+    """The rows of Megatron Bridge's tags to send; refuses a record that no tracker can show."""
+    step, timestamp = record.get("global_step", 0), record.get("timestamp", 0.0)
+    if not is_step(int(step) if isinstance(step, float) and step.is_integer() else step):
+        raise MetricsLogError(
+            f"{where}: global_step is {brief(step)}, which must be an integer from 0 to 2**63 - 1; correct or remove "
+            f"the record."
+        )
+    if not isinstance(timestamp, (int, float)) or not abs(timestamp) < 2**53:
+        raise MetricsLogError(
+            f"{where}: timestamp is {brief(timestamp)}, which must be a finite number of seconds; correct or remove it."
+        )
+    if BRIDGE not in names:
+        return []
+    rows = _rows(record.get(BRIDGE_KEY, {}))
+    if rows is None:
+        raise MetricsLogError(
+            f"{where}: {BRIDGE_KEY!r} must have columns of one length: step and samples (integers from 0 to "
+            f"2**63 - 1), timestamp (seconds), and tags (numbers by name); remove it, or replay with --names {HF}."
+        )
+    return rows
+
+
+def _rows(columns: Any) -> list[TagRow] | None:
+    """The rows of a record's columns; None if they do not fit together."""
+    try:
+        rows = [replace(row, tags=numbers_of(row.tags)) for row in rows_of(columns)]
+        fit = all(is_step(row.step) and is_step(row.samples) and abs(row.timestamp) < 2**53 for row in rows)
+    except (AttributeError, IndexError, TypeError, ValueError):
+        return None
+    return rows if fit else None
 
 
 def _is_report(record: Record) -> bool:

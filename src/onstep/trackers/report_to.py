@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from onstep.config import ConfigContainer, LoggerConfig
@@ -10,6 +11,8 @@ from onstep.events import CallbackManager
 from onstep.trackers.metric_names import BRIDGE, HF, make_tracker
 from onstep.trackers.tracker import Tracker, is_installed
 from onstep.trackers.trackers_callback import TrackersCallback
+
+logger = logging.getLogger(__name__)
 
 _PROJECT = {"wandb": "project", "mlflow": "experiment", "comet": "project", "trackio": "project"}
 """Name of each tracker's constructor argument for the project."""
@@ -94,7 +97,15 @@ def attach_trackers(callbacks: CallbackManager | None, config: ConfigContainer) 
         ConfigError: for an unknown tracker, and for one whose package is not installed.
     """
     registered = callbacks.callbacks if callbacks is not None else []
+    fed = [one.name for own in registered if isinstance(own, TrackersCallback) for one in own.trackers]
     if any(isinstance(callback, TrackersCallback) for callback in registered):
+        left_out = [name for name in asked_names(config.logger) if name not in fed]
+        if left_out:
+            logger.warning(
+                "logger.report_to: %s gets no points, since a TrackersCallback with %s is registered; add it there",
+                ", ".join(left_out),
+                ", ".join(fed),
+            )
         return callbacks
     trackers = reporting_trackers(config)
     if trackers:

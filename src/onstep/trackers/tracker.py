@@ -116,6 +116,10 @@ class Tracker(Protocol):
     def close(self, status: str) -> None:
         """Send pending points and release resources; `status` is completed, stopped, preempted or failed."""
 
+    # optional:  def local_files(self) -> Iterable[Path]
+    #     The local files that hold the points, to be made durable before a checkpoint is committed. Called in the
+    #     thread that writes the checkpoint.
+
 
 class ServiceTracker:
     """Base class of trackers that manage runs themselves: handles the package, the tracker's run and its id."""
@@ -151,8 +155,9 @@ class ServiceTracker:
         is replaced by 32 hexadecimal digits of its hash.
         """
         self._identity = run
-        if state.get("run") == run.run_id and isinstance(state.get("id"), str):
-            self._id = str(state["id"])
+        saved = state.get("id")
+        if state.get("run") == run.run_id and isinstance(saved, str) and re.fullmatch(pattern, saved):
+            self._id = saved
         elif re.fullmatch(pattern, run.run_id):
             self._id = run.run_id
         else:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from onstep.trackers.points import RecentPoints, plain_point
+from onstep.trackers.points import RecentPoints, plain_point, saved_mapping, saved_points
 from onstep.trackers.tag_record import VS_SAMPLES
 from onstep.trackers.tracker import Point, RunIdentity
 from onstep.trackers.tracker_queue import TrackerQueue
@@ -82,16 +82,23 @@ class TrackerLogger:
             state: `state_dict()` of the checkpoint, {} for a new run.
             samples: samples trained on so far.
         """
-        self.recent = RecentPoints(Point(**one) for one in state.get("last", []))
-        self.queue.open(replace(run, last_points=self.recent.kept), state.get("sink", {}))
+        name = f"the checkpoint's state of the tracker {self.queue.tracker.name!r}"
+        self.recent = RecentPoints(saved_points(state.get("last", []), name))
+        self.queue.open(replace(run, last_points=self.recent.kept), saved_mapping(state, "sink", name))
         if self.over_samples is not None:
-            self.over_samples.open(replace(run, start_step=samples, config={}), state.get(SAMPLES_DIR, {}))
+            over_samples = saved_mapping(state, SAMPLES_DIR, name)
+            self.over_samples.open(replace(run, start_step=samples, config={}), over_samples)
 
     def state_dict(self) -> dict[str, Any]:
         """State to resume the run: the tracker's ids and the points it might lose in a kill. Reads the device."""
         points = self.recent.unsettled(self.queue.num_waiting)
         own = {"sink": self.queue.state_dict(), "last": [plain_point(point) for point in points]}
         return own if self.over_samples is None else {**own, SAMPLES_DIR: self.over_samples.state_dict()}
+
+    def make_durable(self) -> None:
+        """Fsync the tracker's local files; may be called from another thread."""
+        for queue in self.queues:
+            queue.make_durable()
 
     def settle(self) -> None:
         """Note that the tracker was closed, so only points of the last step are sent to it again."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from onstep.durability import try_to_sync
 from onstep.trackers.metric_names import how_to_fill
 from onstep.trackers.points import SETTLING_SECONDS, read_numbers
 from onstep.trackers.tracker import RunIdentity, Tracker
@@ -234,6 +235,23 @@ class TrackerQueue:
     def state_dict(self) -> dict[str, Any]:
         """The tracker's state after its last completed call; before that, the state it was opened with."""
         return dict(self._state)
+
+    def make_durable(self) -> None:
+        """Fsync the tracker's local files, if it names them by `local_files()`; may be called from another thread.
+
+        What has not been in them for `SETTLING_SECONDS` is part of the run's state, which counts it as unsettled.
+        """
+        local_files = getattr(self.tracker, "local_files", None)
+        try:
+            paths = list(map(Path, local_files())) if callable(local_files) else []
+        except Exception as error:  # noqa: BLE001 - third-party code, as in `_deliver`
+            logger.warning(
+                "The tracker %r cannot name its files: %s: %s", self.tracker.name, type(error).__name__, error
+            )
+            return
+        for path in paths:
+            if path.exists():
+                try_to_sync(path)
 
     def close(self, status: str) -> None:
         """Close the tracker after outstanding deliveries, waiting at most `close_timeout`; idempotent."""

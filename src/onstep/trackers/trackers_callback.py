@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,17 +10,22 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from onstep.analysis.logs.run_status import run_record
+from onstep.bounded_reading import brief
 from onstep.config import ConfigContainer
 from onstep.config.trackers import name_list
 from onstep.errors import ConfigError
 from onstep.events import Callback, CallbackContext
 from onstep.trackers.metric_names import BRIDGE, HF, check_tracker, make_tracker
-from onstep.trackers.points import RunPoints, plain_point, points_for
+from onstep.trackers.points import RunPoints, is_step, plain_point, points_for, saved_mapping, saved_points
 from onstep.trackers.refill import path_id
 from onstep.trackers.services.tensorboard_tracker import TensorBoardTracker
-from onstep.trackers.tracker import Point, RunIdentity, Tracker
+from onstep.trackers.tracker import RunIdentity, Tracker
 from onstep.trackers.tracker_logger import SAMPLES_DIR, TrackerLogger, close_together
 from onstep.trackers.tracker_queue import TrackerQueue
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+_WHERE = "the checkpoint's state of the trackers"
 
 TrackerSpecs = str | Tracker | Sequence[str | Tracker]
 Names = Sequence[str] | Mapping[str, Sequence[str]]
@@ -137,14 +143,19 @@ class TrackersCallback(Callback):
             "sinks": self._states(),
         }
 
+    def make_durable(self) -> None:
+        """Fsync the trackers' local files, before a checkpoint that refers to them is committed."""
+        for logger in self._loggers.values():
+            logger.make_durable()
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume a checkpoint's run: when training begins, or immediately in a rollback."""
         if not any(queue.is_open for queue in self._queues):
             self._memory["resumed"] = dict(state_dict)
             return
-        run = replace(self._memory["run"], start_step=state_dict["step"] or 0)
+        run = replace(self._memory["run"], start_step=_saved_count(state_dict, "step"))
         self._memory["run"] = run
-        self._open(run, self._states_in(state_dict, run), state_dict.get("samples", 0))
+        self._open(run, self._states_in(state_dict, run), _saved_count(state_dict, "samples"))
 
     @property
     def _queues(self) -> list[TrackerQueue]:
@@ -191,10 +202,11 @@ class TrackersCallback(Callback):
 
         From another run's checkpoint only the points are used: its runs in the trackers must not be written to.
         """
-        self._points = RunPoints(state_dict.get("shown", {}))
-        states = dict(state_dict["sinks"])
+        self._points = RunPoints(saved_mapping(state_dict, "shown", _WHERE))
+        sinks = saved_mapping(state_dict, "sinks", _WHERE)
+        states: dict[str, Any] = {name: saved_mapping(sinks, name, _WHERE) for name in sinks}
         if "last_points" in state_dict:  # before version 0.5 all trackers shared them, under the metrics log's names
-            points = [Point(**one) for one in state_dict["last_points"]]
+            points = saved_points(state_dict["last_points"], _WHERE)
             for name, logger in self._loggers.items():
                 last = points_for(getattr(logger.queue.tracker, "keeps_names", False), points)
                 states[name] = {"sink": states.get(name, {}), "last": [plain_point(point) for point in last]}
@@ -245,6 +257,14 @@ def _identity(context: CallbackContext) -> RunIdentity:
 def shown_config(config: ConfigContainer) -> dict[str, Any]:
     """The configuration shown in trackers; environment variables by name only, since values may be secrets."""
     return {**config.to_dict(), "env_vars": sorted(config.env_vars)}
+
+
+def _saved_count(state_dict: Mapping[str, Any], key: str) -> int:
+    value = state_dict.get(key) or 0
+    if is_step(value):
+        return int(value)
+    logger.warning("%s: its %s is %s instead of an integer from 0 to 2**63 - 1; 0 is used", _WHERE, key, brief(value))
+    return 0
 
 
 def _samples(progress: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -17,18 +18,20 @@ from onstep.errors import DataError
 from onstep.trainer.base_trainer import BaseTrainer, Collate
 from onstep.trainer.loss_convention import inner_module
 
+logger = logging.getLogger(__name__)
+
 LABEL_COLUMNS = frozenset({"label", "label_ids", "labels"})
 
 
 class SetEpochLoader(TrainLoader):
     """A `TrainLoader` that calls `set_epoch` of a dataset, at the start and whenever the epoch changes.
 
-    Workers that persist over epochs have copies of the dataset, which are not updated.
+    The workers of such a dataset do not persist over epochs: they have copies of it, which are not updated.
     """
 
-    def __init__(self, dataset: Any, **options: Any) -> None:
+    def __init__(self, dataset: Any, *, persistent_workers: bool = False, **options: Any) -> None:
         self._set_epoch = getattr(dataset, "set_epoch", None)
-        super().__init__(dataset, **options)
+        super().__init__(dataset, persistent_workers=persistent_workers and not callable(self._set_epoch), **options)
 
     def seek(self, epoch: int, samples_in_epoch: int) -> None:
         """Continue from this position."""
@@ -154,10 +157,19 @@ class ColumnFilter:
     def check(self, dataset: Any) -> None:
         """Check that a dataset has a column for the model, using its `column_names` or its first sample.
 
+        The columns that are dropped are logged.
+
         Raises:
             DataError: if it has none.
         """
         columns = _columns_of(dataset)
+        dropped = [column for column in columns or () if column not in self._wanted]
+        if dropped and self._parameters:
+            logger.info(
+                "columns that %s.forward does not accept are dropped: %s (remove_unused_columns)",
+                self._model_name,
+                ", ".join(dropped),
+            )
         if not self._parameters or columns is None or (self._parameters - self._labels).intersection(columns):
             return
         if not self._parameters - self._labels:  # the model expects only labels

@@ -14,13 +14,17 @@ from types import NoneType
 from typing import Any
 
 from torch import nn
+from torch.utils.data import DataLoader
 
 from onstep.config import ConfigContainer
+from onstep.config.checks import idle_in_trainer, idle_line
+from onstep.config.hf.checks import idle_arguments
 from onstep.config.lengths import train_iters
 from onstep.distributed import World, data_parallel, open_world, world_size_from_environment
 from onstep.errors import ConfigError, DataError, RunExistsError
 from onstep.events import Control, Dispatcher
 from onstep.models import Transformer
+from onstep.models.generation.generate import inner_transformer
 from onstep.trackers.report_to import attach_trackers
 from onstep.trainer import loss_convention
 from onstep.trainer.base_trainer import BaseTrainer, Collate
@@ -96,6 +100,11 @@ def check_training(trainer: BaseTrainer, resume_from_checkpoint: Any = None) -> 
         raise ConfigError("The train_dataset has no length, so num_train_epochs cannot end the run; set max_steps.")
     if num_samples == 0:
         raise DataError("The train_dataset is empty: it has 0 samples.")
+    if isinstance(dataset, DataLoader) and dataset.batch_size not in (None, args.per_device_train_batch_size):
+        raise ConfigError(
+            f"The train_dataset is a DataLoader with batch_size={dataset.batch_size}, and per_device_train_batch_size="
+            f"{args.per_device_train_batch_size} gives the run its length and schedule; make them the same."
+        )
     asked = {"eval_on_start=True": args.eval_on_start, "eval_on_save=True": args.eval_on_save}
     asked = {f"eval_strategy={args.eval_strategy!r}": args.eval_strategy != "no", **asked}
     if trainer.eval_dataset is None and any(asked.values()):
@@ -241,6 +250,8 @@ def _convention(trainer: BaseTrainer, module: nn.Module) -> tuple[Convention, st
 
 def _build_training(trainer: BaseTrainer, session: Session, num_samples: int | None) -> None:
     state, config, notify = session.state, session.state.cfg, session.notify
+    if state.world.is_main:
+        _name_idle_arguments(trainer, session)
     if isinstance(session.collate, ColumnFilter):
         session.collate.check(trainer.train_dataset)
     with state.timers(MODEL_TIMER).measure(barrier=True):
@@ -263,6 +274,19 @@ def _build_training(trainer: BaseTrainer, session: Session, num_samples: int | N
     )
     count_steps(state, session.train_data)
     seed_everything(config.rng.seed + state.world.rank)
+
+
+def _name_idle_arguments(trainer: BaseTrainer, session: Session) -> None:
+    """Say in one line which arguments have no effect in this training."""
+    transformer = inner_transformer(session.module)
+    found = idle_in_trainer(session.state.cfg, None if transformer is None else transformer.config)
+    if isinstance(trainer.train_dataset, DataLoader) and trainer.data_collator is not None:
+        found.append(("a train_dataset that is not a DataLoader, which has its own", ["data_collator"]))
+    if trainer.args.prediction_loss_only and trainer.compute_metrics is not None:
+        found.append(("prediction_loss_only=False", ["compute_metrics"]))
+    line = idle_line([*idle_arguments(trainer.args), *found])
+    if line is not None:
+        logger.warning("%s", line)
 
 
 def _active_parameters(module: nn.Module) -> int:
@@ -314,6 +338,6 @@ def _claim(config: ConfigContainer, world: World, asked: Path, owned: RunDir | N
             f"from. Nothing was touched. {ways_out}"
         )
     if world.is_main:
-        logger.warning("%s", already_finished(claim.directory))
+        logger.warning("%s", already_finished(claim))
         lock = RunLock(claim.directory.lock)
     return claim, lock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from onstep.training.setup.final_weights import write_final_weights
 from onstep.training.stages.evaluation import evaluate, note_best_metric, write_evaluation
 from onstep.training.stages.record import publish
 from onstep.training.train import train
+
+logger = logging.getLogger(__name__)
 
 
 class Trainer(BaseTrainer):
@@ -278,7 +281,10 @@ def _collector(
 
 def _computed_metrics(trainer: BaseTrainer, collected: Collected, prefix: str) -> dict[str, Any]:
     predictions, label_ids, inputs, losses = collected
-    if trainer.compute_metrics is None or predictions is None or label_ids is None:
+    if trainer.compute_metrics is None or predictions is None:
+        return {}
+    if label_ids is None:
+        logger.warning("compute_metrics is not called: the evaluated samples have no labels; set label_names")
         return {}
     wanted_losses = losses if "loss" in trainer.args.include_for_metrics else None
     metrics = trainer.compute_metrics(EvalPrediction(predictions, label_ids, inputs, wanted_losses))

@@ -38,7 +38,7 @@ class Loop:
         on.begin()
         on.ready()
         try:
-            if not run.is_over:
+            if not run.is_over or run.has_unfinished_end:
                 self.start_or_pick_up()
             actions.restart_interval(job)
             while not run.is_over:

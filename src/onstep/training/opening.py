@@ -10,8 +10,10 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from onstep.config import ConfigContainer, resolve
+from onstep.config.checks import idle_line, idle_settings, idle_without_trainer
 from onstep.config.differences import describe
 from onstep.distributed import World, attempt
+from onstep.errors import DataError
 from onstep.events import CallbackManager, Control, Dispatcher
 from onstep.trackers.report_to import attach_trackers
 from onstep.training.bridge.global_state import GlobalState
@@ -19,7 +21,8 @@ from onstep.training.checkpointing.writing import open_checkpoints
 from onstep.training.features import RUN, SECTIONS, SETUP
 from onstep.training.reporting.bridge_trackers import check_trackers
 from onstep.training.run import EntryPoint
-from onstep.training.runs.run_dir import Claim, RunDir, RunLock, Status, acquire_run_dir
+from onstep.training.runs.identity import Identify, Identity
+from onstep.training.runs.run_dir import Claim, RunLock, Status, acquire_run_dir
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +81,12 @@ def open_run(
             if claim.changes and world.is_main:
                 changed = describe(list(claim.changes))
                 logger.info("the configuration has changed since this run started:\n%s", changed)
-            run.cfg.run.name = claim.directory.path.name
+            for note in claim.notes if world.is_main else ():
+                logger.warning("%s", note)
+            run.cfg.run.name, run.identity = claim.directory.path.name, claim.identity
             run.cfg.logger.logging_dir = run.cfg.logger.logging_dir or str(claim.directory.path)
+        if world.is_main:
+            _name_idle_settings(run, manager)
         run.bridge_trackers.join(manager)
         entry_point.fire = notify.fire
         try:
@@ -94,6 +101,18 @@ def open_run(
             _record_end(run)
             if lock is not None:
                 lock.release()
+
+
+def _name_idle_settings(run: GlobalState, manager: CallbackManager | None) -> None:
+    """Say in one line which settings have no effect in this run."""
+    callbacks = manager.callbacks if manager is not None else []
+    has_trackers = any(hasattr(callback, "tag_loggers") for callback in callbacks)
+    found = idle_settings(run.cfg, has_trackers=has_trackers)
+    if run.entry_point.trainer is None:
+        found += idle_without_trainer(run.cfg)
+    line = idle_line(found)
+    if line is not None:
+        logger.warning("%s", line)
 
 
 @contextmanager
@@ -128,18 +147,28 @@ def _record_end(run: GlobalState) -> None:
         logger.warning("the end of the run (%s) could not be recorded: %s", status, failure)
 
 
-def claim_for_all(config: ConfigContainer, world: World) -> tuple[Claim | None, RunLock | None]:
+def claim_for_all(
+    config: ConfigContainer, world: World, identify: Identify | None = None
+) -> tuple[Claim | None, RunLock | None]:
     """Claim the run's directory on rank 0 and share the result; None for a run without a name. Collective.
+
+    Args:
+        config: the run's configuration.
+        world: the ranks.
+        identify: see `acquire_run_dir`.
 
     Returns:
         The claim, and on rank 0 the lock that keeps a second process out of an unfinished run.
 
     Raises:
         RunExistsError: on all ranks alike.
+        DataError: likewise, if a rank finds other data than rank 0.
     """
     if config.run.name is None:
         return None, None
-    claimed, error = attempt(lambda: acquire_run_dir(config)) if world.is_main else (None, None)
+    if identify is not None:
+        _check_same_data(identify(config), world)
+    claimed, error = attempt(lambda: acquire_run_dir(config, identify)) if world.is_main else (None, None)
     claim, lock = claimed if claimed is not None else (None, None)
     claim, error = world.share((claim, error))
     if error is not None:
@@ -147,12 +176,30 @@ def claim_for_all(config: ConfigContainer, world: World) -> tuple[Claim | None, 
     return claim, lock
 
 
-def already_finished(directory: RunDir) -> str:
+def _check_same_data(own: Identity, world: World) -> None:
+    """Compare what the ranks read, which each of them needs to know to find its tokens. Collective.
+
+    Raises:
+        DataError: on all ranks alike.
+    """
+    first, *others = world.gather((own.digests, own.problem))
+    for rank, (digests, problem) in enumerate(others, start=1):
+        if (digests, problem) != first:
+            different = [name for name in {**first[0], **digests} if first[0].get(name) != digests.get(name)]
+            reason = problem or first[1] or f"its files of the {' and the '.join(different)} differ"
+            raise DataError(
+                f"rank {rank} does not read what rank 0 reads: {reason}. Copy the same files to all machines, or use a "
+                f"shared file system."
+            )
+
+
+def already_finished(claim: Claim) -> str:
     """The message for a finished run that is started again."""
-    content = directory.read()
+    directory, content = claim.directory, claim.directory.read()
     how = "is finished" if content.get("status") == "completed" else "was stopped"
+    notes = "".join(f"Note: {note}.\n" for note in claim.notes)
     return (
-        f"{directory.path} {how}: {content.get('step', 0)} steps, nothing left to do.\n"
+        f"{directory.path} {how}: {content.get('step', 0)} steps, nothing left to do.\n{notes}"
         f"To extend it: more train.train_iters (or num_epochs) with --on-config-change apply. To train a new run "
         f"beside it: run.fresh=true. To use another name: run.name=NAME."
     )

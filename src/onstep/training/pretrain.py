@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
+from functools import partial
 
 from torch import nn
 
@@ -18,6 +19,7 @@ from onstep.training.bridge.housekeeping import _finish_train
 from onstep.training.opening import already_finished, claim_for_all, open_run
 from onstep.training.protocols import ForwardStep
 from onstep.training.run import EntryPoint, Run
+from onstep.training.runs.identity import configured_identity
 from onstep.training.setup.final_weights import save_weights
 from onstep.training.setup.pretrained import fill_from_pretrained
 from onstep.training.setup.setup import TrainingSetup, set_up
@@ -54,7 +56,7 @@ def pretrain(
 
     Raises:
         ConfigError: before anything is built, naming value, rule and remedy.
-        RunExistsError: if the run's directory holds another run.
+        RunExistsError: if the run's directory holds another run, or one whose data or tokenizer files have changed.
         NonFiniteError: if a loss or gradient norm is NaN or infinite.
     """
     config = resolve(fill_from_pretrained(config), world_size_from_environment())
@@ -63,12 +65,14 @@ def pretrain(
         forward_step_func=forward_step_func,
         pre_wrap_hooks=tuple(pre_wrap_hooks),
         prints_console_line=not shows_progress(manager),
+        identify=configured_identity,
     )
-    with open_run(config, manager, _joined, claim_for_all, entry_point) as opened:
+    claim_run = partial(claim_for_all, identify=configured_identity)
+    with open_run(config, manager, _joined, claim_run, entry_point) as opened:
         run, notify, claim = opened.run, opened.notify, opened.claim
         if claim is not None and claim.is_finished:
             if run.world.is_main:
-                print(already_finished(claim.directory), flush=True)  # noqa: T201 - the answer to the command
+                print(already_finished(claim), flush=True)  # noqa: T201 - the answer to the command
             return run
         setup = set_up(run, notify)
         try:

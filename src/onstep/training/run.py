@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -27,6 +27,7 @@ from onstep.training.feature import Features
 from onstep.training.protocols import Metrics, Trained, UserOptimizer, UserScheduler
 from onstep.training.reporting.bridge_trackers import BridgeTrackers
 from onstep.training.reporting.timers import Clock, Timers
+from onstep.training.runs.identity import Identify
 from onstep.training.runs.microbatches import NumMicroBatchesCalculator
 from onstep.training.runs.run_dir import RunDir
 from onstep.training.runs.signals import ExitWatch
@@ -144,6 +145,8 @@ class EntryPoint:
     """The user's changes to the model before it is wrapped for data parallelism."""
     forward_step_func: object = None
     """The forward step as the user passed it; its state is saved if it has one."""
+    identify: Identify | None = None
+    """Determines what a configuration trains on; None for data that is not configured."""
     process_groups: dict[str, object] = field(default_factory=dict)
     """Process groups by the name given in a `StateComponent` with the pattern PER_GROUP."""
 
@@ -192,6 +195,8 @@ class Run:
     train_state: TrainState = field(default_factory=TrainState)
     control: Control = field(default_factory=Control)
     info: RunInfo = field(default_factory=RunInfo)
+    identity: Mapping[str, str] = field(default_factory=dict)
+    """Digests of what the run is trained on, which its checkpoints record."""
     num_microbatches: int = 1
     """Micro-batches of the current step on one rank; `batch_sizes` updates it if the batch size is ramped up."""
     num_eval_microbatches: int = 1
@@ -338,6 +343,11 @@ class Run:
         if control.should_training_stop or control.should_abort_without_save or self.stage.data_exhausted:
             return True
         return self.exits.decided is not None or self.has_all_steps
+
+    @property
+    def has_unfinished_end(self) -> bool:
+        """Whether it continues from after its last step, but before the evaluation, log or epoch end due there."""
+        return self.stage.is_resumed and not self.stage.final_metrics_logged and not self.leaves
 
     @property
     def leaves(self) -> bool:

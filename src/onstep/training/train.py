@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from onstep.data import Batch, IteratorReader, StepBatches, as_step_source
+from onstep.data.loaders.step_source import only_iterator
 from onstep.events import CallbackManager, Dispatcher
 from onstep.optim import ForeignOptimizer, TorchSchedulerAdapter
 from onstep.training.bridge.global_state import GlobalState, TrainStepResult
@@ -27,8 +28,8 @@ from onstep.training.profiling.profilers import check_profilers
 from onstep.training.protocols import DataSource, ForwardStep, NonLossFunction, Trained, UserOptimizer, UserScheduler
 from onstep.training.stages.ending import Leave, exit_if_preempted
 from onstep.training.stages.exits import checkpoint_and_decide_exit, save_checkpoint_and_time
-from onstep.training.stages.forward_step import prepare_forward_step_func
-from onstep.training.stages.job import Evaluation, Job, drive
+from onstep.training.stages.forward_step import only_chunk, prepare_forward_step_func
+from onstep.training.stages.job import Evaluation, Job, drive, warn_of_parameters_left_out
 from onstep.training.stages.progress_log import (
     compute_throughputs_and_append_to_progress_log,
     get_start_time_from_progress_log,
@@ -70,7 +71,7 @@ def train(
 
     Args:
         forward_step_func: a function with one of the documented signatures (`onstep.training.stages.forward_step`).
-        model: list of model chunks, wrapped for data parallelism if there are several ranks.
+        model: list with one module, wrapped for data parallelism if there are several ranks.
         optimizer: a `TrainingOptimizer`, a torch optimizer (which is wrapped in one, with `optimizer.clip_grad`), or an
             object whose `step()` returns `(successful, grad_norm, num_zeros)` and which clips by itself. For the last
             kind, loss and gradients are read once before each `step()`, so that it never sees non-finite values.
@@ -88,8 +89,9 @@ def train(
     Raises:
         NonFiniteError: if a loss or gradient norm is NaN or infinite; the update was not applied.
         ReplicaMismatchError: if replicas differ (`train.check_weight_hash_across_dp_replicas_interval`).
-        ConfigError: if both `profiling.use_pytorch_profiler` and a callback profile.
+        ConfigError: if both `profiling.use_pytorch_profiler` and a callback profile, or the model has several chunks.
     """
+    only_chunk(model)
     run = global_state
     check_profilers(run.cfg.profiling, callback_manager)
     driven = drive(optimizer, model, run)
@@ -123,6 +125,7 @@ def train(
             run.features.open(TRAINING, job, run.world),
             run.world.no_collectives_after_an_error(),
         ):
+            warn_of_parameters_left_out(job)
             Loop(job).train()
     exit_if_preempted(run)
 
@@ -141,13 +144,17 @@ def train_step(
     Args:
         forward_step_func: called as `(iterator, model chunk)`, with its state already injected.
         data_iterator: the step's `StepBatches`, or any iterator of micro-batches, of which `num_microbatches` are read.
-        model: list of model chunks; without pipelining there is one.
+        model: list with one module.
         optimizer: a `TrainingOptimizer`, or any object whose `step()` returns `(successful, grad_norm, num_zeros)`.
         scheduler: stepped after a successful update, by the samples of a full step even if the tail of an epoch is
             shorter: the schedule is as long as the run. None keeps the learning rate.
         global_state: the run's state.
         notify: fires the events inside the step; None fires none.
+
+    Raises:
+        ConfigError: if the model has several chunks; no data has been read.
     """
+    only_chunk(model)
     batches = step_batches(data_iterator, global_state.num_microbatches, global_state.world.size)
     loop = _loop_of(forward_step_func, model, optimizer, scheduler, global_state, notify)
     step = loop.last.begin(global_state.train_state.step + 1, batches)
@@ -207,8 +214,7 @@ def step_batches(
     """
     if isinstance(data_iterator, StepBatches):
         return data_iterator
-    source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-    batches = IteratorReader(source, world_size=world_size).read(num_microbatches)
+    batches = IteratorReader(only_iterator(data_iterator), world_size=world_size).read(num_microbatches)
     if batches is None:
         raise StopIteration
     return batches

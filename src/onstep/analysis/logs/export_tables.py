@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from onstep.analysis.logs.record_file import number
+from onstep.analysis.logs.columns import number
 from onstep.analysis.logs.training_log import TrainingLog
 from onstep.errors import ConfigError, MissingExtraError
 

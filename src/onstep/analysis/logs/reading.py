@@ -8,11 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from onstep.analysis.logs.record_file import BLANK, BYTE_ORDER_MARK, FileSource, RecordFile, decoded
+from onstep.analysis.logs.columns import MAX_KEYS
+from onstep.analysis.logs.lines import BLANK, MAX_LINE_BYTES, FileSource
+from onstep.analysis.logs.record_file import BYTE_ORDER_MARK, RecordFile, decoded
+from onstep.bounded_reading import MAX_JSON_BYTES, check_nesting
 from onstep.errors import DataError
 from onstep.metrics_log import Record
 
 _HEAD_BYTES = 1 << 16
+_MOST_WHOLE_BYTES = MAX_JSON_BYTES
+"""Maximum size of a file that is not read line by line, since it is decoded as a whole."""
+_MOST_OBJECTS = 1_000_000
+"""The same for its number of objects and lists, which take many times their size in the file."""
 _HISTORY = "log_history"
 """Key of the records in the trainer_state.json of Hugging Face's Trainer."""
 _STEP, _FOREIGN_STEP = "global_step", "step"
@@ -32,13 +39,22 @@ def read_log(path: Path) -> tuple[Sequence[Record], list[str]]:
         raise DataError(f"{path} is a directory, not a log; to read the log in it, use TrainingLog.from_run_dir.")
     source = FileSource(path)
     head = source.read(0, _HEAD_BYTES)
-    if not head.strip(BLANK) and not source.read(_HEAD_BYTES, source.size).strip(BLANK):
+    if not head.strip(BLANK) and source.is_blank():
         return [], ["the file is empty: nothing has been logged yet"]
     _require_json(path, head)
     if not _has_record_a_line(source):
         return _read_whole(path, source)
     records = RecordFile(source)
+    if records.num_long_lines and not len(records):
+        raise DataError(_too_large(path, source))
     return records, [*_notes(records), *records.notes]
+
+
+def _too_large(path: Path, source: FileSource) -> str:
+    return (
+        f"{path} has {source.size:,} bytes, and a file without a record of at most {MAX_LINE_BYTES:,} bytes on each "
+        f"line is read up to {_MOST_WHOLE_BYTES:,}; write one record per line, or {_REMEDY}"
+    )
 
 
 def _require_json(path: Path, head: bytes) -> None:
@@ -55,9 +71,14 @@ def _require_json(path: Path, head: bytes) -> None:
 
 
 def _has_record_a_line(source: FileSource) -> bool:
-    """Whether the first line with a brace is a complete record with the keys of a metrics log."""
+    """Whether the first line with a brace is a complete record with the keys of a metrics log.
+
+    A file that is too large to be decoded as a whole is also read line by line if its first line is too long.
+    """
     head, size = b"", _HEAD_BYTES
     while len(head) < source.size and head.strip(BLANK + b"[").count(b"\n") == 0:
+        if len(head) > MAX_LINE_BYTES:
+            return source.size > _MOST_WHOLE_BYTES
         head, size = source.read(0, size), size * 4
     text = head.removeprefix(BYTE_ORDER_MARK).lstrip(BLANK)
     record = decoded(text.lstrip(BLANK + b"[").partition(b"\n")[0].rstrip(BLANK + b",]"))
@@ -73,19 +94,47 @@ def _notes(records: RecordFile) -> list[str]:
     cut = records.bad_lines[-1] if records.is_cut_short and records.num_bad_lines == len(records.bad_lines) else None
     within = [bad for bad in records.bad_lines if bad is not cut]
     if within:
-        shown = ", ".join(f"{bad.number} ({_shown(bad.text)} at byte {bad.offset})" for bad in within[:3])
-        more = records.num_bad_lines - (cut is not None) - len(within[:3])
-        notes.append(f"{recovered}; skipped damaged lines: {shown}" + (f" and {more} more" if more else ""))
+        shown = _listed(
+            [f"{bad.number} ({_shown(bad.text)} at byte {bad.offset})" for bad in within],
+            records.num_bad_lines - (cut is not None),
+        )
+        notes.append(f"{recovered}; skipped damaged lines: {shown}")
     if cut is not None:
         notes.append(f"{recovered}; the last one is truncated at byte {cut.offset} and was skipped")
-    elif records.is_opened and not records.is_closed:
+    if records.long_lines:
+        shown = _listed(
+            [f"{line.number} (at byte {line.offset})" for line in records.long_lines], records.num_long_lines
+        )
+        notes.append(f"{recovered}; skipped lines of more than {MAX_LINE_BYTES:,} bytes: {shown}")
+    if records.columns.has_more_keys:
+        notes.append(
+            f"the records have more than {MAX_KEYS:,} different keys: those that appear after the first {MAX_KEYS:,} "
+            "are not summarized, plotted or exported"
+        )
+    if cut is None and records.is_opened and not records.is_closed:
         notes.append(f"{recovered}; the closing ']' is missing: the writer is still running, or was killed")
     return notes
 
 
+def _listed(names: Sequence[str], num: int) -> str:
+    """The first three of `num` names."""
+    more = num - len(names[:3])
+    return ", ".join(names[:3]) + (f" and {more} more" if more else "")
+
+
 def _read_whole(path: Path, source: FileSource) -> tuple[list[Record], list[str]]:
     """The records of a file in another layout (indented, all on one line, another program's), with notes."""
-    text = source.read(0, source.size).removeprefix(BYTE_ORDER_MARK).decode("utf-8", errors="replace")
+    if source.size > _MOST_WHOLE_BYTES:
+        raise DataError(_too_large(path, source))
+    data = source.read(0, source.size)
+    num_objects = data.count(b"{") + data.count(b"[")
+    if num_objects > _MOST_OBJECTS:
+        raise DataError(
+            f"{path} has {num_objects:,} objects and lists, and a file without one record per line is read up to "
+            f"{_MOST_OBJECTS:,}; write one record per line, or {_REMEDY}"
+        )
+    text = data.removeprefix(BYTE_ORDER_MARK).decode("utf-8", errors="replace")
+    del data
     content, notes = _content(path, text.strip(BLANK.decode()))
     num_entries = len(content)
     content[:] = [entry for entry in content if isinstance(entry, dict)]
@@ -105,6 +154,7 @@ def _content(path: Path, text: str) -> tuple[list[Any], list[str]]:
     """The entries of the file's array, with notes."""
     try:
         content = json.loads(text)
+        check_nesting(content)
     except (ValueError, RecursionError) as error:
         return _recovered(path, text, error)
     if isinstance(content, dict) and isinstance(content.get(_HISTORY), list):
@@ -148,10 +198,12 @@ def _entries(text: str, position: int) -> tuple[list[Any], int]:
         if text[position : position + 1] != "{":
             return entries, position
         try:
-            entry, position = decoder.raw_decode(text, position)
+            entry, end = decoder.raw_decode(text, position)
+            check_nesting(entry)
         except (ValueError, RecursionError):
             return entries, position
         entries.append(entry)
+        position = end
 
 
 def _shown(text: str | bytes) -> str:
@@ -160,7 +212,7 @@ def _shown(text: str | bytes) -> str:
 
 
 _TAIL_BYTES = 1 << 16
-_PIECE_BYTES = 1 << 20
+_COMPARED_BYTES = 1 << 20
 
 
 class LogTail:
@@ -172,6 +224,7 @@ class LogTail:
     Attributes:
         was_rewritten: whether the last `news` found that records read before had been replaced, as after a resume or a
             rollback.
+        num_long_lines: number of lines of more than `lines.MAX_LINE_BYTES` that the last call skipped.
 
     Raises:
         FileNotFoundError: if the file does not exist.
@@ -180,6 +233,7 @@ class LogTail:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.was_rewritten = False
+        self.num_long_lines = 0
         self._source = FileSource(self.path)
         self._position = 0
         """Position after the last record read."""
@@ -207,27 +261,38 @@ class LogTail:
             self.was_rewritten = True
             self._position = same
         self._source = source
-        line = source.read(0, self._position).rfind(b"\n") + 1 if self.was_rewritten else self._position
-        return self._read(line)
+        return self._read(self._line_start() if self.was_rewritten else self._position)
+
+    def _line_start(self) -> int:
+        """The start of the line at the current position."""
+        start = max(0, self._position - MAX_LINE_BYTES)
+        return start + self._source.read(start, self._position).rfind(b"\n") + 1
 
     def _read(self, start: int) -> list[Record]:
         """The complete records in the bytes from `start` on that end after the current position."""
         records: list[Record] = []
-        for line in self._source.read(start, self._source.size).split(b"\n"):
-            text = line.strip(BLANK + b",[]")
-            stop = start + line.find(text) + len(text)
-            if stop > self._position and isinstance(record := decoded(text), dict):
-                records.append(record)
-                self._position = stop
-            start += len(line) + 1
+        self.num_long_lines = 0
+        for piece in self._source.pieces(start):
+            if piece.is_too_long:
+                self._position = max(self._position, piece.stop)
+                self.num_long_lines += 1
+                continue
+            offset = piece.offset
+            for line in piece.lines:
+                text = line.strip(BLANK + b",[]")
+                stop = offset + line.find(text) + len(text)
+                if stop > self._position and isinstance(record := decoded(text), dict):
+                    records.append(record)
+                    self._position = stop
+                offset += len(line) + 1
         return records
 
     def _common_with(self, source: FileSource) -> int:
         """The position up to which the log is unchanged."""
         if source.identity == self._source.identity:
             return self._position if source.size >= self._position else 0
-        for start in range(0, self._position, _PIECE_BYTES):
-            stop = min(start + _PIECE_BYTES, self._position)
+        for start in range(0, self._position, _COMPARED_BYTES):
+            stop = min(start + _COMPARED_BYTES, self._position)
             old, new = self._source.read(start, stop), source.read(start, stop)
             if old != new:
                 differing = (at for at, (a, b) in enumerate(zip(old, new, strict=False)) if a != b)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
 from pathlib import Path
 from typing import Any
+
+from onstep.bounded_reading import read_json
+from onstep.errors import DataError
 
 _RUNNING = ("running", "again")
 _LOCKS = Path("/proc/locks")
@@ -76,7 +78,7 @@ _VERBS = {
 def run_record(directory: Path) -> dict[str, Any]:
     """The content of the `run.json` in `directory`; {} if there is no readable one."""
     try:
-        content = json.loads((directory / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(directory / "run.json")
+    except (OSError, DataError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from onstep.analysis.logs.columns import Columns
 from onstep.analysis.logs.files import FILE_NAME, name_of_place, names_in_path
 from onstep.analysis.logs.reading import read_log
-from onstep.analysis.logs.record_file import ListColumns, RecordFile
+from onstep.analysis.logs.record_file import RecordFile
 from onstep.errors import ConfigError
 from onstep.metrics_log import Record
 
@@ -51,7 +53,6 @@ class TrainingLog:
         run_name, model_name = names_in_path(self.log_path)
         self.run_name = run_name if self.run_name is None else self.run_name
         self.model_name = model_name if self.model_name is None else self.model_name
-        self._columns = self.records if isinstance(self.records, RecordFile) else ListColumns(self.records)
 
     @classmethod
     def from_file(cls, log_path: str | Path) -> TrainingLog:
@@ -76,6 +77,11 @@ class TrainingLog:
         """Read the `trainer_logs.json` in a run's directory; raises the same errors as `from_file`."""
         return cls.from_file(Path(run_dir) / FILE_NAME)
 
+    @cached_property
+    def columns(self) -> Columns:
+        """The numbers of the records by key."""
+        return self.records.columns if isinstance(self.records, RecordFile) else Columns(self.records)
+
     @property
     def num_records(self) -> int:
         """Number of records."""
@@ -90,15 +96,15 @@ class TrainingLog:
 
     def keys(self) -> list[str]:
         """All keys of the records, in order of first appearance."""
-        return self._columns.keys()
+        return self.columns.keys()
 
     def column(self, key: str) -> NDArray[np.float64]:
         """The numbers of `key`, shape (num_records,), read-only; NaN where a record has no number."""
-        return self._columns.column(key)
+        return self.columns.column(key)
 
     def has(self, key: str) -> NDArray[np.bool_]:
         """Mask of the records that have `key` with any value, shape (num_records,), read-only."""
-        return self._columns.has(key)
+        return self.columns.has(key)
 
     def load_columns(self, keys: Iterable[str]) -> None:
         """Load several columns, which are then cached as by `column`."""
@@ -107,7 +113,8 @@ class TrainingLog:
 
     def blocks(self, keys: Sequence[str]) -> Iterator[dict[str, list[Any]]]:
         """The decoded values of the keys, a few thousand records at a time; None where a record lacks the key."""
-        return self._columns.blocks(keys)
+        for records in self.records.blocks() if isinstance(self.records, RecordFile) else [self.records]:
+            yield {key: [record.get(key) for record in records] for key in keys}
 
     @property
     def is_training(self) -> NDArray[np.bool_]:

@@ -15,7 +15,7 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from onstep.analysis.logs.record_file import number
+from onstep.analysis.logs.columns import number
 from onstep.analysis.logs.training_log import TrainingLog
 from onstep.analysis.plots.axes import FONT_SIZE, NOTE_SIZE, QUIET_COLOUR, TEXT_COLOUR, TITLE_SIZE, plain
 from onstep.analysis.plots.output import finish, new_figure

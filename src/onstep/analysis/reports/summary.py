@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from onstep.analysis.logs.columns import Mask, Numbers
 from onstep.analysis.logs.files import name_of_place
-from onstep.analysis.logs.record_file import Mask, Numbers
 from onstep.analysis.logs.training_log import TrainingLog
 from onstep.analysis.plots.series import newest_rows
 from onstep.analysis.text_tables import printable
+from onstep.log_gaps import MISSING, describe_gap
 
 Summary = dict[str, Any]
 
@@ -30,6 +31,8 @@ _LOSS_OF_SET = re.compile(r"eval_(.+)_loss")
 """Key of the loss on a named evaluation set."""
 _MOST_KEYS = 12
 """Maximum number of keys to list if there is nothing to summarize."""
+_MOST_GAPS = 5
+"""Maximum number of gaps to list."""
 
 
 def compute_summary_statistics(log: TrainingLog) -> Summary:
@@ -40,7 +43,7 @@ def compute_summary_statistics(log: TrainingLog) -> Summary:
     `initial_lr`, `final_lr`. With evaluations: `final_eval_loss`, `final_eval_loss_step`, `best_eval_loss`,
     `best_eval_loss_step`. After the end: `train_runtime` (seconds), `train_samples`, `train_samples_per_second`,
     `train_steps_per_second`, `effective_batch_size`. With several evaluation sets (`eval_<set>_loss`): `eval_sets`,
-    with the same four evaluation values for each. `notes`: remarks on the values.
+    with the same four evaluation values for each. `notes`: remarks on the values and on records that were lost.
 
     If a run was rolled back to an earlier step and its log still contains the records after that step, only the newer
     branch counts, as in plots.
@@ -98,6 +101,8 @@ def _notes(log: TrainingLog, num_left: int, more_losses: list[str]) -> list[str]
             f"the run was rolled back to an earlier step: {num_left} training records of the abandoned branch are "
             "excluded"
         )
+    gaps = np.flatnonzero(log.has(MISSING))[:_MOST_GAPS]
+    notes += filter(None, (describe_gap(log.records[int(row)]) for row in gaps))
     if not any(log.has(key).any() for key in ("loss", "eval_loss", *more_losses)):
         keys = log.keys()
         more = ", ..." if len(keys) > _MOST_KEYS else ""

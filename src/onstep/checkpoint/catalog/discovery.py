@@ -6,9 +6,11 @@ import difflib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import islice
 from pathlib import Path
 
 from tqdm import tqdm
@@ -23,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 BAR_BYTES = 1024**3
 """Checkpoints smaller than this are verified too quickly for a progress bar to be useful."""
+MAX_ENTRIES = 100_000
+"""How many files of a checkpoint are counted; those of Onstep are some per rank and component."""
 
 
 def verify_shown(directory: Path, bar_bytes: int = BAR_BYTES) -> Manifest:
@@ -345,8 +349,8 @@ def damage(directory: Path, progress: Progress | None = None) -> list[str]:
 
 
 def unlisted_files(directory: Path, manifest: Manifest) -> list[str]:
-    """Files in a checkpoint that its manifest does not list; nothing reads them."""
-    there = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir())
+    """Files in a checkpoint that its manifest does not list; nothing reads them. Looks at `MAX_ENTRIES` at most."""
+    there = sorted(name for name, _ in islice(_files_below(directory), MAX_ENTRIES))
     return [name for name in there if name != MANIFEST and name not in manifest.files]
 
 
@@ -375,11 +379,22 @@ def _match(path: Path) -> re.Match[str] | None:
 
 def _size(directory: Path) -> int:
     """Total bytes of the files below a directory; a concurrent save may remove some in the meantime."""
-    total = 0
-    for path, _, names in os.walk(directory):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(path, name)).st_size
-            except FileNotFoundError:
-                continue
-    return total
+    return sum(size for _, size in islice(_files_below(directory), MAX_ENTRIES))
+
+
+def _files_below(directory: Path) -> Iterator[tuple[str, int]]:
+    """Name relative to the directory and size of each file below it; does not follow links."""
+    waiting = [""]
+    while waiting:
+        prefix = waiting.pop()
+        try:
+            with os.scandir(directory / prefix) as entries:
+                for entry in entries:
+                    name = f"{prefix}{entry.name}"
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(f"{name}/")
+                    else:
+                        with suppress(FileNotFoundError):
+                            yield name, entry.stat(follow_symlinks=False).st_size
+        except OSError:
+            continue  # it was removed in the meantime, or cannot be read

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onstep.bounded_reading import DIGITS_OF_64_BITS, parse_json
+from onstep.bounded_reading import DIGITS_OF_64_BITS, MAX_VALUES, number_of_values, parse_json
 from onstep.checkpoint.format.tensor_header import DTYPE_NAMES, METADATA_KEY
 from onstep.checkpoint.format.values import (
     VALUE_DECODERS,
@@ -36,7 +36,7 @@ from onstep.checkpoint.format.values import (
 from onstep.errors import CheckpointError, UnsupportedStateError
 
 FORMAT = 1
-MAX_DOCUMENT_BYTES = 1024**3
+MAX_DOCUMENT_BYTES = 256 * 1024**2
 MAX_DEPTH = 64
 _LEVELS_OF_JSON = 4
 """Maximum number of levels of the document for a level of the state."""
@@ -108,10 +108,11 @@ def document_to_bytes(document: Any, where: str = "state") -> bytes:
         UnsupportedStateError: if it is too large.
     """
     text = json.dumps(document, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode()
-    if len(text) > MAX_DOCUMENT_BYTES:
+    number = number_of_values(text)
+    if len(text) > MAX_DOCUMENT_BYTES or number > MAX_VALUES:
         raise UnsupportedStateError(
-            f"{where}: its non-tensor values need {len(text)} bytes of JSON, but at most {MAX_DOCUMENT_BYTES} are "
-            f"allowed; store long lists as tensors or NumPy arrays."
+            f"{where}: its {number:,} non-tensor values need {len(text):,} bytes of JSON, but at most {MAX_VALUES:,} and "
+            f"{MAX_DOCUMENT_BYTES:,} are allowed; store long lists as tensors or NumPy arrays."
         )
     return text
 
@@ -122,8 +123,6 @@ def document_from_bytes(text: bytes, where: str = "state") -> Any:
     Raises:
         CheckpointError: for anything but strict JSON.
     """
-    if len(text) > MAX_DOCUMENT_BYTES:
-        raise CheckpointError(f"{where}: {len(text)} bytes of JSON exceed the limit of {MAX_DOCUMENT_BYTES}.")
     return parse_json(
         text,
         where,

@@ -14,6 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -227,8 +228,9 @@ def _header_of(file: FileIO, path: str | Path) -> dict[str, TensorInfo]:
 
 def _read_next(file: FileIO, path: str | Path, name: str, info: TensorInfo) -> Tensor:
     tensor = torch.empty(info.shape, dtype=info.dtype)
-    _fill(file, path, _memory(tensor))
-    if info.dtype == torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
+    memory = _memory(tensor)
+    _fill(file, path, memory)
+    if info.dtype == torch.bool and np.frombuffer(memory, np.uint8).max(initial=0) > 1:  # torch's threads hang in forks
         raise CheckpointError(
             f"{path} is not a tensor file: {name[:100]!r} is a bool tensor with bytes other than 0 and 1."
         )

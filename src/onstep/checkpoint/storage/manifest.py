@@ -24,6 +24,11 @@ FORMAT = 1
 MANIFEST_BYTES = 64 * 1024**2
 """Larger manifests are refused unread; one that lists 100,000 files has about 15 MB."""
 READ_BYTES = 8 * 1024**2
+READ_THREADS = min(16, os.cpu_count() or 1)
+"""Threads that hash a file of at least `READ_BYTES`. Explicit: a hasher then has its own. On those of `blake3.AUTO`,
+which all hashers share, a process would hang that is forked after their first use."""
+MAX_LEVELS = 16
+"""Limit for the depth of a file in a checkpoint; those of Onstep are 2 to 4 deep."""
 Progress = Callable[[int], object]
 """Called with the number of bytes read since the previous call."""
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -118,6 +123,8 @@ def verify(directory: Path, *, progress: Progress | None = None) -> Manifest:
         CheckpointError: naming the first file that is missing or not as it was written.
     """
     manifest = read_manifest(directory)
+    for name, digest in manifest.files.items():  # all sizes first, which is quick
+        check_file(directory, name, digest, hashed=False)
     for name, digest in manifest.files.items():
         check_file(directory, name, digest, progress)
     return manifest
@@ -172,8 +179,9 @@ def _open_plain(path: Path) -> int:
 
 
 def _hash(descriptor: int, progress: Progress | None) -> str:
-    hasher = blake3(max_threads=blake3.AUTO)
-    buffer = memoryview(bytearray(min(READ_BYTES, max(1, os.fstat(descriptor).st_size))))
+    size = os.fstat(descriptor).st_size
+    hasher = blake3(max_threads=READ_THREADS if size >= READ_BYTES else 1)
+    buffer = memoryview(bytearray(min(READ_BYTES, max(1, size))))
     with open(descriptor, "rb", buffering=0, closefd=False) as file:
         while count := file.readinto(buffer):
             hasher.update(buffer[:count])
@@ -260,6 +268,8 @@ def _component(key: str, entry: Any, files: dict[str, FileDigest]) -> ComponentE
 
 def _check_path(name: str) -> None:
     parts = name.split("/")
+    if len(parts) > MAX_LEVELS:
+        raise _RefusedError(f"path {name[:200]!r} has {len(parts)} levels; at most {MAX_LEVELS} are allowed")
     if name == MANIFEST or any(part in ("", ".", "..") or len(part.encode(errors="replace")) > 255 for part in parts):
         raise _RefusedError(f"path {name[:200]!r} must be relative and inside the checkpoint, without '..'")
     if len(name) > 4096 or not name.isprintable() or "\\" in name:

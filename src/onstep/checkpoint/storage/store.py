@@ -17,6 +17,7 @@ from typing import Literal, TypeVar
 from blake3 import blake3
 
 from onstep.checkpoint.format.tensor_file import FileDigest
+from onstep.durability import sync_dir
 from onstep.errors import CheckpointError
 from onstep.heartbeat import HEARTBEAT
 
@@ -75,7 +76,7 @@ class FileStore:
 
     def sync_dir(self, path: Path) -> None:
         """Make the directory's entries durable, i.e. creations, renames and removals in it."""
-        self._do(Operation("fsync_dir", path), lambda: _sync_dir(path))
+        self._do(Operation("fsync_dir", path), lambda: sync_dir(path))
 
     def open(self, path: Path) -> StoredFile:
         """Create a file for writing; it must not exist yet."""
@@ -246,17 +247,6 @@ def _remove_dir(path: Path) -> None:
         os.rmdir(path)
     except FileNotFoundError:
         return  # another process is sweeping the same leftovers
-
-
-def _sync_dir(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # raised by network file systems that do not support fsync of directories
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def _entries(directory: Path) -> Iterator[tuple[Path, bool]]:

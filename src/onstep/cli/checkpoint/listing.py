@@ -23,11 +23,14 @@ from onstep.checkpoint.catalog.discovery import (
 from onstep.checkpoint.catalog.retention import metric_value
 from onstep.cli.cells import counted, date_shown, metric_shown, size_shown
 from onstep.cli.checkpoint.paths import CHECKPOINT_NAME, dir_of, locate, retention_of
+from onstep.config.suggestions import listed
 from onstep.errors import CheckpointError
 
 _NOISE = ("epoch", "runtime", "per_second")
 """Suffixes of metrics that do not measure a checkpoint's quality."""
 _METRICS_SHOWN = 3
+_FILES_SHOWN = 100
+"""How many bad or extra files are named; the remaining ones are counted."""
 
 
 @dataclass(frozen=True)
@@ -201,9 +204,11 @@ def is_intact(directory: Path) -> bool:
         print(f"{directory}: BAD, {len(problems)} of {files}" if len(problems) > 1 else f"{directory}: BAD")
     else:
         print(f"{directory}: good, {files}, {size_shown(manifest.size_bytes)}")
-    for line in problems:
+    for line in problems[:_FILES_SHOWN]:
         print(f"  {printable(line)}")
+    if len(problems) > _FILES_SHOWN:
+        print(f"  ... and {len(problems) - _FILES_SHOWN} more")
     extra = unlisted_files(directory, manifest)
     if extra:
-        print(f"  extra files: {printable(', '.join(extra))}; not in the manifest, never read")
+        print(f"  extra files: {printable(listed(extra, _FILES_SHOWN))}; not in the manifest, never read")
     return not problems

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+from onstep.config.checks.data import parse_split
 from onstep.config.container import ConfigContainer
 from onstep.config.keys import KEYS
 from onstep.config.suggestions import nearest
@@ -80,7 +81,7 @@ def _check_best(config: ConfigContainer, components: Sequence[str]) -> None:
     }
     evaluates = {best: checkpoint.load_best_model_at_end, "validation.eval_on_save": validation.eval_on_save}
     for key, value in reads_own.items():
-        if value and not _has_dir(config):  # a save without one only warns
+        if value and not has_dir(config):  # a save without one only warns
             raise ConfigError(
                 f"{key}={value} requires a checkpoint directory, but this run has none; set run.name or "
                 "checkpoint.save."
@@ -90,6 +91,11 @@ def _check_best(config: ConfigContainer, components: Sequence[str]) -> None:
             raise ConfigError(f"{key}={value} requires evaluations, got validation.eval_iters=0; use null or > 0.")
     if not checkpoint.load_best_model_at_end:
         return
+    if parse_split(config.dataset.split)[1] == 0:
+        raise ConfigError(
+            f"{best}=True requires evaluations, but dataset.split={config.dataset.split!r} has no share for "
+            "validation; give it one, such as '95,5'."
+        )
     if not saves_meet_evaluations(config):
         raise ConfigError(
             f"{best}=True requires checkpoints of evaluated steps, got "
@@ -101,7 +107,8 @@ def _check_best(config: ConfigContainer, components: Sequence[str]) -> None:
         raise ConfigError(f"{best} requires the weights; add model to checkpoint.components.")
 
 
-def _has_dir(config: ConfigContainer) -> bool:
+def has_dir(config: ConfigContainer) -> bool:
+    """Whether a run has a directory for checkpoints."""
     return config.run.name is not None or config.checkpoint.save is not None
 
 
@@ -125,7 +132,7 @@ def _check_rollback(config: ConfigContainer, components: Sequence[str]) -> None:
     if key is None:
         return
     checkpoint = config.checkpoint
-    if not _has_dir(config):
+    if not has_dir(config):
         raise ConfigError(f"{key}=rollback requires a checkpoint directory; set run.name or checkpoint.save.")
     intervals = (checkpoint.save_interval, checkpoint.non_persistent_save_interval)
     if not any(intervals) and not checkpoint.save_each_epoch and not checkpoint.save_on_best:
@@ -221,7 +228,7 @@ def check_watching(config: ConfigContainer, world_size: int) -> None:
     ft = config.ft
     seconds, rank = ft.watchdog_seconds, ft.simulated_fault_rank
     names = [name for name in ("calc_ft_timeouts", "enable_ft_package") if getattr(ft, name)]
-    if names and not _has_dir(config):
+    if names and not has_dir(config):
         raise ConfigError(
             f"ft.{names[0]}=True keeps ft_state.json next to the checkpoints, but this run has no checkpoint "
             "directory; set run.name or checkpoint.save."

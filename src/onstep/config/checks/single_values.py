@@ -6,7 +6,7 @@ import math
 
 from onstep.config.keys import leaves
 from onstep.config.section import ConfigSection
-from onstep.config.suggestions import not_a_choice
+from onstep.config.suggestions import not_a_choice, shown
 from onstep.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def check_values(config: ConfigSection, prefix: str = "") -> None:
         if isinstance(value, float) and not math.isfinite(value) and not (option.may_be_infinite and value > 0):
             raise ConfigError(f"{key}={value} must be a finite number.")
         if option.bound is not None and not option.bound.holds(value):
-            raise ConfigError(f"{key}={value!r} must be {option.bound.text}.")
+            raise ConfigError(f"{key}={shown(value)} must be {option.bound.text}.")
         if option.choices and value not in option.choices and value not in option.spellings:
             raise not_a_choice(key, value, option.choices)
 

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
 from typing import Any, TypeVar
 
-from onstep.bounded_reading import parse_json
+from onstep.bounded_reading import integer_from_environment, parse_json
 from onstep.config.field_types import coerce, field_types
 from onstep.config.hf.argument import (
     LOG_LEVELS,
@@ -265,17 +265,17 @@ class TrainingArguments(ReservedArguments):
     @property
     def world_size(self) -> int:
         """Processes of the run (`WORLD_SIZE`)."""
-        return int(os.environ.get("WORLD_SIZE", "1"))
+        return integer_from_environment("WORLD_SIZE", 1)
 
     @property
     def process_index(self) -> int:
         """Rank of this process (`RANK`)."""
-        return int(os.environ.get("RANK", "0"))
+        return integer_from_environment("RANK", 0)
 
     @property
     def local_process_index(self) -> int:
         """Rank of this process on its machine (`LOCAL_RANK`)."""
-        return int(os.environ.get("LOCAL_RANK", "0"))
+        return integer_from_environment("LOCAL_RANK", 0)
 
     @property
     def device(self) -> str:

@@ -26,6 +26,15 @@ def check_arguments(args: Any) -> None:
             f"TrainingArguments.num_train_epochs={args.num_train_epochs} must be > 0; for a length in steps set "
             f"max_steps > 0."
         )
+    for name in ("max_steps", "max_eval_steps"):
+        value = getattr(args, name)
+        if value < 1 and value != -1:
+            meaning = (
+                "a run by num_train_epochs"
+                if name == "max_steps"
+                else "the whole set; no evaluation is eval_strategy='no'"
+            )
+            raise ConfigError(f"TrainingArguments.{name}={value} must be at least 1, or -1: {meaning}.")
     for what in ("logging", "eval", "save"):
         if getattr(args, f"{what}_strategy") == "steps":
             _check_interval(f"{what}_steps", getattr(args, f"{what}_steps"))
@@ -82,6 +91,29 @@ def check_best_model(args: Any) -> None:
             f"TrainingArguments.{' and '.join(names)} requires checkpoints of evaluated steps, got {shown}; use the "
             f"same strategy for both, save_steps a multiple of eval_steps, save_strategy='best', or eval_on_save=True."
         )
+
+
+def evaluates(args: Any) -> bool:
+    """Whether arguments ask for evaluations during training; True for arguments of an unknown kind."""
+    own = any(str(key).startswith("validation") for key in getattr(args, "config_overrides", None) or {})
+    return own or bool(getattr(args, "eval_on_save", False)) or getattr(args, "eval_strategy", "steps") != "no"
+
+
+def idle_arguments(args: Any) -> list[tuple[str, list[str]]]:
+    """The arguments that have no effect in combination with the others, each with what it requires."""
+    rows = (
+        (args.eval_strategy != "no", "an eval_strategy", {"eval_steps": None, "eval_delay": 0}),
+        (args.max_steps < 1, "max_steps=-1, which else is the length", {"num_train_epochs": 3.0}),
+        (args.lr_scheduler_type != "constant", "lr_scheduler_type='constant_with_warmup'", {"warmup_steps": 0}),
+        (args.preserve_best_model, "preserve_best_model=True", {"preserve_n_best": 1, "best_model_metric": "loss"}),
+        (args.dataloader_num_workers > 0, "dataloader_num_workers > 0", {"dataloader_persistent_workers": False}),
+    )
+    found = [
+        (need, [f"{name}={getattr(args, name)!r}" for name, default in names.items() if getattr(args, name) != default])
+        for acts, need, names in rows
+        if not acts
+    ]
+    return [(need, settings) for need, settings in found if settings]
 
 
 def _saves_meet_evaluations(args: Any) -> bool:

@@ -102,8 +102,8 @@ class CheckpointConfig(ConfigSection):
         SAFE,
         choices=("error", "keep", "apply"),
         common=True,
-        help="Policy for a changed configuration on resume: error | keep (the stored values) | apply (the current "
-        "values).",
+        help="Policy on resume for a changed configuration and for changed files of the data or the tokenizer: error | "
+        "keep (the stored values; changed files remain an error) | apply (the current values and files).",
     )
     most_recent_k: int = option(
         -1, SAFE, bound=_KEPT, common=True, help="Checkpoints to keep, counted from the newest; -1 keeps all."

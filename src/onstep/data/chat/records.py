@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from onstep.bounded_reading import read_lines
 from onstep.data.corpus.build_cache import Source
-from onstep.data.corpus.corpus import Document, add_file, read_record
+from onstep.data.corpus.corpus import MAX_RECORD_BYTES, Document, add_file, first_keys, read_record, short
 from onstep.data.corpus.hf_datasets import fingerprint_of, rows_of
 from onstep.errors import DataError
 
@@ -40,10 +41,9 @@ class ChatKeys:
         if record.get(self.messages) is not None:
             return _checked(record[self.messages], f"{place}: {self.messages!r}")
         if record.get(self.prompt) is None or record.get(self.response) is None:
-            keys = ", ".join(map(repr, record)) or "none"
             raise DataError(
                 f"{place} has neither {self.messages!r} nor both {self.prompt!r} and {self.response!r} (its keys: "
-                f"{keys}); set dataset.messages_key, or dataset.prompt_key and dataset.response_key"
+                f"{first_keys(record)}); set dataset.messages_key, or dataset.prompt_key and dataset.response_key"
             )
         for key in (self.prompt, self.response):
             if not isinstance(record[key], str):
@@ -82,7 +82,7 @@ class ChatFiles:
         with tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=label is None) as bar:
             for path in self._files:
                 with path.open("rb") as lines:
-                    for number, line in enumerate(lines, start=1):
+                    for number, line in read_lines(lines, MAX_RECORD_BYTES):
                         bar.update(len(line))
                         if line.strip():
                             place = f"{path}:{number}"
@@ -131,10 +131,10 @@ class ChatTexts:
 
 def _checked(messages: Any, place: str) -> list[Message]:
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise DataError(f"{place} must be a list of messages, got {_short(messages)}")
+        raise DataError(f"{place} must be a list of messages, got {short(messages)}")
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise DataError(f"{place} must contain messages with 'role' and 'content', got {_short(message)}")
+            raise DataError(f"{place} must contain messages with 'role' and 'content', got {short(message)}")
     # A column of the `datasets` library has every key for every message, with None for those that were not given.
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
@@ -147,7 +147,7 @@ def _check_text(value: Any, place: str) -> None:
         except UnicodeEncodeError as error:
             around = value[max(error.start - 10, 0) : error.start + 10]
             raise DataError(
-                f"{place}: {_short(around)} contains an unpaired surrogate ({value[error.start]!r}); fix or remove "
+                f"{place}: {short(around)} contains an unpaired surrogate ({value[error.start]!r}); fix or remove "
                 "this record"
             ) from error
     elif isinstance(value, Mapping):
@@ -155,8 +155,3 @@ def _check_text(value: Any, place: str) -> None:
     elif isinstance(value, (list, tuple)):
         for each in value:
             _check_text(each, place)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else f"{text[:77]}..."

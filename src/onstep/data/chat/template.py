@@ -10,19 +10,21 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from onstep.data.chat.limited_process import Limits
 from onstep.data.chat.records import Message
+from onstep.data.chat.rendering import LIMITS, ChatRenderer, RenderedChat, Span
 from onstep.data.corpus.tokenizers import HuggingFaceTokenizer, Tokenizer
 from onstep.errors import DataError
 
-_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_CONTENT_MARK = "onstep9c1f7e3answer"
-"""Placeholder for an answer, used to find where a template puts it."""
 _GUARD = "\ue0f8\ue0f9"
 """Private-use characters placed around a special token that is to be read as text."""
 _GUARDS = re.compile(_GUARD)
+_MAX_SPECIAL = 10_000
+"""Limit for the special tokens of a conversation that is encoded in parts."""
 
-_Encoded = tuple[list[int], list[tuple[int, int]]]
-"""Ids, and the character span (start, end) of each."""
+_Ids = npt.NDArray[np.int64]
+_Encoded = tuple[_Ids, _Ids]
+"""Ids (tokens), and the first character of each and the one after its last (tokens, 2)."""
 
 
 class EncodedChat(NamedTuple):
@@ -121,6 +123,8 @@ class PlainTemplate:
 class TokenizerTemplate:
     """The chat template of a `transformers` tokenizer.
 
+    The template runs in a process of its own, with limited time and memory (see `ChatRenderer`).
+
     If the template marks what the assistant generates (`{% generation %}`), that is trained on. Otherwise an answer
     extends from the end of its generation prompt (added by `add_generation_prompt`) to the end of its content, plus the
     special token that follows. It is located by rendering the conversation with the content replaced; a template in
@@ -132,37 +136,33 @@ class TokenizerTemplate:
         DataError: for a tokenizer that does not provide the character offsets of its tokens.
     """
 
-    def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
+    def __init__(self, tokenizer: HuggingFaceTokenizer, limits: Limits = LIMITS) -> None:
         self._tokenizer = tokenizer.library_tokenizer
-        template = self._tokenizer.get_chat_template()
-        self._has_marks = _GENERATION_MARK.search(template) is not None
+        self._renderer = ChatRenderer(self._tokenizer, limits)
         names = [str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         self._special = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
+        self._special_ids = frozenset(self._tokenizer.all_special_ids)
         if not getattr(self._tokenizer, "is_fast", False):
             raise DataError(
                 f"{type(self._tokenizer).__name__} does not provide character offsets, which are required to locate "
                 "the answers; use a directory with a tokenizer.json"
             )
-        digest = hashlib.blake2b(template.encode(), digest_size=16).hexdigest()
-        self.fingerprint = f"template 2 {tokenizer.fingerprint} {digest}"
+        digest = hashlib.blake2b(self._renderer.template.encode(), digest_size=16).hexdigest()
+        version = 3 if self._renderer.has_marks else 2
+        self.fingerprint = f"template {version} {tokenizer.fingerprint} {digest}"
 
     def encode(self, messages: Sequence[Message], place: str) -> EncodedChat:
         """Encode a conversation."""
-        text = self._render(messages, place)
-        encoded = self._encode(text, parses_special=True)
+        chat = self._render(messages, place)
+        ids, offsets = self._encode(chat.text)
         if any(self._special.search(str(value)) for message in messages for value in message.values()):
-            encoded = self._encode_with_text(messages, text, encoded, place)
-        ids, offsets = np.asarray(encoded[0], dtype=np.int64), encoded[1]
-        if self._has_marks:
-            return EncodedChat(ids, self._marked(messages, ids, place))
+            ids, offsets = self._encode_with_text(messages, chat.text, (ids, offsets), place)
         trained = np.zeros(ids.size, dtype=np.bool_)
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                start, end = self._answer(messages, number, text, place)
-                trained[self._tokens_within(text, ids, offsets, start, end)] = True
+        for span in chat.answers:
+            trained[self._answer_tokens(chat.text, ids, offsets, span)] = True
         return EncodedChat(ids, trained)
 
-    def _encode(self, text: str, parses_special: bool, start: int = 0) -> _Encoded:
+    def _encode(self, text: str, *, parses_special: bool = True, start: int = 0) -> _Encoded:
         """Ids and their character spans; `text` begins at character `start`."""
         encoding = self._tokenizer(
             text,
@@ -171,16 +171,23 @@ class TokenizerTemplate:
             return_offsets_mapping=True,
             verbose=False,
         )
-        return list(encoding["input_ids"]), [(start + a, start + b) for a, b in encoding["offset_mapping"]]
+        offsets = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        return np.array(encoding["input_ids"], dtype=np.int64), offsets + start
 
     def _encode_with_text(self, messages: Sequence[Message], text: str, whole: _Encoded, place: str) -> _Encoded:
         """The ids, with special tokens in the messages encoded as text and those of the template as tokens."""
+        if sum(1 for _ in self._special.finditer(text)) > _MAX_SPECIAL:
+            raise DataError(
+                f"{place}: a message contains special tokens of the tokenizer, and the conversation has more than "
+                f"{_MAX_SPECIAL:,}, the limit; remove them from the messages, or divide the conversation"
+            )
         guarded = [{key: self._guarded(value) for key, value in message.items()} for message in messages]
-        parts = _GUARDS.split(self._render(guarded, place))
+        parts = _GUARDS.split(self._render(guarded, place, wants_answers=False).text)
         ends = np.cumsum([len(part) for part in parts]).tolist()
-        texts = [(end - len(part), end) for part, end in zip(parts[1::2], ends[1::2], strict=True)]
+        texts = [(end - len(part), end) for part, end in zip(parts[1::2], ends[1::2], strict=False)]
         is_deeper = any(not isinstance(value, str) for message in messages for value in message.values())
-        if self._has_marks or is_deeper or "".join(parts) != text or self._encode_parts(text, []) != whole:
+        is_same = not (self._renderer.has_marks or is_deeper) and "".join(parts) == text
+        if not is_same or not all(map(np.array_equal, self._encode_parts(text, []), whole)):
             found = self._special.findall(str(messages))[0]
             raise DataError(
                 f"{place}: a message contains {found!r}, a special token of the tokenizer that cannot be distinguished "
@@ -188,20 +195,24 @@ class TokenizerTemplate:
             )
         return self._encode_parts(text, texts)
 
-    def _encode_parts(self, text: str, texts: Sequence[tuple[int, int]]) -> _Encoded:
-        """The ids of `text`, split at its special tokens except those within the spans `texts`."""
-        ids: list[int] = []
-        offsets: list[tuple[int, int]] = []
+    def _encode_parts(self, text: str, texts: Sequence[Span]) -> _Encoded:
+        """The ids of `text`, split at its special tokens except those within the spans `texts`, which are in order."""
+        encoded = [self._encode("")]
         at = 0
+        within = iter([*texts, (len(text) + 1, len(text) + 1)])
+        first, last = next(within)
         for found in [*self._special.finditer(text), None]:
             start, end = (len(text), len(text)) if found is None else found.span()
-            if any(first <= start and end <= last for first, last in texts) and found is not None:
+            while last < end:
+                first, last = next(within)
+            if first <= start and found is not None:
                 continue
             for piece, begin, parses in ((text[at:start], at, False), (text[start:end], start, True)):
-                more = self._encode(piece, parses, begin) if piece else ([], [])
-                ids, offsets = ids + more[0], offsets + more[1]
+                if piece:
+                    encoded.append(self._encode(piece, parses_special=parses, start=begin))
             at = end
-        return ids, offsets
+        ids, offsets = zip(*encoded, strict=True)
+        return np.concatenate(ids), np.concatenate(offsets)
 
     def _guarded(self, value: Any) -> Any:
         """The value, with guards around special tokens in its strings."""
@@ -209,51 +220,24 @@ class TokenizerTemplate:
             return value
         return self._special.sub(lambda found: f"{_GUARD}{found.group()}{_GUARD}", value)
 
-    def _marked(self, messages: Sequence[Message], ids: npt.NDArray[np.int64], place: str) -> npt.NDArray[np.bool_]:
-        encoded = self._tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        if list(encoded["input_ids"]) != ids.tolist():
-            raise DataError(f"{place}: the chat template yields other tokens when it marks the assistant's; fix it")
-        return np.asarray(encoded["assistant_masks"], dtype=np.bool_)
-
-    def _answer(self, messages: Sequence[Message], number: int, text: str, place: str) -> tuple[int, int]:
-        """The span in `text` of message `number`, from the end of its generation prompt to the end of its content."""
-        marked = [*messages[:number], {**messages[number], "content": _CONTENT_MARK}, *messages[number + 1 :]]
-        before, *after = self._render(marked, place).split(_CONTENT_MARK)
-        shorter = self._render(messages[:number], place) if number else ""
-        asked = self._render(messages[:number], place, add_generation_prompt=True) if number else ""
-        prompt = asked[len(shorter) :] if asked.startswith(shorter) else ""
-        at = before.rfind(prompt) if prompt else -1
-        start = len(before) if at < 0 else at + len(prompt)
-        if len(after) != 1 or not (text.startswith(before[:start]) and text.endswith(after[0])):
-            raise DataError(
-                f"{place}: cannot locate answer {number} in the output of the tokenizer's chat template; put "
-                "{% generation %} and {% endgeneration %} around answers in the template"
-            )
-        return start, len(text) - len(after[0])
-
-    def _tokens_within(
-        self, text: str, ids: npt.NDArray[np.int64], offsets: Sequence[tuple[int, int]], start: int, end: int
-    ) -> list[int]:
-        """The tokens that hold characters of an answer, and the special token that ends it."""
-        special = set(self._tokenizer.all_special_ids)
-        found = [token for token, (begin, stop) in enumerate(offsets) if begin < end and stop > start]
-        following = [token for token, (begin, stop) in enumerate(offsets) if begin >= end and stop > begin]
-        for position, token in enumerate(following):
-            if int(ids[token]) in special:
-                return [*found, *following[: position + 1]]
-            if text[offsets[token][0] : offsets[token][1]].strip():
-                break
+    def _answer_tokens(self, text: str, ids: _Ids, offsets: _Ids, span: Span) -> _Ids:
+        """The tokens that hold characters of an answer, and the special token that ends it, unless it is marked."""
+        begins, stops = offsets.T  # neither ever decreases
+        first, last = np.searchsorted(stops, span[0], side="right"), np.searchsorted(begins, span[1])
+        found = np.arange(first, last)
+        if self._renderer.has_marks:
+            return found
+        for token in range(int(last), ids.size):
+            if stops[token] > begins[token]:
+                if int(ids[token]) in self._special_ids:
+                    following = np.arange(last, token + 1)
+                    return np.concatenate((found, following[stops[following] > begins[following]]))
+                if text[begins[token] : stops[token]].strip():
+                    break
         return found
 
-    def _render(self, messages: Sequence[Message], place: str, add_generation_prompt: bool = False) -> str:
-        from jinja2 import TemplateError
-
+    def _render(self, messages: Sequence[Message], place: str, *, wants_answers: bool = True) -> RenderedChat:
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
-            raise DataError(f"{place}: the tokenizer's chat template rejects the messages: {error}") from error
-        return text
+            return self._renderer.render(messages, wants_answers=wants_answers)
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from error

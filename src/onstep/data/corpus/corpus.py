@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
-import hashlib
-import json
+import itertools
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from onstep.bounded_reading import parse_json, read_lines
 from onstep.data.corpus.build_cache import Source
+from onstep.data.corpus.file_digests import content_digest
 from onstep.errors import DataError
 
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson", ".jsonlines"})
@@ -26,6 +28,10 @@ TEXT_SUFFIXES = JSONL_SUFFIXES.union(_PROSE_SUFFIXES, _TABLE_SUFFIXES, _SCRIPT_S
 """Suffixes to search for in a directory. A file named explicitly or matched by a glob is used whatever its suffix."""
 
 _NOT_CORPUS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"})
+
+MAX_RECORD_BYTES = 16 << 20
+"""Limit for a line of a JSONL file: some four million tokens. Parsed, it may need 30 times the memory."""
+_KEYS_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ def iter_file_documents(path: Path, text_key: str) -> Iterator[Document]:
             yield Document(path.read_bytes(), path)
             return
         with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
+            for number, line in read_lines(lines, MAX_RECORD_BYTES):
                 if line.strip():
                     yield Document(_record_text(line, f"{path}:{number}", text_key), path, number)
     except OSError as error:
@@ -174,19 +180,31 @@ def read_record(line: bytes, place: str, rule: str = "one JSON object") -> dict[
         DataError: with `place`, for anything else.
     """
     try:
-        record = json.loads(line)
-    except ValueError as error:  # malformed JSON or bytes that are not UTF-8
+        text = line.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogatepass")
+        record = parse_json(text, "it")
+    except (DataError, UnicodeDecodeError) as error:
         raise DataError(f"{place} is not a JSON record: {error}; each line must contain one JSON object") from error
     if not isinstance(record, dict):
         raise DataError(f"{place} contains a JSON {type(record).__name__}; each line must contain {rule}")
     return record
 
 
+def first_keys(record: Mapping[str, Any]) -> str:
+    """The first keys of a record, for messages."""
+    shown = [short(key) for key in itertools.islice(record, _KEYS_SHOWN)]
+    return ", ".join(shown + ["..."] * (len(record) > len(shown))) or "none"
+
+
+def short(value: Any) -> str:
+    """`repr(value)`, shortened to 80 characters."""
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:77]}..."
+
+
 def _record_text(line: bytes, place: str, text_key: str) -> bytes:
     record = read_record(line, place, f"an object with {text_key!r}")
     if text_key not in record:
-        keys = ", ".join(map(repr, record)) or "none"
-        raise DataError(f"{place} has no key {text_key!r} (its keys: {keys}); set dataset.text_key")
+        raise DataError(f"{place} has no key {text_key!r} (its keys: {first_keys(record)}); set dataset.text_key")
     text = record[text_key]
     if not isinstance(text, str):
         raise DataError(f"{place}: {text_key!r} must be a string, got {type(text).__name__}; set dataset.text_key")
@@ -238,8 +256,8 @@ def add_file(digest: Any, path: Path, kind: str) -> None:
         DataError: if the file cannot be read.
     """
     try:
-        with path.open("rb") as content:
-            digest.update(f"\0{kind}\0{os.fstat(content.fileno()).st_size}\0".encode())
-            digest.update(hashlib.file_digest(content, "blake2b").digest())
+        size, content = content_digest(path)
     except OSError as error:
         raise DataError(f"cannot read corpus file {path}: {error.strerror or error}") from error
+    digest.update(f"\0{kind}\0{size}\0".encode())
+    digest.update(content)

@@ -186,8 +186,7 @@ def _load(datasets: Any, path: str, subset: str | None) -> dict[str, Any]:
 
 def _load_files(datasets: Any, path: str) -> dict[str, Any]:
     given = Path(path).expanduser()
-    files = _visible_files(given) if given.is_dir() else sorted(map(Path, glob.glob(str(given), recursive=True)))
-    files = [file for file in files if file.suffix in _READERS] if given.is_dir() else files or [given]
+    files = files_of(path) if given.is_dir() else files_of(path) or [given]
     readers = {_READERS[file.suffix][0] for file in files if file.suffix in _READERS}
     if len(readers) != 1 or any(file.suffix not in _READERS for file in files):
         kinds = ", ".join(sorted(readers)) or "none"
@@ -202,6 +201,17 @@ def _load_files(datasets: Any, path: str) -> dict[str, Any]:
         by_split.setdefault(name, []).append(str(file.absolute()))
     reader, options = _READERS[files[0].suffix]
     return dict(datasets.load_dataset(reader, data_files=by_split, **options))
+
+
+def files_of(path: str) -> list[Path]:
+    """The local files that a path of `dataset.paths` denotes, sorted; none for a dataset on the Hub."""
+    given = Path(path).expanduser()
+    if not given.is_dir():
+        return sorted(map(Path, glob.glob(str(given), recursive=True)))
+    files = _visible_files(given)
+    if _is_saved(given):  # the library keeps the results of its own computations beside the rows
+        return [file for file in files if file.suffix == ".arrow" and not file.name.startswith("cache-")]
+    return [file for file in files if file.suffix in _READERS]
 
 
 def _is_saved(directory: Path) -> bool:

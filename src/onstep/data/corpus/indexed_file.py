@@ -50,7 +50,7 @@ class IndexedFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], vocab_size: int | None = None) -> None:
-        self.index_path, self.tokens_path = _paths_of(path)
+        self.index_path, self.tokens_path = paths_of(path)
         for file in (self.index_path, self.tokens_path):
             if not file.is_file():
                 raise DataError(
@@ -187,7 +187,7 @@ def write_indexed_dataset(
     Raises:
         DataError: for an id outside the vocabulary, or if there are no documents.
     """
-    index_path, tokens_path = _paths_of(prefix)
+    index_path, tokens_path = paths_of(prefix)
     code = 8 if vocab_size < 65_500 else 4
     dtype = np.dtype(_TYPES[code])
     lengths: list[int] = []
@@ -209,7 +209,8 @@ def write_indexed_dataset(
     return IndexedFile(index_path)
 
 
-def _paths_of(path: str | os.PathLike[str]) -> tuple[Path, Path]:
+def paths_of(path: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """The `.idx` and the `.bin` file of a pair, from their prefix or the path of either."""
     text = os.fspath(Path(path).expanduser())
     prefix = text[:-4] if text.endswith((".bin", ".idx")) else text
     return Path(f"{prefix}.idx"), Path(f"{prefix}.bin")

@@ -18,11 +18,12 @@ import numpy.typing as npt
 
 from onstep.data.corpus.build_cache import build_cached, write_text
 from onstep.data.corpus.corpus import Document, DocumentSource, FileSource, not_utf8
+from onstep.data.corpus.coverage import Coverage
+from onstep.data.corpus.file_digests import sampled_digest
 from onstep.data.corpus.tokenizers import Tokenizer
 from onstep.errors import DataError
 from onstep.heartbeat import HEARTBEAT
 
-_CHECKED_BLOCKS = 64
 _BLOCK_BYTES = 64 * 1024
 
 
@@ -103,7 +104,7 @@ def write_tokens(path: Path, dtype: str, documents: Iterable[npt.NDArray[Any]], 
     finally:
         temporary.unlink(missing_ok=True)
     token_file = TokenFile(path, dtype, num_tokens, num_documents, digest.hexdigest(), source)
-    manifest = asdict(token_file) | {"path": path.name, "check": _sample_hash(path)}
+    manifest = asdict(token_file) | {"path": path.name, "check": sampled_digest(path, _BLOCK_BYTES)}
     write_text(manifest_path(path), json.dumps(manifest, indent=1))  # atomically marks the tokens as complete
     return token_file
 
@@ -118,7 +119,7 @@ def find_token_file(path: Path) -> TokenFile | None:
         check = manifest.pop("check")
         token_file = TokenFile(**(manifest | {"path": path}))
         is_integer_from = path.stat().st_size == token_file.num_tokens * np.dtype(token_file.dtype).itemsize
-        return token_file if is_integer_from and _sample_hash(path) == check else None
+        return token_file if is_integer_from and sampled_digest(path, _BLOCK_BYTES) == check else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):  # missing, or not a manifest that we wrote
         return None
 
@@ -126,17 +127,6 @@ def find_token_file(path: Path) -> TokenFile | None:
 def manifest_path(path: Path) -> Path:
     """Path of the manifest of the tokens at `path`."""
     return path.with_suffix(".json")
-
-
-def _sample_hash(path: Path) -> str:
-    size = path.stat().st_size
-    last = max(size - _BLOCK_BYTES, 0)
-    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
-    with path.open("rb") as tokens:
-        for offset in np.linspace(0, last, num=min(_CHECKED_BLOCKS, 1 + last), dtype=np.int64).tolist():
-            tokens.seek(offset)
-            digest.update(tokens.read(_BLOCK_BYTES))
-    return digest.hexdigest()
 
 
 _FORMAT = "onstep tokens 1"
@@ -182,17 +172,21 @@ def tokens_of(
     """
 
     def make(path: Path) -> TokenFile:
+        coverage = Coverage(tokenizer)
         documents = (
-            _encoded(tokenizer, document) for document in source.documents("Tokenizing" if show_progress else None)
+            _encoded(tokenizer, document, coverage)
+            for document in source.documents("Tokenizing" if show_progress else None)
         )
         empty = f"the corpus is empty: no text in {source.name}; give files with text"
-        return write_tokens(path, token_dtype(tokenizer.vocab_size), documents, path.stem, empty)
+        written = write_tokens(path, token_dtype(tokenizer.vocab_size), documents, path.stem, empty)
+        coverage.warn(source.name)
+        return written
 
     described = f"{_FORMAT}\0{tokenizer.fingerprint}\0{tokenizer.eos_id}"
     return build_cached(source, described, ".tokens", cache_dir, find_token_file, make, wait_for_other=wait_for_other)
 
 
-def _encoded(tokenizer: Tokenizer, document: Document) -> npt.NDArray[Any]:
+def _encoded(tokenizer: Tokenizer, document: Document, coverage: Coverage) -> npt.NDArray[Any]:
     """The ids of a document, followed by the end token if the tokenizer has one."""
     HEARTBEAT.beats += 1
     try:
@@ -200,5 +194,6 @@ def _encoded(tokenizer: Tokenizer, document: Document) -> npt.NDArray[Any]:
     except UnicodeDecodeError as error:
         raise not_utf8(document, error) from error
     check_ids(ids, tokenizer, document.place)
+    coverage.add(document.data)
     # As uint32, because the end token might not fit the dtype returned by the tokenizer.
     return ids if tokenizer.eos_id is None else np.append(ids, np.uint32(tokenizer.eos_id))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,11 +13,20 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from onstep.bounded_reading import MAX_JSON_BYTES, read_bytes
 from onstep.config import TokenizerConfig
 from onstep.config.suggestions import nearest
 from onstep.data.corpus.build_cache import write_text
 from onstep.data.corpus.tokenizer_files import OUR_KEY, keep_ids_in_transformers
+from onstep.data.corpus.tokenizer_library import (
+    explained,
+    leaves_out_characters,
+    size_of_vocab,
+    switch_off_alterations,
+)
 from onstep.errors import DataError, MissingExtraError
+
+_LOGGER = logging.getLogger(__name__)
 
 TokenIds = Sequence[int] | npt.NDArray[Any]
 
@@ -104,6 +114,9 @@ class ByteTokenizer:
 class TokenizersTokenizer:
     """A tokenizer of the `tokenizers` library, loaded from its JSON file.
 
+    Documents are encoded whole: truncation and padding in the file are switched off, and so is the dropout of BPE,
+    which would make ids random. `save` writes the tokenizer as it was used.
+
     Raises:
         DataError: if the file is missing or is not a tokenizer.
         MissingExtraError: if `tokenizers` is not installed.
@@ -112,12 +125,16 @@ class TokenizersTokenizer:
     def __init__(self, path: Path) -> None:
         self.path = path
         content = _read_tokenizer_file(path)
-        self._content = content.decode("utf-8", "replace")
         self._tokenizer = _load_tokenizers(path, content)
         vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = _size_of_vocab(vocab, path)
+        self.vocab_size = size_of_vocab(vocab, path)
         self.eos_id = next((vocab[name] for name in _EOS_NAMES if name in vocab), None)
-        self.fingerprint = f"tokenizers 2-{_digest(content)}"
+        self._pad_token = _pad_token(self._tokenizer, vocab)
+        altering = switch_off_alterations(self._tokenizer)
+        self.warnings = _warnings_about(self._tokenizer, path, altering)
+        """What the user should know about this tokenizer."""
+        self._content = self._tokenizer.to_str(pretty=True) if altering else content.decode("utf-8", "replace")
+        self.fingerprint = f"tokenizers 2-{_digest(self._content.encode() if altering else content)}"
 
     def encode(self, document: bytes) -> list[int]:
         """Ids of the UTF-8 text of `document`."""
@@ -125,33 +142,45 @@ class TokenizersTokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of `text`; special tokens in it are parsed as such."""
-        self._tokenizer.encode_special_tokens = False
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._ids(text, parses_special=True)
 
     def encode_content(self, text: str) -> list[int]:
         """Ids of `text`; special tokens in it are encoded as text."""
-        self._tokenizer.encode_special_tokens = True
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._ids(text, parses_special=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, without special tokens."""
-        text: str = self._tokenizer.decode([int(i) for i in ids])
+        with explained(f"the tokenizer {self.path} cannot decode these ids"):
+            text: str = self._tokenizer.decode([int(i) for i in ids])
         return text
 
     def save(self, directory: Path) -> list[Path]:
         """Write `tokenizer.json` and `tokenizer_config.json`."""
-        config = _tokenizer_config(self._content, self.eos_id)
-        texts = {"tokenizer.json": self._content, "tokenizer_config.json": config}
+        texts = {"tokenizer.json": self._content, "tokenizer_config.json": self._config()}
         for name, text in texts.items():
             write_text(directory / name, text)
         keep_ids_in_transformers(directory, self.encode_content)
         return [directory / name for name in texts]
 
+    def _ids(self, text: str, *, parses_special: bool) -> list[int]:
+        self._tokenizer.encode_special_tokens = not parses_special
+        with explained(f"the tokenizer {self.path} cannot encode this text"):
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _config(self) -> str:
+        """What `AutoTokenizer` needs besides `tokenizer.json`: the class that reads it, the end and padding tokens."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        ending = {} if self.eos_id not in added else {"eos_token": added[self.eos_id].content}
+        padding = {} if self._pad_token is None else {"pad_token": self._pad_token}
+        described = {"tokenizer_class": "PreTrainedTokenizerFast", **ending, **padding, OUR_KEY: "tokenizers"}
+        return json.dumps(described, indent=2) + "\n"
+
 
 class HuggingFaceTokenizer:
     """A `transformers` tokenizer from a local directory; nothing is downloaded and no code in the directory is run.
+
+    Documents are encoded whole, as by `TokenizersTokenizer`.
 
     Raises:
         DataError: if the directory is missing or does not contain a tokenizer.
@@ -165,10 +194,13 @@ class HuggingFaceTokenizer:
         self.library_tokenizer = _load_transformers(path)
         """The `transformers` tokenizer object."""
         vocab: dict[str, int] = self.library_tokenizer.get_vocab()
-        self.vocab_size = _size_of_vocab(vocab, path)
+        self.vocab_size = size_of_vocab(vocab, path)
         self.eos_id: int | None = self.library_tokenizer.eos_token_id
-        backend = getattr(self.library_tokenizer, "backend_tokenizer", None)
-        rules = backend.to_str() if backend is not None else json.dumps(sorted(vocab.items()))
+        self._backend = getattr(self.library_tokenizer, "backend_tokenizer", None)
+        self._altering = [] if self._backend is None else switch_off_alterations(self._backend)
+        self.warnings = [] if self._backend is None else _warnings_about(self._backend, path, self._altering)
+        """What the user should know about this tokenizer."""
+        rules = self._backend.to_str() if self._backend is not None else json.dumps(sorted(vocab.items()))
         described = f"{type(self.library_tokenizer).__name__}\0{self.eos_id}\0{rules}"
         self.fingerprint = f"huggingface 2-{_digest(described.encode())}"
 
@@ -178,27 +210,36 @@ class HuggingFaceTokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of `text`, however long; special tokens in it are parsed as such."""
-        return list(self.library_tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return self._ids(text)
 
     def encode_content(self, text: str) -> list[int]:
         """Ids of `text`, however long; special tokens in it are encoded as text."""
-        encoding = self.library_tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
-        return list(encoding["input_ids"])
+        return self._ids(text, split_special_tokens=True)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, without special tokens."""
-        text: str = self.library_tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+        with explained(f"the tokenizer {self.path} cannot decode these ids"):
+            text: str = self.library_tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
 
     def save(self, directory: Path) -> list[Path]:
         """Copy its files."""
         copied = [Path(shutil.copy(self.path / name, directory)) for name in FILES if (self.path / name).is_file()]
+        if self._altering and self._backend is not None:
+            write_text(directory / "tokenizer.json", self._backend.to_str(pretty=True))
         keep_ids_in_transformers(directory, self.encode_content)
         return copied
 
+    def _ids(self, text: str, **options: bool) -> list[int]:
+        with explained(f"the tokenizer {self.path} cannot encode this text"):
+            return list(self.library_tokenizer(text, add_special_tokens=False, verbose=False, **options)["input_ids"])
 
-def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+
+def build_tokenizer(config: TokenizerConfig, *, warns: bool = True) -> Tokenizer:
     """Build the tokenizer that `config` describes.
+
+    Args:
+        warns: log what the user should know about it; False leaves that to another rank.
 
     Raises:
         DataError: for an unknown type, or a missing or unreadable file.
@@ -216,7 +257,10 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         raise DataError(f"unknown tokenizer_type {kind!r}.{nearest(str(kind), known)} Known: {', '.join(known)}.")
     if model is None:
         raise DataError(f"tokenizer_type {kind!r} requires tokenizer_model, the path of a file or directory; got None")
-    return _FROM_PATH[kind](Path(model).expanduser())
+    tokenizer = _FROM_PATH[kind](Path(model).expanduser())
+    for warning in tokenizer.warnings if warns else ():
+        _LOGGER.warning("%s", warning)
+    return tokenizer
 
 
 def tokenizer_in_run(config: TokenizerConfig, path: Path) -> TokenizerConfig:
@@ -251,7 +295,7 @@ def _read_tokenizer_file(path: Path) -> bytes:
             f"tokenizer_model {str(path)!r} is a directory; give its tokenizer.json, or use type huggingface"
         )
     try:
-        return path.read_bytes()
+        return read_bytes(path, MAX_JSON_BYTES)
     except OSError as error:
         reason = error.strerror or error
         raise DataError(f"cannot read tokenizer file {str(path)!r}: {reason}; check tokenizer_model") from error
@@ -262,12 +306,8 @@ def _load_tokenizers(path: Path, content: bytes) -> Any:
         import tokenizers
     except ImportError as error:
         raise _missing("tokenizers") from error
-    try:
+    with explained(f"{path} is not a tokenizer of the `tokenizers` library; give a tokenizer.json"):
         return tokenizers.Tokenizer.from_buffer(content)
-    except ValueError as error:
-        raise DataError(
-            f"{path} is not a tokenizer of the `tokenizers` library: {error}; give a tokenizer.json"
-        ) from error
 
 
 def _load_transformers(path: Path) -> Any:
@@ -275,29 +315,32 @@ def _load_transformers(path: Path) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise _missing("transformers") from error
-    try:
+    with explained(f"{path} does not contain a tokenizer that transformers can load"):
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise DataError(f"{path} does not contain a tokenizer that transformers can load: {error}") from error
 
 
-def _tokenizer_config(tokenizer_json: str, eos_id: int | None) -> str:
-    """What `AutoTokenizer` needs besides `tokenizer.json`: the class that reads it, and the end token."""
-    tokens: list[dict[str, Any]] = json.loads(tokenizer_json).get("added_tokens") or []
-    ending = next((token["content"] for token in tokens if token.get("id") == eos_id), None)
-    named = {} if ending is None else {"eos_token": ending}
-    described = {"tokenizer_class": "PreTrainedTokenizerFast", **named, OUR_KEY: "tokenizers"}
-    return json.dumps(described, indent=2) + "\n"
+def _warnings_about(tokenizer: Any, path: Path, altering: list[str]) -> list[str]:
+    found = []
+    if altering:
+        verb = "is" if len(altering) == 1 else "are"
+        found.append(f"{path}: {' and '.join(altering)} {verb} switched off: text is encoded whole, the same each time")
+    if leaves_out_characters(tokenizer):
+        found.append(
+            f"{path}: this BPE has no unknown token, no byte fallback and no token for each byte: characters that are "
+            "not in its vocabulary are left out of the data"
+        )
+    return found
+
+
+def _pad_token(tokenizer: Any, vocab: dict[str, int]) -> str | None:
+    """The padding token of a `tokenizers.Tokenizer`, if it is in the vocabulary."""
+    padding = tokenizer.padding
+    named = None if padding is None else padding["pad_token"]
+    return named if named is not None and vocab.get(named) == padding["pad_id"] else None
 
 
 def _missing(library: str) -> MissingExtraError:
     return MissingExtraError(f"this tokenizer requires the library {library!r}; install it: pip install 'onstep[hf]'")
-
-
-def _size_of_vocab(vocab: dict[str, int], path: Path) -> int:
-    if not vocab:
-        raise DataError(f"the tokenizer in {path} has an empty vocabulary; train it first")
-    return max(vocab.values()) + 1  # ids may have gaps, so the number of entries is not enough
 
 
 def _digest(content: bytes) -> str:

@@ -23,16 +23,22 @@ def default_data_collator(features: Sequence[Any]) -> Any:
     passed to torch's `default_collate`.
 
     Raises:
-        DataError: if a value differs in shape between samples.
+        DataError: if a value differs in shape between samples, or is missing from some of them.
     """
     first = features[0]
     if type(first) is not dict and not isinstance(first, Mapping):
         return default_collate(list(features))
+    if sum(map(len, features)) != len(first) * len(features):  # a key that the first sample lacks would be lost
+        raise _missing(next(key for one in features for key in one if not all(key in each for each in features)))
     batch: dict[str, Any] = {}
     for key, value in first.items():
         if value is None or isinstance(value, (str, bytes)):
+            if value is None and any(feature.get(key) is not None for feature in features):
+                raise DataError(f"key {key!r} is None in some samples of a micro-batch; give it a value in all or none")
             continue
         name = "labels" if key in ("label", "label_ids") else key
+        if name in batch:
+            raise DataError(f"{key!r} and another key both become 'labels'; remove one of them from the samples")
         try:
             values = list(map(itemgetter(key), features))
         except KeyError as error:

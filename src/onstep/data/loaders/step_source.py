@@ -126,7 +126,23 @@ def as_step_source(data: Any, world_size: int = 1) -> StepSource:
         return data
     if hasattr(data, "read"):
         return ForeignReader(data)
-    return IteratorReader(data[0] if isinstance(data, list) else data, world_size=world_size)
+    return IteratorReader(only_iterator(data), world_size=world_size)
+
+
+def only_iterator(data: Any) -> Any:
+    """The iterator in a list of one; anything but a list as it is.
+
+    Raises:
+        DataError: for a list of any other length.
+    """
+    if not isinstance(data, list):
+        return data
+    if len(data) != 1:
+        raise DataError(
+            f"the data is a list of {len(data)} iterators, and only a list of 1 can be read: several belong to the "
+            "stages of a pipeline, which Onstep does not have; pass one iterator"
+        )
+    return data[0]
 
 
 class ForeignReader:

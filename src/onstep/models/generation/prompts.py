@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from onstep.config.suggestions import nearest
-from onstep.errors import ConfigError
+from onstep.errors import ConfigError, warn_once
 from onstep.models.generation.generate import Sampling, generate, inner_transformer
+
+logger = logging.getLogger(__name__)
 
 _OWN_OPTIONS = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")
 """Options of `transformers.GenerationConfig` that our own `generate` supports."""
@@ -167,7 +170,15 @@ def _fitting(model: Any, rows: Sequence[list[int]], max_new_tokens: int) -> list
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if positions is None or positions <= max_new_tokens:
         return list(rows)
-    return [row[-(positions - max_new_tokens) :] for row in rows]
+    room = positions - max_new_tokens
+    num_cut = sum(len(row) > room for row in rows)
+    if num_cut:
+        warn_once(
+            logger,
+            f"{num_cut} of {len(rows)} prompts are longer than the {room} tokens that max_new_tokens={max_new_tokens} "
+            f"leaves of {positions} positions; they are cut at their beginning",
+        )
+    return [row[-room:] for row in rows]
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -183,6 +183,11 @@ class CometTracker(ServiceTracker):
         """Log the text, with its tag as metadata."""
         self._run.log_text(text, step=step, metadata={"tag": plain_name(tag)})
 
+    def local_files(self) -> list[Path]:
+        """The recording of an offline run."""
+        segment = self._segment
+        return [] if segment is None else sorted(path for path in segment.path.iterdir() if path.is_file())
+
     def _end(self, run: Any, status: str) -> None:
         """End the experiment; offline, this writes its archive."""
         try:

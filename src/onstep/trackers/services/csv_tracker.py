@@ -27,8 +27,7 @@ class CsvTable:
     """A table with one row per (step, kind); cells added to a row of the last step are merged into it.
 
     A row is appended in one write. New columns and merges replace the file atomically, so neither a reader nor a kill
-    ever sees a half-written table. The table is durable once closed; before that, a power failure may lose rows, which
-    are still in the metrics log.
+    ever sees a half-written table. The table is durable once closed, and at every checkpoint of the run.
 
     Args:
         path: The file; its directory must exist.
@@ -126,6 +125,8 @@ class CsvTable:
             file.writelines(lines)
             offset = file.tell()
             file.writelines(map(self._line, self._last_rows.values()))
+            file.flush()
+            os.fsync(file.fileno())  # before a power failure, the new name must not refer to an empty file
         os.replace(temporary, self.path)
         self._last_offset = offset
         if self._descriptor is not None:
@@ -208,6 +209,10 @@ class CsvTracker:
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Ignore texts: a table of numbers cannot hold them."""
+
+    def local_files(self) -> list[Path]:
+        """The file."""
+        return [] if self.location is None else [self.location]
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: the file contains all state."""

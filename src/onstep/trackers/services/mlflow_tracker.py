@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -138,12 +139,13 @@ class MlflowTracker(ServiceTracker):
         """The id of this run's MLflow run: from the checkpoint, else by its tag; None if there is none yet."""
         from mlflow.exceptions import MlflowException
 
-        if state.get("run") == run.run_id and state.get("id"):
+        saved = state.get("id")
+        if state.get("run") == run.run_id and isinstance(saved, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", saved):
             try:
-                if self._client.get_run(state["id"]).info.lifecycle_stage == "active":
-                    return str(state["id"])
+                if self._client.get_run(saved).info.lifecycle_stage == "active":
+                    return saved
             except MlflowException as error:
-                logger.warning("mlflow: the run %s of the checkpoint was not found (%s)", state["id"], error)
+                logger.warning("mlflow: the run %s of the checkpoint was not found (%s)", saved, error)
         tagged = f"tags.`{RUN_TAG}` = '{run.run_id}'"
         found = self._client.search_runs([self._experiment_id()], filter_string=tagged, max_results=1)
         return str(found[0].info.run_id) if found else None

@@ -95,6 +95,10 @@ class TensorBoardTracker:
         value = Summary.Value(tag=tag, metadata=plugin, tensor=tensor)
         self._write(step=step, summary=Summary(value=[value]))
 
+    def local_files(self) -> list[Path]:
+        """The event files."""
+        return [] if self.location is None else sorted(self.location.glob(EVENT_FILES))
+
     def state_dict(self) -> dict[str, Any]:
         """Empty: the event files contain all state."""
         return {}

@@ -7,7 +7,7 @@ import logging
 import netrc
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -50,6 +50,8 @@ class WandbTracker(ServiceTracker):
     group: str | None = None
     mode: str | None = None
     settings: Mapping[str, Any] | None = None
+    _segment: Path | None = field(default=None, init=False)
+    """Directory of the segment, if the run is recorded offline."""
 
     def open(self, run: RunIdentity, state: Mapping[str, Any]) -> None:
         """Start or resume the W&B run; offline, start a new segment."""
@@ -82,7 +84,7 @@ class WandbTracker(ServiceTracker):
         self._run.define_metric(STEP_NAME)
         self._run.define_metric("*", step_metric=STEP_NAME, step_sync=True)
         if mode == "offline":
-            segment = Path(self._run.settings.sync_dir)
+            self._segment = segment = Path(self._run.settings.sync_dir)
             runs = segment.parent / f"offline-run-*-{self._id}*"
             logger.info("wandb: offline, recording in %s; to send the run: wandb sync %s", segment, runs)
 
@@ -96,6 +98,10 @@ class WandbTracker(ServiceTracker):
         import wandb
 
         self._run.log({plain_name(tag): wandb.Html(f"<pre>{html.escape(text)}</pre>"), STEP_NAME: step})
+
+    def local_files(self) -> list[Path]:
+        """The recording of an offline run."""
+        return [] if self._segment is None else sorted(self._segment.glob("*.wandb"))
 
     def _end(self, run: Any, status: str) -> None:
         """Finish the run as finished, failed, or preempted (to be resumed)."""

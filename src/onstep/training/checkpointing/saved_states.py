@@ -11,7 +11,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from onstep.checkpoint import ModelState, RngState, SharingPattern, StateComponent, Stateful, check_encodable
+from onstep.checkpoint.components import make_durable
 from onstep.data import StepSource
+from onstep.durability import try_to_sync
 from onstep.errors import CheckpointError
 from onstep.events import CallbackManager, Dispatcher, Request
 from onstep.events.control import FLAGS
@@ -145,6 +147,12 @@ class RunProgress:
             "was_concluded": state.stage.final_metrics_logged,
         }
 
+    def make_durable(self) -> None:
+        """Fsync the decisions that precede the checkpoint, on rank 0."""
+        run_dir = self._state.run_dir
+        if run_dir is not None and self._state.world.is_main and run_dir.decisions.exists():
+            try_to_sync(run_dir.decisions)
+
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore everything; a decided stop stays decided."""
         state = self._state
@@ -184,6 +192,11 @@ class FeatureStates:
         for name, part in self._parts.items():
             if name in state_dict:
                 part.load_state_dict(state_dict[name])
+
+    def make_durable(self) -> None:
+        """Fsync the files that the states refer to."""
+        for part in self._parts.values():
+            make_durable(part)
 
 
 class SchedulerPosition:
@@ -289,6 +302,11 @@ class CallbackStates:
                 "the checkpoint has a state for callback %s, which this run does not have (removed or renamed?)",
                 _listed(unclaimed, state_dict),
             )
+
+    def make_durable(self) -> None:
+        """Fsync the files that the states refer to: the callbacks that have `make_durable` do."""
+        for state in self._current().values():
+            make_durable(state)
 
     def _current(self) -> dict[str, HasState]:
         """The states of the current callbacks, by id; a callback added later gets its id when first seen."""

@@ -30,6 +30,7 @@ from onstep.errors import CheckpointError, ConfigError
 from onstep.events import Dispatcher, Request
 from onstep.optim import OptimizerParamScheduler
 from onstep.training.checkpointing.saved_states import DataPosition, RunComponents, finite_numbers
+from onstep.training.checkpointing.starts import compare_identity, is_own
 from onstep.training.protocols import Trained, UserOptimizer, UserScheduler
 from onstep.training.run import Run
 from onstep.training.stages.agreement import write_decision
@@ -88,6 +89,8 @@ class RunCheckpoints:
             self._check_not_all_damaged()
         if self.start is not None:
             self._compare_configuration(self.start)
+        compare_identity(state, self.start, self.root)
+        if self.start is not None:
             self._leave_branch(self.start)
         if asked is not None and directory is not None and state.world.is_main:
             directory.note_start(
@@ -170,6 +173,7 @@ class RunCheckpoints:
                 metrics=finite_numbers(state.evaluated.last_metrics) if state.evaluated.at_step == step else {},
                 layout={"world_size": state.world.size, "num_microbatches": state.num_microbatches},
                 persistent=persistent,
+                extra={"identity": dict(state.identity)} if state.identity else {},
             )
             self.manager.save(request)
 
@@ -252,8 +256,7 @@ class RunCheckpoints:
             CheckpointError: for a difference that `checkpoint.on_config_change` does not allow.
         """
         state = self.state
-        is_own = state.run_dir is not None and info.path.parent.resolve() == state.run_dir.checkpoints.resolve()
-        if is_own or not info.manifest.config:
+        if is_own(state, info) or not info.manifest.config:
             return
         policy = state.cfg.checkpoint.on_config_change
         current = fill(state.cfg, state.world.size)

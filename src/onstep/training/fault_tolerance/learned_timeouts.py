@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Mapping
 
+from onstep.config.suggestions import shown
 from onstep.distributed import World
 from onstep.heartbeat import HEARTBEAT
 
@@ -13,6 +13,8 @@ SAFETY_FACTOR = 5.0
 """A learned limit is this multiple of the longest time seen, on any rank and in any start of the run."""
 SHORTEST_LIMIT_SECONDS = 60.0
 """Minimum of a learned limit: a machine may be busy with something else for some seconds."""
+LONGEST_LIMIT_SECONDS = 366 * 86400.0
+"""Maximum of a limit that is loaded; timers of the system hold no more than a few centuries."""
 OUT_OF_SECTION = "out_of_section"
 
 
@@ -118,9 +120,12 @@ class LearnedTimeouts:
 
 def _seconds_by_name(content: object) -> dict[str, float]:
     if not isinstance(content, dict):
-        raise ValueError(f"expected seconds by section, got {content!r}")
+        raise ValueError(f"expected seconds by section, got {shown(content)}")
     for name, seconds in content.items():
         is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-        if not isinstance(name, str) or not is_number or not math.isfinite(seconds) or seconds < 0:
-            raise ValueError(f"expected seconds of the section {name!r}, got {seconds!r}")
+        if not isinstance(name, str) or not is_number or not 0 <= seconds <= LONGEST_LIMIT_SECONDS:
+            raise ValueError(
+                f"expected seconds of the section {shown(name)} from 0 to {LONGEST_LIMIT_SECONDS:.0f}, got "
+                f"{shown(seconds)}"
+            )
     return {name: float(seconds) for name, seconds in content.items()}

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from onstep.bounded_reading import read_json
 from onstep.config import FaultToleranceConfig
 from onstep.distributed import World
-from onstep.errors import ConfigError, MissingExtraError
+from onstep.errors import ConfigError, DataError, MissingExtraError
 from onstep.training.compute.step import Step
 from onstep.training.fault_tolerance.learned_timeouts import LearnedTimeouts
 from onstep.training.feature import Feature, Interruption
@@ -302,8 +303,8 @@ def _load(state: Run, client: LearnedTimeouts) -> None:
     path, content = sections_of(state).state.ft_state_path, None
     if state.world.is_main and path is not None and path.exists():
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            content = read_json(path)
+        except (OSError, DataError) as error:
             logger.warning("%s cannot be read (%s); learning the time limits from scratch", path, error)
     content = state.world.share(content)
     if content is None:

@@ -86,6 +86,10 @@ class TrackerSessions(Feature[Run]):
         """The state that lets the trackers' runs continue."""
         return self.host.bridge_trackers.state_dict()
 
+    def make_durable(self) -> None:
+        """Fsync the local files of the trackers."""
+        self.host.bridge_trackers.make_durable()
+
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Keep the state until the trackers are opened."""
         self.host.bridge_trackers.load_state_dict(dict(state_dict))

@@ -18,6 +18,7 @@ from onstep.errors import ConfigError
 from onstep.events import CallbackManager
 from onstep.trackers import RunIdentity, TrackerQueue, make_tracker
 from onstep.trackers.metric_names import BRIDGE
+from onstep.trackers.points import saved_mapping
 from onstep.trackers.report_to import asked_names, tracker_options
 from onstep.trackers.tag_record import TagRecord
 from onstep.trackers.tracker import require_package
@@ -203,11 +204,18 @@ class BridgeTrackers:
         places = [None if one is None else Path(one).resolve() for one in (checkpoint.load, checkpoint.save)]
         is_fork = checkpoint.load is not None and places[0] != places[1]  # its trackers must not be touched
         if self._run_dir is None and not is_fork:
-            self._run_id = state_dict["run_id"]
-        self.evaluated = dict(state_dict["evaluated"])
-        self._states = states = dict(state_dict["trackers"])
+            self._run_id = str(state_dict["run_id"])
+        where = "the checkpoint's state of the trackers of Megatron Bridge's tags"
+        self.evaluated = saved_mapping(state_dict, "evaluated", where)
+        saved = saved_mapping(state_dict, "trackers", where)
+        self._states = states = {name: saved_mapping(saved, name, where) for name in saved}
         for key in [key for key in states if key.endswith(f" {SAMPLES_DIR}")]:  # in older checkpoints
-            states[key.removesuffix(f" {SAMPLES_DIR}")][SAMPLES_DIR] = states.pop(key)
+            states.setdefault(key.removesuffix(f" {SAMPLES_DIR}"), {})[SAMPLES_DIR] = states.pop(key)
+
+    def make_durable(self) -> None:
+        """Fsync the local files of this rank's own trackers."""
+        for logger in self._own.values():
+            logger.make_durable()
 
     @property
     def dropped(self) -> int:

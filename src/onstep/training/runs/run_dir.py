@@ -9,18 +9,21 @@ import platform
 import socket
 import time
 import uuid
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
 from filelock import lock_descriptor
 
+from onstep.bounded_reading import read_json
 from onstep.config import ChangeClass, ConfigContainer
 from onstep.config.differences import Change, changes, decide, of_kind
-from onstep.errors import ConfigError, RunExistsError
+from onstep.errors import ConfigError, DataError, RunExistsError
 from onstep.forking import release_in_forked_children
 from onstep.training.protocols import StateDict
+from onstep.training.runs.identity import IDENTITY_FILE, Comparison, Identify, Identity, compare, ways_to_continue
 
 Status = Literal["running", "completed", "stopped", "paused", "preempted", "failed", "again"]
 """A run's status: `paused` by `exit_interval` or `exit_duration_in_mins`, `preempted` by a signal, `again` by a Trainer
@@ -42,8 +45,15 @@ REPORTS = (
 )
 """What metrics logs and trackers write into a run's directory, perhaps before it becomes one."""
 
-LEFTOVERS = ("run.json.tmp", ".write-test-*", ".trainer_logs*.json.*.tmp", ".metrics*.csv.*.tmp")
-"""Temporary files of ours; a process killed between creating and replacing one leaves it behind."""
+LEFTOVERS = (
+    "run.json.tmp",
+    IDENTITY_FILE,
+    f"{IDENTITY_FILE}.tmp",
+    ".write-test-*",
+    ".trainer_logs*.json.*.tmp",
+    ".metrics*.csv.*.tmp",
+)
+"""Files of ours that a process leaves behind if it is killed before it has written run.json, or while replacing one."""
 
 FINISHED = ("completed", "stopped")
 """A run with one of these statuses is not continued by the same command."""
@@ -90,8 +100,8 @@ class RunDir:
             RunExistsError: if it cannot be read.
         """
         try:
-            content = json.loads(self.run_json.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            content = read_json(self.run_json)
+        except (OSError, DataError) as error:
             raise RunExistsError(
                 f"cannot read {self.run_json} ({error}); rename the directory or choose another run.name."
             ) from None
@@ -171,16 +181,25 @@ class Claim:
     """The same run was already completed here; nothing was changed."""
     changes: tuple[Change, ...] = ()
     """Keys whose value differs from that at the start of the run."""
+    identity: Mapping[str, str] = field(default_factory=dict)
+    """Digests of what the run is trained on."""
+    notes: tuple[str, ...] = ()
+    """What the user should know about the data of a run that exists: it has changed, or could not be compared."""
 
 
-def acquire_run_dir(config: ConfigContainer) -> tuple[Claim, RunLock | None]:
+def acquire_run_dir(config: ConfigContainer, identify: Identify | None = None) -> tuple[Claim, RunLock | None]:
     """Claim the directory of the run that `config` names, on rank 0: a new one, or one to continue.
+
+    Args:
+        config: the run's configuration.
+        identify: determines what the run is trained on; None records and compares nothing but the configuration.
 
     Returns:
         The claim, and the lock that keeps other processes out; None for a finished run.
 
     Raises:
-        RunExistsError: if the directory holds another run, other files, or one that a live process works on.
+        RunExistsError: if the directory holds another run, other files, or one that a live process works on; also if
+            the data of the run has changed, unless `checkpoint.on_config_change` is apply.
         ConfigError: if it cannot be written.
     """
     assert config.run.name is not None
@@ -190,22 +209,23 @@ def acquire_run_dir(config: ConfigContainer) -> tuple[Claim, RunLock | None]:
     if not directory.run_json.exists():
         _make_writable(directory)
     elif not _may_be_replaced(directory):
-        claim = _inspect(directory, config)
+        claim, _ = _inspect(directory, config, identify)
         if claim.is_finished:
             return claim, None
     lock = RunLock(directory.lock)
     try:
-        return _start_or_continue(directory, config), lock
+        return _start_or_continue(directory, config, identify), lock
     except BaseException:
         lock.release()
         raise
 
 
-def _start_or_continue(directory: RunDir, config: ConfigContainer) -> Claim:
+def _start_or_continue(directory: RunDir, config: ConfigContainer, identify: Identify | None) -> Claim:
     """Start a run, or continue the existing one; no other process can by now."""
     if not directory.run_json.exists() or _may_be_replaced(directory):
         if directory.run_json.exists():
             directory.set_checkpoints_aside()
+        identity = Identity() if identify is None else identify(config)
         content: StateDict = {
             "format": 1,
             "run_id": uuid.uuid4().hex,
@@ -217,17 +237,29 @@ def _start_or_continue(directory: RunDir, config: ConfigContainer) -> Claim:
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             "config": config.to_dict(),
         }
-        directory.write(content)
-        return Claim(directory, config)
-    claim = _inspect(directory, config)
-    directory.write(
-        {**directory.read(), "status": "running", "config": claim.config.to_dict(), "continued_at": time.time()}
-    )
+        directory.write(_with_identity(directory, content, identity))
+        return Claim(directory, config, identity=identity.digests)
+    claim, identity = _inspect(directory, config, identify)
+    content = {**directory.read(), "status": "running", "config": claim.config.to_dict(), "continued_at": time.time()}
+    directory.write(_with_identity(directory, content, identity))
     return claim
 
 
-def _inspect(directory: RunDir, config: ConfigContainer) -> Claim:
-    """Determine whether the existing run is finished, may continue, or differs from the one in `config`."""
+def _with_identity(directory: RunDir, content: StateDict, identity: Identity) -> StateDict:
+    """The content of run.json with the digests of what the run is trained on; what is unknown is not replaced."""
+    if not identity.parts:
+        return content
+    if content.get("identity") != identity.digests:
+        identity.write(directory.path)
+    return {**content, "identity": identity.digests}
+
+
+def _inspect(directory: RunDir, config: ConfigContainer, identify: Identify | None) -> tuple[Claim, Identity]:
+    """Determine whether the existing run is finished, may continue, or differs from the one in `config`.
+
+    Returns:
+        The claim, and what the run is trained on now.
+    """
     content = directory.read()
     policy = config.checkpoint.on_config_change
     try:
@@ -240,16 +272,24 @@ def _inspect(directory: RunDir, config: ConfigContainer) -> Claim:
         raise RunExistsError(
             f"{directory.path} holds another run: {error} Nothing was touched; {_ways_out(directory)}."
         ) from None
+    inputs = Comparison() if identify is None else compare(content.get("identity"), identify(decided), directory.path)
+    if inputs.changed and policy != "apply":
+        raise RunExistsError(
+            f"{directory.path} holds a run that was started on other files: {inputs.changed}; "
+            f"{ways_to_continue(policy)} Nothing was touched. Or {_ways_out(directory)}."
+        )
     is_extended = policy == "apply" and bool(of_kind(found, ChangeClass.TRAJECTORY))
     status = content.get("status")
     if status in FINISHED and not is_extended:
-        return Claim(directory, decided, is_finished=True)
+        return Claim(directory, decided, is_finished=True, notes=inputs.notes), inputs.current
     if not config.checkpoint.resume:
         raise RunExistsError(
             f"{directory.path} holds an unfinished run (status {status!r}, step {content.get('step', 0)}), and "
             f"checkpoint.resume=false says not to continue it. Nothing was touched; {_ways_out(directory)}."
         )
-    return Claim(directory, decided, changes=tuple(found))
+    notes = () if inputs.current.problem else inputs.notes  # the set-up will raise the same
+    claim = Claim(directory, decided, changes=tuple(found), identity=inputs.current.digests, notes=notes)
+    return claim, inputs.current
 
 
 def _ways_out(directory: RunDir) -> str:

@@ -18,6 +18,7 @@ from onstep.models import ModelHook, Transformer, build_transformer
 from onstep.training.run import Run
 from onstep.training.setup.lora import add_lora, statistics
 from onstep.training.setup.pretrained import find_pretrained, load_pretrained
+from onstep.training.stages.forward_step import only_chunk
 
 
 def build_model(config: ConfigContainer, world: World, state: Run) -> list[nn.Module]:
@@ -28,7 +29,7 @@ def build_model(config: ConfigContainer, world: World, state: Run) -> list[nn.Mo
 
     Raises:
         MissingWeightsError: for fine-tuning without weights.
-        ConfigError: if a hook does not return a list of modules.
+        ConfigError: if a hook does not return a list of modules, or one of several.
     """
     transformer = _transformer(config, world, state)
     state.sums.flops_per_token = 6.0 * (
@@ -41,6 +42,7 @@ def build_model(config: ConfigContainer, world: World, state: Run) -> list[nn.Mo
     with torch.random.fork_rng(devices=[]):  # what hooks draw depends on the seed too, such as a new head's weights
         torch.manual_seed(config.rng.seed)
         chunks = run_hooks([transformer], state.entry_point.pre_wrap_hooks)
+    only_chunk(chunks)
     return data_parallel([chunk.to(world.device) for chunk in chunks], world, config.ddp)
 
 
@@ -97,7 +99,7 @@ def open_tokenizer(state: Run) -> Tokenizer:
     """
     config, world = state.cfg, state.world
     if config.tokenizer.tokenizer_type != "bpe":
-        return build_tokenizer(config.tokenizer)
+        return build_tokenizer(config.tokenizer, warns=world.is_main)
     directory = None if state.run_dir is None else state.run_dir.path
     kept = None if directory is None else directory / "tokenizer.json"
     kept = world.share(kept if kept is not None and kept.is_file() else None)

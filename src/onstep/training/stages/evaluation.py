@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from onstep.data import Batch, EvalLoader, IteratorReader, StepBatches
+from onstep.data.loaders.step_source import only_iterator
 from onstep.distributed import World
+from onstep.errors import warn_once
 from onstep.events import CallbackManager, Dispatcher, Request
 from onstep.models.generation.generate import preserve_modes
 from onstep.training.compute.losses import MicroLoss, evaluation_sums, read_loss
@@ -25,7 +27,7 @@ from onstep.training.reporting.bridge_tags import TENSORBOARD, evaluation_tags, 
 from onstep.training.run import Run
 from onstep.training.stages.agreement import agree
 from onstep.training.stages.exits import EvaluationInterrupted, exit_if_decided
-from onstep.training.stages.forward_step import prepare_forward_step_func
+from onstep.training.stages.forward_step import only_chunk, prepare_forward_step_func
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +66,11 @@ def evaluate(
         `train.exit_duration_in_mins` cut the evaluation short; then the other two are None.
 
     Raises:
+        ConfigError: if the model has several chunks.
         EvaluationInterrupted: if a signal ended it or, inside the training loop, a time limit: the loop saves the state
             from before it.
     """
+    only_chunk(model)  # before any event
     notify = notify or Dispatcher(callback_manager, state, model)
     kind = "test" if is_test else "eval"
     forward_step_func = prepare_forward_step_func(forward_step_func, state)
@@ -84,12 +88,19 @@ def evaluate(
                 elif process_non_loss_data_func is not None:
                     collected = _collect_non_loss_data(state, forward_step_func, data_iterator, model)
             state.print_timers(["evaluate"])
+            if totals.batches == 0 and state.cfg.validation.eval_iters != 0 and state.world.is_main:
+                logger.warning(
+                    "the %s data has no batches left at step %d, so there is no loss: an iterator is read only once; "
+                    "pass an EvalLoader, which starts over",
+                    kind,
+                    state.train_state.step,
+                )
             losses = {key: top / bottom.clamp(min=1) for key, (top, bottom) in totals.sums.items()}
             reported = {key: value for key, value in losses.items() if key != "loss"}
             means = reported or ({"lm loss": losses["loss"]} if losses else {})
             prefix = metric_key_prefix or kind
             metrics = _metrics(prefix, losses, totals, time.perf_counter() - started)
-            metrics |= extra_metrics() if extra_metrics is not None else {}
+            metrics |= _further_metrics(metrics, extra_metrics)
             metrics["epoch"] = state.trainer_state.epoch
             state.evaluated.last_metrics = metrics
             state.evaluated.is_restartable = False
@@ -100,6 +111,15 @@ def evaluate(
                 raise
             return None, None, True
     return means, collected, False
+
+
+def _further_metrics(measured: Metrics, extra_metrics: Callable[[], Metrics] | None) -> Metrics:
+    """The metrics that the user computes; one that replaces a measured one is named."""
+    further = extra_metrics() if extra_metrics is not None else {}
+    replaced = sorted(measured.keys() & further.keys())
+    if replaced:
+        warn_once(logger, f"compute_metrics returns {', '.join(replaced)}, which replaces what was measured")
+    return further
 
 
 @dataclass
@@ -189,7 +209,7 @@ def eval_batches(state: Run, data_iterator: DataSource) -> Iterator[StepBatches]
     if isinstance(data_iterator, EvalLoader):
         yield from data_iterator.batches(limit)
         return
-    source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+    source = only_iterator(data_iterator)
     for _ in itertools.count() if limit is None else range(limit):
         step = IteratorReader(source, world_size=state.world.size).read(state.num_eval_microbatches)
         if step is None:
@@ -201,11 +221,11 @@ def _results(
     state: Run, forward_step_func: ForwardStep, step: StepBatches, model: list[nn.Module], **asked: bool
 ) -> Iterator[tuple[Batch, object]]:
     """A batch's micro-batches, each with its loss function's result; None for data without labels."""
-    iterator = MicroBatches(step, state.world.device)
+    iterator, chunk = MicroBatches(step, state.world.device), only_chunk(model)
     for index in range(len(iterator)):
         batch = iterator.stage(index)
         with state.autocast():
-            output, loss_function = forward_step_func(iterator, model[0])
+            output, loss_function = forward_step_func(iterator, chunk)
             result = loss_function(output, **asked)
         yield batch, result
 

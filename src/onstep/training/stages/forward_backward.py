@@ -12,6 +12,7 @@ from onstep.data import Batch
 from onstep.distributed import no_sync
 from onstep.training.compute.losses import MicroLoss, Scalar, divisor, is_known, read_loss
 from onstep.training.compute.step import MicroBatches, Step
+from onstep.training.stages.forward_step import only_chunk
 from onstep.training.stages.job import Job
 
 ForwardPass = Callable[[MicroBatches, Batch, bool], MicroLoss]
@@ -20,7 +21,7 @@ ForwardPass = Callable[[MicroBatches, Batch, bool], MicroLoss]
 
 def forward_of(job: Job) -> ForwardPass:
     """The forward pass of one micro-batch, in the run's precision."""
-    run, forward_step_func, model = job.run, job.forward_step_func, job.model[0]
+    run, forward_step_func, model = job.run, job.forward_step_func, only_chunk(job.model)
     weighting = run.cfg.train.loss_weighting
 
     def forward(micro_batches: MicroBatches, batch: Batch, is_filler: bool) -> MicroLoss:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import UnionType
 from typing import Annotated, Union, get_args, get_origin
 
 from torch import Tensor, nn
 
+from onstep.errors import ConfigError
 from onstep.training.compute.losses import IGNORE_INDEX, Scalar
 from onstep.training.protocols import ForwardStep
 from onstep.training.run import Run
@@ -27,6 +28,23 @@ def forward_step(
     packed = {key: batch[key] for key in ("position_ids", "document_ids") if key in batch}
     loss_sum = model(batch["tokens"], batch["labels"], reduction="sum", **packed)
     return loss_sum, partial(next_token_loss, batch)
+
+
+def only_chunk(model: Sequence[nn.Module]) -> nn.Module:
+    """The single chunk of a model.
+
+    Raises:
+        ConfigError: for any other number of chunks, or a model that is not a list.
+    """
+    if not isinstance(model, (list, tuple)):
+        raise ConfigError(f"model must be a list with one module, got {type(model).__name__}; pass [model].")
+    if len(model) != 1:
+        raise ConfigError(
+            f"model has {len(model)} chunks, and only a model of 1 can be trained or evaluated: several are stages of "
+            f"a pipeline, which Onstep does not have, so that all but the first would be left out. Pass one module "
+            f"that contains them."
+        )
+    return model[0]
 
 
 def next_token_loss(batch: dict[str, Tensor], loss_sum: Tensor) -> tuple[Tensor, Scalar, dict[str, object]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +12,14 @@ from torch import nn
 from onstep.data import StepBatches, StepSource
 from onstep.events import Dispatcher
 from onstep.optim import ScalesRates, StepOptimizer, as_step_optimizer
+from onstep.optim.param_groups import parameters_left_out
 from onstep.training.compute.step import LastStep, Step
 from onstep.training.protocols import DataSource, ForwardStep, NonLossFunction, Trained, UserOptimizer, UserScheduler
 from onstep.training.reporting.loss_accumulator import LossAccumulator
 from onstep.training.run import Run
 from onstep.training.stages.record import RunStart
+
+logger = logging.getLogger(__name__)
 
 Evaluation = Callable[[], None]
 
@@ -83,6 +87,19 @@ class Job:
         if self.run.cfg.train.global_batch_size is None:
             return self.samples_of(batches)
         return self.run.current_running_global_batch_size
+
+
+def warn_of_parameters_left_out(job: Job) -> None:
+    """Warn, on rank 0, of trainable parameters that the optimizer does not have: they keep their initial values."""
+    names = parameters_left_out(job.model, job.optimizer.param_groups) if job.run.world.is_main else []
+    if names:
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        logger.warning(
+            "%d trainable parameters are not in the optimizer and are not trained: %s; add them to it, or set "
+            "requires_grad=False",
+            len(names),
+            shown,
+        )
 
 
 def drive(optimizer: Any, model: list[nn.Module], run: Run) -> StepOptimizer:

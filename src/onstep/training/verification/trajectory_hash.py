@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
@@ -18,13 +19,16 @@ from torch import Tensor, nn
 
 from onstep.checkpoint import RngState
 from onstep.checkpoint.format.tensor_file import bytes_of
-from onstep.metrics_log import MetricsLog, Record, align, read_records, without_wall_clock
+from onstep.durability import try_to_sync
+from onstep.metrics_log import MetricsLog, Record, align, leading_records, read_records, without_wall_clock
 from onstep.training.compute.step import Step
 from onstep.training.feature import Feature
 from onstep.training.protocols import StateDict, UserOptimizer
 from onstep.training.runs.run_dir import RunDir
 from onstep.training.stages.job import Job
 from onstep.training.stages.record import learning_rate
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 ITEMS = ("samples", "rng", "learning_rate", "loss", "weights")
 """Fields of a step's record besides its number and the chain, in the order in which differences are searched."""
@@ -82,7 +86,21 @@ class HashChain:
         self.close()
         self.chain, self._num_records = state_dict["chain"], state_dict["num_records"]
         if self._path is not None and self._path.exists():
+            num_found = len(leading_records(self._path))
+            if num_found < self._num_records:
+                logger.warning(
+                    "%s has lost %d of the %d records that the checkpoint covers, in a power failure or to an older "
+                    "copy of the file; the chain of hashes is not affected",
+                    self._path,
+                    self._num_records - num_found,
+                    self._num_records,
+                )
             align(self._path, num_records=self._num_records)
+
+    def make_durable(self) -> None:
+        """Fsync the file."""
+        if self._metrics_log is not None:
+            try_to_sync(self._metrics_log.path)
 
     def close(self) -> None:
         """Close the file; calling it twice is harmless."""
@@ -125,6 +143,9 @@ class TrajectoryHash(Feature[Job]):
 
     def state_dict(self) -> StateDict:
         return self.hash_chain.state_dict()
+
+    def make_durable(self) -> None:
+        self.hash_chain.make_durable()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         self.hash_chain.load_state_dict(state_dict)

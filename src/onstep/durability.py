@@ -1,0 +1,55 @@
+"""Makes files and directory entries durable, so that they survive a power failure."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+
+def sync_file(path: Path) -> None:
+    """Make the content of a file and its directory entry durable; other threads may be writing to it.
+
+    Raises:
+        OSError: if the file does not exist, or the disk refuses.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    sync_dir(path.parent)
+
+
+def sync_dir(path: Path) -> None:
+    """Make the entries of a directory durable.
+
+    Raises:
+        OSError: if the disk refuses; not on network file systems that do not support this.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def try_to_sync(path: Path) -> bool:
+    """Do as `sync_file`; a refusal is logged. Returns whether the file is durable."""
+    try:
+        sync_file(path)
+    except OSError as error:
+        logger.warning(
+            "%s could not be made durable (%s); until that works, a power failure can cost its newest entries. Check "
+            "its disk.",
+            path,
+            error,
+        )
+        return False
+    return True

@@ -1,0 +1,62 @@
+"""Compares the files that a run is trained on with those of the checkpoint that it continues from."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from onstep.checkpoint import CheckpointInfo
+from onstep.distributed import attempt
+from onstep.errors import CheckpointError
+from onstep.training.run import Run
+from onstep.training.runs.identity import Identity, compare, ways_to_continue
+
+logger = logging.getLogger(__name__)
+
+
+def compare_identity(state: Run, start: CheckpointInfo | None, root: Path) -> None:
+    """Compare the current files with those that the checkpoint was trained on, unless the run directory already has.
+
+    Sets `state.identity`. A run without a directory records its files beside its checkpoints. Collective.
+
+    Args:
+        state: the run.
+        start: the checkpoint that it continues from, if any.
+        root: the directory of its checkpoints.
+
+    Raises:
+        CheckpointError: for a difference that `checkpoint.on_config_change` does not allow; on all ranks alike.
+    """
+    identify = state.entry_point.identify
+    if identify is None or (state.run_dir is not None and (start is None or is_own(state, start))):
+        return
+    found, error = (
+        attempt(lambda: _compared(state, start, root, identify(state.cfg))) if state.world.is_main else (None, None)
+    )
+    found, error = state.world.share((found, error))
+    if error is not None:
+        raise error
+    state.identity = found
+
+
+def is_own(state: Run, info: CheckpointInfo) -> bool:
+    """Whether a checkpoint is in the run's own directory."""
+    own = state.run_dir
+    return own is not None and info.path.parent.resolve() == own.checkpoints.resolve()
+
+
+def _compared(state: Run, start: CheckpointInfo | None, root: Path, current: Identity) -> dict[str, str]:
+    """The digests of the current files."""
+    if start is not None:
+        policy = state.cfg.checkpoint.on_config_change
+        result = compare(start.manifest.extra.get("identity"), current, *start.path.parents[:2])
+        if result.changed and policy != "apply":
+            raise CheckpointError(
+                f"{start.path} was trained on other files: {result.changed}; {ways_to_continue(policy)}"
+            )
+        for note in result.notes:
+            logger.warning("%s: %s", start.path, note)
+    if state.run_dir is None and current.parts:
+        root.mkdir(parents=True, exist_ok=True)
+        current.write(root)
+    return current.digests

@@ -1,0 +1,144 @@
+"""Compares what a run is trained on with what it was started on: the content of its data and of its tokenizer.
+
+`run.json` and every checkpoint record a digest of each part of the identity. The digests of the single files, by which
+a changed one is named, are in `identity.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onstep.bounded_reading import read_json
+from onstep.config import ConfigContainer
+from onstep.data.corpus.input_files import InputFiles, dataset_files, tokenizer_files
+from onstep.errors import DataError
+
+IDENTITY_FILE = "identity.json"
+"""In a run's directory; for a run without one, beside its checkpoints."""
+
+_NAMED_FILES = 5
+"""Changed files of one part that a message names."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The parts of what a run learns from that its configuration only names."""
+
+    parts: Mapping[str, InputFiles] = field(default_factory=dict)
+    """By name: `data`, `tokenizer`. A part without files is absent."""
+    problem: str = ""
+    """Why the parts could not be determined; the set-up of the run will meet the same obstacle."""
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """The digest of each part, as `run.json` and checkpoints record it."""
+        return {name: part.digest for name, part in self.parts.items()}
+
+    def write(self, directory: Path) -> None:
+        """Replace `identity.json` atomically."""
+        parts = {name: {"digest": part.digest, "files": part.files} for name, part in self.parts.items()}
+        temporary = directory / f"{IDENTITY_FILE}.tmp"
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump({"format": 1, **parts}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(directory / IDENTITY_FILE)
+
+
+Identify = Callable[[ConfigContainer], Identity]
+
+
+def configured_identity(config: ConfigContainer) -> Identity:
+    """The identity of a run whose data is configured. Reads all of its text and conversations."""
+    try:
+        found = {"data": dataset_files(config.dataset), "tokenizer": tokenizer_files(config.tokenizer)}
+    except DataError as error:
+        return Identity(problem=str(error))
+    return Identity({name: part for name, part in found.items() if part is not None})
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The current identity of a run, and how it differs from the recorded one."""
+
+    current: Identity = field(default_factory=Identity)
+    changed: str = ""
+    """What has changed, in words; empty for nothing."""
+    unknown: str = ""
+    """What could not be compared and why, in words; empty for nothing."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to tell the user where the change does not end the run."""
+        changed = f"since this run started, {self.changed}" if self.changed else ""
+        return tuple(note for note in (changed, self.unknown) if note)
+
+
+def compare(recorded: object, current: Identity, *directories: Path) -> Comparison:
+    """Compare the digests that `run.json` or a manifest recorded with the current identity.
+
+    Args:
+        recorded: as found there; anything but digests by part counts as no record.
+        directories: where to look for the `identity.json` that belongs to the record.
+    """
+    if current.problem:
+        return Comparison(current, unknown=f"its data could not be compared with what it trained on: {current.problem}")
+    before = _digests(recorded)
+    changed = [
+        _change(name, current.parts.get(name), _files_of(name, before[name], directories))
+        for name in before
+        if before[name] != current.digests.get(name)
+    ]
+    missing = [name for name in current.parts if name not in before]
+    unknown = (
+        f"this run has no record of its {' and '.join(missing)} (an earlier version started it), so it could not be "
+        f"compared with what it trained on"
+    )
+    return Comparison(current, "; ".join(changed), unknown if missing else "")
+
+
+def _digests(recorded: object) -> dict[str, str]:
+    found = recorded if isinstance(recorded, dict) else {}
+    return {name: digest for name, digest in found.items() if isinstance(name, str) and isinstance(digest, str)}
+
+
+def _files_of(name: str, digest: str, directories: tuple[Path, ...]) -> dict[str, str] | None:
+    """The files of a part as recorded with this digest; None if no record of them is left."""
+    for directory in directories:
+        try:
+            content = read_json(directory / IDENTITY_FILE)
+        except (OSError, DataError):
+            continue
+        part = content.get(name) if isinstance(content, dict) else None
+        if isinstance(part, dict) and part.get("digest") == digest and isinstance(part.get("files"), dict):
+            return {str(file): str(one) for file, one in part["files"].items()}
+    return None
+
+
+def _change(name: str, current: InputFiles | None, before: dict[str, str] | None) -> str:
+    now: Mapping[str, Any] = {} if current is None else current.files
+    if before is None:
+        return f"the {name} has changed ({IDENTITY_FILE}, which would tell the files, is missing or damaged)"
+    words = [
+        *(f"{file} was changed" for file in now if file in before and now[file] != before[file]),
+        *(f"{file} was added" for file in now if file not in before),
+        *(f"{file} was removed" for file in before if file not in now),
+    ]
+    if not words:
+        return f"the {name} has changed: its files are read in another order"
+    more = f", and {len(words) - _NAMED_FILES} more" if len(words) > _NAMED_FILES else ""
+    return f"the {name} has changed: {', '.join(words[:_NAMED_FILES])}{more}"
+
+
+def ways_to_continue(policy: str) -> str:
+    """What to type to continue although something has changed."""
+    note = " `keep` is about values of the configuration and cannot restore files." if policy == "keep" else ""
+    return (
+        "restore it, or continue on it as it is now by --on-config-change apply (in Python: "
+        f'checkpoint.on_config_change="apply").{note}'
+    )

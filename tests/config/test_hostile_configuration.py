@@ -1,0 +1,139 @@
+"""Configuration files, words of the command line and dictionaries that somebody made to do harm: each is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onstep import Trainer, TrainingArguments, pretrain
+from onstep.cli.main import main
+from onstep.config import KEYS, ConfigContainer, apply_overrides, from_dict, load_yaml, merge, parse_yaml
+from onstep.config.yaml_bounds import MAX_YAML_BYTES
+from onstep.errors import ConfigError
+from tests.support.small_models import Regression, regression_rows
+
+LAUGHS = "\n".join(["a: &a [x,x,x,x,x,x,x,x,x]"] + [f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in zip("abcdefgh", "bcdefghi", strict=True)])  # fmt: skip  # noqa: E501
+HOSTILE_YAML = {
+    "an alias bomb": (LAUGHS, "at most 10,000"),
+    "a cycle": ("a: &a [*a]", "contains itself"),
+    "deep lists": ("dataset: {paths: " + "[" * 50_000 + "]" * 50_000 + "}", "at most 32 levels"),
+    "deep mappings": ("{a: " * 40 + "1" + "}" * 40, "at most 32 levels"),
+    "a long integer": ("train: {train_iters: " + "9" * 5_000 + "}", "5,000 characters; at most 300"),
+    "a long hexadecimal integer": ("train: {train_iters: 0x" + "f" * 5_000 + "}", "at most 300"),
+    "a long sexagesimal integer": ("train: {train_iters: 1" + ":1" * 500 + "}", "at most 300"),
+    "a long tagged integer": ("train: {train_iters: !!int '" + "9" * 5_000 + "'}", "at most 300"),
+    "a wrong tagged integer": ("train: {train_iters: !!int 'abc'}", "not a YAML configuration"),
+    "a wrong tagged float": ("optimizer: {lr: !!float 'abc'}", "not a YAML configuration"),
+    "a date": ("run: {name: !!timestamp '2020-99-99'}", "the tag"),
+    "bytes": ("trainer: {label_names: !!binary aGVsbG8=}", "the tag"),
+    "a set": ("trainer: {label_names: !!set {a}}", "the tag"),
+    "an object": ("run: {name: !!python/object/apply:os.mkdir [hacked]}", "the tag"),
+    "many interpolations": ("run: {name: '" + "${" * 20_000 + "'}", "interpolation"),
+    "an interpolated key": ("'${oc.env:HOME}': 1", "interpolation"),
+    "an unhashable key": ("? [a]\n: 1", "not a YAML configuration"),
+    "many keys": ("\n".join(f"key{number}: 1" for number in range(10_001)), "at most 10,000"),
+    "a control character": ("run: {name: \x00}", "not a YAML configuration"),
+    "a tab": ("run:\n\tname: 1", "not a YAML configuration"),
+    "a long key": ("? " + "k" * 100_000 + "\n: 1", "unknown configuration key"),
+    "a key that is a number": ("1: {2: 3}", "unknown configuration key '1'"),
+    "an escaped NUL": ('run: {name: "a\\0b"}', "run.name"),
+    "an unpaired surrogate": ('run: {name: "\\ud800"}', "config"),
+}
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a command says that must fail, on one or two short lines."""
+    assert main(list(words)) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("error: ")
+    assert len(text) < 2_000
+    return text
+
+
+@pytest.mark.parametrize(("text", "message"), HOSTILE_YAML.values(), ids=HOSTILE_YAML)
+def test_a_hostile_file_is_refused_with_the_limit(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text(text, encoding="utf-8")
+    assert message in refusal(capsys, "config", "show", "config.yaml")
+    assert message in refusal(capsys, "train", "config.yaml")
+    with pytest.raises(ConfigError):
+        from_dict(load_yaml("config.yaml"))
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_a_huge_file_is_refused_unread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (tmp_path / "config.yaml").open("wb") as file:
+        file.truncate(8 << 30)
+    assert f"at most {MAX_YAML_BYTES:,}" in refusal(capsys, "config", "show", str(tmp_path / "config.yaml"))
+
+
+def test_bytes_that_are_not_utf_8_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_bytes(b"run: {name: \xff}")
+    assert "UTF-8" in refusal(capsys, "config", "show", str(tmp_path / "config.yaml"))
+
+
+HOSTILE_VALUES: list[Any] = [10**400, -(10**400), 10**5_000, 2**63, -(2**63) - 1, 1e300, [10**400], [[10**5_000]]]
+
+
+FLOATS = (2**63, -(2**63) - 1, 1e300)
+"""These are floats, not integers of 64 bits."""
+
+
+@pytest.mark.parametrize("value", HOSTILE_VALUES, ids=lambda value: f"{type(value).__name__}")
+def test_a_number_that_no_field_can_hold_is_refused_for_every_key(value: Any) -> None:
+    for key, one in KEYS.items():
+        if "Any" in str(one.annotation) or (value in FLOATS and "float" in str(one.annotation)):
+            continue
+        with pytest.raises(ConfigError) as caught:
+            merge(ConfigContainer(), {key: value})
+        assert key in str(caught.value)
+        assert len(str(caught.value)) < 1_000
+
+
+def test_the_range_of_integers_is_in_the_message(capsys: pytest.CaptureFixture[str]) -> None:
+    rule = "integers from -2**63 to 2**63 - 1"
+    assert rule in refusal(capsys, "config", "show", f"train.train_iters={10**200}")
+    assert rule in refusal(capsys, "config", "show", "train.train_iters=1e30")
+    with pytest.raises(ConfigError, match=r"run.name=.* must be text .* without NUL and unpaired surrogates"):
+        from_dict({"run": {"name": "\ud800"}})
+    with pytest.raises(ConfigError, match=r"optimizer\.lr=.* must be float or None"):
+        from_dict({"optimizer": {"lr": 10**400}})
+
+
+OVERRIDES = ["[" * 10_000, "9" * 5_000, "0x" + "f" * 5_000, "1" + ":1" * 5_000, "!!int abc", "!!timestamp 2020-99-99", "&a [*a]", "a\0b", "!!python/name:os.system"]  # fmt: skip  # noqa: E501
+
+
+@pytest.mark.parametrize("raw", OVERRIDES, ids=lambda raw: raw[:20])
+def test_a_hostile_word_is_refused(raw: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for key in ("train.train_iters", "dataset.paths", "optimizer.lr", "env_vars", "rng.seed", "trainer"):
+        assert key in refusal(capsys, "config", "show", f"{key}={raw}")
+
+
+def test_a_value_of_a_dictionary_is_refused_by_both_doors(tmp_path: Path) -> None:
+    config = ConfigContainer()
+    config.train.train_iters = 10**400
+    config.run.output_dir = str(tmp_path)
+    with pytest.raises(ConfigError, match=r"train\.train_iters=.*integers from"):
+        pretrain(config)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], config_overrides={"train.train_iters": 10**5_000}
+    )
+    with pytest.raises(ConfigError, match=r"train\.train_iters=.*integers from"):
+        Trainer(Regression(), arguments, train_dataset=regression_rows(4), default_callbacks=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_just_within_the_limits_is_read() -> None:
+    assert parse_yaml("dataset: {paths: " + "[" * 30 + "]" * 30 + "}")
+    paths = [f"/data/part-{number}" for number in range(9_000)]
+    values = parse_yaml("dataset:\n  paths:\n" + "".join(f"  - {path}\n" for path in paths))
+    assert from_dict(values).dataset.paths == paths
+    assert parse_yaml("a: &a [1, 2]\nb: [*a, *a]")["b"] == [[1, 2], [1, 2]]
+    config = ConfigContainer()
+    apply_overrides(config, [f"rng.seed={2**63 - 1}", "run.name='a: b'", "dataset.text_key=&a [*a]"])
+    assert config.rng.seed == 2**63 - 1
+    assert config.dataset.text_key == "&a [*a]"

@@ -1,0 +1,100 @@
+"""A setting that has no effect in combination with the others is named in one line, never ignored."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from onstep import Trainer, TrainingArguments, pretrain
+from onstep.config import ConfigContainer, apply_overrides, from_dict
+from onstep.config.checks import idle_line, idle_settings
+from onstep.config.checks.idle import IDLE
+from onstep.config.keys import KEYS
+from onstep.errors import ConfigError
+from tests.support.small_models import Regression, regression_rows
+
+LINE = "settings without effect: "
+
+
+def config_with(words: str = "") -> ConfigContainer:
+    config = from_dict({"train.micro_batch_size": 4, "train.train_iters": 100, "optimizer.lr": 1e-3, "run.name": "run"})
+    apply_overrides(config, words.split())
+    return config
+
+
+@pytest.mark.parametrize(
+    ("alone", "need", "together"),
+    [
+        ("checkpoint.save_interval=5 run.name=null", "run.name or checkpoint.save", "checkpoint.save=here"),
+        ("checkpoint.load_optim=false", "checkpoint.load", "checkpoint.load=there"),
+        ("train.manual_gc_interval=5", "train.manual_gc=true", "train.manual_gc=true"),
+        ("train.exit_signal_handler=false train.data_timeout=5", "exit_signal_handler=true", ""),
+        ("model.rotary_base=5e5 model.position_embedding_type=none", "rope", "model.position_embedding_type=rope"),
+        ("optimizer.adam_beta2=0.95 optimizer.optimizer=sgd", "adam or muon", "optimizer.optimizer=adam"),
+        ("optimizer.sgd_momentum=0.5", "optimizer.optimizer=sgd", "optimizer.optimizer=sgd"),
+        ("optimizer.loss_scale=8", "mixed_precision", "mixed_precision=bf16_mixed"),
+        ("optimizer.hysteresis=3 mixed_precision=bf16_mixed", "fp16_mixed", "mixed_precision=fp16_mixed"),
+        ("optimizer.min_lr=1e-5 scheduler.lr_decay_style=constant", "constant", "scheduler.lr_decay_style=linear"),
+        ("scheduler.lr_wsd_decay_iters=5", "WSD", "scheduler.lr_decay_style=WSD"),
+        ("scheduler.lr_warmup_init=1e-4", "warm-up", "scheduler.lr_warmup_iters=5"),
+        ("validation.eval_interval=5 dataset.split=100", "validation share", "dataset.split=95,5"),
+        ("validation.start_eval_at_iter=5", "eval_interval", "validation.eval_interval=5"),
+        ("logger.log_runtime_to_tensorboard=true", "report_names=[bridge]", "logger.tensorboard_dir=here"),
+        ("logger.wandb_entity=us", "[wandb] or logger.wandb_project", "logger.report_to=all"),
+        ("logger.report_names=[bridge]", "logger.report_to", "logger.report_to=csv"),
+        ("profiling.profile_ranks=[]", "use_pytorch_profiler", "profiling.use_pytorch_profiler=true"),
+        ("profiling.use_pytorch_profiler=true profiling.profile_step_start=100", "within the run", ""),
+        ("anomaly.spike_window=5", "anomaly.on_spike", "anomaly.on_spike=stop"),
+        ("rerun_state_machine.spiky_loss_factor=5", "rerun_mode", "rerun_state_machine.rerun_mode=validate_results"),
+        ("ft.simulated_fault_type=rank_hung", "ft.simulate_fault=true", "ft.simulate_fault=true"),
+        ("straggler.threshold=0.5", "log_straggler=true", "straggler.log_straggler=true"),
+        ("nvrx_straggler.profiling_interval=5", "nvrx_straggler.enabled=true", "nvrx_straggler.enabled=true"),
+        ("peft.dim=8", "peft.peft_scheme=lora", "peft.peft_scheme=lora"),
+    ],
+)
+def test_a_setting_without_effect_is_named_with_what_it_requires(alone: str, need: str, together: str) -> None:
+    [(condition, settings)] = idle_settings(config_with(alone))
+    assert need in condition
+    assert settings[0].partition("=")[0] in alone
+    if together:
+        assert idle_settings(config_with(f"{alone} {together}")) == []
+
+
+def test_defaults_name_nothing() -> None:
+    assert idle_line(idle_settings(config_with())) is None
+
+
+def test_all_idle_keys_exist() -> None:
+    assert {key for row in IDLE for key in row.keys} <= set(KEYS)
+
+
+def test_pretrain_names_them_in_one_line(tiny_config: ConfigContainer, caplog: pytest.LogCaptureFixture) -> None:
+    apply_overrides(tiny_config, ["train.train_iters=3", "optimizer.sgd_momentum=0.5", "trainer.label_names=[y]"])
+    tiny_config.checkpoint.save_interval = 2
+    pretrain(tiny_config)
+    [line] = [record.message for record in caplog.records if LINE in record.message]
+    for part in ("checkpoint.save_interval=2", "optimizer.sgd_momentum=0.5", "trainer.label_names=['y']"):
+        assert part in line
+
+
+def test_a_trainer_names_settings_of_a_model_that_it_does_not_build(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    overrides = {"model.num_layers": 12, "dataset.paths": ["text"], "anomaly.spike_window": 5, "dataset.shuffle": False}
+    args = TrainingArguments(str(tmp_path / "run"), max_steps=1, use_cpu=True, config_overrides=overrides)
+    with caplog.at_level(logging.WARNING):
+        Trainer(Regression(), args, train_dataset=regression_rows(), default_callbacks=False).train()
+    lines = [record.message for record in caplog.records if LINE in record.message]
+    assert [line.removeprefix(LINE).partition(" (")[0] for line in lines] == [
+        "anomaly.spike_window=5",
+        "model.num_layers=12, dataset.paths=['text']",
+    ]
+
+
+def test_the_best_model_of_a_run_without_validation_is_refused(tiny_config: ConfigContainer, tmp_path: Path) -> None:
+    words = ["checkpoint.load_best_model_at_end=true", "checkpoint.save_interval=5", "dataset.split=100", "run.name=a"]
+    apply_overrides(tiny_config, [*words, f"run.output_dir={tmp_path}"])
+    with pytest.raises(ConfigError, match=r"dataset.split='100' has no share for validation; give it one"):
+        pretrain(tiny_config)

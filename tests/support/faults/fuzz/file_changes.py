@@ -6,6 +6,7 @@ import json
 import os
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -44,12 +45,12 @@ def seal(checkpoint: Path, changed: str = "manifest.json") -> None:
     """
     path = checkpoint / "manifest.json"
     if changed != "manifest.json":
-        manifest = json.loads(path.read_bytes())
-        entry = manifest["files"].get(changed)
-        if entry is not None:
+        # a manifest that was changed before may not be JSON any more
+        with suppress(ValueError, RecursionError, KeyError, TypeError, AttributeError):
+            manifest = json.loads(path.read_bytes())
             content = (checkpoint / changed).read_bytes()
-            entry.update(size=len(content), blake3=blake3(content).hexdigest())
-        path.write_text(json.dumps(manifest, indent=2) + "\n")
+            manifest["files"][changed].update(size=len(content), blake3=blake3(content).hexdigest())
+            path.write_text(json.dumps(manifest, indent=2) + "\n")
     content = path.read_bytes()
     start = content.rfind(b',\n  "blake3": "')
     body = content[:start] if start > 0 else content.rstrip().removesuffix(b"}").rstrip()

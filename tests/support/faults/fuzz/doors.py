@@ -20,6 +20,8 @@ class Door:
     """Returns an exit code, if any."""
     share: float = 1.0
     """Share of the inputs that go through it."""
+    fine: tuple[int, ...] = (0,)
+    """Exit codes that are no refusal."""
 
 
 class NoMessageError(Exception):
@@ -30,7 +32,7 @@ class SilentlyWrongError(Exception):
     """Something other than what the honest file holds was read, and nobody said so."""
 
 
-def onstep(*words: str, share: float = 1.0) -> Door:
+def onstep(*words: str, share: float = 1.0, fine: tuple[int, ...] = (0,)) -> Door:
     """A command of `onstep`."""
 
     def enter() -> int:
@@ -39,7 +41,7 @@ def onstep(*words: str, share: float = 1.0) -> Door:
         sys.argv = ["onstep", *words]
         return main(list(words))
 
-    return Door(f"onstep {' '.join(words)}"[:100], enter, share)
+    return Door(f"onstep {' '.join(words)}"[:100], enter, share, fine)
 
 
 def resume(share: float = 1.0, **more: Any) -> Door:

@@ -90,7 +90,8 @@ def _through(door: Door, output: int) -> dict[str, Any]:
     if _TRACEBACK in text:
         last = text[text.index(_TRACEBACK) :].splitlines()
         return {"verdict": "raw error", "error": f"printed: {last[-1][:300]}", "where": " < ".join(last[-4:-1])[:300]}
-    return {"verdict": "refused" if code else "read", "error": text.strip()[-300:] if code else ""}
+    is_refused = code is not None and code not in door.fine
+    return {"verdict": "refused" if is_refused else "read", "error": text.strip()[-300:] if is_refused else ""}
 
 
 def _described(error: BaseException) -> dict[str, str]:

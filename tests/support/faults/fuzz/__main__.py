@@ -25,7 +25,9 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="print what comes of every door, as --index does")
     parser.add_argument("--json", type=Path, help="where to write the counts and findings")
     options = parser.parse_args()
-    campaign = Campaign(options.seed, options.at_once, is_verbose=options.verbose or options.index is not None)
+    campaign = Campaign(
+        options.seed, options.at_once, shows=True, is_verbose=options.verbose or options.index is not None
+    )
     try:
         campaign.prepare()
         inputs = [(FORMATS[name], options.index) for name in options.format]

@@ -8,7 +8,20 @@ from random import Random
 Change = tuple[str, bytes]
 """What was done, in a few words, and the new content."""
 
-_RUNS = (b"\0", b"\xff", b"\xc3\x28", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\x1b[2J", b"[", b"{", b'"', b"\\", b"\n", b"9")
+_RUNS = (
+    b"\0",
+    b"\xff",
+    b"\xc3\x28",
+    b"\xed\xa0\x80",
+    b"\xef\xbb\xbf",
+    b"\x1b[2J",
+    b"[",
+    b"{",
+    b'"',
+    b"\\",
+    b"\n",
+    b"9",
+)
 """Among them: NUL, bytes that are not UTF-8, a surrogate, a byte order mark, an escape sequence of a terminal."""
 _LENGTHS = (1, 2, 7, 64, 1000, 20_000, 1_000_000)
 _SHARES = (6, 4, 4, 3, 3, 2, 1)
@@ -51,7 +64,9 @@ def _cut_out(content: bytes, random: Random) -> Change:
 def _repeat(content: bytes, random: Random) -> Change:
     start, end = _span(content, random)
     times = random.choice((2, 2, 5, 100))
-    return f"bytes {start} to {end} repeated {times} times", content[:start] + content[start:end] * times + content[end:]
+    return f"bytes {start} to {end} repeated {times} times", content[:start] + content[start:end] * times + content[
+        end:
+    ]
 
 
 def _swap(content: bytes, random: Random) -> Change:

@@ -20,6 +20,8 @@ class Door:
     """Returns an exit code, if any."""
     share: float = 1.0
     """Share of the inputs that go through it."""
+    fine: tuple[int, ...] = (0,)
+    """Exit codes that are no refusal."""
 
 
 class NoMessageError(Exception):
@@ -30,7 +32,7 @@ class SilentlyWrongError(Exception):
     """Something other than what the honest file holds was read, and nobody said so."""
 
 
-def onstep(*words: str, share: float = 1.0) -> Door:
+def onstep(*words: str, share: float = 1.0, fine: tuple[int, ...] = (0,)) -> Door:
     """A command of `onstep`."""
 
     def enter() -> int:
@@ -39,12 +41,18 @@ def onstep(*words: str, share: float = 1.0) -> Door:
         sys.argv = ["onstep", *words]
         return main(list(words))
 
-    return Door(f"onstep {' '.join(words)}"[:100], enter, share)
+    return Door(f"onstep {' '.join(words)}"[:100], enter, share, fine)
 
 
 def resume(share: float = 1.0, **more: Any) -> Door:
     """Continue the run for one step, as `onstep train` with the same words does."""
-    words = (*TRAIN, "--on-config-change", "apply", f"train.train_iters={STEPS + 1}", *(f"{key}={value}" for key, value in more.items()))
+    words = (
+        *TRAIN,
+        "--on-config-change",
+        "apply",
+        f"train.train_iters={STEPS + 1}",
+        *(f"{key}={value}" for key, value in more.items()),
+    )
     door = onstep(*words, share=share)
     return Door(f"onstep train, resuming{''.join(f' {key}={value}' for key, value in more.items())}", door.enter, share)
 
@@ -62,6 +70,28 @@ def finetune(*words: str, name: str, share: float = 1.0) -> Door:
     size = ("train.train_iters=1", "train.num_epochs=null", "run.save_weights=false", "checkpoint.save_interval=null")
     door = onstep("finetune", "checkpoint.pretrained_checkpoint=it", *own, *size, *words, share=share)
     return Door(f"onstep finetune, {name}", door.enter, share)
+
+
+def exported_weights(run: str, *, honest: str, changed: str, share: float = 1.0) -> Door:
+    """`onstep checkpoint export`; unless the manifest was changed too, the weights are those that were saved."""
+
+    def enter() -> int:
+        import torch
+        from safetensors.torch import load_file
+
+        if code := int(onstep("checkpoint", "export", run, "weights.safetensors").enter()):  # type: ignore[call-overload]
+            return code
+        manifest = Path(changed) / "manifest.json"
+        if not manifest.exists() or manifest.read_bytes() != (Path(honest) / "manifest.json").read_bytes():
+            return 0
+        found = load_file("weights.safetensors")
+        for path in (Path(honest), Path(changed).with_name("checkpoint-3")):
+            saved = load_file(path / "model" / "model.safetensors")
+            if all(torch.equal(found[name], tensor) for name, tensor in saved.items() if name in found):
+                return 0
+        raise SilentlyWrongError("the weights that were exported are of no checkpoint")
+
+    return Door("onstep checkpoint export", enter, share)
 
 
 def read_samples(datasets: Iterable[Any], most: int = 20) -> None:

@@ -79,7 +79,11 @@ class Words(Format):
         keys = [*KEYS]
         words = []
         for _ in range(random.choice((1, 1, 2, 3))):
-            key = random.choice(keys) if random.random() < 0.9 else random.choice(("", ".", "model", "a.b.c", "__class__.x"))
+            key = (
+                random.choice(keys)
+                if random.random() < 0.9
+                else random.choice(("", ".", "model", "a.b.c", "__class__.x"))
+            )
             value = strange_yaml(random)[1].replace("\0", "")[:100_000]
             words.append(f"{key}={value}" if random.random() < 0.95 else random.choice((key, value, f"{key}=", "=")))
         words = words if is_changed else ["optimizer.lr=0.5"]
@@ -101,8 +105,8 @@ _LOOKS_AT_CHECKPOINTS = (
     onstep("checkpoint", "list", "run"),
     onstep("checkpoint", "list", "run", "--json", "--quick", share=0.3),
     onstep("checkpoint", "verify", "run", "--all", share=0.7),
-    onstep("checkpoint", "diff", "copied/checkpoint-6", "run@6"),
-    onstep("checkpoint", "export", "run", "weights.safetensors", share=0.5),
+    onstep("checkpoint", "diff", "copied/checkpoint-6", "run@6", fine=(0, 1)),
+    doors.exported_weights("run", honest="copied/checkpoint-6", changed=_CHECKPOINT, share=0.5),
     onstep("checkpoint", "export", "run", "exported", share=0.5),
 )
 _LOG = "runs/run/trainer_logs.json"
@@ -125,7 +129,13 @@ def _log_doors(path: str) -> tuple[Door, ...]:
     )
 
 
-_CHAT = ("dataset.kind=chat", "dataset.paths=[chats.jsonl]", "dataset.split=1", "dataset.seq_length=128", "model.seq_length=128")
+_CHAT = (
+    "dataset.kind=chat",
+    "dataset.paths=[chats.jsonl]",
+    "dataset.split=1",
+    "dataset.seq_length=128",
+    "model.seq_length=128",
+)
 _THE_TOKENIZER = ("tokenizer.tokenizer_type=tokenizers", "tokenizer.tokenizer_model=it/tokenizer.json")
 _BPE = ("tokenizer.tokenizer_type=bpe", "tokenizer.vocab_size=300")
 
@@ -138,7 +148,7 @@ FORMATS: dict[str, Format] = {
                 (f"{_CHECKPOINT}/manifest.json", "json", 4),
                 (f"{_CHECKPOINT}/*/*.json", "json", 6),
                 (f"{_CHECKPOINT}/*/*.safetensors", "safetensors", 3),
-                ("runs/run/checkpoints/latest", "text", 0.5),
+                ("runs/run/checkpoints/latest", "bytes", 0.5),
             ),
             (*_LOOKS_AT_CHECKPOINTS, resume(0.6), onstep("checkpoint", "verify", _CHECKPOINT, share=0.2)),
             "run",
@@ -146,8 +156,21 @@ FORMATS: dict[str, Format] = {
         ),
         Format(
             "saved tracker points",
-            ((f"{_CHECKPOINT}/callbacks/*.json", "json", 4), ("runs/run/metrics.csv", "bytes", 1)),
+            ((f"{_CHECKPOINT}/callbacks/*.json", "json", 1),),
             (resume(),),
+            "run",
+            0.7,
+        ),
+        Format(
+            "other files of a run",
+            (
+                ("runs/run/checkpoints/ft_state.json", "json", 3),
+                ("runs/run/checkpoints/progress.txt", "bytes", 2),
+                ("runs/run/.run.lock", "bytes", 1),
+                ("runs/run/certificate/rank_0.json", "json", 1),
+                ("runs/run/metrics.csv", "bytes", 2),
+            ),
+            (resume(), onstep("logs", "list", share=0.2)),
             "run",
             0.7,
         ),
@@ -166,14 +189,26 @@ FORMATS: dict[str, Format] = {
             ),
             "run",
         ),
-        Format("metrics log", ((_LOG, "records", 1),), (*_log_doors(_LOG), onstep("logs", "list"), resume(0.15)), "run", 2.0),
+        Format(
+            "metrics log",
+            ((_LOG, "records", 1),),
+            (*_log_doors(_LOG), onstep("logs", "list"), resume(0.15)),
+            "run",
+            2.0,
+        ),
         Format(
             "decisions.jsonl",
             (("runs/run/decisions.jsonl", "records", 1),),
             (onstep("why", "run"), onstep("why", "run", "--step", "4")),
             "run",
         ),
-        Format("trainer_state.json", (("trainer_state.json", "json", 1),), _log_doors("trainer_state.json"), "trainer_state", 1.5),
+        Format(
+            "trainer_state.json",
+            (("trainer_state.json", "json", 1),),
+            _log_doors("trainer_state.json"),
+            "trainer_state",
+            1.5,
+        ),
         Format(
             "parameter norms",
             (("runs/run/parameter_norms.json", "records", 1),),
@@ -232,7 +267,9 @@ FORMATS: dict[str, Format] = {
             (("chats.jsonl", "records", 1),),
             (
                 doors.data("chat", doors.bytes_tokenizer, length=128, kind="chat", paths=["chats.jsonl"]),
-                doors.data("chat, packed", doors.bytes_tokenizer, 0.3, 128, kind="chat", paths=["chats.jsonl"], packing=True),
+                doors.data(
+                    "chat, packed", doors.bytes_tokenizer, 0.3, 128, kind="chat", paths=["chats.jsonl"], packing=True
+                ),
                 start(*_CHAT, name="on chats", share=0.15),
             ),
             "chats",
@@ -240,7 +277,7 @@ FORMATS: dict[str, Format] = {
         ),
         Format(
             "text and JSONL corpora",
-            (("corpus.txt", "text", 1), ("corpus.jsonl", "records", 2)),
+            (("corpus.txt", "bytes", 1), ("corpus.jsonl", "records", 2)),
             (
                 doors.data("text", doors.bytes_tokenizer, paths=["corpus.txt"]),
                 doors.data("JSONL", doors.bytes_tokenizer, paths=["corpus.jsonl"]),

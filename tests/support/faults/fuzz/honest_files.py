@@ -18,26 +18,33 @@ from tests.support.faults.fuzz.file_changes import seal
 
 TRAIN = (
     "train", "run.name=run", "dataset.paths=[corpus.txt]", "dataset.cache_dir=tokens", "dataset.split=80,10,10",
-    "dataset.num_workers=0", "dataset.seq_length=32", "model.seq_length=32", "model.num_layers=1", "model.hidden_size=16",
-    "model.num_attention_heads=2", "train.global_batch_size=4", "train.micro_batch_size=4", "scheduler.lr_warmup_iters=2",
-    "scheduler.lr_decay_iters=20", "validation.eval_on_start=false", "validation.eval_interval=4", "validation.eval_iters=2",
-    "logger.log_interval=1", "checkpoint.save_interval=3", "dist.device=cpu", "logger.report_to=[csv]",
+    "dataset.num_workers=0", "dataset.seq_length=32", "model.seq_length=32", "model.num_layers=1",
+    "model.hidden_size=16", "model.num_attention_heads=2", "train.global_batch_size=4", "train.micro_batch_size=4",
+    "scheduler.lr_warmup_iters=2", "scheduler.lr_decay_iters=20", "validation.eval_on_start=false",
+    "validation.eval_interval=4", "validation.eval_iters=2", "logger.log_interval=1", "checkpoint.save_interval=3",
+    "dist.device=cpu", "logger.report_to=[csv]",
+    "logger.log_progress=true", "checkpoint.certify=true", "ft.watchdog_seconds=100", "ft.calc_ft_timeouts=true",
 )  # fmt: skip
 """A run of a second, whose paths are relative, in a directory that has `corpus.txt`."""
 STEPS = 6
-SMALL = {"vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 128}
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 128,
+}
 TEMPLATE = (
     "{% if messages[0]['role'] == 'system' %}<s>{{ messages[0]['content'] }}\n{% endif %}"
     "{% for message in messages %}{% if message['role'] != 'system' %}<|im_start|>{{ message['role'] + '\\n' + "
     "message['content'] | trim }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_CHATS = [
-    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}],
-    [{"role": "user", "content": "Name a color."}, {"role": "assistant", "content": "Blue, <|im_end|> or caf\u00e9."}],
-    [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Bye"},
-     {"role": "assistant", "content": "See you"}],
-]  # fmt: skip
+_CHATS = (
+    (("system", "Be brief."), ("user", "What is 2 + 2?"), ("assistant", "4")),
+    (("user", "Name a color."), ("assistant", "Blue, <|im_end|> or caf\u00e9.")),
+    (("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"), ("assistant", "See you")),
+)
 
 
 def make_all(directory: Path) -> None:
@@ -80,9 +87,13 @@ def _run(directory: Path) -> None:
         assert main([*TRAIN, norms, f"train.train_iters={STEPS}"]) == 0
     run = directory / "runs" / "run"
     (run / "loss.png").unlink(missing_ok=True)
-    (run / ".run.lock").unlink()  # holds the id of a process
+    (run / ".run.lock").write_text("process 1 on vm\n")
+    for path in (run / "checkpoints" / "progress.txt", run / "checkpoints" / "ft_state.json"):
+        path.write_text(re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "2026-01-01 00:00:00", path.read_text()))
     for manifest in run.glob("checkpoints/*/manifest.json"):
-        manifest.write_text(re.sub(r'"created_at": ".*"', '"created_at": "2026-01-01T00:00:00+00:00"', manifest.read_text()))
+        manifest.write_text(
+            re.sub(r'"created_at": ".*"', '"created_at": "2026-01-01T00:00:00+00:00"', manifest.read_text())
+        )
         seal(manifest.parent)
     with (run / "decisions.jsonl").open("a") as file:
         for flag, details in _DECISIONS.items():
@@ -155,7 +166,9 @@ def _tokenizers(directory: Path) -> None:
     bpe: Any = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet))
+    bpe.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
+    )
     bpe.post_processor = processors.TemplateProcessing("$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)])
     letters = [chr(code) for code in range(32, 127)]
     words = ["[UNK]", "[SEP]", *letters, *(f"##{letter}" for letter in letters), "the", "##ing"]
@@ -183,8 +196,10 @@ def _tokenizers(directory: Path) -> None:
 
 
 def _chats(directory: Path) -> None:
-    lines = [{"messages": chat} for chat in _CHATS] * 3
-    asked: list[dict[str, Any]] = [{"prompt": f"Question {number}?", "response": f"Answer {number}."} for number in range(4)]
+    lines = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in _CHATS] * 3
+    asked: list[dict[str, Any]] = [
+        {"prompt": f"Question {number}?", "response": f"Answer {number}."} for number in range(4)
+    ]
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in [*lines, *asked])
     (directory / "chats.jsonl").write_text(text, encoding="utf-8")
 
@@ -215,7 +230,7 @@ def _configuration(directory: Path) -> None:
 
     values = "".join(f"  {word.partition('.')[2].replace('=', ': ')}\n" for word in TRAIN if word.startswith("model."))
     optimizer = "optimizer:\n  lr: 1.0e-3\n  adam_beta2: 0.95\n  weight_decay: 0.1\n"
-    more = "train:\n  train_iters: 100\n  global_batch_size: 8\n  micro_batch_size: 4\ndataset:\n  seq_length: 32\n  paths: [a, b]\n"
+    more = "train:\n  train_iters: 100\n  global_batch_size: 8\ndataset:\n  seq_length: 32\n  paths: [a, b]\n"
     (directory / "small.yaml").write_text(f"run:\n  recipe: tiny_gpt\nmodel:\n{values}{optimizer}{more}")
     (directory / "all.yaml").write_text(dump_yaml(get_recipe("tiny_gpt")()))
     (directory / "prompts.yaml").write_text("- 'def '\n- |\n  class A:\n- \"x = \"\n")

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,18 +16,24 @@ from typing import Any
 from tests.support.faults.fuzz.doors import Door, NoMessageError
 from tests.support.faults.fuzz.formats import Format
 
-GROWTH_BYTES = 1 << 30
-"""Growth of the resident memory that is too much."""
 _MARGIN = 3 << 30
 """How much memory the child may ask for before the system refuses it."""
-_STACK_AFTER_SECONDS = 9.0
 _IN_ONSTEP = re.compile(r"/onstep/(.*)")
 _TRACEBACK = "Traceback (most recent call last)"
 _SHOWN = 8 << 20
 """Bytes of the output that are looked at."""
 
 
-def live(form: Format, seed: int, index: int, honest: Path, place: Path, report: int) -> None:
+@dataclass(frozen=True)
+class Limits:
+    """What a door may take."""
+
+    seconds: float = 10.0
+    growth_bytes: int = 1 << 30
+    """Growth of the resident memory."""
+
+
+def live(form: Format, seed: int, index: int, honest: Path, place: Path, report: int, limits: Limits) -> None:
     """Make input `index` in the directory `place`, and report what comes of it as JSON lines to a descriptor.
 
     A negative index leaves the honest files as they are, and goes through every door.
@@ -53,11 +60,11 @@ def live(form: Format, seed: int, index: int, honest: Path, place: Path, report:
         os.ftruncate(output, 0)
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = _status("VmRSS")
-        faulthandler.dump_traceback_later(_STACK_AFTER_SECONDS, file=stacks)
+        faulthandler.dump_traceback_later(0.9 * limits.seconds, file=stacks)
         outcome = _through(door, output)
         faulthandler.cancel_dump_traceback_later()
         growth = _status("VmHWM") - before
-        if growth > GROWTH_BYTES and outcome["verdict"] != "raw error":
+        if growth > limits.growth_bytes and outcome["verdict"] != "raw error":
             outcome.update(verdict="growth", error=f"memory grew by {growth >> 20} MiB", where=door.name)
         say(**outcome, growth=growth)
 
@@ -83,14 +90,19 @@ def _through(door: Door, output: int) -> dict[str, Any]:
     if _TRACEBACK in text:
         last = text[text.index(_TRACEBACK) :].splitlines()
         return {"verdict": "raw error", "error": f"printed: {last[-1][:300]}", "where": " < ".join(last[-4:-1])[:300]}
-    return {"verdict": "refused" if code else "read", "error": text.strip()[-300:] if code else ""}
+    is_refused = code is not None and code not in door.fine
+    return {"verdict": "refused" if is_refused else "read", "error": text.strip()[-300:] if is_refused else ""}
 
 
 def _described(error: BaseException) -> dict[str, str]:
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f"{found[1]}:{frame.lineno} {frame.name}" for frame in frames if (found := _IN_ONSTEP.search(frame.filename))]
+    own = [
+        f"{found[1]}:{frame.lineno} {frame.name}" for frame in frames if (found := _IN_ONSTEP.search(frame.filename))
+    ]
     last = frames[-1] if frames else None
-    beyond = [] if last is None or "/onstep/" in last.filename else [f"{Path(last.filename).name}:{last.lineno} {last.name}"]
+    beyond = (
+        [] if last is None or "/onstep/" in last.filename else [f"{Path(last.filename).name}:{last.lineno} {last.name}"]
+    )
     where = " < ".join([*beyond, *own[::-1][:4]])
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     more = "" if cause is None else f" (from {type(cause).__name__}: {str(cause)[:150]})"

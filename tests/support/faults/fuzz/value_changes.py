@@ -26,14 +26,15 @@ _NUMBERS = (
 )  # fmt: skip
 _NAMES = ("", "__class__", "__init__", "__dict__", "self", "cls", "kwargs", "\u0000", "a b", "1", "x" * 10_000)
 _YAML = (
-    "!!python/object/apply:os.system ['true']", "!!python/name:os.system", "!!binary '='", "!!set {a, b}", "!!omap [a: 1]",
-    "!!timestamp 2001-02-30", "2001-01-01", "2001-12-14t21:59:43.10-05:00", "0x7fffffffffffffff", "1_000", "0o17", "017",
-    "1:30", ".nan", ".inf", "-.inf", "~", "yes", "&a [*a]", "*unknown", "&a {b: *a}", "{? [1, 2] : 3}", "{<<: 1}",
-    "{<<: {a: 1}}", "${model.num_layers}", "${oc.env:HOME}", "${oc.decode:1}", "${", "???", "'\\ud800'", '"\\ud800"',
-    '"\\x00"', "| \n text", "> text", "!unknown x", "@x", "`x`", "%x", "{a: 1, a: 2}",
+    "!!python/object/apply:os.system ['true']", "!!python/name:os.system", "!!binary '='", "!!set {a, b}",
+    "!!omap [a: 1]", "!!timestamp 2001-02-30", "2001-01-01", "2001-12-14t21:59:43.10-05:00", "0x7fffffffffffffff",
+    "1_000", "0o17", "017", "1:30", ".nan", ".inf", "-.inf", "~", "yes", "&a [*a]", "*unknown", "&a {b: *a}",
+    "{? [1, 2] : 3}", "{<<: 1}", "{<<: {a: 1}}", "${model.num_layers}", "${oc.env:HOME}", "${oc.decode:1}", "${", "???",
+    "'\\ud800'", '"\\ud800"', '"\\x00"', "| \n text", "> text", "!unknown x", "@x", "`x`", "%x", "{a: 1, a: 2}",
     "{a: &a [x, x, x, x, x, x, x, x], b: &b [*a, *a, *a, *a, *a, *a, *a, *a], c: &c [*b, *b, *b, *b, *b, *b, *b, *b], "
     "d: &d [*c, *c, *c, *c, *c, *c, *c, *c], e: &e [*d, *d, *d, *d, *d, *d, *d, *d], "
-    "f: &f [*e, *e, *e, *e, *e, *e, *e, *e], g: &g [*f, *f, *f, *f, *f, *f, *f, *f], h: [*g, *g, *g, *g, *g, *g, *g, *g]}",
+    "f: &f [*e, *e, *e, *e, *e, *e, *e, *e], g: &g [*f, *f, *f, *f, *f, *f, *f, *f], "
+    "h: [*g, *g, *g, *g, *g, *g, *g, *g]}",
 )  # fmt: skip
 
 
@@ -47,7 +48,9 @@ def strange_json(random: Random) -> tuple[str, str]:
     if kind == "string":
         return _named(json.dumps(random.choice(_STRINGS)))
     if kind == "container":
-        return _named(random.choice(("[]", "{}", "[[]]", "[null]", "[0]", '[""]', '{"": null}', '{"__class__": 1}', "[{}]")))
+        return _named(
+            random.choice(("[]", "{}", "[[]]", "[null]", "[0]", '[""]', '{"": null}', '{"__class__": 1}', "[{}]"))
+        )
     if kind == "deep":
         depth = random.choice(_DEPTHS)
         opening, closing = random.choice((("[", "]"), ('{"a":', "}"), ('[{"a":', "}]")))
@@ -95,9 +98,12 @@ def _changed(value: Any, random: Random, strange: _Strange) -> tuple[str, Any, l
 
     done = []
     holder = [value]
+    kinds = random.choice((_KINDS, _KINDS, _GENTLE))
     for _ in range(random.choices((1, 2, 3), (6, 2, 1))[0]):
         container, key = _place(holder, random)
-        done.append(f"{str(key)[:40]!r}: {_change_at(container, key, random, strange, placeholder)}")
+        kind = random.choices(list(kinds), list(kinds.values()))[0]
+        what = _change_at(container, key, kind, random, strange, placeholder)
+        done.append(f"{str(key)[:40]!r}: {what}")
     return "; ".join(done), holder[0], raw
 
 
@@ -113,7 +119,9 @@ def _place(holder: list[Any], random: Random) -> Place:
     if random.random() < 0.4:
         return random.choice(list(_places(holder)))
     container, key = holder, 0
-    while isinstance(container[key], (dict, list)) and container[key] and (container is holder or random.random() < 0.75):
+    while (
+        isinstance(container[key], (dict, list)) and container[key] and (container is holder or random.random() < 0.75)
+    ):
         container = container[key]
         key = random.choice(list(container) if isinstance(container, dict) else range(len(container)))
     return container, key
@@ -126,11 +134,16 @@ def _places(container: Any) -> Iterator[Place]:
             yield from _places(container[key])
 
 
-def _change_at(container: Any, key: Any, random: Random, strange: _Strange, placeholder: Callable[[str], str]) -> str:
+_KINDS = {"strange": 8, "twin": 3, "tweak": 4, "remove": 3, "rename": 2, "add": 2, "repeat a name": 1, "swap": 1}
+"""What is done to a value, and how often."""
+_GENTLE = {"tweak": 8, "remove": 1, "swap": 2}
+"""The same where a reader that checks types is to get further: most values keep theirs."""
+
+
+def _change_at(
+    container: Any, key: Any, kind: str, random: Random, strange: _Strange, placeholder: Callable[[str], str]
+) -> str:
     old = container[key]
-    kind = random.choices(
-        ("strange", "twin", "tweak", "remove", "rename", "add", "repeat a name", "swap"), (8, 3, 4, 3, 2, 2, 1, 1)
-    )[0]
     is_object = isinstance(container, dict)
     if kind == "remove":
         del container[key]
@@ -189,12 +202,18 @@ def _tweaked(value: Any, random: Random) -> Any:
     """A value of the same type, not far away."""
     if isinstance(value, bool):
         return not value
-    if isinstance(value, (int, float)):
-        return random.choice((value + 1, value - 1, -value, value * 2, value * 1000))
+    if isinstance(value, int):
+        near = (value + 1, value - 1, -value, value * 2, value * 1000, 0, -1)
+        return random.choice((*near, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63))
+    if isinstance(value, float):
+        return random.choice((value + 1, value - 1, -value, value * 2, value * 1000, 0.0, 1e308, -1e308, 1e-320))
     if isinstance(value, str):
-        return random.choice((value + "x", value[1:], value.upper(), value * 2, value.replace("/", "//"), value + "\n"))
+        near = (value + "x", value[1:], value.upper(), value * 2, value.replace("/", "//"), value + "\n", value[::-1])
+        return random.choice((*near, *near, "", random.choice(_STRINGS)))
     if isinstance(value, list):
-        return random.choice((value[1:], value[:-1], value[::-1], value + value[:1], value * 300 if len(value) < 9 else []))
+        return random.choice(
+            (value[1:], value[:-1], value[::-1], value + value[:1], value * 300 if len(value) < 9 else [], [])
+        )
     if isinstance(value, dict):
         return dict(list(value.items())[random.randrange(2) :: 2])
     return random.choice(([], {}, 0))

@@ -75,8 +75,8 @@ class LimitedProcess:
             try:
                 result, problem = self._child.call(argument)
             except (EOFError, OSError) as error:
-                status, self._child = self._child.ended(isinstance(error, TimeoutError)), None
-                raise DataError(f"{self._name} {self._reason(status)}") from None
+                child, self._child = self._child, None
+                raise DataError(f"{self._name} {self._reason(child.ended(isinstance(error, TimeoutError)))}") from None
             except BaseException:  # an interrupted call would leave its answer to the next one
                 self._child.end()
                 self._child = None
@@ -86,9 +86,14 @@ class LimitedProcess:
         raise DataError(f"{self._name} {self._too_large()}" if problem == _NO_MEMORY else problem)
 
     def _reason(self, status: int | None) -> str:
-        """Why the child ended, given what `waitpid` returned."""
+        """Why the child ended, given what `ended` returned."""
         if status is None:
             return f"did not respond within {_WAITS_SECONDS[0]} seconds; run it again"
+        if status == _UNKNOWN:
+            return (
+                f"ended its process; it may need more than {self._limits.cpu_seconds:g} seconds of CPU time for one "
+                "conversation, the limit, or exceed the memory of the machine"
+            )
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
             return (
                 f"needs more than {self._limits.cpu_seconds:g} seconds of CPU time for one conversation, the limit; "
@@ -104,6 +109,8 @@ class LimitedProcess:
 
 
 _NO_MEMORY = "MemoryError"
+_UNKNOWN = -1
+"""In place of a wait status."""
 
 
 class _Child:
@@ -142,13 +149,19 @@ class _Child:
         return result, problem
 
     def ended(self, is_running: bool) -> int | None:
-        """The wait status of a process that has ended by itself; None for one that had to be killed."""
+        """The wait status of a process that has ended by itself; None for one that had to be killed.
+
+        `_UNKNOWN` if another part of this process has collected it, or SIGCHLD is ignored.
+        """
         if is_running:
             self.end()
             return None
         self.end.detach()
         self._connection.close()
-        return os.waitpid(self._pid, 0)[1]
+        try:
+            return os.waitpid(self._pid, 0)[1]
+        except ChildProcessError:
+            return _UNKNOWN
 
 
 def _end(connection: Connection, pid: int, owner: int) -> None:

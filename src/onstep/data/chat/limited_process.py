@@ -6,7 +6,6 @@ import contextlib
 import gc
 import json
 import os
-import pickle
 import resource
 import select
 import signal
@@ -48,7 +47,7 @@ class LimitedProcess:
     forked child of the parent has a process of its own.
 
     Args:
-        function: called in the child with the argument of `call`; returns a value that JSON can represent.
+        function: called in the child with the argument of `call`; argument and result pass through JSON.
         name: what runs there, for messages.
     """
 
@@ -69,11 +68,17 @@ class LimitedProcess:
         Raises:
             DataError: if a limit is exceeded, with the limit, or if `function` raises an error, with its message.
         """
+        try:
+            request = json.dumps(argument).encode()
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"{self._name} cannot be given a value that is not JSON: {error}; use text instead"
+            ) from error
         with self._lock:
             if self._child is None:
                 self._child = _Child(self._function, self._limits)
             try:
-                result, problem = self._child.call(argument)
+                result, problem = self._child.call(request)
             except (EOFError, OSError) as error:
                 child, self._child = self._child, None
                 raise DataError(f"{self._name} {self._reason(child.ended(isinstance(error, TimeoutError)))}") from None
@@ -135,14 +140,14 @@ class _Child:
         self._pid = pid
         self.end = weakref.finalize(self, _end, ours, pid, os.getpid())
 
-    def call(self, argument: Any) -> tuple[Any, str | None]:
-        """The result of the function, and the message of its error.
+    def call(self, request: bytes) -> tuple[Any, str | None]:
+        """The result of the function for an argument in JSON, and the message of its error.
 
         Raises:
             OSError, EOFError: if the process has ended.
             TimeoutError: (an OSError) if it does not respond.
         """
-        self._connection.send_bytes(pickle.dumps(argument, pickle.HIGHEST_PROTOCOL))
+        self._connection.send_bytes(request)
         if not any(self._poll.poll(seconds * 1000) for seconds in _WAITS_SECONDS):
             raise TimeoutError
         result, problem = json.loads(self._connection.recv_bytes())
@@ -194,7 +199,7 @@ def _serve(connection: Connection, function: Callable[[Any], Any], limits: Limit
 
 def _answer(function: Callable[[Any], Any], request: bytes) -> bytes:
     try:
-        return json.dumps((function(pickle.loads(request)), None), ensure_ascii=False).encode("utf-8")
+        return json.dumps((function(json.loads(request)), None), ensure_ascii=False).encode("utf-8")
     except MemoryError:
         return json.dumps((None, _NO_MEMORY)).encode()
     except Exception as error:  # noqa: BLE001 - foreign code can raise anything; the parent raises a DataError

@@ -20,7 +20,7 @@ def free_name(path: Path, label: str) -> Path:
     """An unused name like ``<name>.<label><n>.json``, reserved against other processes by an empty file or
     directory.
     """
-    names = names_beside(path, label)
+    names = _names(path, label)
     while True:
         name = next(names)
         with suppress(FileExistsError):
@@ -31,6 +31,11 @@ def free_name(path: Path, label: str) -> Path:
             return name
 
 
-def names_beside(path: Path, label: str) -> Iterator[Path]:
+def numbered_name(path: str | Path) -> Path:
+    """The first of ``<name>.1.json``, ``<name>.2.json``, ... that does not exist."""
+    return next(name for name in _names(Path(path), "") if not name.exists())
+
+
+def _names(path: Path, label: str) -> Iterator[Path]:
     """``<name>.<label>1.json``, ``<name>.<label>2.json``, ..."""
     return (path.with_name(f"{path.stem}.{label}{number}{path.suffix}") for number in count(1))

@@ -23,7 +23,7 @@ from onstep.forking import release_in_forked_children
 from onstep.json_values import encode
 from onstep.log_decoding import decode, decode_rest
 from onstep.log_ends import end_of_body, ends_of
-from onstep.log_names import free_name, names_beside, rename_aside
+from onstep.log_names import free_name, rename_aside
 
 Record = dict[str, Any]
 
@@ -344,11 +344,6 @@ def set_aside(path: str | Path) -> Path:
         return rename_aside(path, "")
 
 
-def numbered_name(path: str | Path) -> Path:
-    """The first of ``<name>.1.json``, ``<name>.2.json``, ... that does not exist."""
-    return next(name for name in names_beside(Path(path), "") if not name.exists())
-
-
 def without_wall_clock(record: Record) -> Record:
     """The record without `WALL_CLOCK_FIELDS`: the part that is identical in an uninterrupted and a resumed run."""
     return {key: value for key, value in record.items() if not any(fnmatchcase(key, one) for one in WALL_CLOCK_FIELDS)}
@@ -356,11 +351,7 @@ def without_wall_clock(record: Record) -> Record:
 
 def _decode(path: Path, num_bytes: int | None = None) -> list[Record]:
     """The records up to byte `num_bytes`, where one ends; None is the end of the file."""
-    if num_bytes is None:
-        decoded = decode(path.read_bytes())
-    else:
-        with path.open("rb") as file:
-            decoded = decode(file.read(num_bytes) + _CLOSING)
+    decoded = decode(path.read_bytes()[:num_bytes] + (b"" if num_bytes is None else _CLOSING))
     if decoded.foreign is not None:
         raise MetricsLogError(f"{path} is not a metrics log: {decoded.foreign}.")
     if decoded.damage is not None:

@@ -58,6 +58,8 @@ class JsonLogger(TrainerCallback):
         """Digest of the last arguments recorded; None if there are none."""
         self._num_reported = 0
         """Number of records that belong to `log_history`."""
+        self._at_checkpoint: tuple[int, str | None] = (0, None)
+        """Both at the checkpoint that training is about to resume from."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the metrics log, truncated to the step that training resumes from."""
@@ -69,7 +71,9 @@ class JsonLogger(TrainerCallback):
             return
         records = self._writer.open(directory, state.global_step)
         position = self._writer.position
-        if records is not None:
+        if records is None:
+            self._num_reported, self._info = self._at_checkpoint
+        else:
             infos = (record[_INFO_KEY] for record in reversed(records) if _INFO_KEY in record)
             self._info = next(map(_digest, infos), None)
             history = _history(records)
@@ -118,8 +122,9 @@ class JsonLogger(TrainerCallback):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a checkpoint's position in the metrics log: when training begins, or immediately in a rollback."""
         number, info = state_dict.get("num_reported"), state_dict.get("info_digest")
-        self._num_reported = number if isinstance(number, int) and 0 <= number < 2**63 else 0
-        self._info = info if isinstance(info, str) else None
+        num_reported = number if isinstance(number, int) and 0 <= number < 2**63 else 0
+        self._at_checkpoint = num_reported, info if isinstance(info, str) else None
+        self._num_reported, self._info = self._at_checkpoint
         self._writer.load_state_dict(state_dict)
 
     def _record(self, args: Any, state: Any, metrics: Mapping[str, Any]) -> None:

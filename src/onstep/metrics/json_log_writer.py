@@ -15,6 +15,7 @@ from onstep.durability import try_to_sync
 from onstep.errors import ConfigError
 from onstep.json_values import encode
 from onstep.log_gaps import MISSING, describe_gap
+from onstep.log_names import numbered_name
 from onstep.metrics.saved_log import NewestRecords, SavedLog, step_of
 from onstep.metrics_log import (
     MetricsLog,
@@ -23,7 +24,6 @@ from onstep.metrics_log import (
     align_to,
     fork,
     leading_records,
-    numbered_name,
     set_aside,
     up_to,
 )

@@ -46,10 +46,11 @@ def end_of_body(descriptor: int) -> tuple[int, bool]:
 
 def _first_line(descriptor: int, end: int) -> bytes:
     """The line after the opening bracket."""
-    content = b""
-    while b"\n" not in content and len(OPENING) + len(content) < end:
-        start = len(OPENING) + len(content)
-        content += os.pread(descriptor, min(max(_BLOCK, len(content)), end - start), start)
+    content, start = b"", len(OPENING)
+    while b"\n" not in content and start < end:
+        length = min(max(_BLOCK, len(content)), end - start)
+        content += os.pread(descriptor, length, start)
+        start += length
     return content.partition(b"\n")[0]
 
 

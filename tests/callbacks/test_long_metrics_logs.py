@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from onstep import CallbackManager, JsonLogger, pretrain
+from onstep import Callback, CallbackManager, JsonLogger, Trainer, TrainingArguments, pretrain
 from onstep.config import ConfigContainer
 from onstep.metrics import JsonLogWriter, saved_log
 from onstep.metrics_log import MetricsLogHeldError, read_records, without_wall_clock
@@ -321,3 +322,50 @@ def test_checkpoints_of_a_resumed_run_count_the_records_that_nobody_has_looked_a
     assert [record["step"] for record in state.info.log_history if "loss" in record] == [*range(1, 13)]
     (path,) = tmp_path.rglob("trainer_logs.json")
     assert ["experiment_info" in record for record in read_records(path)].count(True) == 1
+
+
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.full((2,), index / 8), "labels": torch.ones(1)}
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.linear(x) - labels).square().mean()}
+
+
+class DieAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, context: Any) -> None:
+        if context.trainer_state.global_step == self.step:
+            raise Interrupted
+
+
+def test_a_trainer_that_is_resumed_reads_its_history_when_somebody_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trainer(die_at: int) -> Trainer:
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=8, logging_steps=1, save_steps=4, disable_tqdm=True, report_to=["csv"]
+        )
+        return Trainer(Model(), arguments, train_dataset=Rows(), callbacks=[JsonLogger(), DieAt(die_at)])
+
+    with pytest.raises(Interrupted):
+        trainer(6).train()
+    monkeypatch.setattr(saved_log, "MOST_UNSYNCED", 2)
+    steps, resumed_trainer = Steps(monkeypatch), trainer(-1)
+    output = resumed_trainer.train(resume_from_checkpoint=True)
+    assert not steps.seen & {2}
+    assert "train_runtime" in output.metrics
+    history = resumed_trainer.state.log_history
+    assert [record["step"] for record in history if "loss" in record] == [*range(1, 9)]
+    assert steps.seen >= {2}

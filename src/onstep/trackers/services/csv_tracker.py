@@ -122,8 +122,8 @@ class CsvTable:
 
     def _row(self, line: str) -> _Row:
         row = dict(zip(self._columns, line.rstrip("\r\n").split(","), strict=False))
-        if not row["step"].isdigit():
-            raise NoTableError(f"{self.path} is not a table of metrics: a step is {row['step']!r}.")
+        if len(row) < len(KEYS) or not row["step"].isdecimal():
+            raise NoTableError(f"{self.path} is not a table of metrics: a row begins with {line[:40]!r}.")
         return row
 
     def _mark(self, step: int) -> None:

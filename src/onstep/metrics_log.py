@@ -8,15 +8,11 @@ infinities are written as by Python's ``json`` (``NaN``, ``Infinity``).
 
 from __future__ import annotations
 
-import codecs
-import json
 import math
 import os
-import re
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from fnmatch import fnmatchcase
-from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +21,9 @@ from filelock import lock_descriptor
 from onstep.errors import OnstepError
 from onstep.forking import release_in_forked_children
 from onstep.json_values import encode
+from onstep.log_decoding import decode, decode_rest
+from onstep.log_ends import end_of_body, ends_of
+from onstep.log_names import free_name, rename_aside
 
 Record = dict[str, Any]
 
@@ -44,11 +43,6 @@ WALL_CLOCK_FIELDS = (
 """Fields that depend on time or machine; all others are identical in a run that was killed and resumed."""
 
 _CLOSING = b"\n]"
-_BLANK = " \t\r\n\x00"
-"""White space, and the zeros that some file systems leave at the end of a file after a power failure."""
-_SEPARATOR = re.compile(rf"[{_BLANK}]*(,?)[{_BLANK}]*")
-_CUT_TOKEN = re.compile(r'(?:"[^\n]*|[-+.\\\w]*)\Z')
-"""What can follow a decoding error at the end of a truncated text."""
 
 
 class MetricsLogError(OnstepError):
@@ -83,11 +77,9 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self._descriptor: int | None = descriptor
         if os.fstat(descriptor).st_size == 0:
             os.pwrite(descriptor, b"[" + _CLOSING, 0)
-        text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-        body = text.rstrip()[:-1].rstrip()
-        self._tail = len(body)
+        self._tail, has_records = end_of_body(descriptor)
         """Offset of the next separator, which overwrites the closing bracket."""
-        self._separator = b"\n" if body.endswith(b"[") else b",\n"
+        self._separator = b",\n" if has_records else b"\n"
         self._undo(descriptor)
         release_in_forked_children(self, MetricsLog._release)
 
@@ -113,6 +105,55 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             return cls(path, _locked(path, os.O_CREAT | (os.O_EXCL if mode == "x" else 0)))
         except FileExistsError:
             raise MetricsLogError(f"{path} already exists; pass mode 'a' to continue it, or rename it first.") from None
+
+    @classmethod
+    def open_aligned(cls, path: Path) -> MetricsLog:
+        """Open a metrics log that was aligned before, or start one; raises `MetricsLogHeldError` as `open` does."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return cls(path, _locked(path, os.O_CREAT))
+
+    @classmethod
+    def open_at(
+        cls, path: Path, num_bytes: int, most: int, is_known: Callable[[Record, Record], bool]
+    ) -> tuple[MetricsLog, list[Record], Path | None] | None:
+        """Open a metrics log whose first `num_bytes` bytes are known, without reading more than its ends.
+
+        Records that follow are moved to ``<name>.branch-<n>.json``, as by `align`.
+
+        Args:
+            num_bytes: Where the last known record ends.
+            most: Maximum number of known records to return.
+            is_known: Passed the first record and the one that ends at `num_bytes`.
+
+        Returns:
+            The log, its last records, oldest first, and the file with the removed ones; None, with nothing changed, if
+            the file must be read as a whole instead: it is not known, or is damaged after `num_bytes`.
+
+        Raises:
+            MetricsLogHeldError: if another live writer has the file open.
+        """
+        if not path.is_file():
+            return None
+        with ExitStack() as unless_opened:
+            descriptor = _locked(path)
+            unless_opened.callback(os.close, descriptor)
+            ends = ends_of(descriptor, num_bytes, most)
+            if ends is None or not is_known(ends[0], ends[1][-1]):
+                return None
+            cut = decode_rest(os.pread(descriptor, os.fstat(descriptor).st_size - num_bytes, num_bytes))
+            if cut is None:
+                return None
+            branch = _write_branch(path, cut)
+            os.ftruncate(descriptor, num_bytes)  # if killed here, the file lacks its bracket, which readers accept
+            os.pwrite(descriptor, _CLOSING, num_bytes)
+            metrics_log = cls(path, descriptor)
+            unless_opened.pop_all()
+        return metrics_log, ends[1], branch
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file up to the end of its last record."""
+        return self._tail
 
     def append(self, record: Record) -> None:
         """Append a record; when this returns, the file is valid JSON and contains the record.
@@ -177,26 +218,27 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
     __del__ = _release
 
 
-def read_records(path: str | Path) -> list[Record]:
+def read_records(path: str | Path, num_bytes: int | None = None) -> list[Record]:
     """Read the records of a metrics log, even one that is being written or whose writer was killed.
 
     Tolerates a missing closing bracket, a trailing comma and a truncated last record, which is skipped. An empty file
     has no records.
 
+    Args:
+        num_bytes: Where the last record to read ends; None reads all.
+
     Raises:
         FileNotFoundError: if the file does not exist.
         MetricsLogError: if the file is not a metrics log, or is damaged before its last record.
     """
-    return _decode(Path(path))[0]
+    return _decode(Path(path), num_bytes)
 
 
 def leading_records(path: str | Path) -> list[Record]:
     """The records of a metrics log up to its first damage; [] for a file that is missing or not a metrics log."""
     try:
-        return read_records(path)
-    except DamagedMetricsLogError as error:
-        return error.records
-    except (FileNotFoundError, IsADirectoryError, MetricsLogError):
+        return decode(Path(path).read_bytes()).records
+    except (FileNotFoundError, IsADirectoryError):
         return []
 
 
@@ -218,28 +260,53 @@ def align(path: str | Path, last_step: int | None = None, *, num_records: int | 
         FileNotFoundError: if the file does not exist.
         MetricsLogHeldError: if a live writer has the file open.
     """
+    return align_to(path, up_to(last_step, num_records))[1]
+
+
+def up_to(last_step: int | None = None, num_records: int | None = None) -> Callable[[list[Record], bool], list[Record]]:
+    """What `align_to` keeps for `align`."""
+    limit = math.inf if last_step is None else last_step
+
+    def chosen(records: list[Record], is_damaged: bool) -> list[Record]:
+        if is_damaged:
+            return records[: num_records or 0]
+        return [record for record in records[:num_records] if not _step_of(record) > limit]
+
+    return chosen
+
+
+def align_to(
+    path: str | Path, chosen: Callable[[list[Record], bool], list[Record] | None]
+) -> tuple[list[Record], Path | None]:
+    """Truncate the metrics log at `path` as `align` does, to the records that `chosen` returns.
+
+    Args:
+        chosen: Passed the records, up to the first damage, and whether the file is damaged or not a metrics log;
+            returns those to keep, or None to `set_aside` the file.
+
+    Returns:
+        The records kept, and the file with the removed ones, or the renamed file, or None.
+    """
     path = Path(path)
     if path.is_dir():
-        return _rename_aside(path, "unreadable-")
+        chosen([], True)
+        return [], rename_aside(path, "unreadable-")
     with os.fdopen(_locked(path)):
-        try:
-            records, is_complete = _decode(path)
-        except MetricsLogError as error:
-            aside = _rename_aside(path, "unreadable-")
-            if num_records and isinstance(error, DamagedMetricsLogError):
-                _replace(path, error.records[:num_records])
-            return aside
-        limit = math.inf if last_step is None else last_step
-        first = records[:num_records]
-        kept = [record for record in first if not _step_of(record) > limit]
-        cut = [record for record in first if _step_of(record) > limit] + records[len(first) :]
-        if is_complete and not cut:
-            return None
-        branch = _free_name(path, "branch-") if cut else None
-        if branch is not None:
-            _replace(branch, cut)
+        decoded = decode(path.read_bytes())
+        is_damaged = decoded.damage is not None or decoded.foreign is not None
+        kept = chosen(decoded.records, is_damaged)
+        if kept is None or is_damaged:
+            aside = rename_aside(path, "" if kept is None else "unreadable-")
+            if kept:
+                _replace(path, kept)
+            return kept or [], aside
+        ids = set(map(id, kept))
+        cut = [record for record in decoded.records if id(record) not in ids]
+        if decoded.is_complete and not cut:
+            return kept, None
+        branch = _write_branch(path, cut)
         _replace(path, kept)
-        return branch
+        return kept, branch
 
 
 def fork(path: str | Path, target: str | Path, *, num_records: int | None = None) -> None:
@@ -272,14 +339,9 @@ def set_aside(path: str | Path) -> Path:
     """
     path = Path(path)
     if path.is_dir():
-        return _rename_aside(path, "unreadable-")
+        return rename_aside(path, "unreadable-")
     with os.fdopen(_locked(path)):
-        return _rename_aside(path, "")
-
-
-def numbered_name(path: str | Path) -> Path:
-    """The first of ``<name>.1.json``, ``<name>.2.json``, ... that does not exist."""
-    return next(name for name in _names(Path(path), "") if not name.exists())
+        return rename_aside(path, "")
 
 
 def without_wall_clock(record: Record) -> Record:
@@ -287,64 +349,28 @@ def without_wall_clock(record: Record) -> Record:
     return {key: value for key, value in record.items() if not any(fnmatchcase(key, one) for one in WALL_CLOCK_FIELDS)}
 
 
-def _decode(path: Path) -> tuple[list[Record], bool]:
-    """The records, and whether the file is a complete JSON array."""
-    content = path.read_bytes()
-    try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(content)  # the last character may be truncated
-    except UnicodeDecodeError as error:
-        text = content[: error.start].decode()
-        if not text.lstrip().startswith("["):
-            raise MetricsLogError(f"{path} is not a metrics log: it is not text ({error}).") from error
-        raise _damaged(path, f": it is not text ({error})", _decode_one_by_one(text.strip(_BLANK), path)) from error
-    if not text.strip(_BLANK):
-        return [], False
-    if not text.lstrip().startswith("["):
-        raise MetricsLogError(f"{path} is not a metrics log: it begins with {text[:20]!r} instead of '['.")
-    try:
-        records, is_complete = json.loads(text), True
-    except (ValueError, RecursionError):
-        records, is_complete = _decode_one_by_one(text.strip(_BLANK), path), False
-    if not all(isinstance(record, dict) for record in records):
-        raise MetricsLogError(f"{path} is not a metrics log: its array contains values other than objects.")
-    return records, is_complete
-
-
-def _decode_one_by_one(text: str, path: Path) -> list[Any]:
-    """The records up to the end of `text` or to a truncated last record."""
-    decoder = json.JSONDecoder()
-    records: list[Any] = []
-    position = len(text) - len(text[1:].lstrip(_BLANK))
-    while position < len(text):
-        if text[position] == "]":
-            if text[position + 1 :].strip(_BLANK):
-                raise _damaged(path, f": there is data after the closing ']' at character {position}", records)
-            break
-        try:
-            record, position = decoder.raw_decode(text, position)
-        except json.JSONDecodeError as error:
-            if not _CUT_TOKEN.match(text, error.pos):  # a record may be skipped only at the end of the text
-                raise _damaged(path, f" at character {error.pos}: {error.msg}", records) from error
-            break
-        except (ValueError, RecursionError) as error:  # a number that is too long, or deep nesting
-            raise _damaged(path, f" in record {len(records) + 1}: {error}", records) from error
-        records.append(record)
-        separator = _SEPARATOR.match(text, position)
-        assert separator is not None
-        position = separator.end()
-        if position < len(text) and text[position] != "]" and not separator[1]:
-            raise _damaged(path, f": a ',' is missing at character {position}", records)
-    return records
-
-
-def _damaged(path: Path, what: str, values: list[Any]) -> DamagedMetricsLogError:
-    records = list(takewhile(lambda value: isinstance(value, dict), values))
-    return DamagedMetricsLogError(f"{path} is damaged{what}.", records)
+def _decode(path: Path, num_bytes: int | None = None) -> list[Record]:
+    """The records up to byte `num_bytes`, where one ends; None is the end of the file."""
+    decoded = decode(path.read_bytes()[:num_bytes] + (b"" if num_bytes is None else _CLOSING))
+    if decoded.foreign is not None:
+        raise MetricsLogError(f"{path} is not a metrics log: {decoded.foreign}.")
+    if decoded.damage is not None:
+        raise DamagedMetricsLogError(f"{path} is damaged{decoded.damage}.", decoded.records)
+    return decoded.records
 
 
 def _step_of(record: Record) -> float:
     step = record.get("global_step")
     return step if isinstance(step, (int, float)) else 0
+
+
+def _write_branch(path: Path, records: list[Record]) -> Path | None:
+    """Write records that are removed from a metrics log to a file beside it; None if there are none."""
+    if not records:
+        return None
+    branch = free_name(path, "branch-")
+    _replace(branch, records)
+    return branch
 
 
 def _replace(path: Path, records: list[Record]) -> None:
@@ -370,28 +396,3 @@ def _locked(path: Path, flags: int = 0) -> int:
             f"{path} is being written by another live run; use another directory for this run, or stop the other one."
         )
     return descriptor
-
-
-def _rename_aside(path: Path, label: str) -> Path:
-    name = _free_name(path, label)
-    os.replace(path, name)
-    return name
-
-
-def _free_name(path: Path, label: str) -> Path:
-    """An unused name like ``<name>.<label><n>.json``, reserved against other processes by an empty file or
-    directory.
-    """
-    names = _names(path, label)
-    while True:
-        name = next(names)
-        with suppress(FileExistsError):
-            if path.is_dir() and not path.is_symlink():
-                name.mkdir()
-            else:
-                name.touch(exist_ok=False)
-            return name
-
-
-def _names(path: Path, label: str) -> Iterator[Path]:
-    return (path.with_name(f"{path.stem}.{label}{number}{path.suffix}") for number in count(1))

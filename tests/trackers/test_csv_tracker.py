@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from onstep.errors import OnstepError
 from onstep.trackers import Point, make_tracker
+from onstep.trackers.services import csv_tracker
 from tests.support.hostile_trackers import identity
 from tests.support.tracker_files import table
 
@@ -144,4 +146,102 @@ def test_a_table_that_was_replaced_under_the_run_is_said_so(tmp_path: Path) -> N
         (tmp_path / "other.csv").rename(tmp_path / "metrics.csv")
         with pytest.raises(OnstepError, match="another writer has replaced it"):
             tracker.log({new_name: 1.0}, 5, 0.0)
+    tracker.close("completed")
+
+
+def long_table(directory: Path, monkeypatch: pytest.MonkeyPatch, num_steps: int = 40) -> dict[str, Any]:
+    """Write a table with a mark about every 8 rows; the state of the tracker after `num_steps`, at its checkpoint."""
+    monkeypatch.setattr(csv_tracker, "MARK_ROWS", 8)
+    tracker = make_tracker("csv")
+    tracker.open(identity(directory), {})
+    for step in range(1, num_steps + 6):
+        tracker.log({"loss": float(step), "epoch": step / 100}, step, 1000.0 + step)
+        if step % 10 == 0:
+            tracker.log({"eval_loss": 0.5}, step, 1000.5 + step)
+        if step == num_steps:
+            state: dict[str, Any] = json.loads(json.dumps(tracker.state_dict()))
+    tracker.close("completed")
+    return state
+
+
+def continued(directory: Path, state: dict[str, Any], step: int) -> str:
+    """The table after a run that continues at `step` and adds a step."""
+    tracker = make_tracker("csv")
+    last = (
+        Point({"loss": float(step), "epoch": step / 100}, step, 1000.0 + step),
+        Point({"eval_loss": 0.5}, step, 1040.5),
+    )
+    tracker.open(identity(directory, start_step=step, last_points=last), state)
+    tracker.log({"loss": 0.25, "epoch": 1.0}, step + 1, 2000.0)
+    tracker.close("completed")
+    return (directory / "metrics.csv").read_text()
+
+
+@pytest.fixture
+def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    rows: list[str] = []
+    real = csv_tracker.CsvTable._row
+
+    def noted(table: csv_tracker.CsvTable, line: str) -> dict[str, str]:
+        rows.append(line)
+        return real(table, line)
+
+    monkeypatch.setattr(csv_tracker.CsvTable, "_row", noted)
+    return rows
+
+
+@pytest.mark.parametrize("number", [40, 400])
+def test_a_long_table_is_continued_at_its_end(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_read: list[str]
+) -> None:
+    state = long_table(tmp_path, monkeypatch, number)
+    text = continued(tmp_path, state, number)
+    assert [int(line.split(",")[0]) for line in text.splitlines()[-4:]] == [number - 1, number, number, number + 1]
+    assert 0 < len(rows_read) <= 30, "the rows after the older mark at most, and those after the checkpoint"
+
+
+DAMAGE = {
+    "as it was": lambda text: text,
+    "a line cut short": lambda text: text + "46,tr",
+    "another row before the mark": lambda text: text.replace("\n25,train,1025.0", "\n25,train,1025.5"),
+    "shorter": lambda text: text[: len(text) // 2],
+    "an earlier step at the end": lambda text: text + "3,test,1.0,0.5,0.5,\n",
+    "a row that repeats": lambda text: text + text.splitlines(keepends=True)[-1],
+    "a repeated kept row": lambda text: text.replace("\n39,train", "\n39,train,1.0,0.5,1.0,\n39,train"),
+    "another column": lambda text: text.replace("loss,", "loss,extra,", 1),
+    "no rows": lambda text: text.partition("\n")[0] + "\n",
+}
+
+
+@pytest.mark.parametrize("step", [40, 30, 5])
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_table_is_left_as_by_reading_all_of_it(
+    case: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = long_table(tmp_path, monkeypatch)
+    path, found = tmp_path / "metrics.csv", []
+    content = DAMAGE[case](path.read_text())
+    for one in (state, {}):
+        path.write_text(content)
+        found.append(continued(tmp_path, one, step))
+    assert state["marks"]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("marks", [7, [7], [[1, 2]], [[40, -3, "x"]], [[40, 10**30, "x"]], [[40, 2**62, None]], {}])
+def test_marks_that_are_none_lead_to_reading_all(marks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = long_table(tmp_path, monkeypatch)
+    expected = continued(tmp_path, state, 40)
+    assert continued(tmp_path, {"marks": marks}, 40) == expected
+
+
+def test_a_new_column_moves_all_rows_so_marks_before_it_are_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long_table(tmp_path, monkeypatch)
+    tracker = make_tracker("csv")
+    tracker.open(identity(tmp_path, start_step=45), long_table(tmp_path, monkeypatch))
+    assert tracker.state_dict()
+    tracker.log({"loss": 1.0, "mfu": 0.5}, 46, 0.0)
+    assert tracker.state_dict() == {}
     tracker.close("completed")

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
 from typing import Any
 
 from onstep.events import TrainerCallback, TrainerState
 from onstep.json_values import encode
 from onstep.log_gaps import MISSING
 from onstep.metrics.json_log_writer import JsonLogWriter, logging_dir_of
-from onstep.metrics_log import read_records
+from onstep.metrics.saved_log import SavedLog
 from onstep.trackers.tag_record import BRIDGE_KEY
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 FILE_NAME = "trainer_logs.json"
 _INFO_KEY = "experiment_info"
-_LEAST = len(("epoch", "step"))
-"""Number of keys in a record without metrics."""
+_HEAD = ("timestamp", "global_step", "epoch", "step", _INFO_KEY, BRIDGE_KEY, MISSING)
+"""Keys that are not metrics."""
 
 
 class JsonLogger(TrainerCallback):
@@ -53,6 +54,12 @@ class JsonLogger(TrainerCallback):
     def __init__(self, **kwargs: Any) -> None:
         self.experiment_info = kwargs
         self._writer = JsonLogWriter(FILE_NAME)
+        self._info: str | None = None
+        """Digest of the last arguments recorded; None if there are none."""
+        self._num_reported = 0
+        """Number of records that belong to `log_history`."""
+        self._at_checkpoint: tuple[int, str | None] = (0, None)
+        """Both at the checkpoint that training is about to resume from."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the metrics log, truncated to the step that training resumes from."""
@@ -62,16 +69,21 @@ class JsonLogger(TrainerCallback):
         if directory is None:
             logger.warning("JsonLogger writes nothing: the run has no directory; set run.name or logger.logging_dir")
             return
-        self._writer.open(directory, state.global_step)
-        assert self._writer.path is not None
-        records = read_records(self._writer.path)
-        if state.global_step > 0 and isinstance(state, TrainerState):
-            history = [one for one in map(_reported, records) if len(one) > _LEAST]
-            if len(history) > len(state.log_history):
-                state.log_history[:] = history
-        recorded = [record[_INFO_KEY] for record in records if _INFO_KEY in record]
+        records = self._writer.open(directory, state.global_step)
+        position = self._writer.position
+        if records is None:
+            self._num_reported, self._info = self._at_checkpoint
+        else:
+            infos = (record[_INFO_KEY] for record in reversed(records) if _INFO_KEY in record)
+            self._info = next(map(_digest, infos), None)
+            history = _history(records)
+            self._num_reported = len(history)
+        if state.global_step > 0 and isinstance(state, TrainerState) and self._num_reported > len(state.history):
+            read = (lambda: _read_history(position)) if records is None else lambda: history
+            state.history.begin_with(self._num_reported, read)
         # once per metrics log, and again if a resumed run has other arguments
-        if self.experiment_info and [encode(self.experiment_info)] != [encode(info) for info in recorded[-1:]]:
+        if self.experiment_info and _digest(self.experiment_info) != self._info:
+            self._info = _digest(self.experiment_info)
             self._writer.write_record(state.global_step, state.epoch, {_INFO_KEY: self.experiment_info})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any) -> None:
@@ -96,9 +108,12 @@ class JsonLogger(TrainerCallback):
     def state_dict(self) -> dict[str, Any]:
         """The position in the metrics log, and records that could not be written to it: see `JsonLogWriter.state_dict`.
 
-        Records written later, even at the same step, do not belong to the checkpoint.
+        Records written later, even at the same step, do not belong to the checkpoint. What else a resumed run needs of
+        the earlier records is added: how many are in `log_history`, and a digest of the last `experiment_info`.
         """
-        return self._writer.state_dict()
+        state = self._writer.state_dict()
+        known = {"num_reported": self._num_reported, "info_digest": self._info}
+        return state if state["log_path"] is None else {**state, **known}
 
     def make_durable(self) -> None:
         """Fsync the file, before a checkpoint that refers to it is committed."""
@@ -106,6 +121,10 @@ class JsonLogger(TrainerCallback):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a checkpoint's position in the metrics log: when training begins, or immediately in a rollback."""
+        number, info = state_dict.get("num_reported"), state_dict.get("info_digest")
+        num_reported = number if isinstance(number, int) and 0 <= number < 2**63 else 0
+        self._at_checkpoint = num_reported, info if isinstance(info, str) else None
+        self._num_reported, self._info = self._at_checkpoint
         self._writer.load_state_dict(state_dict)
 
     def _record(self, args: Any, state: Any, metrics: Mapping[str, Any]) -> None:
@@ -113,6 +132,7 @@ class JsonLogger(TrainerCallback):
         if not state.is_world_process_zero or directory is None:
             return
         self._writer.reopen(directory)
+        self._num_reported += any(key not in _HEAD for key in metrics)
         self._writer.write_record(state.global_step, state.epoch, metrics)
 
 
@@ -123,7 +143,26 @@ def _tags(state: Any, reads: bool = True) -> dict[str, Any]:
     return {BRIDGE_KEY: columns} if columns else {}
 
 
+def _read_history(position: SavedLog) -> list[dict[str, Any]] | None:
+    """The records up to a position in the form of `log_history`; None, with a warning, if the file has lost them."""
+    records = position.read()
+    if records is None:
+        logger.warning(
+            "state.log_history lacks the records before the resume: %s no longer begins with them", position.path
+        )
+        return None
+    return _history(records)
+
+
+def _history(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The records with metrics, in the form of `log_history`."""
+    return [_reported(record) for record in records if any(key not in _HEAD for key in record)]
+
+
 def _reported(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of the metrics log in the form of `log_history`."""
     own = ("timestamp", "global_step", _INFO_KEY, BRIDGE_KEY, MISSING)
     return {**{key: value for key, value in record.items() if key not in own}, "step": record.get("global_step", 0)}
+
+
+def _digest(info: Any) -> str:
+    return blake2b(encode(info).encode(), digest_size=16).hexdigest()

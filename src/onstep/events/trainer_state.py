@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from onstep.events.log_history import LogHistory
 from onstep.train_state import TrainState
 
 
@@ -31,11 +32,21 @@ class RunInfo:
     num_processes: int = 1
     rank: int = 0
     local_rank: int = 0
-    log_history: list[dict[str, Any]] = field(default_factory=list)
+    history: LogHistory = field(default_factory=LogHistory, repr=False)
     bridge_tags: Any = None
     """Megatron Bridge's tags since the metrics log's last record (`onstep.trackers.tag_record`); None if not
     collected.
     """
+
+    @property
+    def log_history(self) -> list[dict[str, Any]]:
+        """Hugging Face's list of what was logged, which may be changed; of a resumed run, it is read when needed."""
+        return self.history.records
+
+    @log_history.setter
+    def log_history(self, records: list[dict[str, Any]]) -> None:
+        if records is not self.history.records:
+            self.history.replace(records)
 
 
 class TrainerState:

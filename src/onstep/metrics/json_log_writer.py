@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,17 @@ from onstep.durability import try_to_sync
 from onstep.errors import ConfigError
 from onstep.json_values import encode
 from onstep.log_gaps import MISSING, describe_gap
+from onstep.log_names import numbered_name
 from onstep.metrics.saved_log import NewestRecords, SavedLog, step_of
 from onstep.metrics_log import (
     MetricsLog,
     MetricsLogHeldError,
-    align,
+    Record,
+    align_to,
     fork,
     leading_records,
-    numbered_name,
-    read_records,
     set_aside,
+    up_to,
 )
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -68,20 +68,33 @@ class JsonLogWriter:
         """Whether the file is open, so that `write_record` has an effect."""
         return self.metrics_log is not None
 
-    def open(self, logging_dir: str | Path, step: int = 0) -> None:
+    def open(self, logging_dir: str | Path, step: int = 0) -> list[Record] | None:
         """Open the file for training that continues from `step`, truncated to the records of that training.
+
+        Of a file that is as the checkpoint left it, only the end is read.
 
         Args:
             logging_dir: Directory of a new file; a file that is continued stays where it is.
             step: Number of completed optimizer steps; 0 starts a new run.
+
+        Returns:
+            The records that the file then has; None if they are the checkpoint's, which `position` can read.
 
         Raises:
             ConfigError: if the file cannot be written.
         """
         self.close()
         with _naming(logging_dir):
-            self._open_or_own(self._path_to_train(Path(logging_dir) / self.file_name, step), step)
+            records = self._open_or_own(self._path_to_train(Path(logging_dir) / self.file_name, step), step)
         self._saved = None
+        return records
+
+    @property
+    def position(self) -> SavedLog:
+        """The position in the file after all records so far, or that of the checkpoint to resume from."""
+        if self._saved is not None:
+            return self._saved
+        return SavedLog() if self.path is None else self._newest.saved(self.path)
 
     def reopen(self, logging_dir: str | Path) -> None:
         """Open the file as it is, to add records outside of training, such as those of a standalone evaluation.
@@ -141,9 +154,7 @@ class JsonLogWriter:
 
         Records written later, even at the same step, do not belong to the checkpoint.
         """
-        if self._saved is not None:
-            return self._saved.state_dict()
-        return (SavedLog() if self.path is None else self._newest.saved(self.path)).state_dict()
+        return self.position.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue a checkpoint's file at the next `open`; if already open, roll back to the checkpoint immediately.
@@ -156,7 +167,8 @@ class JsonLogWriter:
         self.path, self.last_step = saved.path, saved.last_step
         self._saved = None if saved.path is None else saved
         if saved.path is not None and rolls_back:
-            self._open(saved.path, self._make_ready(saved.path, saved.last_step))
+            if not self._open_at_end(saved.path):
+                self._open(saved.path, *self._make_ready(saved.path, saved.last_step))
             self._saved = None
 
     def _path_to_train(self, target: Path, step: int) -> Path:
@@ -177,53 +189,86 @@ class JsonLogWriter:
         logger.info("%s begins with the records of %s", target, self.path)
         return target
 
-    def _make_ready(self, path: Path, step: int) -> list[str]:
-        """Ensure that `path` has only records that a run at `step` continues, and return those that it lacks."""
-        aside, lacking, waiting = None, [], self._newest.waiting
+    def _open_at_end(self, path: Path) -> bool:
+        """Open a file that is as the checkpoint left it, at the checkpoint's position; whether it is."""
+        saved = self._saved
+        opened = None if saved is None else saved.open_at_end(path)
+        if opened is None:
+            return False
+        self.metrics_log, records, aside = opened
+        self.path = path
+        self._newest = NewestRecords(records, saved)
+        self.last_step = _last_step(records)
+        _note_aside(path, aside)
+        self._write_what_waits(self.metrics_log)
+        return True
+
+    def _make_ready(self, path: Path, step: int) -> tuple[list[Record], list[str]]:
+        """Ensure that `path` has only records that a run at `step` continues; returns them, and those that it lacks."""
         if self._saved is not None:
-            found = self._saved.continued(leading_records(path), step)
-            lacking = found.to_append
-            if path.exists():
-                aside = set_aside(path) if found.is_foreign else align(path, num_records=found.num_kept)
-            if found.gap is None and lacking:
-                logger.info("%s: %d records that it lacked are restored from the checkpoint", path, len(lacking))
-            elif found.gap is not None:
-                logger.warning(
-                    "%s: %s, although the checkpoint covers them%s. The file is not as the run left it: its end was "
-                    "lost in a power failure, or it was replaced by another file.",
-                    path,
-                    describe_gap(found.gap),
-                    f" ({len(lacking) - 1} were restored from it)" if len(lacking) > 1 else "",
-                )
-        elif path.exists() and (step > 0 or (path == self.path and self.last_step <= 0)):
+            return self._make_ready_for(self._saved, path, step)
+        records: list[Record] = []
+        lacking: list[str] = []
+        aside = None
+        if path.exists() and (step > 0 or (path == self.path and self.last_step <= 0)):
             # continued in the same process, or an evaluation by this writer came first
-            aside, lacking = align(path, step), [text for text in waiting if step_of(json.loads(text)) <= step]
+            records, aside = align_to(path, up_to(step))
+            lacking = [text for text in self._newest.waiting if step_of(json.loads(text)) <= step]
         elif path.exists():
             aside = set_aside(path)
-        if aside is not None:
-            logger.warning("%s: records that this run does not continue were moved to %s", path, aside)
-        return lacking
+        _note_aside(path, aside)
+        return records, lacking
 
-    def _open(self, path: Path, lacking: list[str]) -> None:
-        """Open the file and append the records that it lacks."""
-        self.metrics_log = metrics_log = MetricsLog.open(path)
+    def _make_ready_for(self, saved: SavedLog, path: Path, step: int) -> tuple[list[Record], list[str]]:
+        """Do as `_make_ready` for a checkpoint's position in the file, of which records may be lost."""
+        found = saved.continued([], step)
+
+        def chosen(records: list[Record], is_damaged: bool) -> list[Record] | None:
+            nonlocal found
+            found = saved.continued(records, step)
+            return None if found.is_foreign else records[: found.num_kept]
+
+        records, aside = align_to(path, chosen) if path.exists() else ([], None)
+        lacking = found.to_append
+        if found.gap is None and lacking:
+            logger.info("%s: %d records that it lacked are restored from the checkpoint", path, len(lacking))
+        elif found.gap is not None:
+            logger.warning(
+                "%s: %s, although the checkpoint covers them%s. The file is not as the run left it: its end was "
+                "lost in a power failure, or it was replaced by another file.",
+                path,
+                describe_gap(found.gap),
+                f" ({len(lacking) - 1} were restored from it)" if len(lacking) > 1 else "",
+            )
+        _note_aside(path, aside)
+        return records, lacking
+
+    def _open(self, path: Path, records: list[Record], lacking: list[str]) -> list[Record]:
+        """Open the file, which has these records, and append those that it lacks; returns all."""
+        self.metrics_log = metrics_log = MetricsLog.open_aligned(path)
         self.path = path
-        records = read_records(path)
         self._newest = NewestRecords(records)
         for text in lacking:
             self._newest.add(text)
-        newest_first = chain(map(json.loads, reversed(lacking)), reversed(records))
-        self.last_step = next((step_of(record) for record in newest_first if MISSING not in record), -1)
+        records = [*records, *map(json.loads, lacking)]
+        self.last_step = _last_step(records)
         self._write_what_waits(metrics_log)
+        return records
 
-    def _open_or_own(self, path: Path, step: int | None = None) -> None:
+    def _open_or_own(self, path: Path, step: int | None = None) -> list[Record] | None:
         """Open the file, prepared for training from `step`; a separate file if another live run is writing it."""
         try:
-            self._open(path, self._newest.waiting if step is None else self._make_ready(path, step))
+            if step is not None and self._open_at_end(path):
+                return None
+            return self._open(path, *(self._as_it_is(path) if step is None else self._make_ready(path, step)))
         except MetricsLogHeldError as error:
             own = numbered_name(path)
             logger.warning("%s Recording in %s.", error, own)
-            self._open(own, [])
+            return self._open(own, [], [])
+
+    def _as_it_is(self, path: Path) -> tuple[list[Record], list[str]]:
+        """All records of a file, repaired if a crash has damaged it, and those that wait to be written."""
+        return align_to(path, up_to())[0] if path.exists() else [], self._newest.waiting
 
     def _write_what_waits(self, metrics_log: MetricsLog) -> None:
         """Append records that are not in the file yet; those that the disk refuses stay in memory."""
@@ -236,6 +281,18 @@ class JsonLogWriter:
                 logger.warning(
                     "cannot write %s (%s); its records are kept in memory and in checkpoints", self.path, error
                 )
+        finally:
+            newest.num_bytes = metrics_log.num_bytes
+
+
+def _note_aside(path: Path, aside: Path | None) -> None:
+    if aside is not None:
+        logger.warning("%s: records that this run does not continue were moved to %s", path, aside)
+
+
+def _last_step(records: list[Record]) -> int:
+    """The step of the last record that is not a gap; -1 if there is none."""
+    return next((step_of(record) for record in reversed(records) if MISSING not in record), -1)
 
 
 @contextmanager

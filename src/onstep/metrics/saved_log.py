@@ -15,7 +15,7 @@ from onstep.bounded_reading import brief, parse_json
 from onstep.errors import CheckpointError
 from onstep.json_values import encode
 from onstep.log_gaps import MISSING, gap_record
-from onstep.metrics_log import Record, without_wall_clock
+from onstep.metrics_log import MetricsLog, MetricsLogError, Record, read_records, without_wall_clock
 
 MOST_WAITING = 100_000
 """Maximum number of records that wait in memory for disk space; a gap replaces the oldest ones beyond it."""
@@ -52,6 +52,8 @@ class SavedLog:
     """Digest of the first record in the file; None if there is none, and in checkpoints before version 0.5."""
     last_record: str | None = None
     """Digest of the last record in the file."""
+    num_bytes: int | None = None
+    """Size of the file up to the end of its last record; None if there is none, and in older checkpoints."""
     held: tuple[str, ...] = ()
     """Encoded records that follow, which could not be written or made durable: on a full disk, for example."""
 
@@ -62,12 +64,13 @@ class SavedLog:
         Raises:
             CheckpointError: for a value of the wrong type; names it and the rule.
         """
-        state = {"num_records": None, "first_record": None, "last_record": None, "held_records": [], **state}
+        state = {"num_records": None, "held_records": [], **state}
         path = _checked(state, "log_path", "a path or None", lambda one: one is None or isinstance(one, str))
         held = _checked(state, "held_records", f"a list of at most {MOST_HELD} records as JSON", _are_records)
         rules = {
             "last_step": ("an integer >= -1", lambda one: _is_count(one, -1)),
             "num_records": ("an integer >= 0 or None", lambda one: one is None or _is_count(one, 0)),
+            "num_bytes": ("an integer >= 0 or None", lambda one: one is None or _is_count(one, 0)),
             "first_record": ("a digest or None", lambda one: one is None or isinstance(one, str)),
             "last_record": ("a digest or None", lambda one: one is None or isinstance(one, str)),
         }
@@ -83,8 +86,8 @@ class SavedLog:
         }
         if self.path is None:
             return place
-        digests = {"first_record": self.first_record, "last_record": self.last_record}
-        return {**place, **digests, "held_records": list(self.held)}
+        file = {"first_record": self.first_record, "last_record": self.last_record, "num_bytes": self.num_bytes}
+        return {**place, **file, "held_records": list(self.held)}
 
     def continued(self, records: Sequence[Record], step: int) -> Continuation:
         """How to continue a file that now has these records, at `step`.
@@ -104,6 +107,30 @@ class SavedLog:
         gap = gap_record(max((self.num_records or 0) - num_kept, 1), after_step, self.last_step, self.last_record)
         return Continuation(num_kept, [encode(gap), *self.held], gap, is_foreign)
 
+    def open_at_end(self, path: Path) -> tuple[MetricsLog, list[Record], Path | None] | None:
+        """Open the file at the checkpoint's position, reading only its ends: see `MetricsLog.open_at`.
+
+        What precedes the position was durable before the checkpoint, so two records identify it. None if the file must
+        be read as a whole: it is not as the checkpoint left it, or lacks records, or the position is an older one.
+        """
+        if self.num_bytes is None or not self.num_records or self.held:
+            return None
+        return MetricsLog.open_at(path, self.num_bytes, min(MOST_UNSYNCED, self.num_records), self._is_between)
+
+    def read(self) -> list[Record] | None:
+        """The records up to the position; None if the file no longer has them."""
+        if self.path is None or self.num_bytes is None:
+            return None
+        try:
+            records = read_records(self.path, self.num_bytes)
+        except (OSError, MetricsLogError):
+            return None
+        return records if records and self._is_between(records[0], records[-1]) else None
+
+    def _is_between(self, first: Record, last: Record) -> bool:
+        """Whether the position is after records that begin and end with these."""
+        return (_identity(first), _identity(last)) == (self.first_record, self.last_record)
+
     def _position_in(self, records: Sequence[Record]) -> int | None:
         """The number of records up to the last one that the checkpoint knows to be in the file; None if it is lost."""
         number, last = self.num_records, self.last_record
@@ -118,17 +145,22 @@ class NewestRecords:
     """The records of an open metrics log that the file, or its disk, may lack.
 
     Args:
-        records: those in the file.
+        records: those in the file, or its last ones.
+        position: what precedes the end of `records`, if they are not all.
     """
 
-    def __init__(self, records: Sequence[Record] = ()) -> None:
-        self.num_records = len(records)
+    def __init__(self, records: Sequence[Record] = (), position: SavedLog | None = None) -> None:
+        self.num_records = len(records) if position is None else position.num_records or 0
         """Number of records in the file."""
+        self.num_bytes: int | None = None
+        """Size of the file up to the end of the last one."""
         self.waiting: list[str] = []
         """Encoded records that are not in the file yet."""
         self.num_lost = 0
         """Number of records dropped because too many were waiting."""
         self._first = _identity(records[0]) if records else None
+        if position is not None:
+            self._first = position.first_record
         self._written = deque(map(encode, records[-MOST_UNSYNCED:]), maxlen=MOST_UNSYNCED)
         self._num_synced = 0
         self._is_sync_failing = False
@@ -171,12 +203,14 @@ class NewestRecords:
         num_unsynced = min(max(self.num_records - self._num_synced, 0), len(written)) if self._is_sync_failing else 0
         kept, unsynced = written[: len(written) - num_unsynced], written[len(written) - num_unsynced :]
         last = json.loads(kept[-1]) if kept else None
+        num_bytes = None if last is None or self.num_bytes is None else self.num_bytes - _size_of(unsynced)
         return SavedLog(
             path=path,
             last_step=-1 if last is None else step_of(last),
             num_records=self.num_records - num_unsynced,
             first_record=self._first,
             last_record=None if last is None else _identity(last),
+            num_bytes=num_bytes,
             held=tuple(encode(json.loads(text)) for text in self._bounded([*unsynced, *self.waiting], MOST_HELD)),
         )
 
@@ -197,6 +231,11 @@ def step_of(record: Record) -> int:
     """The step of a record; 0 if it has none."""
     step = record.get("global_step")
     return int(step) if isinstance(step, (int, float)) and abs(step) < 2**63 else 0
+
+
+def _size_of(texts: Sequence[str]) -> int:
+    """Bytes of encoded records in a metrics log that has others before them."""
+    return sum(len(",\n") + len(text) for text in texts)
 
 
 def _num_up_to(records: Sequence[Record], step: int) -> int:

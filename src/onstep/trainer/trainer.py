@@ -186,10 +186,8 @@ class Trainer(BaseTrainer):
 
 
 def _train_output(state: GlobalState) -> TrainOutput:
-    records = reversed(state.info.log_history)
-    final: dict[str, Any] = next((record for record in records if "train_runtime" in record), {})
     loss = state.mean_loss()
-    return TrainOutput(state.train_state.step, loss, {**final, "train_loss": loss})
+    return TrainOutput(state.train_state.step, loss, {**(state.info.history.final_metrics or {}), "train_loss": loss})
 
 
 def save_model(model: nn.Module, directory: Path, processing_class: Any = None) -> None:

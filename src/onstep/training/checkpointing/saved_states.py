@@ -132,7 +132,7 @@ class RunProgress:
 
     def state_dict(self) -> StateDict:
         """Plain values, and Megatron Bridge's counters as 0-d tensors."""
-        state, history = self._state, self._state.info.log_history
+        state, history = self._state, self._state.info.history
         return {
             "train_state": state.train_state.state_dict(),
             "flags": {flag: getattr(state.control, flag) for flag in FLAGS},
@@ -140,7 +140,7 @@ class RunProgress:
             "loss_sum": state.sums.loss_sum,
             "loss_steps": state.sums.loss_steps,
             "num_records": len(history),
-            "final_metrics": next((dict(record) for record in reversed(history) if "train_runtime" in record), None),
+            "final_metrics": None if history.final_metrics is None else dict(history.final_metrics),
             "last_metrics": dict(state.evaluated.last_metrics),
             "evaluated_at": state.evaluated.at_step,
             "epoch_is_open": state.stage.epoch_is_open,
@@ -163,12 +163,13 @@ class RunProgress:
         asked = state_dict["stopped_by"]
         state.ending.stopped_by = None if asked is None else Request(**asked)
         state.sums.loss_sum, state.sums.loss_steps = state_dict["loss_sum"], state_dict["loss_steps"]
-        history, final = state.info.log_history, state_dict.get("final_metrics")
+        history, final = state.info.history, state_dict.get("final_metrics")
         if "log_history" in state_dict:  # in checkpoints before version 0.5
-            history[:] = state_dict["log_history"]
-        num_records, step = state_dict.get("num_records", len(history)), state.train_state.step
-        history[:] = [record for record in history[:num_records] if record["step"] <= step]
-        if final is not None and not history:
+            history.replace(state_dict["log_history"])
+        else:
+            history.final_metrics = None if final is None else dict(final)
+        history.go_back(state_dict.get("num_records", len(history)), state.train_state.step)
+        if final is not None and not len(history):
             history.append(dict(final))
         state.evaluated.last_metrics, state.evaluated.at_step = state_dict["last_metrics"], state_dict["evaluated_at"]
         state.stage.epoch_is_open, state.stage.final_metrics_logged = (

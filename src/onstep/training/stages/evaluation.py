@@ -104,7 +104,7 @@ def evaluate(
             metrics["epoch"] = state.trainer_state.epoch
             state.evaluated.last_metrics = metrics
             state.evaluated.is_restartable = False
-            state.info.log_history.append({**metrics, "step": state.train_state.step})
+            state.info.history.append({**metrics, "step": state.train_state.step})
             notify.fire(f"on_{kind}_end", total_loss_dict=means, metrics=metrics)
         except EvaluationInterrupted:
             if not _is_over_in_time(state):

@@ -75,7 +75,7 @@ def warn_if_unlabelled(state: Run, report: IntervalReport) -> None:
 
 def publish(state: Run, logs: Metrics, notify: Dispatcher) -> None:
     """Append a record with its step to `log_history`, and fire `on_log`; Megatron Bridge's tags are written with it."""
-    state.info.log_history.append({**logs, "step": state.train_state.step})
+    state.info.history.append({**logs, "step": state.train_state.step})
     notify.on_log(logs=logs)
     state.bridge_trackers.record.clear()
 

@@ -1,0 +1,64 @@
+"""Reads the first and the last records of a metrics log, and nothing between: a long log is continued at its end."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+OPENING = b"[\n"
+_BLOCK = 1 << 16
+"""Bytes of the first read; each further one doubles what has been read."""
+
+
+def ends_of(descriptor: int, num_bytes: int, most: int) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+    """The first record of an open metrics log, and its last ones up to byte `num_bytes`, oldest first.
+
+    Args:
+        num_bytes: where the last record ends.
+        most: maximum number of last records.
+
+    Returns:
+        None if no record ends there, or if the file does not have one record per line.
+    """
+    if os.fstat(descriptor).st_size < num_bytes or os.pread(descriptor, len(OPENING), 0) != OPENING:
+        return None
+    lines = _last_lines(descriptor, num_bytes, most)
+    if not lines or not all(line.endswith(b",") for line in lines[:-1]):
+        return None
+    try:
+        first = json.loads(_first_line(descriptor, num_bytes).removesuffix(b","))
+        last = [json.loads(line[:-1]) for line in lines[:-1]] + [json.loads(lines[-1])]
+    except (ValueError, RecursionError):
+        return None
+    return (first, last) if all(isinstance(one, dict) for one in (first, *last)) else None
+
+
+def end_of_body(descriptor: int) -> tuple[int, bool]:
+    """Where the closing bracket of a complete metrics log may be overwritten, and whether there are records before."""
+    size = os.fstat(descriptor).st_size
+    length, body = 0, b""
+    while not body and length < size:
+        length = min(max(_BLOCK, 2 * length), size)
+        body = os.pread(descriptor, length, size - length).rstrip()[:-1].rstrip()
+    return size - length + len(body), not body.endswith(b"[")
+
+
+def _first_line(descriptor: int, end: int) -> bytes:
+    """The line after the opening bracket."""
+    content, start = b"", len(OPENING)
+    while b"\n" not in content and start < end:
+        length = min(max(_BLOCK, len(content)), end - start)
+        content += os.pread(descriptor, length, start)
+        start += length
+    return content.partition(b"\n")[0]
+
+
+def _last_lines(descriptor: int, end: int, most: int) -> list[bytes]:
+    """The last lines before `end`, at most `most`, without the opening bracket."""
+    content, start = b"", end
+    while start > 0 and content.count(b"\n") < most:
+        length = min(max(_BLOCK, len(content)), start)
+        start -= length
+        content = os.pread(descriptor, length, start) + content
+    return content.split(b"\n")[1:][-most:]

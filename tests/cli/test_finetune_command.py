@@ -191,7 +191,7 @@ def test_a_hostile_chat_template_ends_pretrain_with_an_error(
     ("line", "words"),
     [
         ('{"messages": ' + "[" * 5000 + "]" * 5000 + "}", "nested more than 100 levels deep"),
-        ('{"prompt": "' + "x" * (16 << 20) + '"}', "a line of more than 16,777,216 bytes, the limit"),
+        ('{"prompt": "' + "x" * (64 << 20) + '"}', "a line of more than 67,108,864 bytes, the limit"),
     ],
     ids=["deep", "long"],
 )

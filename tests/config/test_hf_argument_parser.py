@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from onstep import Trainer, TrainingArguments
+from onstep.errors import ConfigError
 from tests.support.small_models import Regression, arguments, regression_rows
 
 parser_module = pytest.importorskip("transformers.hf_argparser")
@@ -52,3 +53,29 @@ def test_a_subclass_with_fields_of_its_own_trains(tmp_path: Path) -> None:
     trainer = Trainer(Regression(), own, train_dataset=regression_rows(8), default_callbacks=False)
     assert trainer.train().global_step == 2
     assert trainer.args.cache_dir == "here"
+
+
+@pytest.mark.parametrize("name", ["config_overrides", "lr_scheduler_kwargs"])
+@pytest.mark.parametrize("text", ["optimizer.lr=1", "[1]", "null", '"x"', ""])
+def test_text_that_is_no_dictionary_is_refused(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"TrainingArguments.{name} must be a dictionary, or one as JSON, got '"):
+        TrainingArguments("runs/x", **{name: text})
+
+
+def test_a_dictionary_may_have_blanks_around_it() -> None:
+    args = TrainingArguments("runs/x", config_overrides=' {"optimizer.sgd_momentum": 0.5} ')  # type: ignore[arg-type]
+    assert args.config_overrides == {"optimizer.sgd_momentum": 0.5}
+
+
+@pytest.mark.parametrize(("word", "meaning"), [("True", True), ("false", False), ("none-such", "none-such")])
+def test_words_for_switches_are_switches(word: str, meaning: bool | str) -> None:
+    words = ("--resume_from_checkpoint", word, "--include_num_input_tokens_seen", "False")
+    assert parsed(TrainingArguments, *words).resume_from_checkpoint == meaning
+
+
+def test_a_checkpoint_that_is_named_as_a_switch_is_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "True").mkdir()
+    assert TrainingArguments("runs/x", resume_from_checkpoint="True").resume_from_checkpoint == "True"

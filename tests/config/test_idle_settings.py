@@ -13,6 +13,7 @@ from onstep.config.checks import idle_line, idle_settings
 from onstep.config.checks.idle import IDLE
 from onstep.config.keys import KEYS
 from onstep.errors import ConfigError
+from onstep.recipes import tiny_gpt_pretrain_config
 from tests.support.small_models import Regression, regression_rows
 
 LINE = "settings without effect: "
@@ -64,6 +65,23 @@ def test_a_setting_without_effect_is_named_with_what_it_requires(alone: str, nee
 
 def test_defaults_name_nothing() -> None:
     assert idle_line(idle_settings(config_with())) is None
+
+
+@pytest.mark.parametrize(
+    "words", ["", "run.name=a dataset.split=100 optimizer.optimizer=sgd scheduler.lr_decay_style=constant"]
+)
+def test_values_of_the_recipe_itself_are_not_named(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("row, row, row your boat " * 200, encoding="utf-8")
+    config = tiny_gpt_pretrain_config()
+    sizes = "model.num_layers=1 model.hidden_size=16 train.train_iters=1 scheduler.lr_warmup_iters=0 dist.device=cpu"
+    apply_overrides(config, [*sizes.split(), *words.split(), "dataset.paths=[text.txt]", "checkpoint.keep_every_n=7"])
+    pretrain(config)
+    lines = [record.message for record in caplog.records if LINE in record.message]
+    named = "checkpoint.keep_every_n=7 (requires a directory: run.name or checkpoint.save)"
+    assert lines == ([] if words else [LINE + named])
 
 
 def test_all_idle_keys_exist() -> None:

@@ -201,3 +201,10 @@ def test_the_plain_template_takes_an_end_token() -> None:
 
     with pytest.raises(DataError, match="chats require an end token"):
         template_for(Endless())
+
+
+def test_a_tokenizer_that_fails_on_a_conversation_is_named(directory: Path) -> None:
+    tokenizer, template = template_of(directory, CHATML)
+    tokenizer.library_tokenizer.model_max_length = "512"
+    with pytest.raises(DataError, match=rf"the tokenizer {directory} cannot encode this conversation: TypeError"):
+        template.encode([USER, ANSWER], "a.jsonl:3")

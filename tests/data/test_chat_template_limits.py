@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -163,3 +164,14 @@ def test_a_text_with_many_special_tokens_is_encoded_in_bounded_time(directory: P
     talk = [{"role": "user", "content": "<|endoftext|>" * 10_001}]
     with pytest.raises(DataError, match=r"a\.jsonl:3: .* more than 10,000, the limit"):
         template_for(tokenizer).encode(talk, "a.jsonl:3")
+
+
+def test_a_process_that_dies_is_an_error_where_children_are_collected_by_somebody_else() -> None:
+    process = LimitedProcess(lambda code: os._exit(code) if code else "alive", FAST, "it")
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as after `trap '' CHLD` in a shell
+    try:
+        with pytest.raises(DataError, match=r"it ended its process; it may need more than 0\.5 seconds of CPU time"):
+            process.call(7)
+        assert process.call(0) == "alive"
+    finally:
+        signal.signal(signal.SIGCHLD, before)

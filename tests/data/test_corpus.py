@@ -156,10 +156,13 @@ def test_deep_json_is_refused(tmp_path: Path, line: bytes) -> None:
         list(iter_documents([tmp_path / "deep.jsonl"], "text"))
 
 
-def test_a_byte_order_mark_and_a_repeated_name_are_accepted(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_accepted_and_a_repeated_name_is_not(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\n{"text": "x", "text": "two"}\n')
-    assert list(iter_documents([path], "text")) == [b"one", b"two"]
+    documents = iter_documents([path], "text")
+    assert next(documents) == b"one"
+    with pytest.raises(DataError, match=r"a\.jsonl:2 is not valid JSON: a name occurs twice"):
+        next(documents)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -41,10 +41,22 @@ def test_characters_that_a_tokenizer_drops_are_named(tmp_path: Path, caplog: pyt
     assert "corpus.txt, which are dropped: 'и', 'й', 'к', 'р', 'с', ...; use a tokenizer" in caplog.text
 
 
-def test_characters_that_become_unknown_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    build(tmp_path, models.WordLevel(LETTERS, unk_token="<"), LATIN + CYRILLIC)
-    assert "has no tokens for 8 of 34 characters (24 %)" in caplog.text
-    assert "which become its unknown token: 'и'" in caplog.text
+def test_unknown_tokens_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build(tmp_path, models.WordLevel(LETTERS | {" ": 27}, unk_token="<"), LATIN + CYRILLIC)
+    assert "8 of 34 tokens (24 %) of" in caplog.text
+    assert "corpus.txt are the tokenizer's unknown token; use a tokenizer" in caplog.text
+
+
+def test_a_tokenizer_of_words_is_not_judged_by_its_letters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    library = LibraryTokenizer(models.WordLevel({"the": 0, "cat": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "corpus.txt").write_text("the cat " * 100)
+    words = build_tokenizer(
+        TokenizerConfig(tokenizer_type="tokenizers", tokenizer_model=str(tmp_path / "tokenizer.json"))
+    )
+    build_token_file([tmp_path / "corpus.txt"], words, tmp_path / "cache", "text", show_progress=False)
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("rare", ["", "é"])

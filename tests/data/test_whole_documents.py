@@ -201,11 +201,3 @@ def test_sequences_are_made_of_whole_documents(tmp_path: Path) -> None:
     data = DatasetConfig(paths=[str(tmp_path / "a.txt")], cache_dir=str(tmp_path), split="1", seq_length=8)
     train, _, _ = build_datasets(data, tokenizer, show_progress=False)
     assert train.token_file.tokens.tolist() == [*IDS, 0]
-
-
-def test_characters_that_a_bpe_would_leave_out_are_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    built = build_tokenizer(config_of("tokenizers", tmp_path / "tokenizer.json"))
-    assert built.encode_text("a?b") == [0, 1]
-    assert "characters that are not in its vocabulary are left out" in caplog.text

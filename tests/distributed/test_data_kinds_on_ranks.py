@@ -83,7 +83,7 @@ def test_a_run_keeps_the_tokenizer_that_it_learned(ranks: Ranks, kinds: dict[str
     learned = (run / "tokenizer.json").read_bytes()
     with chat.open("a") as file:
         file.write(json.dumps({"prompt": "qvqvqvqv " * 50, "response": "kzkzkzkz " * 50}) + "\n")
-    ranks.finish("grows", words=words)
+    ranks.finish("grows", words=[*words, "checkpoint.on_config_change=apply"])
     assert (run / "tokenizer.json").read_bytes() == learned
     assert (run / "model" / "tokenizer.json").read_bytes() == learned
 

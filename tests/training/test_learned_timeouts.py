@@ -98,7 +98,13 @@ def test_the_heartbeat_knows_the_innermost_open_section() -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [{}, {"limits": [1], "longest": {}}, {"limits": {"step": "long"}, "longest": {}}, {"limits": {"step": -1}}],
+    [
+        {},
+        {"limits": [1], "longest": {}},
+        {"limits": {"step": "long"}, "longest": {}},
+        {"limits": {"step": -1}},
+        {"limits": {"step": 2.0}, "longest": {"setup": 1.0}},
+    ],
 )
 def test_a_state_of_another_form_is_refused(content: dict[str, Any]) -> None:
     limits: dict[str, float] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from onstep.events.context import CallbackContext
 from onstep.events.events import EVENTS, HF_EVENTS, events_named
@@ -31,13 +31,6 @@ class Callback:
         return False
 
 
-class _ClassName:
-    """The default name of a callback, which a subclass or instance may replace by any attribute of its own."""
-
-    def __get__(self, callback: object, owner: type) -> str:
-        return owner.__name__
-
-
 class TrainerCallback:
     """Base class of Hugging Face-style callbacks: `on_step_end(self, args, state, control, **kwargs)` and its siblings.
 
@@ -51,8 +44,14 @@ class TrainerCallback:
     on_error: Literal["raise", "warn", "disable"] = "raise"
     shows_progress: bool = False
 
-    name: str = cast(str, _ClassName())
-    """Name of this callback in messages; set it to distinguish two instances of a class."""
+    @property
+    def name(self) -> str:
+        """Name of this callback in messages: that of its class; set it to distinguish two instances."""
+        return str(self.__dict__.get("name", type(self).__name__))
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self.__dict__["name"] = name
 
     def skips_event(self, name: str) -> bool:
         """As in `Callback`."""

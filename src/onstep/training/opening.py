@@ -15,6 +15,7 @@ from onstep.config.differences import describe
 from onstep.distributed import World, attempt
 from onstep.errors import DataError
 from onstep.events import CallbackManager, Control, Dispatcher
+from onstep.recipes import RECIPES
 from onstep.trackers.report_to import attach_trackers
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.checkpointing.writing import open_checkpoints
@@ -107,7 +108,8 @@ def open_run(
 
 def _name_idle_settings(run: GlobalState, has_trackers: bool) -> None:
     """Say in one line which settings have no effect in this run, whose user may have trackers of their own."""
-    found = idle_settings(run.cfg, has_trackers=has_trackers)
+    recipe = RECIPES.get(run.cfg.run.recipe or "")
+    found = idle_settings(run.cfg, None if recipe is None else recipe(), has_trackers=has_trackers)
     if run.entry_point.trainer is None:
         found += idle_without_trainer(run.cfg)
     line = idle_line(found)

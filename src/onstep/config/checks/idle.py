@@ -269,10 +269,13 @@ _ZERO_IS_UNSET = ("optimizer.min_lr",)
 """Keys whose derived value 0 is that of an unset one."""
 
 
-def idle_settings(config: ConfigContainer, *, has_trackers: bool = False) -> list[tuple[str, list[str]]]:
+def idle_settings(
+    config: ConfigContainer, recipe: ConfigContainer | None = None, *, has_trackers: bool = False
+) -> list[tuple[str, list[str]]]:
     """What is set and has no effect, as pairs of the unmet condition and `key=value`, each key once.
 
     Args:
+        recipe: the recipe that `config` was made from, whose own values nobody has set.
         has_trackers: whether a callback has trackers of its own, which may use any key of `logger`.
     """
     seen: set[str] = set()
@@ -280,7 +283,7 @@ def idle_settings(config: ConfigContainer, *, has_trackers: bool = False) -> lis
     for row in IDLE:
         if row.acts(config) or (has_trackers and row.keys[0].startswith("logger.")):
             continue
-        settings = [(key, value) for key, value in _changed(config, row.keys) if key not in seen]
+        settings = [(key, value) for key, value in _changed(config, row.keys, recipe) if key not in seen]
         seen.update(key for key, _ in settings)
         if settings:
             found.append((row.need, [f"{key}={value}" for key, value in settings]))
@@ -307,8 +310,11 @@ def idle_line(found: Sequence[tuple[str, Sequence[str]]]) -> str | None:
     return f"settings without effect: {'; '.join(parts)}" if parts else None
 
 
-def _changed(config: ConfigContainer, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+def _changed(
+    config: ConfigContainer, keys: tuple[str, ...], recipe: ConfigContainer | None = None
+) -> Iterator[tuple[str, Any]]:
     for key in keys:
         value, default = KEYS[key].get(config), KEYS[key].default
-        if value != default and not (value == 0 and key in _ZERO_IS_UNSET):
+        is_unset = value == default or (value == 0 and key in _ZERO_IS_UNSET)
+        if not is_unset and (recipe is None or value != KEYS[key].get(recipe)):
             yield key, value

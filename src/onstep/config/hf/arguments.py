@@ -29,11 +29,15 @@ from onstep.config.hf.argument import (
 from onstep.config.hf.checks import check_arguments
 from onstep.config.hf.reserved import ReservedArguments, check_reserved, reserved_fields
 from onstep.config.lengths import share_of
-from onstep.config.suggestions import nearest
+from onstep.config.suggestions import nearest, shown
 from onstep.config.trackers import DEFAULT_PROJECT, tracker_list
 from onstep.errors import ConfigError
 
 Arguments = TypeVar("Arguments", bound=type)
+
+
+_SWITCHES = {"true": True, "false": False}
+"""Texts of `HfArgumentParser`, which passes on what is typed, that are meant as switches."""
 
 
 class UnknownArgumentError(ConfigError, TypeError):
@@ -236,8 +240,11 @@ class TrainingArguments(ReservedArguments):
         self.output_dir = os.path.expanduser("trainer_output" if self.output_dir is None else self.output_dir)
         for name in ("lr_scheduler_kwargs", "config_overrides"):
             value = getattr(self, name)
-            if isinstance(value, str) and value.startswith("{"):
-                setattr(self, name, parse_json(value, f"TrainingArguments.{name}", error=ConfigError))
+            if isinstance(value, str):
+                setattr(self, name, _dictionary(value, f"TrainingArguments.{name}"))
+        resume = self.resume_from_checkpoint
+        if isinstance(resume, str) and resume.lower() in _SWITCHES and not os.path.exists(resume):
+            self.resume_from_checkpoint = _SWITCHES[resume.lower()]
         if self.eval_strategy == "steps" and not self.eval_steps:
             self.eval_steps = self.logging_steps
         if self.eval_strategy != "no":
@@ -317,6 +324,19 @@ class TrainingArguments(ReservedArguments):
     def to_json_string(self) -> str:
         """`to_dict()` as JSON."""
         return json.dumps(self.to_dict(), indent=2)
+
+
+def _dictionary(text: str, name: str) -> Any:
+    """The dictionary in JSON.
+
+    Raises:
+        ConfigError: for any other text.
+    """
+    rule = f"{name} must be a dictionary, or one as JSON, got {shown(text)}"
+    value = parse_json(text, rule, error=ConfigError) if text.lstrip().startswith("{") else None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{rule}.")
+    return value
 
 
 def build_silently(values: dict[str, Any]) -> TrainingArguments:

@@ -60,7 +60,7 @@ class ReservedArguments:
     torch_empty_cache_steps: int | None = None
     auto_find_batch_size: bool = False
     logging_nan_inf_filter: bool = reserved(True, same=(False,))
-    include_num_input_tokens_seen: Choice = reserved("no", same=(False,))
+    include_num_input_tokens_seen: Choice = reserved("no", same=(False, "False", "false"))
     log_level_replica: str = "warning"
     trackio_static_space_id: Any = None
     eval_do_concat_batches: bool = True

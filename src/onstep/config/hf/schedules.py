@@ -60,8 +60,7 @@ def named_schedule(scheduler: SchedulerConfig, optimizer: OptimizerConfig) -> di
 
 def _checked_kwargs(args: TrainingArguments) -> dict[str, Any]:
     kwargs = args.lr_scheduler_kwargs
-    if isinstance(kwargs, str):
-        raise ConfigError(f"TrainingArguments.lr_scheduler_kwargs={kwargs!r} must be a dictionary.")
+    assert not isinstance(kwargs, str)
     kwargs = kwargs or {}
     name = args.lr_scheduler_type
     for key in kwargs:

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import json
 import os
-import pickle
 import resource
 import select
 import signal
@@ -48,7 +47,7 @@ class LimitedProcess:
     forked child of the parent has a process of its own.
 
     Args:
-        function: called in the child with the argument of `call`; returns a value that JSON can represent.
+        function: called in the child with the argument of `call`; argument and result pass through JSON.
         name: what runs there, for messages.
     """
 
@@ -69,14 +68,20 @@ class LimitedProcess:
         Raises:
             DataError: if a limit is exceeded, with the limit, or if `function` raises an error, with its message.
         """
+        try:
+            request = json.dumps(argument).encode()
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"{self._name} cannot be given a value that is not JSON: {error}; use text instead"
+            ) from error
         with self._lock:
             if self._child is None:
                 self._child = _Child(self._function, self._limits)
             try:
-                result, problem = self._child.call(argument)
+                result, problem = self._child.call(request)
             except (EOFError, OSError) as error:
-                status, self._child = self._child.ended(isinstance(error, TimeoutError)), None
-                raise DataError(f"{self._name} {self._reason(status)}") from None
+                child, self._child = self._child, None
+                raise DataError(f"{self._name} {self._reason(child.ended(isinstance(error, TimeoutError)))}") from None
             except BaseException:  # an interrupted call would leave its answer to the next one
                 self._child.end()
                 self._child = None
@@ -86,9 +91,14 @@ class LimitedProcess:
         raise DataError(f"{self._name} {self._too_large()}" if problem == _NO_MEMORY else problem)
 
     def _reason(self, status: int | None) -> str:
-        """Why the child ended, given what `waitpid` returned."""
+        """Why the child ended, given what `ended` returned."""
         if status is None:
             return f"did not respond within {_WAITS_SECONDS[0]} seconds; run it again"
+        if status == _UNKNOWN:
+            return (
+                f"ended its process; it may need more than {self._limits.cpu_seconds:g} seconds of CPU time for one "
+                "conversation, the limit, or exceed the memory of the machine"
+            )
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
             return (
                 f"needs more than {self._limits.cpu_seconds:g} seconds of CPU time for one conversation, the limit; "
@@ -104,6 +114,8 @@ class LimitedProcess:
 
 
 _NO_MEMORY = "MemoryError"
+_UNKNOWN = -1
+"""In place of a wait status."""
 
 
 class _Child:
@@ -128,27 +140,33 @@ class _Child:
         self._pid = pid
         self.end = weakref.finalize(self, _end, ours, pid, os.getpid())
 
-    def call(self, argument: Any) -> tuple[Any, str | None]:
-        """The result of the function, and the message of its error.
+    def call(self, request: bytes) -> tuple[Any, str | None]:
+        """The result of the function for an argument in JSON, and the message of its error.
 
         Raises:
             OSError, EOFError: if the process has ended.
             TimeoutError: (an OSError) if it does not respond.
         """
-        self._connection.send_bytes(pickle.dumps(argument, pickle.HIGHEST_PROTOCOL))
+        self._connection.send_bytes(request)
         if not any(self._poll.poll(seconds * 1000) for seconds in _WAITS_SECONDS):
             raise TimeoutError
         result, problem = json.loads(self._connection.recv_bytes())
         return result, problem
 
     def ended(self, is_running: bool) -> int | None:
-        """The wait status of a process that has ended by itself; None for one that had to be killed."""
+        """The wait status of a process that has ended by itself; None for one that had to be killed.
+
+        `_UNKNOWN` if another part of this process has collected it, or SIGCHLD is ignored.
+        """
         if is_running:
             self.end()
             return None
         self.end.detach()
         self._connection.close()
-        return os.waitpid(self._pid, 0)[1]
+        try:
+            return os.waitpid(self._pid, 0)[1]
+        except ChildProcessError:
+            return _UNKNOWN
 
 
 def _end(connection: Connection, pid: int, owner: int) -> None:
@@ -181,7 +199,7 @@ def _serve(connection: Connection, function: Callable[[Any], Any], limits: Limit
 
 def _answer(function: Callable[[Any], Any], request: bytes) -> bytes:
     try:
-        return json.dumps((function(pickle.loads(request)), None), ensure_ascii=False).encode("utf-8")
+        return json.dumps((function(json.loads(request)), None), ensure_ascii=False).encode("utf-8")
     except MemoryError:
         return json.dumps((None, _NO_MEMORY)).encode()
     except Exception as error:  # noqa: BLE001 - foreign code can raise anything; the parent raises a DataError

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from onstep.data.chat.limited_process import Limits
 from onstep.data.chat.records import Message
 from onstep.data.chat.rendering import LIMITS, ChatRenderer, RenderedChat, Span
+from onstep.data.corpus.tokenizer_library import Explained
 from onstep.data.corpus.tokenizers import HuggingFaceTokenizer, Tokenizer
 from onstep.errors import DataError
 
@@ -147,6 +148,7 @@ class TokenizerTemplate:
 
     def __init__(self, tokenizer: HuggingFaceTokenizer, limits: Limits = LIMITS) -> None:
         self._tokenizer = tokenizer.library_tokenizer
+        self._encoding = Explained(f"the tokenizer {tokenizer.path} cannot encode this conversation")
         self._renderer = ChatRenderer(self._tokenizer, limits)
         names = [str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         self._special = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
@@ -173,13 +175,14 @@ class TokenizerTemplate:
 
     def _encode(self, text: str, *, parses_special: bool = True, start: int = 0) -> _Encoded:
         """Ids and their character spans; `text` begins at character `start`."""
-        encoding = self._tokenizer(
-            text,
-            add_special_tokens=False,
-            split_special_tokens=not parses_special,
-            return_offsets_mapping=True,
-            verbose=False,
-        )
+        with self._encoding:
+            encoding = self._tokenizer(
+                text,
+                add_special_tokens=False,
+                split_special_tokens=not parses_special,
+                return_offsets_mapping=True,
+                verbose=False,
+            )
         offsets = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         return np.array(encoding["input_ids"], dtype=np.int64), offsets + start
 

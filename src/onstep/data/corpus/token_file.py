@@ -231,5 +231,5 @@ def _encoded(tokenizer: Tokenizer, document: Document, coverage: Coverage) -> np
     except DataError as error:
         raise DataError(f"{document.place}: {error}") from error
     check_ids(ids, tokenizer, document.place)
-    coverage.add(document.data)
+    coverage.add(document.data, ids)
     return ids

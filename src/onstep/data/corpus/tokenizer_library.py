@@ -125,19 +125,6 @@ def _growth(part: dict[str, Any]) -> float:
     return 1.0
 
 
-def leaves_out_characters(tokenizer: Any) -> bool:
-    """Whether the model of a `tokenizers.Tokenizer` drops characters that are not in its vocabulary.
-
-    That is a BPE without an unknown token, without byte fallback and without an entry for each byte.
-    """
-    from tokenizers import models, pre_tokenizers
-
-    model = tokenizer.model
-    if not isinstance(model, models.BPE) or model.unk_token is not None or model.byte_fallback:
-        return False
-    return any(model.token_to_id(byte) is None for byte in pre_tokenizers.ByteLevel.alphabet())
-
-
 def size_of_vocab(vocab: dict[str, int], path: Path) -> int:
     """The largest id plus one: ids may have gaps.
 

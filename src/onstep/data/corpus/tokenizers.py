@@ -23,7 +23,6 @@ from onstep.data.corpus.tokenizer_library import (
     check_charsmap,
     check_growth,
     check_sizes,
-    leaves_out_characters,
     size_of_vocab,
     switch_off_alterations,
 )
@@ -136,7 +135,7 @@ class TokenizersTokenizer:
         check_growth(self._tokenizer, path)
         self._pad_token = _pad_token(self._tokenizer, vocab)
         altering = switch_off_alterations(self._tokenizer)
-        self.warnings = _warnings_about(self._tokenizer, path, altering)
+        self.warning = _warning_of(altering, path)
         """What the user should know about this tokenizer."""
         self._content = self._tokenizer.to_str(pretty=True) if altering else content.decode("utf-8", "replace")
         self.fingerprint = f"tokenizers 2-{_digest(self._content.encode() if altering else content)}"
@@ -212,7 +211,7 @@ class HuggingFaceTokenizer:
         if self._backend is not None:
             check_growth(self._backend, path)
         self._altering = [] if self._backend is None else switch_off_alterations(self._backend)
-        self.warnings = [] if self._backend is None else _warnings_about(self._backend, path, self._altering)
+        self.warning = _warning_of(self._altering, path)
         """What the user should know about this tokenizer."""
         rules = self._backend.to_str() if self._backend is not None else json.dumps(sorted(vocab.items()))
         described = f"{type(self.library_tokenizer).__name__}\0{self.eos_id}\0{rules}"
@@ -272,8 +271,8 @@ def build_tokenizer(config: TokenizerConfig, *, warns: bool = True) -> Tokenizer
     if model is None:
         raise DataError(f"tokenizer_type {kind!r} requires tokenizer_model, the path of a file or directory; got None")
     tokenizer = _FROM_PATH[kind](Path(model).expanduser())
-    for warning in tokenizer.warnings if warns else ():
-        _LOGGER.warning("%s", warning)
+    if warns and tokenizer.warning is not None:
+        _LOGGER.warning("%s", tokenizer.warning)
     return tokenizer
 
 
@@ -344,17 +343,12 @@ def _load_transformers(path: Path) -> Any:
         raise
 
 
-def _warnings_about(tokenizer: Any, path: Path, altering: list[str]) -> list[str]:
-    found = []
-    if altering:
-        verb = "is" if len(altering) == 1 else "are"
-        found.append(f"{path}: {' and '.join(altering)} {verb} switched off: text is encoded whole, the same each time")
-    if leaves_out_characters(tokenizer):
-        found.append(
-            f"{path}: this BPE has no unknown token, no byte fallback and no token for each byte: characters that are "
-            "not in its vocabulary are left out of the data"
-        )
-    return found
+def _warning_of(altering: list[str], path: Path) -> str | None:
+    """What the user should know about settings that were switched off."""
+    if not altering:
+        return None
+    verb = "is" if len(altering) == 1 else "are"
+    return f"{path}: {' and '.join(altering)} {verb} switched off: text is encoded whole, the same each time"
 
 
 def _pad_token(tokenizer: Any, vocab: dict[str, int]) -> str | None:

@@ -108,9 +108,11 @@ class LearnedTimeouts:
         """Continue with the limits of an earlier start; none is set below the minimum.
 
         Raises:
-            ValueError: for anything but finite seconds by name.
+            ValueError: for anything but finite seconds by name, and for a limit without the time it was learned from.
         """
         limits, longest = (_seconds_by_name(state.get(key)) for key in ("limits", "longest"))
+        if unknown := sorted(set(limits) - set(longest)):
+            raise ValueError(f"expected seconds of the section {shown(unknown[0])} in 'longest', got none")
         self.limits.update({name: max(self._shortest, seconds) for name, seconds in limits.items()})
         self.longest.update(longest)
 

@@ -176,7 +176,7 @@ def count_steps(state: Run, train_data: TrainLoader | None) -> None:
     state.control.rank = world.rank
 
 
-_NAMED_FROM = 0.02
+_NAMED_FROM = 0.05
 """Share of an epoch from which a tail that is not trained on is named."""
 
 

@@ -1,0 +1,75 @@
+"""The page of promises: each promise has tests, and the page is made from the results of a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.support import results
+
+pytest_plugins = ["pytester"]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def promises() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("promises", ROOT / "tools" / "promises.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["promises"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_promise_names_tests_that_exist_and_is_on_the_page(promises: ModuleType) -> None:
+    page = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
+    for promise in promises.PROMISES:
+        assert promises.files_of(promise)
+        assert f"**{promise.title}.**" in page
+
+
+def test_a_pattern_without_a_test_file_is_an_error(promises: ModuleType) -> None:
+    with pytest.raises(FileNotFoundError, match=r"tests/data/test_gone\.py, named for 'x', matches no test file"):
+        promises.files_of(promises.Promise("x", "y", ("data/test_gone.py",)))
+
+
+def test_the_page_has_the_counts_of_a_run(promises: ModuleType, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest("from tests.support.results import register as pytest_configure")
+    pytester.makepyfile(
+        test_some="""
+        import pytest
+
+        @pytest.mark.parametrize("number", [1, 2])
+        def test_counts(number, record_property):
+            record_property("kills", number)
+
+        def test_skipped():
+            pytest.skip("no GPU")
+
+        def test_failed():
+            assert False
+
+        @pytest.fixture
+        def broken():
+            yield
+            raise RuntimeError
+
+        def test_fails_at_its_end(broken):
+            pass
+        """
+    )
+    file = pytester.path / "results.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(results.ENVIRONMENT, str(file))
+        patch.setenv("PYTHONPATH", str(ROOT))
+        pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    content = json.loads(file.read_text())
+    assert content["files"] == {"test_some.py": {"passed": 3, "skipped": 1, "failed": 2}}
+    page = promises.page(content)
+    assert "It ran 3 passed, 2 failed, 1 skipped." in page
+    assert "### Counts\n\n`test_some.py`\n\n| Counted | |\n| --- | --- |\n| kills | 3 |" in page

@@ -23,4 +23,5 @@ def describe_gap(record: Mapping[str, Any]) -> str | None:
         return None
     number, after, up_to = (missing.get(key) for key in ("number", "after_step", "up_to_step"))
     start = f"after step {after}, up to step {up_to}" if isinstance(after, int) else f"up to step {up_to}"
-    return f"{number} records {start:.80} are missing"
+    what = "1 record" if number == 1 else f"{number} records"
+    return f"{what} {start:.80} {'is' if number == 1 else 'are'} missing"

@@ -322,3 +322,41 @@ def test_ranks_that_read_different_files_do_not_train(processes: Processes, shel
         said = json.loads((shell.directory / f"result-{rank}.json").read_text())
         assert "rank 1 does not read what rank 0 reads" in said
     assert not (shell.directory / "runs").exists()
+
+
+def test_weights_are_not_used_with_a_changed_tokenizer_without_a_warning(shell: Shell) -> None:
+    pytest.importorskip("tokenizers")
+    assert train(shell, TEXT, "tokenizer.tokenizer_type=bpe", "tokenizer.vocab_size=300").returncode == 0
+    file = shell.directory / "mine.json"
+    shutil.copy(shell.directory / "runs" / "run" / "tokenizer.json", file)
+    shutil.rmtree(shell.directory / "runs")
+    assert (
+        train(shell, TEXT, "tokenizer.tokenizer_type=tokenizers", "tokenizer.tokenizer_model=mine.json").returncode == 0
+    )
+    tune = [
+        "finetune",
+        "checkpoint.pretrained_checkpoint=runs/run",
+        *SMALL,
+        TEXT,
+        "dataset.kind=text",
+        "train.num_epochs=null",
+    ]
+    uses = [
+        ("generate", "runs/run", "text", "--max-new-tokens=2"),
+        ("checkpoint", "export", "runs/run", "exported", "--force"),
+        (*tune, "run.name=tuned", "scheduler.lr_warmup_fraction=null"),
+        (*tune, "run.name=tuned-2", "scheduler.lr_warmup_fraction=null"),
+    ]
+
+    def said(words: tuple[str, ...]) -> str:
+        done = shell.onstep(*words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    changed = "the tokenizer in mine.json has changed since the weights were trained with it"
+    assert not any(changed in said(words) for words in uses[:3])
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(content))
+    assert [said(words).count(changed) for words in (*uses[:2], uses[3])] == [1, 1, 1]

@@ -226,6 +226,7 @@ def test_a_huge_file_is_refused_before_it_is_read(kind: str, tokenizer_file: Pat
         ("tokenizer_config.json", None),
         ("tokenizer.json", {"model": None}),
         ("tokenizer.json", {"added_tokens": [{"id": "x"}]}),
+        ("tokenizer.json", {"added_tokens": ["text"]}),
         ("tokenizer.json", None),
     ],
 )
@@ -234,7 +235,11 @@ def test_a_directory_with_values_of_wrong_kinds_is_refused(
 ) -> None:
     path = tokenizer_dir / name
     path.write_text("[" * 100_000 if changes is None else json.dumps({**json.loads(path.read_text()), **changes}))
-    with pytest.raises(DataError, match=r"transformers can load: \w*(Error|Exception): "):
+    says = {
+        "tokenizer.json": r"tokenizer\.json is not a tokenizer of the `tokenizers` library; give a tokenizer\.json: ",
+        "tokenizer_config.json": r"transformers can load; restore it or give another: \w*(Error|Exception): ",
+    }
+    with pytest.raises(DataError, match=says[name]):
         build_tokenizer(TokenizerConfig(tokenizer_type="huggingface", tokenizer_model=str(tokenizer_dir)))
 
 

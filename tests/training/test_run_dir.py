@@ -256,6 +256,19 @@ def test_a_directory_that_cannot_be_written_is_refused_before_training(config: C
         pretrain(config)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_refused_before_an_existing_run_continues(config: ConfigContainer) -> None:
+    stopping(config, error=KeyboardInterrupt())
+    before = content_of(dir_of(config))
+    (dir_of(config) / "run.json.tmp").symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match=r"runs/mine cannot be written \(No space left on device\); free space"):
+        pretrain(config)
+    (dir_of(config) / "run.json.tmp").unlink()
+    after = content_of(dir_of(config))
+    lock = str(dir_of(config) / ".run.lock")
+    assert {**after, lock: None} == {**before, lock: None}
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

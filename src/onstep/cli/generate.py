@@ -34,15 +34,18 @@ def generate(
     from onstep.config import from_dict
     from onstep.data import build_tokenizer, tokenizer_in_run
     from onstep.models import generate as continue_tokens
+    from onstep.training.runs.identity import changed_tokenizer
 
     directory = Path(run)
     if not (directory / "run.json").is_file():
         raise OnstepError(
             f"{run} is not a run: {directory / 'run.json'} is missing; name a directory such as runs/tiny_gpt."
         )
-    tokenizer = build_tokenizer(
-        tokenizer_in_run(from_dict(_stored_config(directory / "run.json")).tokenizer, directory)
-    )
+    record = _record(directory / "run.json")
+    config = tokenizer_in_run(from_dict(record["config"]).tokenizer, directory)
+    tokenizer = build_tokenizer(config)
+    if note := changed_tokenizer(config, record.get("identity")):
+        print(f"warning: {note}", file=sys.stderr)
     model = _model(directory)
     start = tokenizer.encode_text(prompt) or [tokenizer.eos_id if tokenizer.eos_id is not None else 0]
     tokens = continue_tokens(
@@ -59,17 +62,16 @@ def generate(
     print(tokenizer.decode(ids))
 
 
-def _stored_config(path: Path) -> dict[str, Any]:
-    """The configuration in a run's record."""
+def _record(path: Path) -> dict[str, Any]:
+    """A run's record, with its configuration."""
     try:
         record = read_json(path, error=OnstepError)
         reason = "it must be a JSON object with the run's config"
     except OnstepError as error:
         record, reason = None, str(error)
-    config = record.get("config") if isinstance(record, dict) else None
-    if not isinstance(config, dict):
+    if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
         raise OnstepError(f"{path} is not the record of a run: {reason}. Restore it, or name another run.")
-    return config
+    return record
 
 
 def _model(directory: Path) -> Transformer:

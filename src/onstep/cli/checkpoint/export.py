@@ -21,6 +21,7 @@ from onstep.data import Tokenizer, build_tokenizer, tokenizer_in_run
 from onstep.errors import CheckpointError, ConfigError, DataError, MissingExtraError
 from onstep.models import Transformer, save_hf
 from onstep.models.transformer import empty_transformer
+from onstep.training.runs.identity import changed_tokenizer
 from onstep.training.setup.lora import merged_state_dict
 from onstep.training.setup.pretrained import empty_for
 
@@ -62,7 +63,7 @@ def export_hf(info: CheckpointInfo, out: Path, *, force: bool) -> list[str]:
     _check_target(out, force)
     config = _stored_config(info)
     model = _model(info, config)
-    tokenizer, notes = _tokenizer(config.tokenizer, info.path)
+    tokenizer, notes = _tokenizer(config.tokenizer, info)
     store = FileStore()
 
     def write(temporary: Path) -> None:
@@ -122,18 +123,18 @@ def _why_not(config: ConfigContainer, state: dict[str, Tensor]) -> str:
     return printable("; ".join(mismatches(expected, state)))
 
 
-def _tokenizer(config: TokenizerConfig, checkpoint: Path) -> tuple[Tokenizer | None, list[str]]:
+def _tokenizer(config: TokenizerConfig, info: CheckpointInfo) -> tuple[Tokenizer | None, list[str]]:
     """The tokenizer of the checkpoint's run, and notes about it."""
     try:
-        tokenizer = build_tokenizer(tokenizer_in_run(config, checkpoint))
+        config = tokenizer_in_run(config, info.path)
+        tokenizer = build_tokenizer(config)
     except (DataError, MissingExtraError) as error:
         return None, [f"without the tokenizer: {error}"]
     source = getattr(tokenizer, "path", None)
-    return tokenizer, [
-        f"the tokenizer {config.tokenizer_type!r} has no files"
-        if source is None
-        else f"with the tokenizer from {source}"
-    ]
+    if source is None:
+        return tokenizer, [f"the tokenizer {config.tokenizer_type!r} has no files"]
+    changed = changed_tokenizer(config, info.manifest.extra.get("identity"))
+    return tokenizer, [f"with the tokenizer from {source}", *([changed] if changed else [])]
 
 
 def _check_target(out: Path, force: bool) -> None:

@@ -331,10 +331,16 @@ def _load_transformers(path: Path) -> Any:
         raise _missing("transformers") from error
     check_sizes(path, [*FILES, "config.json"])
     file = path / "tokenizer.json"
-    if file.is_file():
-        check_charsmap(_read_tokenizer_file(file), file)
-    with Explained(f"{path} does not contain a tokenizer that transformers can load"):
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    content = _read_tokenizer_file(file) if file.is_file() else None
+    if content is not None:
+        check_charsmap(content, file)
+    try:
+        with Explained(f"{path} does not contain a tokenizer that transformers can load; restore it or give another"):
+            return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except DataError:
+        if content is not None:
+            _load_tokenizers(file, content)  # says where a damaged file is wrong; transformers tells its own mistake
+        raise
 
 
 def _warning_of(altering: list[str], path: Path) -> str | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from onstep.bounded_reading import read_json
-from onstep.config import ConfigContainer
+from onstep.config import ConfigContainer, TokenizerConfig
 from onstep.config.keys import typed_copy
 from onstep.data.corpus.input_files import InputFiles, dataset_files, tokenizer_files
 from onstep.errors import DataError
@@ -115,6 +115,26 @@ def compare(recorded: object, current: Identity, *directories: Path) -> Comparis
         f"compared with what it trained on"
     )
     return Comparison(current, "; ".join(changed), unknown if missing else "")
+
+
+def changed_tokenizer(config: TokenizerConfig, recorded: object) -> str:
+    """A note for those who use weights with the tokenizer that a run names, if its files are not those of the run.
+
+    Args:
+        config: the tokenizer of the run.
+        recorded: the digests in its `run.json` or in the checkpoint's manifest.
+    """
+    try:
+        current = tokenizer_files(config)
+    except DataError:
+        return ""  # opening the tokenizer fails with the same error
+    before = _digests(recorded).get("tokenizer")
+    if current is None or before in (None, current.digest):
+        return ""
+    return (
+        f"the tokenizer in {config.tokenizer_model} has changed since the weights were trained with it, so its tokens "
+        f"may have other meanings now; restore its files"
+    )
 
 
 def _digests(recorded: object) -> dict[str, str]:

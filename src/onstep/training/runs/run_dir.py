@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -212,12 +213,15 @@ def acquire_run_dir(config: ConfigContainer, identify: Identify | None = None) -
         claim, _ = _inspect(directory, config, identify)
         if claim.is_finished:
             return claim, None
-    lock = RunLock(directory.lock)
     try:
-        return _start_or_continue(directory, config, identify), lock
-    except BaseException:
-        lock.release()
-        raise
+        lock = RunLock(directory.lock)
+        try:
+            return _start_or_continue(directory, config, identify), lock
+        except BaseException:
+            lock.release()
+            raise
+    except OSError as error:
+        raise _not_writable(directory, error) from None
 
 
 def _start_or_continue(directory: RunDir, config: ConfigContainer, identify: Identify | None) -> Claim:
@@ -329,10 +333,18 @@ def _make_writable(directory: RunDir) -> None:
         for probe in directory.path.glob(".write-test-*"):  # this one, and those of killed processes
             probe.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"The run's directory {directory.path} cannot be written ({error.strerror or error}); choose another "
-            f"run.output_dir."
-        ) from None
+        raise _not_writable(directory, error) from None
+
+
+def _not_writable(directory: RunDir, error: OSError) -> ConfigError:
+    reason = error.strerror or error
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ConfigError(
+            f"The run's directory {directory.path} cannot be written ({reason}); free space on its disk."
+        )
+    return ConfigError(
+        f"The run's directory {directory.path} cannot be written ({reason}); choose another run.output_dir."
+    )
 
 
 def _is_ours(path: Path) -> bool:

@@ -27,6 +27,7 @@ from onstep.metrics.model_shape import ModelShape, num_parameters
 from onstep.models import Transformer, load_hf
 from onstep.models.hf.directory import load_hf_config
 from onstep.models.transformer import empty_transformer
+from onstep.training.runs.identity import changed_tokenizer
 from onstep.training.runs.run_dir import RunDir
 from onstep.training.setup.lora import merged_state_dict
 
@@ -137,6 +138,8 @@ class PretrainedSource:
     """The tokenizer of the weights, if the source records it."""
     step: int | None = None
     """The step to load from a directory of checkpoints; None is the newest."""
+    recorded: object = None
+    """Digests of what the weights were trained with, as their run recorded them."""
 
 
 def pretrained_path(config: ConfigContainer) -> tuple[Path, int | None] | None:
@@ -167,13 +170,16 @@ def find_pretrained(config: ConfigContainer) -> PretrainedSource | None:
         raise MissingWeightsError(
             f"{_key(config)}={path} does not exist; pass a Hugging Face directory, a run or a checkpoint."
         )
-    tokenizer, directory = None, path
+    tokenizer, recorded, directory = None, None, path
     if not (path / CONFIG_FILE).is_file():
         directory = path / "model"
         if step is not None or not (path / "run.json").is_file() or not (directory / CONFIG_FILE).is_file():
             return _of_checkpoints(path, step, config)
-        tokenizer = tokenizer_in_run(_stored_config(path).tokenizer, path)
-    return PretrainedSource(directory, True, load_hf_config(directory), tokenizer or tokenizer_in_dir(directory))
+        record = RunDir(path).read()
+        tokenizer = tokenizer_in_run(from_dict(record["config"]).tokenizer, path)
+        recorded = record.get("identity")
+    model = load_hf_config(directory)
+    return PretrainedSource(directory, True, model, tokenizer or tokenizer_in_dir(directory), recorded=recorded)
 
 
 def fill_from_pretrained(config: ConfigContainer) -> ConfigContainer:
@@ -196,7 +202,12 @@ def fill_from_pretrained(config: ConfigContainer) -> ConfigContainer:
         if stored is None:
             raise
         source = PretrainedSource(Path(), False, stored.model, stored.tokenizer)
-    return config if source is None else fill_model(config, source.model, source.tokenizer, str(source.path))
+    if source is None:
+        return config
+    config = fill_model(config, source.model, source.tokenizer, str(source.path))
+    if config.tokenizer == source.tokenizer and (note := changed_tokenizer(config.tokenizer, source.recorded)):
+        logger.warning("%s: %s", source.path, note)
+    return config
 
 
 def load_pretrained(source: PretrainedSource, config: ModelConfig, world: World) -> Transformer:
@@ -295,7 +306,9 @@ def _of_checkpoints(path: Path, step: int | None, config: ConfigContainer) -> Pr
         )
     stored = from_dict(manifest.config)
     check_values(stored.model, "model.")
-    return PretrainedSource(path, False, stored.model, tokenizer_in_run(stored.tokenizer, path), step)
+    return PretrainedSource(
+        path, False, stored.model, tokenizer_in_run(stored.tokenizer, path), step, manifest.extra.get("identity")
+    )
 
 
 def _stored_config(run: Path) -> ConfigContainer:

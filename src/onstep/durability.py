@@ -16,7 +16,7 @@ def sync_file(path: Path) -> None:
     Raises:
         OSError: if the file does not exist, or the disk refuses.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a named pipe would wait for a writer
     try:
         os.fsync(descriptor)
     finally:

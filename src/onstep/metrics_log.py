@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from fnmatch import fnmatchcase
@@ -289,6 +290,8 @@ def without_wall_clock(record: Record) -> Record:
 
 def _decode(path: Path) -> tuple[list[Record], bool]:
     """The records, and whether the file is a complete JSON array."""
+    if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():  # neither ends by itself: a named pipe, a device
+        raise MetricsLogError(f"{path} is not a metrics log: it is not a regular file.")
     content = path.read_bytes()
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(content)  # the last character may be truncated

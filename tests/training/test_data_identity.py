@@ -18,6 +18,7 @@ from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.config import ConfigContainer
 from onstep.data.corpus import file_digests
 from onstep.errors import CheckpointError, DataError, RunExistsError
+from onstep.training.runs import identity
 from tests.support.small_configs import small_pretrain_config
 
 Make = Callable[..., ConfigContainer]
@@ -158,3 +159,17 @@ def test_a_run_that_continues_another_one_keeps_its_learned_tokenizer(make: Make
         pretrain(learned("first", "apply"))
     (runs / "first" / "tokenizer.json").write_bytes(ours)
     assert pretrain(learned("first", "apply")).train_state.step == 4
+
+
+def test_a_file_that_cannot_be_compared_is_named_though_the_run_does_not_need_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed(make())
+
+    def unreadable(_: Any) -> Any:
+        raise DataError("cannot read vocab.txt: Permission denied")
+
+    monkeypatch.setattr(identity, "tokenizer_files", unreadable)
+    with caplog.at_level(logging.WARNING):
+        assert pretrain(make()).train_state.step == 4
+    assert caplog.text.count("could not be compared with what it trained on: cannot read vocab.txt") == 1

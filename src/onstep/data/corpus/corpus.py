@@ -78,7 +78,7 @@ def find_records(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
         path
         for given in paths
         for path in find_files([given])
-        if is_jsonl(path) or not Path(given).expanduser().is_dir()
+        if is_jsonl(path) or not Path(os.path.expanduser(given)).is_dir()
     ]
     if not found:
         raise DataError(f"there are no JSONL files in {', '.join(map(str, paths))}; name the files of conversations")
@@ -93,7 +93,7 @@ def unread_notes(paths: Iterable[str | os.PathLike[str]], *, only_records: bool 
     """What `find_files` leaves out of `paths` (`find_records` with `only_records`), in words."""
     suffixes: Counter[str] = Counter()
     times: Counter[Path] = Counter()
-    for path in (Path(given).expanduser() for given in paths):
+    for path in (Path(os.path.expanduser(given)) for given in paths):
         if not path.is_dir():
             times[path.absolute()] += 1
             continue
@@ -171,7 +171,7 @@ def is_jsonl(path: Path) -> bool:
 
 
 def _files_of(given: str) -> list[Path]:
-    path = Path(given).expanduser()
+    path = Path(os.path.expanduser(given))
     if path.exists():
         matches = [path]
         rule = f"the corpus directory {given!r} has no text files; name the files or give a glob"

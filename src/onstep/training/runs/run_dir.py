@@ -287,8 +287,7 @@ def _inspect(directory: RunDir, config: ConfigContainer, identify: Identify | No
             f"{directory.path} holds an unfinished run (status {status!r}, step {content.get('step', 0)}), and "
             f"checkpoint.resume=false says not to continue it. Nothing was touched; {_ways_out(directory)}."
         )
-    notes = () if inputs.current.problem else inputs.notes  # the set-up will raise the same
-    claim = Claim(directory, decided, changes=tuple(found), identity=inputs.current.digests, notes=notes)
+    claim = Claim(directory, decided, changes=tuple(found), identity=inputs.current.digests, notes=inputs.notes)
     return claim, inputs.current
 
 

@@ -52,6 +52,8 @@ class SavedLog:
     """Digest of the first record in the file; None if there is none, and in checkpoints before version 0.5."""
     last_record: str | None = None
     """Digest of the last record in the file."""
+    num_replaced: int = 0
+    """Number of lost records that gaps among those in the file replace, less the number of these gaps."""
     held: tuple[str, ...] = ()
     """Encoded records that follow, which could not be written or made durable: on a full disk, for example."""
 
@@ -62,12 +64,14 @@ class SavedLog:
         Raises:
             CheckpointError: for a value of the wrong type; names it and the rule.
         """
-        state = {"num_records": None, "first_record": None, "last_record": None, "held_records": [], **state}
+        absent = {"num_records": None, "first_record": None, "last_record": None, "num_replaced": 0, "held_records": []}
+        state = {**absent, **state}
         path = _checked(state, "log_path", "a path or None", lambda one: one is None or isinstance(one, str))
         held = _checked(state, "held_records", f"a list of at most {MOST_HELD} records as JSON", _are_records)
         rules = {
             "last_step": ("an integer >= -1", lambda one: _is_count(one, -1)),
             "num_records": ("an integer >= 0 or None", lambda one: one is None or _is_count(one, 0)),
+            "num_replaced": ("an integer >= 0", lambda one: _is_count(one, 0)),
             "first_record": ("a digest or None", lambda one: one is None or isinstance(one, str)),
             "last_record": ("a digest or None", lambda one: one is None or isinstance(one, str)),
         }
@@ -84,7 +88,7 @@ class SavedLog:
         if self.path is None:
             return place
         digests = {"first_record": self.first_record, "last_record": self.last_record}
-        return {**place, **digests, "held_records": list(self.held)}
+        return {**place, **digests, "num_replaced": self.num_replaced, "held_records": list(self.held)}
 
     def continued(self, records: Sequence[Record], step: int) -> Continuation:
         """How to continue a file that now has these records, at `step`.
@@ -101,7 +105,8 @@ class SavedLog:
         is_foreign = bool(records) and self.first_record not in (None, _identity(records[0]))
         num_kept = 0 if is_foreign else min(_num_up_to(records, self.last_step), self.num_records or 0)
         after_step = step_of(records[num_kept - 1]) if num_kept else None
-        gap = gap_record(max((self.num_records or 0) - num_kept, 1), after_step, self.last_step, self.last_record)
+        number = (self.num_records or 0) + self.num_replaced - num_kept - sum(map(_num_replaced, records[:num_kept]))
+        gap = gap_record(max(number, 1), after_step, self.last_step, self.last_record)
         return Continuation(num_kept, [encode(gap), *self.held], gap, is_foreign)
 
     def _position_in(self, records: Sequence[Record]) -> int | None:
@@ -129,6 +134,7 @@ class NewestRecords:
         self.num_lost = 0
         """Number of records dropped because too many were waiting."""
         self._first = _identity(records[0]) if records else None
+        self._num_replaced = sum(map(_num_replaced, records))
         self._written = deque(map(encode, records[-MOST_UNSYNCED:]), maxlen=MOST_UNSYNCED)
         self._num_synced = 0
         self._is_sync_failing = False
@@ -154,6 +160,7 @@ class NewestRecords:
                 num_written += 1
         finally:
             self._written.extend(self.waiting[:num_written])
+            self._num_replaced += _num_replaced_in(self.waiting[:num_written])
             if self._first is None and num_written:
                 self._first = _identity(json.loads(self.waiting[0]))
             self.num_records += num_written
@@ -177,6 +184,7 @@ class NewestRecords:
             num_records=self.num_records - num_unsynced,
             first_record=self._first,
             last_record=None if last is None else _identity(last),
+            num_replaced=self._num_replaced - _num_replaced_in(unsynced),
             held=tuple(encode(json.loads(text)) for text in self._bounded([*unsynced, *self.waiting], MOST_HELD)),
         )
 
@@ -197,6 +205,18 @@ def step_of(record: Record) -> int:
     """The step of a record; 0 if it has none."""
     step = record.get("global_step")
     return int(step) if isinstance(step, (int, float)) and abs(step) < 2**63 else 0
+
+
+def _num_replaced(record: Record) -> int:
+    """Number of records that a gap stands for beyond itself; 0 for any other record."""
+    missing = record.get(MISSING)
+    number = missing.get("number") if isinstance(missing, dict) else None
+    return number - 1 if number is not None and _is_count(number, 1) else 0
+
+
+def _num_replaced_in(texts: Sequence[str]) -> int:
+    """The same of encoded records, few of which are decoded."""
+    return sum(_num_replaced(json.loads(text)) for text in texts if f'"{MISSING}"' in text)
 
 
 def _num_up_to(records: Sequence[Record], step: int) -> int:

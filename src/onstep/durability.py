@@ -40,6 +40,21 @@ def sync_dir(path: Path) -> None:
         os.close(descriptor)
 
 
+def replace_durably(path: Path, text: str) -> None:
+    """Replace a file: a crash leaves the old or the new one. A link in place of either is replaced, not followed.
+
+    Raises:
+        OSError: if that is impossible; the file is then as before.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.unlink(missing_ok=True)  # of a killed process
+    with temporary.open("x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
 def try_to_sync(path: Path) -> bool:
     """Do as `sync_file`; a refusal is logged. Returns whether the file is durable."""
     try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
 import platform
 import socket
+import stat
 import time
 import uuid
 from collections.abc import Mapping
@@ -20,6 +22,7 @@ from filelock import lock_descriptor
 from onstep.bounded_reading import read_json
 from onstep.config import ChangeClass, ConfigContainer
 from onstep.config.differences import Change, changes, decide, of_kind
+from onstep.durability import replace_durably
 from onstep.errors import ConfigError, DataError, RunExistsError
 from onstep.forking import release_in_forked_children
 from onstep.training.protocols import StateDict
@@ -111,13 +114,7 @@ class RunDir:
 
     def write(self, content: StateDict) -> None:
         """Replace run.json atomically: a crash leaves the old or the new one."""
-        temporary = self.run_json.with_suffix(".json.tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.run_json)
+        replace_durably(self.run_json, json.dumps(content, indent=2) + "\n")
 
     def begin_again(self) -> None:
         """Let the next claim start a new run in this directory."""
@@ -142,10 +139,14 @@ class RunLock:
 
     Raises:
         RunExistsError: if a live process holds it.
+        OSError: if it cannot be written, or is not a file.
     """
 
     def __init__(self, path: Path) -> None:
-        self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+            self.release()
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         try:
             is_free = lock_descriptor(self._descriptor, blocking=False)
         except OSError:
@@ -212,9 +213,15 @@ def acquire_run_dir(config: ConfigContainer, identify: Identify | None = None) -
         claim, _ = _inspect(directory, config, identify)
         if claim.is_finished:
             return claim, None
-    lock = RunLock(directory.lock)
+    try:
+        lock = RunLock(directory.lock)
+    except OSError as error:
+        raise _not_writable(directory, error) from None
     try:
         return _start_or_continue(directory, config, identify), lock
+    except OSError as error:
+        lock.release()
+        raise _not_writable(directory, error) from None
     except BaseException:
         lock.release()
         raise
@@ -249,7 +256,7 @@ def _with_identity(directory: RunDir, content: StateDict, identity: Identity) ->
     """The content of run.json with the digests of what the run is trained on; what is unknown is not replaced."""
     if not identity.parts:
         return content
-    if content.get("identity") != identity.digests:
+    if content.get("identity") != identity.digests or not identity.is_written(directory.path):
         identity.write(directory.path)
     return {**content, "identity": identity.digests}
 
@@ -328,10 +335,15 @@ def _make_writable(directory: RunDir) -> None:
         for probe in directory.path.glob(".write-test-*"):  # this one, and those of killed processes
             probe.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"The run's directory {directory.path} cannot be written ({error.strerror or error}); choose another "
-            f"run.output_dir."
-        ) from None
+        raise _not_writable(directory, error) from None
+
+
+def _not_writable(directory: RunDir, error: OSError) -> ConfigError:
+    file = "" if error.filename is None else f"{error.filename}: "
+    return ConfigError(
+        f"The run's directory {directory.path} cannot be written ({file}{error.strerror or error}); choose another "
+        f"run.output_dir, or make it writable."
+    )
 
 
 def _is_ours(path: Path) -> bool:

@@ -64,8 +64,8 @@ class SavedLog:
         Raises:
             CheckpointError: for a value of the wrong type; names it and the rule.
         """
-        absent = {"num_records": None, "first_record": None, "last_record": None, "num_replaced": 0, "held_records": []}
-        state = {**absent, **state}
+        unknown = {"num_records": None, "first_record": None, "last_record": None}
+        state = {**unknown, "num_replaced": 0, "held_records": [], **state}
         path = _checked(state, "log_path", "a path or None", lambda one: one is None or isinstance(one, str))
         held = _checked(state, "held_records", f"a list of at most {MOST_HELD} records as JSON", _are_records)
         rules = {

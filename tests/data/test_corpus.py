@@ -184,3 +184,14 @@ def test_a_pipe_in_place_of_a_tokenizer_or_an_indexed_file_is_refused_at_once(tm
     for path in ("a", "a.bin"):
         with pytest.raises(DataError, match=r"cannot read .*a\.idx: it is a pipe instead of a file"):
             dataset_files(DatasetConfig(kind="megatron", paths=[str(tmp_path / path)]))
+
+
+def test_runs_in_a_directory_of_text_are_left_out_and_named(tree: Path) -> None:
+    before = find_files([tree])
+    run = tree / "runs" / "one"
+    (run / "deeper").mkdir(parents=True)
+    for name in (".run.lock", "run.json", "deeper/state.json"):
+        (run / name).write_text("{}")
+    assert find_files([tree]) == before
+    assert find_files([run]) == [run / "deeper/state.json", run / "run.json"], "it can be named"
+    assert unread_notes([tree]) == [f"directories of runs are not read: 1, such as {run}"]

@@ -220,3 +220,13 @@ def test_a_lock_that_is_not_a_file_is_refused(make: Make, tmp_path: Path, kind: 
     os.mkfifo(lock) if kind == "a pipe" else lock.symlink_to("/dev/zero")
     with pytest.raises(ConfigError, match=r"cannot be written \(.*\.run\.lock"):
         pretrain(make())
+
+
+def test_a_run_within_its_corpus_is_continued(make: Make, text: Path) -> None:
+    def inside() -> ConfigContainer:
+        config = make()
+        config.run.output_dir = str(text.parent / "runs")
+        return config
+
+    killed(inside())
+    assert pretrain(inside()).train_state.step == 4

@@ -1,5 +1,7 @@
 """Files that others wrote are read within bounds, and each bound is part of the message."""
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,12 @@ def test_a_large_file_is_refused_unread(tmp_path: Path) -> None:
 def test_a_device_without_a_size_is_read_up_to_the_limit() -> None:
     with pytest.raises(DataError, match=r"/dev/zero has 1,001 bytes, and at most 1,000 are read"):
         read_bytes("/dev/zero", 1000)
+
+
+def test_a_named_pipe_is_refused_at_once_except_where_it_may_be_given(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match=r"it is a pipe instead of a file.*pipe"):
+        read_json(pipe)
+    threading.Thread(target=lambda: pipe.write_bytes(b"{}")).start()
+    assert read_bytes(pipe, 10, allows_pipe=True) == b"{}"

@@ -5,11 +5,14 @@ Every bound is part of the error message. Nothing that is read here is executed.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator
 from functools import cache
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -26,16 +29,30 @@ MAX_VALUES = 10_000_000
 DIGITS_OF_64_BITS = 20
 
 
-def read_bytes(path: str | Path, limit: int, *, error: type[OnstepError] = DataError) -> bytes:
-    """The content of a file of at most `limit` bytes. A larger one is refused before it is read.
-
-    Args:
-        error: class of the exception for a file that is too large.
+def open_file(path: str | Path) -> BufferedReader:
+    """Open a file to read bytes; a named pipe, on whose writer one would wait for ever, is refused.
 
     Raises:
         OSError: if the file cannot be read.
     """
-    with open(path, "rb") as file:
+    if stat.S_ISFIFO(os.stat(path).st_mode):
+        raise OSError(errno.ESPIPE, "it is a pipe instead of a file", str(path))
+    return open(path, "rb")
+
+
+def read_bytes(
+    path: str | Path, limit: int, *, error: type[OnstepError] = DataError, allows_pipe: bool = False
+) -> bytes:
+    """The content of a file of at most `limit` bytes. A larger one is refused before it is read.
+
+    Args:
+        error: class of the exception for a file that is too large.
+        allows_pipe: whether to read what another process writes to a pipe, as in `onstep train <(...)`.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    with open(path, "rb") if allows_pipe else open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         content = file.read(limit + 1) if size <= limit else b""
     if size > limit or len(content) > limit:

@@ -16,7 +16,7 @@ def sync_file(path: Path) -> None:
     Raises:
         OSError: if the file does not exist, or the disk refuses.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a named pipe would wait for a writer
     try:
         os.fsync(descriptor)
     finally:
@@ -38,6 +38,21 @@ def sync_dir(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def replace_durably(path: Path, text: str) -> None:
+    """Replace a file: a crash leaves the old or the new one. A link in place of either is replaced, not followed.
+
+    Raises:
+        OSError: if that is impossible; the file is then as before.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.unlink(missing_ok=True)  # of a killed process
+    with temporary.open("x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
 
 
 def try_to_sync(path: Path) -> bool:

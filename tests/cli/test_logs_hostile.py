@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,9 @@ import pytest
 
 from onstep.analysis import LogTail, TrainingLog
 from onstep.cli.main import main
+from onstep.durability import try_to_sync
+from onstep.metrics.json_log_writer import JsonLogWriter
+from onstep.metrics_log import read_records
 
 MAX_LINE_BYTES = 16 << 20
 
@@ -199,3 +202,40 @@ def test_run_json_that_cannot_be_read_counts_as_missing(content: str, capsys: py
     assert run("logs", "list", ".") == 0
     assert run("why", "run") == 0
     assert "unknown" in capsys.readouterr().out
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [pipe, endless])
+@pytest.mark.parametrize("name", ["run.json", ".run.lock", "trainer_logs.json", "decisions.jsonl"])
+def test_files_that_never_end_are_not_waited_for(make: Callable[[Path], None], name: str) -> None:
+    log = write_log(map(step_record, range(3)))
+    (log.parent / "run.json").write_text(json.dumps({"status": "running", "config": {}}))
+    (log.parent / name).unlink(missing_ok=True)
+    make(log.parent / name)
+    for words in (["why", "run"], ["logs", "list", "runs"], ["logs", "summary", "run"], ["logs", "replay", "run"]):
+        assert run(*words) in (0, 1, 2), words
+
+
+@pytest.mark.parametrize("make", [pipe, endless])
+def test_a_writer_renames_a_log_that_never_ends(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / "trainer_logs.json")
+    writer = JsonLogWriter("trainer_logs.json")
+    writer.open(tmp_path, step=3)
+    writer.write_record(4, 0.0, {"loss": 1.0})
+    writer.make_durable()
+    writer.close()
+    assert [record["global_step"] for record in read_records(tmp_path / "trainer_logs.json")] == [4]
+    assert (tmp_path / "trainer_logs.unreadable-1.json").is_symlink() or make is pipe
+
+
+def test_making_a_pipe_durable_does_not_wait_for_its_writer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pipe(tmp_path / "decisions.jsonl")
+    assert not try_to_sync(tmp_path / "decisions.jsonl")
+    assert "could not be made durable" in caplog.text

@@ -169,8 +169,12 @@ def test_a_run_of_an_earlier_version_continues_with_one_line(shell: Shell) -> No
 @pytest.mark.parametrize("damage", ["", "[" * 100_000, '{"data": [1]}'])
 def test_without_a_list_of_the_files_a_change_is_still_noticed(shell: Shell, damage: str) -> None:
     paused(shell, TEXT)
-    (shell.directory / "runs" / "run" / "identity.json").write_text(damage)
+    listed = shell.directory / "runs" / "run" / "identity.json"
+    before = listed.read_text()
+    listed.write_text(damage)
     assert train(shell, TEXT, PAUSES).returncode == 0
+    assert listed.read_text() == before, "what is known is written again"
+    listed.write_text(damage)
     write(shell.directory / "corpus" / "a.txt", "other text " * 300)
     assert "the data has changed (identity.json" in refused(shell, TEXT, "train.train_iters=4")
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from onstep.config import ConfigContainer
+from onstep.config import ConfigContainer, DatasetConfig, TokenizerConfig
 from onstep.data import default_corpus_files, find_files, iter_documents
 from onstep.data.corpus.corpus import unread_notes
+from onstep.data.corpus.input_files import dataset_files, tokenizer_files
+from onstep.data.corpus.tokenizers import TokenizersTokenizer
 from onstep.errors import DataError
 from onstep.training import pretrain
 
@@ -168,3 +170,31 @@ def test_a_byte_order_mark_is_accepted_and_a_repeated_name_is_not(tmp_path: Path
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cannot read corpus file .*gone.txt: No such file"):
         list(iter_documents([tmp_path / "gone.txt"], "text"))
+
+
+def test_the_home_of_an_unknown_user_does_not_exist() -> None:
+    with pytest.raises(DataError, match=r"the corpus path '~nobody-such/x' does not exist"):
+        find_files(["~nobody-such/x"])
+    assert tokenizer_files(TokenizerConfig("tokenizers", tokenizer_model="~nobody-such/x")) is None
+
+
+def test_a_pipe_in_place_of_a_tokenizer_or_an_indexed_file_is_refused_at_once(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "a.idx", "a.bin"):
+        os.mkfifo(tmp_path / name)
+    pipe = str(tmp_path / "tokenizer.json")
+    with pytest.raises(DataError, match=r"cannot read tokenizer file .*: it is a pipe instead of a file"):
+        TokenizersTokenizer(Path(pipe))
+    for path in ("a", "a.bin"):
+        with pytest.raises(DataError, match=r"cannot read .*a\.idx: it is a pipe instead of a file"):
+            dataset_files(DatasetConfig(kind="megatron", paths=[str(tmp_path / path)]))
+
+
+def test_runs_in_a_directory_of_text_are_left_out_and_named(tree: Path) -> None:
+    before = find_files([tree])
+    run = tree / "runs" / "one"
+    (run / "deeper").mkdir(parents=True)
+    for name in (".run.lock", "run.json", "deeper/state.json"):
+        (run / name).write_text("{}")
+    assert find_files([tree]) == before
+    assert find_files([run]) == [run / "deeper/state.json", run / "run.json"], "it can be named"
+    assert unread_notes([tree]) == [f"directories of runs are not read: 1, such as {run}"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from onstep import Trainer
+from onstep.errors import ConfigError
 from tests.support.small_models import Regression, arguments, regression_rows
 
 
@@ -99,3 +100,10 @@ def test_every_method_of_transformers_is_called_or_refused(tmp_path: Path) -> No
     called = {"train", "compute_loss", "evaluate", "predict", "save_model"}
     assert all(f"Mine overrides {name}, which" in text for name, text in refusals.items())
     assert set(silent) == called | CALLED_BY_SCRIPTS
+
+
+def test_methods_assigned_to_a_trainer_that_are_never_called_are_refused(tmp_path: Path) -> None:
+    trainer = Trainer(Regression(), arguments(tmp_path), train_dataset=regression_rows(4), default_callbacks=False)
+    trainer.create_optimizer = lambda: None  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"Trainer overrides create_optimizer, which .* never calls.*optimizers="):
+        trainer.train()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,8 @@ from onstep.checkpoint import newest_verified, read_manifest
 from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.config import ConfigContainer
 from onstep.data.corpus import file_digests
-from onstep.errors import CheckpointError, DataError, RunExistsError
+from onstep.errors import CheckpointError, ConfigError, DataError, RunExistsError
+from onstep.training.runs import identity
 from tests.support.small_configs import small_pretrain_config
 
 Make = Callable[..., ConfigContainer]
@@ -158,3 +160,73 @@ def test_a_run_that_continues_another_one_keeps_its_learned_tokenizer(make: Make
         pretrain(learned("first", "apply"))
     (runs / "first" / "tokenizer.json").write_bytes(ours)
     assert pretrain(learned("first", "apply")).train_state.step == 4
+
+
+def test_a_file_that_cannot_be_compared_is_named_though_the_run_does_not_need_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed(make())
+
+    def unreadable(_: Any) -> Any:
+        raise DataError("cannot read vocab.txt: Permission denied")
+
+    monkeypatch.setattr(identity, "tokenizer_files", unreadable)
+    with caplog.at_level(logging.WARNING):
+        assert pretrain(make()).train_state.step == 4
+    assert caplog.text.count("could not be compared with what it trained on: cannot read vocab.txt") == 1
+
+
+def test_a_list_of_files_that_was_deleted_is_written_again(make: Make, tmp_path: Path) -> None:
+    killed(make())
+    listed = tmp_path / "runs" / "run" / "identity.json"
+    before = listed.read_text()
+    listed.write_text("{")
+    assert pretrain(make()).train_state.step == 4
+    assert listed.read_text() == before
+
+
+@pytest.mark.parametrize("name", ["identity.json", "run.json.tmp", ".run.lock"])
+def test_a_directory_in_place_of_a_file_of_the_run_is_named(make: Make, tmp_path: Path, name: str) -> None:
+    killed(make())
+    path = tmp_path / "runs" / "run" / name
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    with pytest.raises(
+        ConfigError, match=rf"directory .*run cannot be written \(.*{name}.*choose another run.output_dir"
+    ):
+        pretrain(make())
+    path.rmdir()
+    assert pretrain(make()).train_state.step == 4
+
+
+@pytest.mark.parametrize("name", ["identity.json", "identity.json.tmp", "run.json.tmp"])
+def test_links_in_place_of_files_of_the_run_are_not_followed(make: Make, text: Path, tmp_path: Path, name: str) -> None:
+    killed(make())
+    change(text)
+    other = tmp_path / "other"
+    other.write_text("not ours")
+    path = tmp_path / "runs" / "run" / name
+    path.unlink(missing_ok=True)
+    path.symlink_to(other)
+    assert pretrain(make(policy="apply")).train_state.step == 4
+    assert other.read_text() == "not ours"
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a link"])
+def test_a_lock_that_is_not_a_file_is_refused(make: Make, tmp_path: Path, kind: str) -> None:
+    killed(make())
+    lock = tmp_path / "runs" / "run" / ".run.lock"
+    lock.unlink()
+    os.mkfifo(lock) if kind == "a pipe" else lock.symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=r"cannot be written \(.*\.run\.lock"):
+        pretrain(make())
+
+
+def test_a_run_within_its_corpus_is_continued(make: Make, text: Path) -> None:
+    def inside() -> ConfigContainer:
+        config = make()
+        config.run.output_dir = str(text.parent / "runs")
+        return config
+
+    killed(inside())
+    assert pretrain(inside()).train_state.step == 4

@@ -400,6 +400,7 @@ def test_a_checkpoint_of_the_version_before_names_the_gap_too(tmp_path: Path, ca
         ("num_bytes", "long"),
         ("first_record", 1.5),
         ("last_record", {}),
+        ("num_replaced", -1),
         ("held_records", "x"),
         ("held_records", ["[1]"]),
         ("held_records", [{}]),

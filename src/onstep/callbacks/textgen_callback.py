@@ -185,7 +185,7 @@ def read_prompts(prompts: Any) -> list[str]:
         source = f"prompts file {os.fspath(prompts)!r}"
         try:
             prompts = yaml.safe_load(
-                read_bytes(os.fspath(prompts), MAX_PROMPTS_BYTES, error=ConfigError).decode("utf-8")
+                read_bytes(os.fspath(prompts), MAX_PROMPTS_BYTES, error=ConfigError, allows_pipe=True).decode("utf-8")
             )
         except Exception as error:  # besides its own errors, the library raises some of Python's for odd files
             raise ConfigError(

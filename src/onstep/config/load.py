@@ -25,7 +25,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
             limits of `check_yaml`.
     """
     try:
-        text = read_bytes(path, MAX_YAML_BYTES, error=ConfigError).decode("utf-8")
+        text = read_bytes(path, MAX_YAML_BYTES, error=ConfigError, allows_pipe=True).decode("utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {str(path)!r}: {error.strerror}.") from error
     except UnicodeDecodeError as error:

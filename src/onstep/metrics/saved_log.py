@@ -54,6 +54,8 @@ class SavedLog:
     """Digest of the last record in the file."""
     num_bytes: int | None = None
     """Size of the file up to the end of its last record; None if there is none, and in older checkpoints."""
+    num_replaced: int = 0
+    """Number of lost records that gaps among those in the file replace, less the number of these gaps."""
     held: tuple[str, ...] = ()
     """Encoded records that follow, which could not be written or made durable: on a full disk, for example."""
 
@@ -64,13 +66,14 @@ class SavedLog:
         Raises:
             CheckpointError: for a value of the wrong type; names it and the rule.
         """
-        state = {"num_records": None, "held_records": [], **state}
+        state = {"num_records": None, "num_replaced": 0, "held_records": [], **state}
         path = _checked(state, "log_path", "a path or None", lambda one: one is None or isinstance(one, str))
         held = _checked(state, "held_records", f"a list of at most {MOST_HELD} records as JSON", _are_records)
         rules = {
             "last_step": ("an integer >= -1", lambda one: _is_count(one, -1)),
             "num_records": ("an integer >= 0 or None", lambda one: one is None or _is_count(one, 0)),
             "num_bytes": ("an integer >= 0 or None", lambda one: one is None or _is_count(one, 0)),
+            "num_replaced": ("an integer >= 0", lambda one: _is_count(one, 0)),
             "first_record": ("a digest or None", lambda one: one is None or isinstance(one, str)),
             "last_record": ("a digest or None", lambda one: one is None or isinstance(one, str)),
         }
@@ -86,7 +89,12 @@ class SavedLog:
         }
         if self.path is None:
             return place
-        file = {"first_record": self.first_record, "last_record": self.last_record, "num_bytes": self.num_bytes}
+        file = {
+            "first_record": self.first_record,
+            "last_record": self.last_record,
+            "num_bytes": self.num_bytes,
+            "num_replaced": self.num_replaced,
+        }
         return {**place, **file, "held_records": list(self.held)}
 
     def continued(self, records: Sequence[Record], step: int) -> Continuation:
@@ -104,7 +112,8 @@ class SavedLog:
         is_foreign = bool(records) and self.first_record not in (None, _identity(records[0]))
         num_kept = 0 if is_foreign else min(_num_up_to(records, self.last_step), self.num_records or 0)
         after_step = step_of(records[num_kept - 1]) if num_kept else None
-        gap = gap_record(max((self.num_records or 0) - num_kept, 1), after_step, self.last_step, self.last_record)
+        number = (self.num_records or 0) + self.num_replaced - num_kept - sum(map(_num_replaced, records[:num_kept]))
+        gap = gap_record(max(number, 1), after_step, self.last_step, self.last_record)
         return Continuation(num_kept, [encode(gap), *self.held], gap, is_foreign)
 
     def open_at_end(self, path: Path) -> tuple[MetricsLog, list[Record], Path | None] | None:
@@ -159,8 +168,9 @@ class NewestRecords:
         self.num_lost = 0
         """Number of records dropped because too many were waiting."""
         self._first = _identity(records[0]) if records else None
+        self._num_replaced = sum(map(_num_replaced, records))
         if position is not None:
-            self._first = position.first_record
+            self._first, self._num_replaced = position.first_record, position.num_replaced
         self._written = deque(map(encode, records[-MOST_UNSYNCED:]), maxlen=MOST_UNSYNCED)
         self._num_synced = 0
         self._is_sync_failing = False
@@ -186,6 +196,7 @@ class NewestRecords:
                 num_written += 1
         finally:
             self._written.extend(self.waiting[:num_written])
+            self._num_replaced += _num_replaced_in(self.waiting[:num_written])
             if self._first is None and num_written:
                 self._first = _identity(json.loads(self.waiting[0]))
             self.num_records += num_written
@@ -211,6 +222,7 @@ class NewestRecords:
             first_record=self._first,
             last_record=None if last is None else _identity(last),
             num_bytes=num_bytes,
+            num_replaced=self._num_replaced - _num_replaced_in(unsynced),
             held=tuple(encode(json.loads(text)) for text in self._bounded([*unsynced, *self.waiting], MOST_HELD)),
         )
 
@@ -236,6 +248,18 @@ def step_of(record: Record) -> int:
 def _size_of(texts: Sequence[str]) -> int:
     """Bytes of encoded records in a metrics log that has others before them."""
     return sum(len(",\n") + len(text) for text in texts)
+
+
+def _num_replaced(record: Record) -> int:
+    """Number of records that a gap stands for beyond itself; 0 for any other record."""
+    missing = record.get(MISSING)
+    number = missing.get("number") if isinstance(missing, dict) else None
+    return number - 1 if number is not None and _is_count(number, 1) else 0
+
+
+def _num_replaced_in(texts: Sequence[str]) -> int:
+    """The same of encoded records, few of which are decoded."""
+    return sum(_num_replaced(json.loads(text)) for text in texts if f'"{MISSING}"' in text)
 
 
 def _num_up_to(records: Sequence[Record], step: int) -> int:

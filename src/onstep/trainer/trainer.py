@@ -90,6 +90,7 @@ class Trainer(BaseTrainer):
             RunExistsError: if `output_dir` holds another run.
             NonFiniteError: if a loss or gradient norm is NaN or infinite.
         """
+        check_overrides(type(self), Trainer, vars(self))
         check_training(self, resume_from_checkpoint)
         if self.model_init is not None:
             self.model = None

@@ -8,11 +8,13 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from onstep.bounded_reading import read_json
+from onstep.bounded_reading import read_bytes, read_json
 from onstep.errors import DataError
 
 _RUNNING = ("running", "again")
 _LOCKS = Path("/proc/locks")
+_LOCK_BYTES = 1000
+"""Limit for the lock file of a run, which names its process."""
 
 
 def ending_of(log_path: Path) -> str | None:
@@ -46,8 +48,8 @@ def _is_held(log_path: Path) -> bool | None:
     """Whether the run's process exists; None if unknown."""
     lock = log_path.parent / ".run.lock"
     try:
-        holder = lock.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        holder = read_bytes(lock, _LOCK_BYTES).decode("utf-8", errors="replace")
+    except (OSError, DataError):
         return None
     was_here = re.fullmatch(rf"process \d+ on {re.escape(socket.gethostname())}\s*", holder) is not None
     return is_locked(lock) if was_here else None

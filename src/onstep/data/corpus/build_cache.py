@@ -63,7 +63,7 @@ def build_cached(
     """
     digest = hashlib.blake2b(described.encode(), digest_size=16)
     source.add_to(digest)
-    directory = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+    directory = default_cache_dir() if cache_dir is None else Path(os.path.expanduser(cache_dir))
     path = directory / f"{digest.hexdigest()}{suffix}"
     deadline = time.monotonic() + (_HEAD_START_SECONDS if wait_for_other else 0.0)
     while (found := find(path)) is None and time.monotonic() < deadline:
@@ -93,8 +93,8 @@ def default_cache_dir() -> Path:
     """`$ONSTEP_CACHE`, or else `onstep` in `$XDG_CACHE_HOME` or `~/.cache`."""
     own, shared = os.environ.get("ONSTEP_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if own:
-        return Path(own).expanduser()
-    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "onstep"
+        return Path(os.path.expanduser(own))
+    return (Path(os.path.expanduser(shared)) if shared else Path.home() / ".cache") / "onstep"
 
 
 @contextmanager

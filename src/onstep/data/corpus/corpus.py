@@ -53,7 +53,8 @@ class Document:
 def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     """All files denoted by the files, directories and globs in `paths`, sorted and without duplicates.
 
-    Directories are searched recursively for `TEXT_SUFFIXES`, skipping hidden files and directories.
+    Directories are searched recursively for `TEXT_SUFFIXES`, skipping hidden files and directories, and the directories
+    of runs in them, whose logs and records change while they are trained.
 
     Raises:
         DataError: if `paths` is a single string, or one of its items matches no file.
@@ -78,7 +79,7 @@ def find_records(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
         path
         for given in paths
         for path in find_files([given])
-        if is_jsonl(path) or not Path(given).expanduser().is_dir()
+        if is_jsonl(path) or not Path(os.path.expanduser(given)).is_dir()
     ]
     if not found:
         raise DataError(f"there are no JSONL files in {', '.join(map(str, paths))}; name the files of conversations")
@@ -93,17 +94,22 @@ def unread_notes(paths: Iterable[str | os.PathLike[str]], *, only_records: bool 
     """What `find_files` leaves out of `paths` (`find_records` with `only_records`), in words."""
     suffixes: Counter[str] = Counter()
     times: Counter[Path] = Counter()
-    for path in (Path(given).expanduser() for given in paths):
+    runs: set[Path] = set()
+    for path in (Path(os.path.expanduser(given)) for given in paths):
         if not path.is_dir():
             times[path.absolute()] += 1
             continue
         unread = (_UNREAD_TEXT | TEXT_SUFFIXES) - JSONL_SUFFIXES if only_records else _UNREAD_TEXT
         found = (file for file in path.rglob("*") if file.suffix.lower() in unread and is_visible(file, path))
         suffixes.update(file.suffix.lower() for file in found)
+        runs |= _runs_in(path)
     notes = [f"{path} is named {count} times and read once" for path, count in times.items() if count > 1]
     if suffixes:
         counted = ", ".join(f"{count} {suffix}" for suffix, count in sorted(suffixes.items()))
         notes.append(f"files in its directories are not read for their suffix: {counted}")
+    if runs:
+        shown = ", ".join(sorted(map(str, runs))[:3])
+        notes.append(f"directories of runs are not read: {len(runs)}, such as {shown}")
     return notes
 
 
@@ -171,7 +177,7 @@ def is_jsonl(path: Path) -> bool:
 
 
 def _files_of(given: str) -> list[Path]:
-    path = Path(given).expanduser()
+    path = Path(os.path.expanduser(given))
     if path.exists():
         matches = [path]
         rule = f"the corpus directory {given!r} has no text files; name the files or give a glob"
@@ -189,10 +195,24 @@ def _files_of(given: str) -> list[Path]:
         )
     for directory in [match for match in matches if match.is_dir()]:
         found = (file for file in directory.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES)
-        files += [file for file in found if is_visible(file, directory) and file.is_file()]
+        runs = _runs_in(directory)
+        files += [file for file in found if _is_input(file, directory, runs) and file.is_file()]
     if not files:
         raise DataError(rule)
     return files
+
+
+_RUN_MARK = ".run.lock"
+"""A file in the directory of every run."""
+
+
+def _runs_in(directory: Path) -> set[Path]:
+    """The directories of runs below a directory."""
+    return {mark.parent for mark in directory.rglob(_RUN_MARK)} - {directory}
+
+
+def _is_input(file: Path, directory: Path, runs: set[Path]) -> bool:
+    return is_visible(file, directory) and runs.isdisjoint(file.parents)
 
 
 def is_visible(path: Path, directory: Path) -> bool:

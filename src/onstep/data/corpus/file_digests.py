@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from onstep.bounded_reading import open_file
+
 _CHECKED_BLOCKS = 64
 _SETTLED_SECONDS = 2.0
 """A file that changed more recently than this may change again without a visible change of its time stamps."""
@@ -23,7 +25,7 @@ def content_digest(path: Path) -> tuple[int, bytes]:
     Raises:
         OSError: if the file cannot be read.
     """
-    with path.open("rb") as content:
+    with open_file(path) as content:
         status = os.fstat(content.fileno())
         stamp = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         found = _KNOWN.get(stamp)
@@ -43,7 +45,7 @@ def sampled_digest(path: Path, block_bytes: int) -> str:
     size = path.stat().st_size
     last = max(size - block_bytes, 0)
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
-    with path.open("rb") as content:
+    with open_file(path) as content:
         for offset in np.linspace(0, last, num=min(_CHECKED_BLOCKS, 1 + last), dtype=np.int64).tolist():
             content.seek(offset)
             digest.update(content.read(block_bytes))

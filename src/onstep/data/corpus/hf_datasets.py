@@ -155,7 +155,7 @@ def load_own_splits(
 
 def is_rows(path: str) -> bool:
     """Whether a path names a dataset of the library rather than JSONL files, which are read without it."""
-    given = Path(path).expanduser()
+    given = Path(os.path.expanduser(path))
     if given.is_dir():
         if _is_saved(given):
             return True
@@ -182,7 +182,7 @@ def _joined(datasets: Any, parts: Sequence[Any], columns: Sequence[str]) -> Any:
 
 def _load(datasets: Any, path: str, subset: str | None) -> dict[str, Any]:
     """The splits of one path by name."""
-    given = Path(path).expanduser()
+    given = Path(os.path.expanduser(path))
     try:
         if given.is_dir() and _is_saved(given):
             saved = datasets.load_from_disk(str(given))
@@ -204,7 +204,7 @@ def _load(datasets: Any, path: str, subset: str | None) -> dict[str, Any]:
 
 def _check_subset(paths: Sequence[str], subset: str | None) -> None:
     """Refuse a configuration of a dataset on the Hub if there is none."""
-    if subset is not None and all(Path(path).expanduser().exists() or glob.has_magic(path) for path in paths):
+    if subset is not None and all(Path(os.path.expanduser(path)).exists() or glob.has_magic(path) for path in paths):
         raise DataError(
             f"dataset.hf_subset={subset!r} is a configuration of a dataset on the Hub, but dataset.paths={list(paths)} "
             "are local; drop it"
@@ -212,7 +212,7 @@ def _check_subset(paths: Sequence[str], subset: str | None) -> None:
 
 
 def _load_files(datasets: Any, path: str) -> dict[str, Any]:
-    given = Path(path).expanduser()
+    given = Path(os.path.expanduser(path))
     files = files_of(path) if given.is_dir() else files_of(path) or [given]
     readers = {_READERS[file.suffix][0] for file in files if file.suffix in _READERS}
     if len(readers) != 1 or any(file.suffix not in _READERS for file in files):
@@ -232,7 +232,7 @@ def _load_files(datasets: Any, path: str) -> dict[str, Any]:
 
 def files_of(path: str) -> list[Path]:
     """The local files that a path of `dataset.paths` denotes, sorted; none for a dataset on the Hub."""
-    given = Path(path).expanduser()
+    given = Path(os.path.expanduser(path))
     if not given.is_dir():
         return sorted(map(Path, glob.glob(str(given), recursive=True)))
     files = _visible_files(given)

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from onstep.bounded_reading import open_file
 from onstep.errors import DataError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -213,7 +214,7 @@ def write_indexed_dataset(
 
 def paths_of(path: str | os.PathLike[str]) -> tuple[Path, Path]:
     """The `.idx` and the `.bin` file of a pair, from their prefix or the path of either."""
-    text = os.fspath(Path(path).expanduser())
+    text = os.fspath(os.path.expanduser(path))
     prefix = text[:-4] if text.endswith((".bin", ".idx")) else text
     return Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
 
@@ -221,7 +222,7 @@ def paths_of(path: str | os.PathLike[str]) -> tuple[Path, Path]:
 def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
     """Dtype of the ids, number of sequences, number of document indices."""
     size = path.stat().st_size
-    with path.open("rb") as index:
+    with open_file(path) as index:
         head = index.read(_HEADER.size)
     if not head.startswith(_MAGIC):
         raise DataError(f"{path} is not a Megatron index: it must begin with {_MAGIC[:7].decode()}, got {head[:7]!r}")

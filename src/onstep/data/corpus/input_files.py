@@ -60,7 +60,7 @@ def tokenizer_files(config: TokenizerConfig) -> InputFiles | None:
     """
     if config.tokenizer_model is None:
         return None
-    path = Path(config.tokenizer_model).expanduser()
+    path = Path(os.path.expanduser(config.tokenizer_model))
     files = [path] if path.is_file() else [path / name for name in FILES if (path / name).is_file()]
     return _sampled(files, [str(path)], names_matter=True)
 
@@ -103,7 +103,7 @@ def _names(files: Iterable[Path], paths: Sequence[str]) -> list[str]:
 
 def _without_pattern(path: str) -> str:
     """The absolute path, up to the first part with a wildcard."""
-    given = Path(path).expanduser().absolute()
+    given = Path(os.path.expanduser(path)).absolute()
     if given.exists():
         return str(given)
     first = next((at for at, part in enumerate(given.parts) if glob.has_magic(part)), len(given.parts))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -270,7 +271,7 @@ def build_tokenizer(config: TokenizerConfig, *, warns: bool = True) -> Tokenizer
         raise DataError(f"unknown tokenizer_type {kind!r}.{nearest(str(kind), known)} Known: {', '.join(known)}.")
     if model is None:
         raise DataError(f"tokenizer_type {kind!r} requires tokenizer_model, the path of a file or directory; got None")
-    tokenizer = _FROM_PATH[kind](Path(model).expanduser())
+    tokenizer = _FROM_PATH[kind](Path(os.path.expanduser(model)))
     if warns and tokenizer.warning is not None:
         _LOGGER.warning("%s", tokenizer.warning)
     return tokenizer

@@ -7,7 +7,6 @@ a changed one is named, are in `identity.json`.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from onstep.bounded_reading import read_json
 from onstep.config import ConfigContainer, TokenizerConfig
 from onstep.config.keys import typed_copy
 from onstep.data.corpus.input_files import InputFiles, dataset_files, tokenizer_files
+from onstep.durability import replace_durably
 from onstep.errors import DataError
 
 IDENTITY_FILE = "identity.json"
@@ -43,12 +43,11 @@ class Identity:
     def write(self, directory: Path) -> None:
         """Replace `identity.json` atomically."""
         parts = {name: {"digest": part.digest, "files": part.files} for name, part in self.parts.items()}
-        temporary = directory / f"{IDENTITY_FILE}.tmp"
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump({"format": 1, **parts}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(directory / IDENTITY_FILE)
+        replace_durably(directory / IDENTITY_FILE, json.dumps({"format": 1, **parts}, indent=1))
+
+    def is_written(self, directory: Path) -> bool:
+        """Whether `identity.json` there has the files of this identity."""
+        return all(_files_of(name, part.digest, (directory,)) == part.files for name, part in self.parts.items())
 
 
 Identify = Callable[[ConfigContainer], Identity]

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import socket
+import stat
 import time
 import uuid
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from filelock import lock_descriptor
 from onstep.bounded_reading import read_json
 from onstep.config import ChangeClass, ConfigContainer
 from onstep.config.differences import Change, changes, decide, of_kind
+from onstep.durability import replace_durably
 from onstep.errors import ConfigError, DataError, RunExistsError
 from onstep.forking import release_in_forked_children
 from onstep.training.protocols import StateDict
@@ -112,13 +114,7 @@ class RunDir:
 
     def write(self, content: StateDict) -> None:
         """Replace run.json atomically: a crash leaves the old or the new one."""
-        temporary = self.run_json.with_suffix(".json.tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.run_json)
+        replace_durably(self.run_json, json.dumps(content, indent=2) + "\n")
 
     def begin_again(self) -> None:
         """Let the next claim start a new run in this directory."""
@@ -143,10 +139,14 @@ class RunLock:
 
     Raises:
         RunExistsError: if a live process holds it.
+        OSError: if it cannot be written, or is not a file.
     """
 
     def __init__(self, path: Path) -> None:
-        self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+            self.release()
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         try:
             is_free = lock_descriptor(self._descriptor, blocking=False)
         except OSError:
@@ -253,7 +253,7 @@ def _with_identity(directory: RunDir, content: StateDict, identity: Identity) ->
     """The content of run.json with the digests of what the run is trained on; what is unknown is not replaced."""
     if not identity.parts:
         return content
-    if content.get("identity") != identity.digests:
+    if content.get("identity") != identity.digests or not identity.is_written(directory.path):
         identity.write(directory.path)
     return {**content, "identity": identity.digests}
 
@@ -291,8 +291,7 @@ def _inspect(directory: RunDir, config: ConfigContainer, identify: Identify | No
             f"{directory.path} holds an unfinished run (status {status!r}, step {content.get('step', 0)}), and "
             f"checkpoint.resume=false says not to continue it. Nothing was touched; {_ways_out(directory)}."
         )
-    notes = () if inputs.current.problem else inputs.notes  # the set-up will raise the same
-    claim = Claim(directory, decided, changes=tuple(found), identity=inputs.current.digests, notes=notes)
+    claim = Claim(directory, decided, changes=tuple(found), identity=inputs.current.digests, notes=inputs.notes)
     return claim, inputs.current
 
 
@@ -337,14 +336,10 @@ def _make_writable(directory: RunDir) -> None:
 
 
 def _not_writable(directory: RunDir, error: OSError) -> ConfigError:
-    reason = error.strerror or error
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ConfigError(
-            f"The run's directory {directory.path} cannot be written ({reason}); free space on its disk."
-        )
-    return ConfigError(
-        f"The run's directory {directory.path} cannot be written ({reason}); choose another run.output_dir."
-    )
+    reason = f"{'' if error.filename is None else f'{error.filename}: '}{error.strerror or error}"
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "free space on its disk" if is_full else "choose another run.output_dir, or make it writable"
+    return ConfigError(f"The run's directory {directory.path} cannot be written ({reason}); {remedy}.")
 
 
 def _is_ours(path: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -146,9 +147,9 @@ def pretrained_path(config: ConfigContainer) -> tuple[Path, int | None] | None:
     """The pretrained weights that the configuration names to start from, and their step; None if it names none."""
     checkpoint = config.checkpoint
     if checkpoint.pretrained_checkpoint is not None:
-        return Path(checkpoint.pretrained_checkpoint).expanduser(), None
+        return Path(os.path.expanduser(checkpoint.pretrained_checkpoint)), None
     if checkpoint.finetune and checkpoint.load is not None and not loads_own(config):
-        return Path(checkpoint.load).expanduser(), checkpoint.ckpt_step
+        return Path(os.path.expanduser(checkpoint.load)), checkpoint.ckpt_step
     return None
 
 

@@ -351,8 +351,7 @@ def without_wall_clock(record: Record) -> Record:
 
 def _decode(path: Path, num_bytes: int | None = None) -> list[Record]:
     """The records up to byte `num_bytes`, where one ends; None is the end of the file."""
-    if not (path.is_file() or path.is_dir()):  # a named pipe or a device does not end by itself
-        path.stat()
+    if path.exists() and not (path.is_file() or path.is_dir()):  # a named pipe or a device does not end by itself
         raise MetricsLogError(f"{path} is not a metrics log: it is not a regular file.")
     decoded = decode(path.read_bytes()[:num_bytes] + (b"" if num_bytes is None else _CLOSING))
     if decoded.foreign is not None:

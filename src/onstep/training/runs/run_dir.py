@@ -336,7 +336,8 @@ def _make_writable(directory: RunDir) -> None:
 
 
 def _not_writable(directory: RunDir, error: OSError) -> ConfigError:
-    reason = f"{'' if error.filename is None else f'{error.filename}: '}{error.strerror or error}"
+    file = "" if error.filename in (None, str(directory.path)) else f"{error.filename}: "
+    reason = f"{file}{error.strerror or error}"
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     remedy = "free space on its disk" if is_full else "choose another run.output_dir, or make it writable"
     return ConfigError(f"The run's directory {directory.path} cannot be written ({reason}); {remedy}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -256,14 +257,19 @@ def test_a_directory_that_cannot_be_written_is_refused_before_training(config: C
         pretrain(config)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_full_disk_is_refused_before_an_existing_run_continues(config: ConfigContainer) -> None:
+def test_a_full_disk_is_refused_before_an_existing_run_continues(
+    config: ConfigContainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stopping(config, error=KeyboardInterrupt())
     before = content_of(dir_of(config))
-    (dir_of(config) / "run.json.tmp").symlink_to("/dev/full")
-    with pytest.raises(ConfigError, match=r"runs/mine cannot be written \(No space left on device\); free space"):
-        pretrain(config)
-    (dir_of(config) / "run.json.tmp").unlink()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(ConfigError, match=r"mine cannot be written \(No space left .*\); free space on its disk\.$"):
+            pretrain(config)
     after = content_of(dir_of(config))
     lock = str(dir_of(config) / ".run.lock")
     assert {**after, lock: None} == {**before, lock: None}

@@ -108,7 +108,7 @@ def compare(recorded: object, current: Identity, *directories: Path) -> Comparis
         for name in before
         if before[name] != current.digests.get(name)
     ]
-    missing = [name for name in current.parts if name not in before]
+    missing = [] if before else list(current.parts)  # a part without a record had no files: that it has is configured
     unknown = (
         f"this run has no record of its {' and '.join(missing)} (an earlier version started it), so it could not be "
         f"compared with what it trained on"

@@ -18,14 +18,10 @@ from onstep.checkpoint import newest_verified, read_manifest
 from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.config import ConfigContainer
 from onstep.data.corpus import file_digests
-<<<<<<< HEAD
+from onstep.data.corpus.input_files import InputFiles
 from onstep.errors import CheckpointError, ConfigError, DataError, RunExistsError
 from onstep.training.runs import identity
-=======
-from onstep.data.corpus.input_files import InputFiles
-from onstep.errors import CheckpointError, DataError, RunExistsError
 from onstep.training.runs.identity import Identity, compare
->>>>>>> rev-issue
 from tests.support.small_configs import small_pretrain_config
 
 Make = Callable[..., ConfigContainer]
@@ -168,7 +164,6 @@ def test_a_run_that_continues_another_one_keeps_its_learned_tokenizer(make: Make
     assert pretrain(learned("first", "apply")).train_state.step == 4
 
 
-<<<<<<< HEAD
 def test_a_file_that_cannot_be_compared_is_named_though_the_run_does_not_need_it(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -237,11 +232,11 @@ def test_a_run_within_its_corpus_is_continued(make: Make, text: Path) -> None:
 
     killed(inside())
     assert pretrain(inside()).train_state.step == 4
-=======
+
+
 def test_a_tokenizer_that_now_has_files_is_not_blamed_on_an_earlier_version() -> None:
     data, tokenizer = InputFiles("d", {"a.txt": "1"}), InputFiles("t", {"tokenizer.json": "2"})
     now = Identity({"data": data, "tokenizer": tokenizer})
     assert compare({"data": "d"}, now).notes == ()  # the configuration says that it has another tokenizer
     [note] = compare(None, now).notes
     assert "this run has no record of its data and tokenizer (an earlier version started it)" in note
->>>>>>> rev-issue

@@ -268,7 +268,9 @@ def test_a_full_disk_is_refused_before_an_existing_run_continues(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(ConfigError, match=r"mine cannot be written \(No space left .*\); free space on its disk\.$"):
+        with pytest.raises(
+            ConfigError, match=r"mine cannot be written \(No space left .*\); free space on its disk\.$"
+        ):
             pretrain(config)
     after = content_of(dir_of(config))
     lock = str(dir_of(config) / ".run.lock")

@@ -230,3 +230,18 @@ def test_a_run_within_its_corpus_is_continued(make: Make, text: Path) -> None:
 
     killed(inside())
     assert pretrain(inside()).train_state.step == 4
+
+
+def test_a_directory_of_runs_that_cannot_be_read_is_named(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exists = Path.exists
+
+    def denied(path: Path) -> bool:
+        if path.name == "run.json":
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", denied)
+    with pytest.raises(ConfigError, match=r"cannot be written \(.*run\.json: Permission denied\); choose another"):
+        pretrain(make())

@@ -207,21 +207,23 @@ def acquire_run_dir(config: ConfigContainer, identify: Identify | None = None) -
     directory = RunDir(Path(config.run.output_dir) / config.run.name)
     if config.run.fresh and directory.path.exists():
         directory = RunDir(_next_free(directory.path, 2))
+    try:
+        return _acquired(directory, config, identify)
+    except OSError as error:
+        raise _not_writable(directory, error) from None
+
+
+def _acquired(directory: RunDir, config: ConfigContainer, identify: Identify | None) -> tuple[Claim, RunLock | None]:
+    """What `acquire_run_dir` returns, for this directory."""
     if not directory.run_json.exists():
         _make_writable(directory)
     elif not _may_be_replaced(directory):
         claim, _ = _inspect(directory, config, identify)
         if claim.is_finished:
             return claim, None
-    try:
-        lock = RunLock(directory.lock)
-    except OSError as error:
-        raise _not_writable(directory, error) from None
+    lock = RunLock(directory.lock)
     try:
         return _start_or_continue(directory, config, identify), lock
-    except OSError as error:
-        lock.release()
-        raise _not_writable(directory, error) from None
     except BaseException:
         lock.release()
         raise
@@ -339,7 +341,7 @@ def _make_writable(directory: RunDir) -> None:
 
 
 def _not_writable(directory: RunDir, error: OSError) -> ConfigError:
-    file = "" if error.filename is None else f"{error.filename}: "
+    file = "" if error.filename in (None, str(directory.path)) else f"{error.filename}: "
     return ConfigError(
         f"The run's directory {directory.path} cannot be written ({file}{error.strerror or error}); choose another "
         f"run.output_dir, or make it writable."

@@ -47,7 +47,7 @@ def read_bytes(
 
     Args:
         error: class of the exception for a file that is too large.
-        allows_pipe: whether to read what another process writes to a pipe, as in `onstep train <(...)`.
+        allows_pipe: whether to wait for what another process writes to a pipe.
 
     Raises:
         OSError: if the file cannot be read.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -198,3 +199,16 @@ def test_runs_in_a_directory_of_text_are_left_out_and_named(tree: Path) -> None:
     assert find_files([tree]) == before
     assert find_files([run]) == [run / "deeper/state.json", run / "run.json"], "it can be named"
     assert unread_notes([tree]) == [f"directories of runs are not read: 1, such as {run}"]
+
+
+def test_a_directory_that_cannot_be_listed_is_not_left_out(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    list_directory = os.scandir
+
+    def scandir(path: str) -> Any:
+        if str(path).endswith("er"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return list_directory(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match=r"cannot read .*deep/er in the corpus directory .*: Permission denied"):
+        find_files([tree])

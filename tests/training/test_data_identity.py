@@ -240,3 +240,18 @@ def test_a_tokenizer_that_now_has_files_is_not_blamed_on_an_earlier_version() ->
     assert compare({"data": "d"}, now).notes == ()  # the configuration says that it has another tokenizer
     [note] = compare(None, now).notes
     assert "this run has no record of its data and tokenizer (an earlier version started it)" in note
+
+
+def test_a_directory_of_runs_that_cannot_be_read_is_named(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exists = Path.exists
+
+    def denied(path: Path) -> bool:
+        if path.name == "run.json":
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", denied)
+    with pytest.raises(ConfigError, match=r"cannot be written \(.*run\.json: Permission denied\); choose another"):
+        pretrain(make())

@@ -194,9 +194,13 @@ def _files_of(given: str) -> list[Path]:
             f"the corpus path {str(special)!r} is not a regular file, and files are read twice; copy it to one"
         )
     for directory in [match for match in matches if match.is_dir()]:
-        found = (file for file in directory.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES)
-        runs = _runs_in(directory)
-        files += [file for file in found if _is_input(file, directory, runs) and file.is_file()]
+        try:
+            files += [file for file in _texts_in(directory) if file.is_file()]
+        except OSError as error:
+            raise DataError(
+                f"cannot read {error.filename} in the corpus directory {given!r}: {error.strerror}; check its "
+                f"permissions, or name the files"
+            ) from error
     if not files:
         raise DataError(rule)
     return files
@@ -211,8 +215,23 @@ def _runs_in(directory: Path) -> set[Path]:
     return {mark.parent for mark in directory.rglob(_RUN_MARK)} - {directory}
 
 
-def _is_input(file: Path, directory: Path, runs: set[Path]) -> bool:
-    return is_visible(file, directory) and runs.isdisjoint(file.parents)
+def _texts_in(directory: Path) -> Iterator[Path]:
+    """The visible files with text suffixes below a directory, except those of runs.
+
+    Raises:
+        OSError: for a directory that cannot be listed.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for parent, subdirectories, names in os.walk(directory, onerror=refuse):
+        if _RUN_MARK in names and Path(parent) != directory:
+            subdirectories.clear()
+            continue
+        subdirectories[:] = [name for name in subdirectories if not name.startswith(".")]
+        visible = (Path(parent, name) for name in names if not name.startswith("."))
+        yield from (file for file in visible if file.suffix.lower() in TEXT_SUFFIXES)
 
 
 def is_visible(path: Path, directory: Path) -> bool:

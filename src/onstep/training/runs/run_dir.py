@@ -207,21 +207,26 @@ def acquire_run_dir(config: ConfigContainer, identify: Identify | None = None) -
     directory = RunDir(Path(config.run.output_dir) / config.run.name)
     if config.run.fresh and directory.path.exists():
         directory = RunDir(_next_free(directory.path, 2))
+    try:
+        return _acquired(directory, config, identify)
+    except OSError as error:
+        raise _not_writable(directory, error) from None
+
+
+def _acquired(directory: RunDir, config: ConfigContainer, identify: Identify | None) -> tuple[Claim, RunLock | None]:
+    """What `acquire_run_dir` returns, for this directory."""
     if not directory.run_json.exists():
         _make_writable(directory)
     elif not _may_be_replaced(directory):
         claim, _ = _inspect(directory, config, identify)
         if claim.is_finished:
             return claim, None
+    lock = RunLock(directory.lock)
     try:
-        lock = RunLock(directory.lock)
-        try:
-            return _start_or_continue(directory, config, identify), lock
-        except BaseException:
-            lock.release()
-            raise
-    except OSError as error:
-        raise _not_writable(directory, error) from None
+        return _start_or_continue(directory, config, identify), lock
+    except BaseException:
+        lock.release()
+        raise
 
 
 def _start_or_continue(directory: RunDir, config: ConfigContainer, identify: Identify | None) -> Claim:

@@ -339,6 +339,11 @@ def test_an_answer_that_is_not_to_be_trained_on_is_refused(tmp_path: Path) -> No
         chats_of(tmp_path, chat(0))
 
 
+def test_a_prompt_that_is_not_to_be_trained_on_is_accepted(tmp_path: Path) -> None:
+    prompt = {"role": "user", "content": "hi", "weight": 0}
+    chats_of(tmp_path, [{"messages": [prompt, {"role": "assistant", "content": "yo", "weight": 1}]}])
+
+
 def test_a_call_of_a_tool_that_the_plain_template_would_lose_is_refused(tmp_path: Path) -> None:
     answer = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
     with pytest.raises(DataError, match=r"chat.jsonl:1: a message has 'tool_calls', .*tokenizer with a chat template"):

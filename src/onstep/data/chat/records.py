@@ -64,6 +64,9 @@ class ChatSource(Source, Protocol):
         """The messages of each conversation and its place; `label` names the progress bar, None shows none."""
 
 
+_PROMPT_ROLES = ("system", "developer", "user", "tool")
+"""Roles of messages that are not trained on, as a `weight` of 0 asks."""
+
 OF_PROMPTS = frozenset({"system", "system_prompt", "input", "context", "history", "tools", "functions", "documents"})
 """Keys of records, besides messages, that others render into prompts."""
 
@@ -157,7 +160,8 @@ def _checked(messages: Any, place: str) -> list[Message]:
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise DataError(f"{place} must contain messages with 'role' and 'content', got {short(message)}")
-        if message.get("weight") is not None and message["weight"] != 1:
+        untrained = message["role"] in _PROMPT_ROLES and message.get("weight") == 0
+        if message.get("weight") is not None and message["weight"] != 1 and not untrained:
             raise DataError(
                 f"{place}: a message has weight={short(message['weight'])}, but answers are all trained on alike; "
                 "leave the weight out, or such answers"

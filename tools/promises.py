@@ -47,7 +47,7 @@ PROMISES = (
     Promise(
         "Any time may be the last: a verified checkpoint is always there",
         "Every file operation of a save fails, or is the last one of the process; power cuts are replayed in the worst "
-        "order that the disk is allowed; the disk is full, read-only, or shared by two runs.",
+        "order that the disk is allowed; the disk is full, or two runs share it.",
         ("faults/*.py", "checkpoint/test_async_save.py", "checkpoint/test_retention.py", "checkpoint/test_store.py"),
     ),
     Promise(

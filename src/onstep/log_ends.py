@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 OPENING = b"[\n"
+_BETWEEN = b", \t\r\n\x00"
+_FARTHEST = 64 << 20
 _BLOCK = 1 << 16
 """Bytes of the first read; each further one doubles what has been read."""
 
@@ -34,6 +37,30 @@ def ends_of(descriptor: int, num_bytes: int, most: int) -> tuple[dict[str, Any],
     return (first, last) if all(isinstance(one, dict) for one in (first, *last)) else None
 
 
+def end_of_record(descriptor: int, order: Callable[[dict[str, Any]], int]) -> int | None:
+    """Where a record of an open metrics log ends, searched for from the end of the file.
+
+    Args:
+        order: 0 for the record, 1 for one that follows it, and -1 for one that precedes it, where the search ends.
+
+    Returns:
+        None if there are none or several, or if it is not within the last 64 MiB.
+    """
+    size, found = os.fstat(descriptor).st_size, []
+    for offset, line in _lines_backwards(descriptor, size):
+        text = line.rstrip(_BETWEEN)
+        try:
+            record = json.loads(text) if text.startswith(b"{") else None
+        except (ValueError, RecursionError):
+            record = None
+        place = order(record) if isinstance(record, dict) else 1
+        if place == 0:
+            found.append(offset + len(text))
+        if place < 0 or len(found) > 1 or size - offset > _FARTHEST:
+            break
+    return found[0] if len(found) == 1 else None
+
+
 def end_of_body(descriptor: int) -> tuple[int, bool]:
     """Where the closing bracket of a complete metrics log may be overwritten, and whether there are records before."""
     size = os.fstat(descriptor).st_size
@@ -42,6 +69,22 @@ def end_of_body(descriptor: int) -> tuple[int, bool]:
         length = min(max(_BLOCK, 2 * length), size)
         body = os.pread(descriptor, length, size - length).rstrip()[:-1].rstrip()
     return size - length + len(body), not body.endswith(b"[")
+
+
+def _lines_backwards(descriptor: int, end: int) -> Iterator[tuple[int, bytes]]:
+    """The lines before `end`, the last one first, each with its offset."""
+    rest, start = b"", end
+    while start > 0:
+        length = min(max(_BLOCK, len(rest)), start)
+        start -= length
+        rest = os.pread(descriptor, length, start) + rest
+        offset = start + len(rest)
+        rest, *lines = rest.split(b"\n")
+        for line in reversed(lines):
+            offset -= len(line)
+            yield offset, line
+            offset -= 1
+    yield 0, rest
 
 
 def _first_line(descriptor: int, end: int) -> bytes:

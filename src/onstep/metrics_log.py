@@ -22,7 +22,7 @@ from onstep.errors import OnstepError
 from onstep.forking import release_in_forked_children
 from onstep.json_values import encode
 from onstep.log_decoding import decode, decode_rest
-from onstep.log_ends import end_of_body, ends_of
+from onstep.log_ends import end_of_body, end_of_record, ends_of
 from onstep.log_names import free_name, rename_aside
 
 Record = dict[str, Any]
@@ -114,20 +114,19 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
 
     @classmethod
     def open_at(
-        cls, path: Path, num_bytes: int, most: int, is_known: Callable[[Record, Record], bool]
+        cls, path: Path, order: Callable[[Record], int], most: int, is_known: Callable[[Record, Record], bool]
     ) -> tuple[MetricsLog, list[Record], Path | None] | None:
-        """Open a metrics log whose first `num_bytes` bytes are known, without reading more than its ends.
+        """Open a metrics log of which a record and what precedes it are known, without reading more than its ends.
 
         Records that follow are moved to ``<name>.branch-<n>.json``, as by `align`.
 
         Args:
-            num_bytes: Where the last known record ends.
-            most: Maximum number of known records to return.
-            is_known: Passed the first record and the one that ends at `num_bytes`.
+            order: As for `end_of_record`: finds the last known record, one of at most `most` that are returned.
+            is_known: Passed the first record and the last known one.
 
         Returns:
             The log, its last records, oldest first, and the file with the removed ones; None, with nothing changed, if
-            the file must be read as a whole instead: it is not known, or is damaged after `num_bytes`.
+            the file must be read as a whole instead: it is not known, or is damaged after that record.
 
         Raises:
             MetricsLogHeldError: if another live writer has the file open.
@@ -137,8 +136,9 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         with ExitStack() as unless_opened:
             descriptor = _locked(path)
             unless_opened.callback(os.close, descriptor)
-            ends = ends_of(descriptor, num_bytes, most)
-            if ends is None or not is_known(ends[0], ends[1][-1]):
+            num_bytes = end_of_record(descriptor, order)
+            ends = None if num_bytes is None else ends_of(descriptor, num_bytes, most)
+            if num_bytes is None or ends is None or not is_known(ends[0], ends[1][-1]):
                 return None
             cut = decode_rest(os.pread(descriptor, os.fstat(descriptor).st_size - num_bytes, num_bytes))
             if cut is None:

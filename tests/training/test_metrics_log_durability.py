@@ -396,8 +396,6 @@ def test_a_checkpoint_of_the_version_before_names_the_gap_too(tmp_path: Path, ca
         ("last_step", -2),
         ("num_records", [1]),
         ("num_records", 10**30),
-        ("num_bytes", -1),
-        ("num_bytes", "long"),
         ("first_record", 1.5),
         ("last_record", {}),
         ("num_replaced", -1),

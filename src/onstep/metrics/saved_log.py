@@ -53,7 +53,7 @@ class SavedLog:
     last_record: str | None = None
     """Digest of the last record in the file."""
     num_bytes: int | None = None
-    """Size of the file up to the end of its last record; None if there is none, and in older checkpoints."""
+    """Size of the file up to the end of its last record, while it is open; not saved, since it depends on the clock."""
     num_replaced: int = 0
     """Number of lost records that gaps among those in the file replace, less the number of these gaps."""
     held: tuple[str, ...] = ()
@@ -72,7 +72,6 @@ class SavedLog:
         rules = {
             "last_step": ("an integer >= -1", lambda one: _is_count(one, -1)),
             "num_records": ("an integer >= 0 or None", lambda one: one is None or _is_count(one, 0)),
-            "num_bytes": ("an integer >= 0 or None", lambda one: one is None or _is_count(one, 0)),
             "num_replaced": ("an integer >= 0", lambda one: _is_count(one, 0)),
             "first_record": ("a digest or None", lambda one: one is None or isinstance(one, str)),
             "last_record": ("a digest or None", lambda one: one is None or isinstance(one, str)),
@@ -92,7 +91,6 @@ class SavedLog:
         file = {
             "first_record": self.first_record,
             "last_record": self.last_record,
-            "num_bytes": self.num_bytes,
             "num_replaced": self.num_replaced,
         }
         return {**place, **file, "held_records": list(self.held)}
@@ -122,9 +120,16 @@ class SavedLog:
         What precedes the position was durable before the checkpoint, so two records identify it. None if the file must
         be read as a whole: it is not as the checkpoint left it, or lacks records, or the position is an older one.
         """
-        if self.num_bytes is None or not self.num_records or self.held:
+        if not self.num_records or None in (self.first_record, self.last_record) or self.held:
             return None
-        return MetricsLog.open_at(path, self.num_bytes, min(MOST_UNSYNCED, self.num_records), self._is_between)
+        return MetricsLog.open_at(path, self._order, min(MOST_UNSYNCED, self.num_records), self._is_between)
+
+    def _order(self, record: Record) -> int:
+        """0 for what may be the last record, 1 for one that may follow it, -1 for one of an earlier step."""
+        step = step_of(record)
+        if step != self.last_step:
+            return 1 if step > self.last_step else -1
+        return 0 if _identity(record) == self.last_record else 1
 
     def read(self) -> list[Record] | None:
         """The records up to the position; None if the file no longer has them."""

@@ -15,6 +15,7 @@ from onstep.errors import ConfigError
 from onstep.events import CallbackManager, normalize_callbacks
 from onstep.trainer.loss_convention import NUM_ITEMS, accepts_num_items, of_model
 from onstep.trainer.model_step import function_loss, model_loss
+from onstep.trainer.overrides import check_overrides
 from onstep.trainer.own_arguments import own_arguments
 from onstep.trainer.predictions import EvalPrediction
 from onstep.training.bridge.global_state import GlobalState
@@ -48,6 +49,7 @@ class BaseTrainer:
         *,
         default_callbacks: bool = True,
     ) -> None:
+        check_overrides(type(self))
         _check_model(model, model_init)
         self.args = own_arguments(args)
         self.model = model

@@ -93,18 +93,18 @@ _INTERNAL = (
 _INSTEAD |= dict.fromkeys(_INTERNAL, "use a callback; it is a step of another loop")
 
 
-def check_overrides(trainer: type, base: type, assigned: Iterable[str] = ()) -> None:
-    """Check a class derived from `base`, with its mixins.
+def check_overrides(trainer: type, assigned: Iterable[str] = ()) -> None:
+    """Check a user's class derived from `Trainer`, with its mixins.
 
     Args:
         trainer: the class.
-        base: the class whose own methods are not overrides.
         assigned: names assigned to the object, as by ``trainer.create_optimizer = ...``.
 
     Raises:
         ConfigError: if it overrides a method that would never be called; the message names each and its replacement.
     """
-    own = {name for one in trainer.__mro__ if not issubclass(base, one) for name in vars(one)}.union(assigned)
+    users = [one for one in trainer.__mro__ if not one.__module__.startswith("onstep.")]
+    own = {name for one in users for name in vars(one)}.union(assigned)
     ignored = [name for name in _INSTEAD if name in own]
     if ignored:
         remedies = "; ".join(f"for {name}: {_INSTEAD[name]}" for name in ignored)

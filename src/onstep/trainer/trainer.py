@@ -50,10 +50,6 @@ class Trainer(BaseTrainer):
             is never called here.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        check_overrides(type(self), Trainer)
-        super().__init__(*args, **kwargs)
-
     @property
     def state(self) -> Any:
         """Hugging Face's view of the progress; None before the first run."""
@@ -90,7 +86,7 @@ class Trainer(BaseTrainer):
             RunExistsError: if `output_dir` holds another run.
             NonFiniteError: if a loss or gradient norm is NaN or infinite.
         """
-        check_overrides(type(self), Trainer, vars(self))
+        check_overrides(type(self), vars(self))
         check_training(self, resume_from_checkpoint)
         if self.model_init is not None:
             self.model = None

@@ -21,8 +21,10 @@ def make_state() -> MakeState:
 
     def make(**values: Any) -> TrainerState:
         progress = {name: value for name, value in values.items() if name in TrainState.__dataclass_fields__}
-        info = {name: value for name, value in values.items() if name not in progress}
-        return TrainerState(TrainState(**progress), RunInfo(**{"max_steps": 100, **info}))
+        info = {name: value for name, value in values.items() if name not in progress and name != "log_history"}
+        state = TrainerState(TrainState(**progress), RunInfo(**{"max_steps": 100, **info}))
+        state.log_history[:] = values.get("log_history", [])
+        return state
 
     return make
 

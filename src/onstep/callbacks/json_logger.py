@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -20,6 +21,16 @@ FILE_NAME = "trainer_logs.json"
 _INFO_KEY = "experiment_info"
 _HEAD = ("timestamp", "global_step", "epoch", "step", _INFO_KEY, BRIDGE_KEY, MISSING)
 """Keys that are not metrics."""
+
+
+@dataclass
+class _Known:
+    """What a resumed run need not look for in the metrics log; an object, since plain attributes are part of the id."""
+
+    num_reported: int = 0
+    """Number of records that belong to `log_history`."""
+    info: str | None = None
+    """Digest of the last arguments recorded; None if there are none."""
 
 
 class JsonLogger(TrainerCallback):
@@ -54,12 +65,9 @@ class JsonLogger(TrainerCallback):
     def __init__(self, **kwargs: Any) -> None:
         self.experiment_info = kwargs
         self._writer = JsonLogWriter(FILE_NAME)
-        self._info: str | None = None
-        """Digest of the last arguments recorded; None if there are none."""
-        self._num_reported = 0
-        """Number of records that belong to `log_history`."""
-        self._at_checkpoint: tuple[int, str | None] = (0, None)
-        """Both at the checkpoint that training is about to resume from."""
+        self._known = _Known()
+        self._at_checkpoint = _Known()
+        """What was known at the checkpoint that training is about to resume from."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the metrics log, truncated to the step that training resumes from."""
@@ -72,18 +80,18 @@ class JsonLogger(TrainerCallback):
         records = self._writer.open(directory, state.global_step)
         position = self._writer.position
         if records is None:
-            self._num_reported, self._info = self._at_checkpoint
+            self._known = replace(self._at_checkpoint)
         else:
             infos = (record[_INFO_KEY] for record in reversed(records) if _INFO_KEY in record)
-            self._info = next(map(_digest, infos), None)
+            self._known.info = next(map(_digest, infos), None)
             history = _history(records)
-            self._num_reported = len(history)
-        if state.global_step > 0 and isinstance(state, TrainerState) and self._num_reported > len(state.history):
+            self._known.num_reported = len(history)
+        if state.global_step > 0 and isinstance(state, TrainerState) and self._known.num_reported > len(state.history):
             read = (lambda: _read_history(position)) if records is None else lambda: history
-            state.history.begin_with(self._num_reported, read)
+            state.history.begin_with(self._known.num_reported, read)
         # once per metrics log, and again if a resumed run has other arguments
-        if self.experiment_info and _digest(self.experiment_info) != self._info:
-            self._info = _digest(self.experiment_info)
+        if self.experiment_info and _digest(self.experiment_info) != self._known.info:
+            self._known.info = _digest(self.experiment_info)
             self._writer.write_record(state.global_step, state.epoch, {_INFO_KEY: self.experiment_info})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any) -> None:
@@ -112,7 +120,7 @@ class JsonLogger(TrainerCallback):
         the earlier records is added: how many are in `log_history`, and a digest of the last `experiment_info`.
         """
         state = self._writer.state_dict()
-        known = {"num_reported": self._num_reported, "info_digest": self._info}
+        known = {"num_reported": self._known.num_reported, "info_digest": self._known.info}
         return state if state["log_path"] is None else {**state, **known}
 
     def make_durable(self) -> None:
@@ -123,8 +131,8 @@ class JsonLogger(TrainerCallback):
         """Restore a checkpoint's position in the metrics log: when training begins, or immediately in a rollback."""
         number, info = state_dict.get("num_reported"), state_dict.get("info_digest")
         num_reported = number if isinstance(number, int) and 0 <= number < 2**63 else 0
-        self._at_checkpoint = num_reported, info if isinstance(info, str) else None
-        self._num_reported, self._info = self._at_checkpoint
+        self._at_checkpoint = _Known(num_reported, info if isinstance(info, str) else None)
+        self._known = replace(self._at_checkpoint)
         self._writer.load_state_dict(state_dict)
 
     def _record(self, args: Any, state: Any, metrics: Mapping[str, Any]) -> None:
@@ -132,7 +140,7 @@ class JsonLogger(TrainerCallback):
         if not state.is_world_process_zero or directory is None:
             return
         self._writer.reopen(directory)
-        self._num_reported += any(key not in _HEAD for key in metrics)
+        self._known.num_reported += any(key not in _HEAD for key in metrics)
         self._writer.write_record(state.global_step, state.epoch, metrics)
 
 

@@ -237,7 +237,7 @@ def read_records(path: str | Path, num_bytes: int | None = None) -> list[Record]
 def leading_records(path: str | Path) -> list[Record]:
     """The records of a metrics log up to its first damage; [] for a file that is missing or not a metrics log."""
     try:
-        return decode(Path(path).read_bytes()).records
+        return decode(Path(path).read_bytes() if Path(path).is_file() else b"").records
     except (FileNotFoundError, IsADirectoryError):
         return []
 
@@ -292,7 +292,7 @@ def align_to(
         chosen([], True)
         return [], rename_aside(path, "unreadable-")
     with os.fdopen(_locked(path)):
-        decoded = decode(path.read_bytes())
+        decoded = decode(path.read_bytes() if path.is_file() else b"x")  # a pipe or a device does not end: foreign
         is_damaged = decoded.damage is not None or decoded.foreign is not None
         kept = chosen(decoded.records, is_damaged)
         if kept is None or is_damaged:

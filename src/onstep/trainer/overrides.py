@@ -1,4 +1,4 @@
-"""Refuses subclasses of Trainer that override a method of Hugging Face's Trainer which this one does not call."""
+"""Determines what a subclass of Trainer overrides, and refuses one that overrides what is never called here."""
 
 from __future__ import annotations
 
@@ -91,6 +91,14 @@ _INTERNAL = (
     "set_initial_training_values",
 )
 _INSTEAD |= dict.fromkeys(_INTERNAL, "use a callback; it is a step of another loop")
+
+
+def overrides(trainer: object, name: str) -> bool:
+    """Whether a user's class, or an assignment to the object, replaces a method of Onstep's `Trainer`."""
+    if name in vars(trainer):
+        return True
+    owner = next((one for one in type(trainer).__mro__ if name in vars(one)), None)
+    return owner is not None and not owner.__module__.startswith("onstep.")
 
 
 def check_overrides(trainer: type, assigned: Iterable[str] = ()) -> None:

@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import NoneType
 from typing import Any
 
@@ -21,7 +20,7 @@ from onstep.config.checks import idle_in_trainer, idle_line
 from onstep.config.hf.checks import idle_arguments
 from onstep.config.lengths import train_iters
 from onstep.distributed import World, data_parallel, open_world, world_size_from_environment
-from onstep.errors import ConfigError, DataError, RunExistsError
+from onstep.errors import ConfigError, DataError
 from onstep.events import Control, Dispatcher
 from onstep.models import Transformer
 from onstep.models.generation.generate import inner_transformer
@@ -29,7 +28,9 @@ from onstep.trackers.report_to import attach_trackers
 from onstep.trainer import loss_convention
 from onstep.trainer.base_trainer import BaseTrainer, Collate
 from onstep.trainer.dataloaders import ColumnFilter, collator, num_samples_of, train_loader
+from onstep.trainer.directories import acquire_dir
 from onstep.trainer.loss_convention import Convention, Labels, shifts_labels
+from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.model_step import ModelStep
 from onstep.trainer.optimizers import (
     check_optimizers,
@@ -42,9 +43,9 @@ from onstep.trainer.own_arguments import config_of, shown_arguments
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.features import SETUP
 from onstep.training.lifecycle.endings import Endings
-from onstep.training.opening import already_finished, claim_for_all, open_run
+from onstep.training.opening import open_run
 from onstep.training.run import EntryPoint
-from onstep.training.runs.run_dir import FINISHED, Claim, RunDir, RunLock
+from onstep.training.runs.run_dir import Claim, RunLock
 from onstep.training.setup.model_and_data import idle_parameters
 from onstep.training.setup.setup import (
     DATA_TIMER,
@@ -83,7 +84,7 @@ class Session:
         self.model = self.notify.model = [self.module]
 
 
-def check_training(trainer: BaseTrainer, resume_from_checkpoint: Any = None) -> None:
+def check_training(trainer: TrainerMethods, resume_from_checkpoint: Any = None) -> None:
     """Reject (ConfigError, DataError) a `train()` that lacks something; the message names it."""
     args, dataset = trainer.args, trainer.train_dataset
     if trainer.session is not None:
@@ -115,7 +116,7 @@ def check_training(trainer: BaseTrainer, resume_from_checkpoint: Any = None) -> 
 
 
 @contextmanager
-def training_session(trainer: BaseTrainer, resume_from_checkpoint: Any = None) -> Iterator[Session]:
+def training_session(trainer: TrainerMethods, resume_from_checkpoint: Any = None) -> Iterator[Session]:
     """Set up the ranks, the run's directory, the model, optimizer, scheduler and data. Collective."""
     num_samples = num_samples_of(trainer.train_dataset)
     size = world_size_from_environment()
@@ -140,7 +141,7 @@ def training_session(trainer: BaseTrainer, resume_from_checkpoint: Any = None) -
 
 
 @contextmanager
-def evaluation_session(trainer: BaseTrainer) -> Iterator[Session]:
+def evaluation_session(trainer: TrainerMethods) -> Iterator[Session]:
     """Set up an evaluation; inside a run, for a callback that evaluates, reuse that run's objects. Collective."""
     if trainer.session is not None:
         yield trainer.session
@@ -189,7 +190,7 @@ def _world(config: ConfigContainer) -> Iterator[World]:
 
 
 @contextmanager
-def _session(trainer: BaseTrainer, state: GlobalState, notify: Dispatcher, seeds: bool) -> Iterator[Session]:
+def _session(trainer: TrainerMethods, state: GlobalState, notify: Dispatcher, seeds: bool) -> Iterator[Session]:
     trainer.global_state = state
     if seeds:
         seed_everything(state.cfg.rng.seed)
@@ -222,7 +223,7 @@ def _build_model(model_init: Any) -> nn.Module:
     return model
 
 
-def _forward_step(trainer: BaseTrainer, module: nn.Module, labels: Labels, state: GlobalState) -> ModelStep:
+def _forward_step(trainer: TrainerMethods, module: nn.Module, labels: Labels, state: GlobalState) -> ModelStep:
     weighting = state.cfg.train.loss_weighting
     convention, source = _convention(trainer, module)
     if weighting != "auto":
@@ -234,7 +235,7 @@ def _forward_step(trainer: BaseTrainer, module: nn.Module, labels: Labels, state
     return ModelStep(trainer.compute_loss, labels, convention=convention, weighting=weighting, world=state.world)
 
 
-def _convention(trainer: BaseTrainer, module: nn.Module) -> tuple[Convention, str]:
+def _convention(trainer: TrainerMethods, module: nn.Module) -> tuple[Convention, str]:
     """The kind of loss that `compute_loss` returns, and whose code determines it."""
     stated = trainer.loss_is_scaled_for_ga
     if stated is not None:
@@ -248,7 +249,7 @@ def _convention(trainer: BaseTrainer, module: nn.Module) -> tuple[Convention, st
     return loss_convention.of_model(module), type(module).__name__
 
 
-def _build_training(trainer: BaseTrainer, session: Session, num_samples: int | None) -> None:
+def _build_training(trainer: TrainerMethods, session: Session, num_samples: int | None) -> None:
     state, config, notify = session.state, session.state.cfg, session.notify
     if state.world.is_main:
         _name_idle_arguments(trainer, session)
@@ -276,7 +277,7 @@ def _build_training(trainer: BaseTrainer, session: Session, num_samples: int | N
     seed_everything(config.rng.seed + state.world.rank)
 
 
-def _name_idle_arguments(trainer: BaseTrainer, session: Session) -> None:
+def _name_idle_arguments(trainer: TrainerMethods, session: Session) -> None:
     """Say in one line which arguments have no effect in this training."""
     transformer = inner_transformer(session.module)
     found = idle_in_trainer(session.state.cfg, None if transformer is None else transformer.config)
@@ -294,50 +295,3 @@ def _active_parameters(module: nn.Module) -> int:
     embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
     total = sum(p.numel() for p in module.parameters() if id(p) not in embeddings)
     return total - idle_parameters(module.config) if isinstance(module, Transformer) else total
-
-
-def acquire_dir(trainer: BaseTrainer, config: ConfigContainer, world: World) -> tuple[Claim | None, RunLock | None]:
-    """Claim the run's directory: a new one, one to continue, or again the one that this Trainer completed. Collective.
-
-    A Trainer that has completed its run and trains again starts a new run in the same directory; the checkpoints of the
-    previous run are set aside. A run that another process completed is used as is: its weights are loaded, and nothing
-    is left to train.
-
-    Raises:
-        RunExistsError: if the directory holds another run, or a completed one without checkpoints.
-        ConfigError: if it cannot be written.
-    """
-    if config.run.name is None:
-        return None, None
-    asked = Path(config.run.output_dir).absolute() / config.run.name
-    directory = trainer.owned_dirs.get(asked)
-    if directory is not None and world.is_main and directory.read().get("status") in FINISHED:
-        directory.begin_again()
-    world.barrier()
-    claim, lock = _claim(config, world, asked, directory)
-    trainer.owned_dirs[asked] = claim.directory
-    return claim, lock
-
-
-def _claim(config: ConfigContainer, world: World, asked: Path, owned: RunDir | None) -> tuple[Claim, RunLock | None]:
-    if owned is not None:
-        config.run.fresh, config.run.name = False, owned.path.name
-    beside = f"config_overrides={{'run.fresh': True}} for {asked.name}-2 beside it"
-    ways_out = f"In TrainingArguments: another output_dir, or {beside}."
-    try:
-        claim, lock = claim_for_all(config, world)
-    except RunExistsError as error:
-        raise RunExistsError(f"{error} {ways_out}") from None
-    assert claim is not None
-    if not claim.is_finished:
-        return claim, lock
-    if not world.share(any(claim.directory.checkpoints.glob("checkpoint-*"))):
-        raise RunExistsError(
-            f"{claim.directory.path} holds a completed run with the same arguments, but no checkpoint to load its "
-            "weights "
-            f"from. Nothing was touched. {ways_out}"
-        )
-    if world.is_main:
-        logger.warning("%s", already_finished(claim))
-        lock = RunLock(claim.directory.lock)
-    return claim, lock

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_model as save_safetensors
-from torch import nn
-
 from onstep.errors import ConfigError
-from onstep.events.context import unwrap
-from onstep.models import Transformer, hf_obstacle, save_hf
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.dataloaders import eval_loader
 from onstep.trainer.loss_convention import inner_module
+from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.overrides import check_overrides
 from onstep.trainer.predictions import Collected, EvalPrediction, PredictionCollector, PredictionOutput, TrainOutput
 from onstep.trainer.session import Session, check_training, evaluation_session, training_session
@@ -23,13 +18,12 @@ from onstep.training.bridge.global_state import GlobalState
 from onstep.training.pretrain import load_best_model
 from onstep.training.setup.final_weights import write_final_weights
 from onstep.training.stages.evaluation import evaluate, note_best_metric, write_evaluation
-from onstep.training.stages.record import publish
 from onstep.training.train import train
 
 logger = logging.getLogger(__name__)
 
 
-class Trainer(BaseTrainer):
+class Trainer(TrainerMethods):
     """Trains any `nn.Module` on any map-style or iterable dataset, or an unmodified `transformers` model.
 
     The arguments are those of `transformers.Trainer`. Batches are mappings, passed to the model as keywords, or tuples,
@@ -138,30 +132,6 @@ class Trainer(BaseTrainer):
         with evaluation_session(self) as session:
             return _evaluate_dataset(self, session, test_dataset, metric_key_prefix, ignore_keys, is_test=True)
 
-    def log(self, logs: dict[str, Any]) -> None:
-        """Add your own record to the log, for example from `compute_loss`, and fire `on_log`.
-
-        Raises:
-            ConfigError: outside of a run.
-        """
-        if self.session is None:
-            raise ConfigError("Trainer.log requires a run; call it during training or evaluation.")
-        state: GlobalState = self.session.state
-        publish(state, {"epoch": state.trainer_state.epoch, **logs}, self.session.notify)
-
-    def save_model(self, output_dir: str | None = None) -> None:
-        """Write the weights, and the processing class, to `output_dir` (default: `args.output_dir`), on rank 0.
-
-        Raises:
-            ConfigError: if `model_init` has not created a model yet.
-        """
-        if self.model is None:
-            raise ConfigError(
-                "Trainer has no model to save yet: model_init runs when training starts; call train() first."
-            )
-        if self.global_state is None or self.global_state.world.is_main:
-            save_model(self.model, Path(output_dir or str(self.args.output_dir)), self.processing_class)
-
     def _evaluate_all(
         self, session: Session, dataset: Any, ignore_keys: list[str] | None, prefix: str
     ) -> dict[str, Any]:
@@ -185,24 +155,6 @@ class Trainer(BaseTrainer):
 def _train_output(state: GlobalState) -> TrainOutput:
     loss = state.mean_loss()
     return TrainOutput(state.train_state.step, loss, {**(state.info.history.final_metrics or {}), "train_loss": loss})
-
-
-def save_model(model: nn.Module, directory: Path, processing_class: Any = None) -> None:
-    """Write `model` to `directory`: with its own `save_pretrained`, as a Hugging Face directory, or as safetensors.
-
-    A plain module, and a `Transformer` without an architecture in `transformers`, can be loaded with
-    `safetensors.torch.load_model(module, directory / "model.safetensors")`.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    module: Any = unwrap(model)
-    if isinstance(module, Transformer) and hf_obstacle(module) is None:
-        save_hf(module, directory)
-    elif hasattr(module, "save_pretrained"):
-        module.save_pretrained(directory)
-    else:
-        save_safetensors(module, str(directory / "model.safetensors"))
-    if hasattr(processing_class, "save_pretrained"):
-        processing_class.save_pretrained(directory)
 
 
 def _evaluate_dataset(

@@ -8,29 +8,29 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from enum import Enum
 from typing import Any, TypeVar
 
 from onstep.bounded_reading import integer_from_environment, parse_json
 from onstep.config.field_types import coerce, field_types
 from onstep.config.hf.argument import (
-    LOG_LEVELS,
-    OPTIMIZERS,
     RENAMED,
-    STYLES,
-    Choice,
-    Steps,
-    Texts,
     Values,
-    argument,
     declares_arguments,
 )
 from onstep.config.hf.checks import check_arguments
+from onstep.config.hf.fields.compute import ComputeArguments
+from onstep.config.hf.fields.data import DataArguments
+from onstep.config.hf.fields.evaluation import EvaluationArguments
+from onstep.config.hf.fields.length import LengthArguments
+from onstep.config.hf.fields.logging import LoggingArguments
+from onstep.config.hf.fields.optimization import OptimizationArguments
+from onstep.config.hf.fields.saving import SavingArguments
 from onstep.config.hf.reserved import ReservedArguments, check_reserved, reserved_fields
 from onstep.config.lengths import share_of
 from onstep.config.suggestions import nearest, shown
-from onstep.config.trackers import DEFAULT_PROJECT, tracker_list
+from onstep.config.trackers import tracker_list
 from onstep.errors import ConfigError
 
 Arguments = TypeVar("Arguments", bound=type)
@@ -69,11 +69,20 @@ def _names_unknown_keywords(cls: Arguments) -> Arguments:
 @_names_unknown_keywords
 @declares_arguments
 @dataclass
-class TrainingArguments(ReservedArguments):
+class TrainingArguments(
+    LengthArguments,
+    OptimizationArguments,
+    ComputeArguments,
+    DataArguments,
+    LoggingArguments,
+    EvaluationArguments,
+    SavingArguments,
+    ReservedArguments,
+):
     """A run in the words of Hugging Face's `TrainingArguments`.
 
-    Every field of transformers 5.23 exists with its default. Those declared here have an effect; those of
-    `ReservedArguments` are accepted at their default only. As in `transformers`, `output_dir=None` becomes
+    Every field of transformers 5.23 exists with its default. Those of `ReservedArguments` are accepted at their
+    default only; all others have an effect. As in `transformers`, `output_dir=None` becomes
     'trainer_output', an unset `eval_steps` becomes `logging_steps`, and `eval_strategy` other than 'no' sets `do_eval`.
     Enum members are kept as their values. Continuing an unfinished run is automatic, unlike Hugging Face's.
 
@@ -84,131 +93,6 @@ class TrainingArguments(ReservedArguments):
     output_dir: str | None = None
     """Directory of the run: `<run.output_dir>/<run.name>`."""
     _: KW_ONLY
-    per_device_train_batch_size: int = 8
-    """Samples of one forward pass on one rank."""
-    num_train_epochs: float = 3.0
-    """Epochs; a fraction of an epoch is rounded up to a step. Has no effect if `max_steps` > 0."""
-    max_steps: int = -1
-    """Optimizer steps, where > 0."""
-    learning_rate: float = argument(5e-5, bound=">= 0")
-    lr_scheduler_type: str = argument("linear", choices=tuple(STYLES))
-    """linear | cosine | cosine_with_min_lr | constant | constant_with_warmup | inverse_sqrt | warmup_stable_decay"""
-    lr_scheduler_kwargs: Values | None = None
-    warmup_steps: Steps = argument(0, bound=">= 0")
-    """Steps; below 1 it is a share of the run."""
-    optim: str = argument("adamw_torch_fused", choices=tuple(OPTIMIZERS))
-    """adamw_torch_fused | adamw_torch | sgd"""
-    weight_decay: float = 0.0
-    adam_beta1: float = argument(0.9)  # these two and data_seed are checked when the run starts
-    adam_beta2: float = argument(0.999)
-    adam_epsilon: float = 1e-8
-    gradient_accumulation_steps: int = argument(1, bound="> 0")
-    max_grad_norm: float | None = argument(1.0, bound=">= 0")
-    """Largest global gradient norm; 0 or None does not clip."""
-    bf16: bool = False
-    """bfloat16 autocast over float32 weights."""
-    fp16: bool = False
-    """float16 autocast over float32 weights, with a dynamic loss scale (`optimizer.loss_scale`, ... in
-    `config_overrides`)."""
-    logging_strategy: str = argument("steps", choices=("no", "steps", "epoch"))
-    """no | steps | epoch"""
-    logging_steps: Steps = argument(500, bound=">= 0")
-    """Steps; below 1 it is a share of the run."""
-    logging_first_step: bool = False
-    log_on_each_node: bool = True
-    log_level: str = argument("passive", choices=tuple(LOG_LEVELS))
-    disable_tqdm: bool | None = None
-    report_to: Texts = "none"
-    """Trackers to report to: none | all (that are installed) | one or a list of csv, tensorboard, wandb,
-    mlflow, comet (Hugging Face's comet_ml), trackio. Becomes a list, as in `transformers`."""
-    run_name: str | None = None
-    """The run's name in trackers; None is the name of `output_dir`."""
-    project: str = DEFAULT_PROJECT
-    """Project (in MLflow: experiment) in trackers. The default leaves it to them: their environment variable, else
-    "onstep"."""
-    trackio_space_id: str | None = None
-    """Hugging Face Space that Trackio logs to; None is the local store."""
-    trackio_bucket_id: str | None = None
-    """Hugging Face Bucket of that Space."""
-    eval_strategy: str = argument("no", choices=("no", "steps", "epoch"))
-    """no | steps | epoch"""
-    eval_steps: Steps | None = argument(None, bound=">= 0")
-    """Steps; below 1 it is a share of the run. None is `logging_steps`."""
-    eval_delay: Steps = argument(0, bound=">= 0")
-    """Steps (epochs with `eval_strategy='epoch'`) before the first evaluation."""
-    per_device_eval_batch_size: int = 8
-    prediction_loss_only: bool = False
-    eval_on_start: bool = False
-    eval_accumulation_steps: int | None = argument(None, bound="> 0")
-    """Accepted without effect: predictions are moved off the device after every batch."""
-    include_for_metrics: list[str] = field(default_factory=list)
-    save_only_model: bool = False
-    """Save checkpoints without optimizer, scheduler and random generators."""
-    save_strategy: str = argument("steps", choices=("no", "steps", "epoch", "best"))
-    """no | steps | epoch | best: when an evaluation yields the best `metric_for_best_model` so far. `steps` and `epoch`
-    also save at the end of the run; all of them, `no` included, save when a signal ends it."""
-    save_steps: Steps = argument(500, bound=">= 0")
-    """Steps; below 1 it is a share of the run."""
-    save_total_limit: int | None = None
-    """Number of newest checkpoints to keep, beside the best ones; None keeps all."""
-    load_best_model_at_end: bool = False
-    """Load the weights of the best checkpoint after training. Saves must be at evaluated steps."""
-    metric_for_best_model: str | None = None
-    """The metric that `best_metric`, early stopping and the choice of the best checkpoints follow; None becomes 'loss'
-    with `load_best_model_at_end`."""
-    greater_is_better: bool | None = None
-    """None is False for names that end in `loss` or `perplexity`, else True."""
-    seed: int = 42
-    data_seed: int | None = argument(None)
-    use_cpu: bool = False
-    dataloader_drop_last: bool = False
-    """Drop the tail of an epoch that is shorter than one global batch."""
-    dataloader_num_workers: int = 0
-    dataloader_pin_memory: bool = True
-    dataloader_persistent_workers: bool = False
-    remove_unused_columns: bool = True
-    label_names: list[str] | None = None
-    train_sampling_strategy: str = argument("random", choices=("random", "sequential"))
-    """random | sequential"""
-    ddp_find_unused_parameters: bool | None = None
-    """None is False, for any model."""
-    ddp_bucket_cap_mb: int | None = None
-    ddp_broadcast_buffers: bool | None = None
-    """None is False."""
-    ddp_backend: str | None = None
-    ddp_timeout: int = argument(1800, bound="> 0")
-    """Seconds."""
-    do_train: bool = False
-    do_eval: bool = False
-    do_predict: bool = False
-    resume_from_checkpoint: Choice | None = None
-    """A checkpoint, or a directory of checkpoints, to start from; None and True continue the run in `output_dir` from
-    its newest checkpoint, if any; False does not continue it."""
-    restore_callback_states_from_checkpoint: bool = False
-    """Accepted without effect: the states of callbacks are always restored."""
-    enable_jit_checkpoint: bool = False
-    """Accepted without effect: SIGTERM always saves a checkpoint and ends the run."""
-    local_rank: int = -1
-    """Accepted for old launchers; the rank is `local_process_index`."""
-
-    mixed_precision: str | None = argument(None, choices=(None, "no", "bf16", "fp16"))
-    """Forgather's spelling of `bf16` and `fp16`: None | no | bf16 | fp16."""
-    max_eval_steps: int = -1
-    """Global batches of one evaluation; -1 is the whole set."""
-    logging_dir: str | None = None
-    """Where the metrics log is written; None is `output_dir`."""
-    eval_on_save: bool = False
-    """Evaluate before each checkpoint, so that checkpoints can be compared."""
-    preserve_best_model: bool = False
-    """Keep the best checkpoints beyond `save_total_limit`. Saves must be at evaluated steps."""
-    preserve_n_best: int = argument(1, bound="> 0")
-    """How many best checkpoints to keep."""
-    best_model_metric: str = "loss"
-    """Forgather's name of `metric_for_best_model`, with `preserve_best_model`."""
-    best_model_greater_is_better: bool | None = None
-    """Forgather's name of `greater_is_better`, with `preserve_best_model`."""
-    checkpoint_components: list[str] | None = None
-    """Parts to save: model, optimizer, scheduler, trainer, dataset, rng, callbacks; None is all."""
     config_overrides: Values | None = None
     """Values of the `ConfigContainer` that have no name above, by section or dotted key; they win."""
 

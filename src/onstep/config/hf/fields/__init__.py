@@ -1,0 +1,1 @@
+"""The fields of `TrainingArguments` that have an effect, by theme, with Hugging Face's names and defaults."""

@@ -1,0 +1,40 @@
+"""Declares the arguments for evaluations during training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from onstep.config.hf.argument import Steps, argument, declares_arguments
+
+
+@declares_arguments
+@dataclass(kw_only=True)
+class EvaluationArguments:
+    """Evaluations during training."""
+
+    do_eval: bool = False
+    eval_strategy: str = argument("no", choices=("no", "steps", "epoch"))
+    """no | steps | epoch"""
+    eval_steps: Steps | None = argument(None, bound=">= 0")
+    """Steps; below 1 it is a share of the run. None is `logging_steps`."""
+    eval_delay: Steps = argument(0, bound=">= 0")
+    """Steps (epochs with `eval_strategy='epoch'`) before the first evaluation."""
+    eval_on_start: bool = False
+    eval_on_save: bool = False
+    """Evaluate before each checkpoint, so that checkpoints can be compared."""
+    per_device_eval_batch_size: int = 8
+    max_eval_steps: int = -1
+    """Global batches of one evaluation; -1 is the whole set."""
+    prediction_loss_only: bool = False
+    eval_accumulation_steps: int | None = argument(None, bound="> 0")
+    """Accepted without effect: predictions are moved off the device after every batch."""
+    include_for_metrics: list[str] = field(default_factory=list)
+    metric_for_best_model: str | None = None
+    """The metric that `best_metric`, early stopping and the choice of the best checkpoints follow; None becomes 'loss'
+    with `load_best_model_at_end`."""
+    greater_is_better: bool | None = None
+    """None is False for names that end in `loss` or `perplexity`, else True."""
+    best_model_metric: str = "loss"
+    """Forgather's name of `metric_for_best_model`, with `preserve_best_model`."""
+    best_model_greater_is_better: bool | None = None
+    """Forgather's name of `greater_is_better`, with `preserve_best_model`."""

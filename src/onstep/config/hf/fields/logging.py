@@ -1,0 +1,37 @@
+"""Declares the arguments for the log and the trackers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onstep.config.hf.argument import LOG_LEVELS, Steps, Texts, argument, declares_arguments
+from onstep.config.trackers import DEFAULT_PROJECT
+
+
+@declares_arguments
+@dataclass(kw_only=True)
+class LoggingArguments:
+    """What is logged, and to which trackers."""
+
+    logging_strategy: str = argument("steps", choices=("no", "steps", "epoch"))
+    """no | steps | epoch"""
+    logging_steps: Steps = argument(500, bound=">= 0")
+    """Steps; below 1 it is a share of the run."""
+    logging_first_step: bool = False
+    logging_dir: str | None = None
+    """Where the metrics log is written; None is `output_dir`."""
+    log_on_each_node: bool = True
+    log_level: str = argument("passive", choices=tuple(LOG_LEVELS))
+    disable_tqdm: bool | None = None
+    report_to: Texts = "none"
+    """Trackers to report to: none | all (that are installed) | one or a list of csv, tensorboard, wandb,
+    mlflow, comet (Hugging Face's comet_ml), trackio. Becomes a list, as in `transformers`."""
+    run_name: str | None = None
+    """The run's name in trackers; None is the name of `output_dir`."""
+    project: str = DEFAULT_PROJECT
+    """Project (in MLflow: experiment) in trackers. The default leaves it to them: their environment variable, else
+    "onstep"."""
+    trackio_space_id: str | None = None
+    """Hugging Face Space that Trackio logs to; None is the local store."""
+    trackio_bucket_id: str | None = None
+    """Hugging Face Bucket of that Space."""

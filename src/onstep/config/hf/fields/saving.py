@@ -1,0 +1,38 @@
+"""Declares the arguments for checkpoints, which are kept, and what a run continues from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onstep.config.hf.argument import Choice, Steps, argument, declares_arguments
+
+
+@declares_arguments
+@dataclass(kw_only=True)
+class SavingArguments:
+    """Checkpoints, which are kept, and what a run continues from."""
+
+    save_strategy: str = argument("steps", choices=("no", "steps", "epoch", "best"))
+    """no | steps | epoch | best: when an evaluation yields the best `metric_for_best_model` so far. `steps` and `epoch`
+    also save at the end of the run; all of them, `no` included, save when a signal ends it."""
+    save_steps: Steps = argument(500, bound=">= 0")
+    """Steps; below 1 it is a share of the run."""
+    save_total_limit: int | None = None
+    """Number of newest checkpoints to keep, beside the best ones; None keeps all."""
+    save_only_model: bool = False
+    """Save checkpoints without optimizer, scheduler and random generators."""
+    checkpoint_components: list[str] | None = None
+    """Parts to save: model, optimizer, scheduler, trainer, dataset, rng, callbacks; None is all."""
+    load_best_model_at_end: bool = False
+    """Load the weights of the best checkpoint after training. Saves must be at evaluated steps."""
+    preserve_best_model: bool = False
+    """Keep the best checkpoints beyond `save_total_limit`. Saves must be at evaluated steps."""
+    preserve_n_best: int = argument(1, bound="> 0")
+    """How many best checkpoints to keep."""
+    resume_from_checkpoint: Choice | None = None
+    """A checkpoint, or a directory of checkpoints, to start from; None and True continue the run in `output_dir` from
+    its newest checkpoint, if any; False does not continue it."""
+    restore_callback_states_from_checkpoint: bool = False
+    """Accepted without effect: the states of callbacks are always restored."""
+    enable_jit_checkpoint: bool = False
+    """Accepted without effect: SIGTERM always saves a checkpoint and ends the run."""

@@ -1,0 +1,9 @@
+"""Hugging Face's methods of an evaluation."""
+
+from __future__ import annotations
+
+from onstep.trainer.base_trainer import BaseTrainer
+
+
+class EvaluatingMethods(BaseTrainer):
+    """Hugging Face's methods of an evaluation."""

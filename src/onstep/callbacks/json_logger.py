@@ -69,6 +69,11 @@ class JsonLogger(TrainerCallback):
         self._at_checkpoint = _Known()
         """What was known at the checkpoint that training is about to resume from."""
 
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """Forgather's name of `experiment_info`."""
+        return self.experiment_info
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the metrics log, truncated to the step that training resumes from."""
         directory = logging_dir_of(args)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from onstep.events.callback_timer import CallbackTimer
 from onstep.events.control import Control
 from onstep.events.events import BY_NAME
+from onstep.events.readable import ReadableField
 from onstep.events.trainer_state import TrainerState
 from onstep.events.views import OptimizerView, RunView, SchedulerView
 
@@ -29,7 +30,8 @@ def unwrap(model: Any) -> Any:
 class CallbackContext:
     """State of the run at one event; fields that do not apply to the event are None.
 
-    Losses and norms are 0-d tensors on the device; converting one to a float synchronizes. Modifying objects that the
+    Losses and norms are 0-d tensors on the device; `grad_norm` and those in `loss_dict` and `total_loss_dict` are read
+    from it when they are accessed here, so that they are also numbers (`Reading`). Modifying objects that the
     context refers to modifies the run, at your own risk; assigning to the context itself has no effect.
     """
 
@@ -123,8 +125,12 @@ class CallbackContext:
 
     def event_keywords(self) -> dict[str, Any]:
         """`hf_keywords()` plus the keywords of this event."""
-        keywords = self.hf_keywords()
+        keywords, given = self.hf_keywords(), self.__dict__
         for name in BY_NAME[self.event].own_fields:
-            keywords[name] = getattr(self, name)
+            keywords[name] = given[name] if name in given else getattr(self, name)
         self.keywords = keywords
         return keywords
+
+
+for _name in ("loss_dict", "grad_norm", "total_loss_dict"):
+    setattr(CallbackContext, _name, ReadableField(_name))

@@ -193,7 +193,7 @@ def _logger_of(tracker: str) -> property:
 class Run:
     """A run. The state of a feature is kept in `features`, that of one step in its `Step`."""
 
-    cfg: ConfigContainer
+    cfg: ConfigContainer = field(default_factory=ConfigContainer)
     """The validated copy that the run uses."""
     world: World = field(default_factory=World)
     train_state: TrainState = field(default_factory=TrainState)

@@ -141,6 +141,12 @@ class TrainingConfig(ConfigSection):
     exit_signals: list[str] = option(
         ["SIGTERM", "SIGINT", "SIGUSR1"], SAFE, help="Names of the signals that ask a run to save and exit."
     )
+    exit_signal: str | int | None = option(
+        None,
+        SAFE,
+        help="Name or number of the only signal that asks a run to save and exit, in place of `exit_signals` (Megatron "
+        "Bridge's name).",
+    )
     data_timeout: float | None = option(
         None,
         SAFE,

@@ -30,8 +30,9 @@ def unwrap(model: Any) -> Any:
 class CallbackContext:
     """State of the run at one event; fields that do not apply to the event are None.
 
-    Losses and norms are 0-d tensors on the device; `grad_norm` and those in `loss_dict` and `total_loss_dict` are read
-    from it when they are accessed here, so that they are also numbers (`Reading`). Modifying objects that the
+    Losses and norms are 0-d tensors on the device; converting one to a float synchronizes. At `on_train_step_end`,
+    `on_eval_end` and `on_test_end`, those in `grad_norm`, `loss_dict` and `total_loss_dict` are read when they are
+    accessed, so that they are numbers too (`onstep.events.readable.Reading`). Modifying objects that the
     context refers to modifies the run, at your own risk; assigning to the context itself has no effect.
     """
 

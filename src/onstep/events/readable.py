@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 
+EVENTS = ("on_train_step_end", "on_eval_end", "on_test_end")
+"""The events at which Megatron Bridge's callbacks use losses and norms as numbers."""
+
+
 class Reading(float):
     """The number in a tensor with one element: it is formatted, compared and written to JSON like any float.
 
@@ -18,6 +22,10 @@ class Reading(float):
         self = super().__new__(cls, float(tensor))
         self.tensor = tensor
         return self
+
+    def item(self) -> float:
+        """The number."""
+        return float(self)
 
     def __getattr__(self, name: str) -> Any:
         if name == "tensor":
@@ -62,13 +70,16 @@ def readable(value: Any) -> Any:
 
 
 class ReadableField:
-    """A field of a dataclass, None by default, whose value is made readable when it is accessed."""
+    """A field of a context, None by default, whose value is made readable when it is accessed at one of `EVENTS`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __get__(self, holder: Any, owner: type | None = None) -> Any:
-        return None if holder is None else readable(holder.__dict__.get(self._name))
+        if holder is None:
+            return None
+        given = holder.__dict__.get(self._name)
+        return readable(given) if holder.__dict__.get("event") in EVENTS else given
 
     def __set__(self, holder: Any, value: Any) -> None:
         holder.__dict__[self._name] = value

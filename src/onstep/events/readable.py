@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-
 EVENTS = ("on_train_step_end", "on_eval_end", "on_test_end")
 """The events at which Megatron Bridge's callbacks use losses and norms as numbers."""
 

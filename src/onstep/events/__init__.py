@@ -96,8 +96,10 @@ from onstep.events.context import CallbackContext
 from onstep.events.control import Control, Request, TrainerControl
 from onstep.events.dispatch import Dispatcher
 from onstep.events.events import EVENTS, HF_EVENTS, VALID_EVENTS, Event
+from onstep.events.exportable_state import ExportableState
 from onstep.events.manager import CallbackManager, normalize_callbacks, should_fire
-from onstep.events.trainer_state import RunInfo, TrainerState
+from onstep.events.run_state import RunInfo, RunState
+from onstep.events.trainer_state import TrainerState
 from onstep.events.views import OptimizerView, RunView, SchedulerView, WorldView
 
 __all__ = [
@@ -110,9 +112,11 @@ __all__ = [
     "HF_EVENTS",
     "EVENTS",
     "Event",
+    "ExportableState",
     "OptimizerView",
     "Request",
     "RunInfo",
+    "RunState",
     "RunView",
     "SchedulerView",
     "TrainerCallback",

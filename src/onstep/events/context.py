@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from onstep.events.callback_timer import CallbackTimer
 from onstep.events.control import Control
 from onstep.events.events import BY_NAME
-from onstep.events.trainer_state import TrainerState
+from onstep.events.run_state import RunState
 from onstep.events.views import OptimizerView, RunView, SchedulerView
 
 if TYPE_CHECKING:
@@ -94,9 +94,9 @@ class CallbackContext:
         return getattr(self.state, "args", None)
 
     @property
-    def trainer_state(self) -> TrainerState:
+    def trainer_state(self) -> RunState:
         """The progress as Hugging Face's `TrainerState`."""
-        view: TrainerState = getattr(self.state, "trainer_state", None)  # type: ignore[assignment]
+        view: RunState = getattr(self.state, "trainer_state", None)  # type: ignore[assignment]
         return view
 
     @property

@@ -46,12 +46,14 @@ if TYPE_CHECKING:
         should_fire,
     )
     from onstep.trainer import Trainer
+    from onstep.trainer.callback_handler import CallbackHandler
     from onstep.training import finetune, pretrain
 
 _HOMES = {
     "Callback": "onstep.events",
     "CallbackContext": "onstep.events",
     "CallbackManager": "onstep.events",
+    "CallbackHandler": "onstep.trainer.callback_handler",
     "ConfigContainer": "onstep.config",
     "DefaultMetrics": "onstep.callbacks",
     "ExportableState": "onstep.events",
@@ -75,6 +77,7 @@ __all__ = [
     "Callback",
     "CallbackContext",
     "CallbackManager",
+    "CallbackHandler",
     "ConfigContainer",
     "DefaultMetrics",
     "ExportableState",

@@ -81,3 +81,7 @@ for _event in EVENTS:
 
 for _name in HF_EVENTS:
     setattr(TrainerCallback, _name, _hf_method(_name, "; ".join(event.when for event in events_named(_name))))
+
+TrainerCallback.on_push_begin = _hf_method(  # type: ignore[attr-defined]
+    "on_push_begin", "Never fired by the loop, since nothing is uploaded; part of Hugging Face's interface"
+)

@@ -113,6 +113,7 @@ class CallbackContext:
             "control": self.control,
             "model": self.unwrapped_model,
             "processing_class": self.processing_class,
+            "tokenizer": self.processing_class,
             "optimizer": self.optimizer,
             "lr_scheduler": self.scheduler,
             "train_dataloader": self.train_dataloader,

@@ -191,7 +191,7 @@ def _world(config: ConfigContainer) -> Iterator[World]:
 
 @contextmanager
 def _session(trainer: TrainerMethods, state: GlobalState, notify: Dispatcher, seeds: bool) -> Iterator[Session]:
-    trainer.global_state = state
+    trainer.global_state, trainer.given_state = state, None
     if seeds:
         seed_everything(state.cfg.rng.seed)
     with state.timers(MODEL_TIMER).measure():

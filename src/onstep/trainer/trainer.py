@@ -44,31 +44,6 @@ class Trainer(TrainerMethods):
             is never called here.
     """
 
-    @property
-    def state(self) -> Any:
-        """Hugging Face's view of the progress; None before the first run."""
-        return None if self.global_state is None else self.global_state.trainer_state
-
-    @property
-    def control(self) -> Any:
-        """Accepts requests to the running loop; None before the first run."""
-        return None if self.global_state is None else self.global_state.control
-
-    def add_callback(self, callback: Any) -> None:
-        """Register a callback, or a callback class."""
-        self.callback_manager.add(callback)
-
-    def pop_callback(self, callback: Any) -> Any:
-        """Remove the first callback that is this instance, or exactly of this class; returns it, or None."""
-        try:
-            return self.callback_manager.remove(callback)
-        except ValueError:
-            return None
-
-    def remove_callback(self, callback: Any) -> None:
-        """Remove the first callback that is this instance, or exactly of this class; does nothing without a match."""
-        self.pop_callback(callback)
-
     def train(
         self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: list[str] | None = None
     ) -> TrainOutput:

@@ -30,7 +30,14 @@ from typing import TYPE_CHECKING
 from onstep.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from onstep.callbacks import DefaultMetrics, InfoCallback, JsonLogger, ProgressCallback
+    from onstep.callbacks import (
+        DefaultMetrics,
+        EarlyStoppingCallback,
+        InfoCallback,
+        JsonLogger,
+        PrinterCallback,
+        ProgressCallback,
+    )
     from onstep.config import ConfigContainer, TrainingArguments
     from onstep.errors import OnstepError
     from onstep.events import (
@@ -38,6 +45,7 @@ if TYPE_CHECKING:
         Callback,
         CallbackContext,
         CallbackManager,
+        DefaultFlowCallback,
         ExportableState,
         TrainerCallback,
         TrainerControl,
@@ -55,11 +63,14 @@ _HOMES = {
     "CallbackManager": "onstep.events",
     "CallbackHandler": "onstep.trainer.callback_handler",
     "ConfigContainer": "onstep.config",
+    "DefaultFlowCallback": "onstep.events",
     "DefaultMetrics": "onstep.callbacks",
+    "EarlyStoppingCallback": "onstep.callbacks",
     "ExportableState": "onstep.events",
     "InfoCallback": "onstep.callbacks",
     "JsonLogger": "onstep.callbacks",
     "OnstepError": "onstep.errors",
+    "PrinterCallback": "onstep.callbacks",
     "ProgressCallback": "onstep.callbacks",
     "Trainer": "onstep.trainer",
     "TrainerCallback": "onstep.events",
@@ -79,11 +90,14 @@ __all__ = [
     "CallbackManager",
     "CallbackHandler",
     "ConfigContainer",
+    "DefaultFlowCallback",
     "DefaultMetrics",
+    "EarlyStoppingCallback",
     "ExportableState",
     "InfoCallback",
     "JsonLogger",
     "OnstepError",
+    "PrinterCallback",
     "ProgressCallback",
     "Trainer",
     "TrainerCallback",

@@ -10,7 +10,17 @@ import pytest
 import transformers
 from transformers import trainer_callback as theirs
 
-from onstep import Callback, CallbackHandler, Trainer, TrainerCallback, TrainerControl, TrainerState
+from onstep import (
+    Callback,
+    CallbackHandler,
+    DefaultFlowCallback,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
+from onstep.errors import ConfigError
 from tests.support.small_models import Regression, arguments, quiet, regression_rows
 
 
@@ -189,3 +199,38 @@ def test_a_state_that_is_assigned_counts_until_the_next_run(tmp_path: Path) -> N
 
     assert trainer.state.global_step == 3
     assert trainer.state.stateful_callbacks["TrainerControl"]["args"]["should_training_stop"] is False
+
+
+def test_the_defaults_of_hugging_face_stand_for_those_in_their_place(tmp_path: Path) -> None:
+    def kinds(removed: Any, **options: Any) -> list[str]:
+        trainer = Trainer(Regression(), arguments(tmp_path, **options))
+        trainer.remove_callback(removed)
+        return [type(one).__name__ for one in trainer.callback_handler.callbacks]
+
+    rest = ["DefaultMetrics", "InfoCallback"]
+    assert kinds(transformers.PrinterCallback, disable_tqdm=True) == rest
+    assert kinds(PrinterCallback, disable_tqdm=True) == rest
+    assert kinds(transformers.ProgressCallback, disable_tqdm=False) == rest
+    assert len(kinds(PrinterCallback, disable_tqdm=False)) == 3
+    assert len(kinds(transformers.ProgressCallback, disable_tqdm=True)) == 3
+
+
+@pytest.mark.parametrize("default", [theirs.DefaultFlowCallback, DefaultFlowCallback])
+def test_the_default_flow_changes_nothing_and_cannot_be_removed(tmp_path: Path, default: Any) -> None:
+    def trace(*callbacks: Any) -> tuple[list[Any], Any]:
+        trainer = trainer_with(tmp_path / str(len(callbacks)), *callbacks, logging_steps=2, save_strategy="steps")
+        trainer.train()
+        assert trainer.global_state is not None
+        history = [[*sorted(record), record["step"]] for record in trainer.state.log_history]
+        return history, trainer.global_state.ending.stopped_by
+
+    class Mine(default):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            return super().on_step_end(args, state, control, **kwargs)
+
+    assert trace(default)[0] == trace()[0] == trace(Mine(), TrainerCallback())[0]
+    trainer = trainer_with(tmp_path)
+    with pytest.raises(ConfigError, match="DefaultFlowCallback cannot be removed: the loop itself decides what is due"):
+        trainer.remove_callback(default)
+    trainer.add_callback(default)
+    assert isinstance(trainer.pop_callback(default), default)

@@ -90,7 +90,7 @@ arguments. T stands for the training objects: `optimizer`, `scheduler`, `train_d
 An event without listeners costs about 40 ns. The framework never uses callbacks for its own features.
 """
 
-from onstep.events.callback import Callback, TrainerCallback
+from onstep.events.callback import Callback, DefaultFlowCallback, TrainerCallback
 from onstep.events.callback_timer import CallbackTimer
 from onstep.events.context import CallbackContext
 from onstep.events.control import Control, Request, TrainerControl
@@ -108,6 +108,7 @@ __all__ = [
     "CallbackContext",
     "CallbackManager",
     "Control",
+    "DefaultFlowCallback",
     "Dispatcher",
     "HF_EVENTS",
     "EVENTS",

@@ -202,7 +202,6 @@ def _near_misses(callback: Any) -> list[str]:
         near = difflib.get_close_matches(name, _EVENT_NAMES, n=1, cutoff=0.8)
         method = getattr(callback, name, None) if near else None
         if callable(method) and not _left_empty(callback, name, method):
-            found.append(
-                f"{author_of(callback)}.{name} is not an event and is never called by the loop; did you mean {near[0]!r}?"
-            )
+            rule = "is not an event and is never called by the loop"
+            found.append(f"{author_of(callback)}.{name} {rule}; did you mean {near[0]!r}?")
     return found

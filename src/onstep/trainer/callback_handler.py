@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, MutableSequence
 from typing import Any, overload
 
+from onstep.callbacks import ProgressCallback
+from onstep.errors import ConfigError
 from onstep.events import CallbackContext, CallbackManager, Control, TrainerCallback
 from onstep.events.events import BY_NAME, HF_EVENTS, events_named
 from onstep.events.registration import own_event_listeners
@@ -227,6 +229,30 @@ def _held(in_session: Callable[[Any], tuple[Any, str]], name: str) -> Any:
     return property(get, put)
 
 
+def pop_default(trainer: Any, callback: Any) -> Any:
+    """Remove and return the callback that has the place of one of Hugging Face's defaults; None for any other class.
+
+    Hugging Face's Trainer has a `PrinterCallback` with `disable_tqdm`, else a `ProgressCallback`.
+
+    Raises:
+        ConfigError: for `DefaultFlowCallback`, unless it has been added.
+    """
+    name, callbacks = getattr(callback, "__name__", ""), trainer.callback_manager.callbacks
+    if name not in ("DefaultFlowCallback", "PrinterCallback", "ProgressCallback"):
+        return None
+    if not isinstance(callback, type) or any(isinstance(one, callback) for one in callbacks):
+        return None
+    if name == "DefaultFlowCallback":
+        raise ConfigError(
+            "DefaultFlowCallback cannot be removed: the loop itself decides what is due. For a flow of your own, set "
+            "logging_strategy, eval_strategy and save_strategy to 'no', and the flags of control in a callback."
+        )
+    in_place = [one for one in callbacks if isinstance(one, ProgressCallback)]
+    if not in_place or (name == "PrinterCallback") != bool(trainer.args.disable_tqdm):
+        return None
+    return trainer.callback_manager.remove(in_place[0])
+
+
 class TrainerCallbackHandler(CallbackHandler):
     """The handler of a Trainer: its callbacks are those that the loop calls, with the loop's current objects."""
 
@@ -245,6 +271,14 @@ class TrainerCallbackHandler(CallbackHandler):
     processing_class = _held(lambda session: (session.state.entry_point, "processing_class"), "processing_class")
     train_dataloader = _held(lambda session: (session.state.entry_point, "train_dataloader"), "train_dataloader")
     eval_dataloader = _held(lambda session: (session.state.entry_point, "eval_dataloader"), "eval_dataloader")
+
+    def pop_callback(self, callback: Any) -> Any:
+        """As in `CallbackHandler`; the defaults of Hugging Face's Trainer stand for those that have their place here.
+
+        Raises:
+            ConfigError: for `DefaultFlowCallback`, since the loop itself decides what is due.
+        """
+        return pop_default(self._of, callback) or super().pop_callback(callback)
 
     @property
     def _run(self) -> Any:

@@ -8,7 +8,7 @@ from onstep.errors import ConfigError
 from onstep.events import Control, TrainerState
 from onstep.events.exportable_state import exported_states
 from onstep.trainer.base_trainer import BaseTrainer
-from onstep.trainer.callback_handler import TrainerCallbackHandler
+from onstep.trainer.callback_handler import TrainerCallbackHandler, pop_default
 
 
 class CallbackMethods(BaseTrainer):
@@ -71,11 +71,18 @@ class CallbackMethods(BaseTrainer):
         self.callback_manager.add(callback)
 
     def pop_callback(self, callback: Any) -> Any:
-        """Remove the first callback that is this instance, or exactly of this class; returns it, or None."""
+        """Remove the first callback that is this instance, or exactly of this class; returns it, or None.
+
+        Hugging Face's `ProgressCallback`, or with `disable_tqdm` its `PrinterCallback`, stands for the one that prints
+        progress here.
+
+        Raises:
+            ConfigError: for `DefaultFlowCallback`, since the loop itself decides what is due.
+        """
         try:
             return self.callback_manager.remove(callback)
         except ValueError:
-            return None
+            return pop_default(self, callback)
 
     def remove_callback(self, callback: Any) -> None:
         """Remove the first callback that is this instance, or exactly of this class; does nothing without a match."""

@@ -171,7 +171,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         self.early_stopping_patience_counter = 0
 
     def check_metric_value(self, args: Any, state: Any, control: Any, metric_value: float) -> None:
-        """Count an evaluation that is not an improvement; one that is starts the count anew."""
+        """Count an evaluation that is not an improvement; one that is starts the count from zero."""
         best = state.best_metric
         if best is not None:
             is_better = metric_value > best if args.greater_is_better else metric_value < best

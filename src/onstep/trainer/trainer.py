@@ -157,7 +157,7 @@ def _evaluate_dataset(
         collected = collector.gather(state.world)
         return _computed_metrics(trainer, collected, f"{prefix}_")
 
-    before = state.entry_point.eval_dataloader, step.collector
+    before = step.collector
     loader = eval_loader(dataset, session.collate, state.cfg, state.world, is_test=is_test)
     state.entry_point.eval_dataloader, step.collector = loader, collector
     try:
@@ -174,7 +174,7 @@ def _evaluate_dataset(
             extra_metrics=computed_metrics,
         )
     finally:
-        state.entry_point.eval_dataloader, step.collector = before
+        step.collector = before  # the loader stays what callbacks get as eval_dataloader, as in Hugging Face's Trainer
     if means and state.bridge_trackers.recipients:
         # the name of the set in trackers with Megatron Bridge's tags: `validation`, or `validation <name>` of several
         kind, own = ("test", "test") if is_test else ("validation", "eval")

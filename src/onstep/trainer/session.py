@@ -199,7 +199,8 @@ def _session(trainer: TrainerMethods, state: GlobalState, notify: Dispatcher, se
     with state.timers(MODEL_TIMER).measure():
         if trainer.model is None:
             trainer.model = _build_model(trainer.model_init)
-        module = trainer.model.to(state.world.device)
+        stays = trainer.args.place_model_on_device is False
+        module = trainer.model if stays else trainer.model.to(state.world.device)
     notify.model = [module]
     state.sums.flops_per_token = 6.0 * _active_parameters(module)
     labels = Labels(trainer.args.label_names, shifted=shifts_labels(module))

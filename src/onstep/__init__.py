@@ -30,7 +30,14 @@ from typing import TYPE_CHECKING
 from onstep.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from onstep.callbacks import DefaultMetrics, InfoCallback, JsonLogger, ProgressCallback
+    from onstep.callbacks import (
+        DefaultMetrics,
+        EarlyStoppingCallback,
+        InfoCallback,
+        JsonLogger,
+        PrinterCallback,
+        ProgressCallback,
+    )
     from onstep.config import ConfigContainer, TrainingArguments
     from onstep.errors import OnstepError
     from onstep.events import (
@@ -38,6 +45,8 @@ if TYPE_CHECKING:
         Callback,
         CallbackContext,
         CallbackManager,
+        DefaultFlowCallback,
+        ExportableState,
         TrainerCallback,
         TrainerControl,
         TrainerState,
@@ -45,17 +54,23 @@ if TYPE_CHECKING:
         should_fire,
     )
     from onstep.trainer import Trainer
+    from onstep.trainer.callback_handler import CallbackHandler
     from onstep.training import finetune, pretrain
 
 _HOMES = {
     "Callback": "onstep.events",
     "CallbackContext": "onstep.events",
     "CallbackManager": "onstep.events",
+    "CallbackHandler": "onstep.trainer.callback_handler",
     "ConfigContainer": "onstep.config",
+    "DefaultFlowCallback": "onstep.events",
     "DefaultMetrics": "onstep.callbacks",
+    "EarlyStoppingCallback": "onstep.callbacks",
+    "ExportableState": "onstep.events",
     "InfoCallback": "onstep.callbacks",
     "JsonLogger": "onstep.callbacks",
     "OnstepError": "onstep.errors",
+    "PrinterCallback": "onstep.callbacks",
     "ProgressCallback": "onstep.callbacks",
     "Trainer": "onstep.trainer",
     "TrainerCallback": "onstep.events",
@@ -73,11 +88,16 @@ __all__ = [
     "Callback",
     "CallbackContext",
     "CallbackManager",
+    "CallbackHandler",
     "ConfigContainer",
+    "DefaultFlowCallback",
     "DefaultMetrics",
+    "EarlyStoppingCallback",
+    "ExportableState",
     "InfoCallback",
     "JsonLogger",
     "OnstepError",
+    "PrinterCallback",
     "ProgressCallback",
     "Trainer",
     "TrainerCallback",

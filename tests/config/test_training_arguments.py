@@ -236,7 +236,7 @@ def test_ranks_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.delenv(name, raising=False)
     args = TrainingArguments(use_cpu=True)
     assert (args.world_size, args.process_index, args.local_process_index) == (1, 0, 0)
-    assert (args.should_log, args.should_save, args.device, args.n_gpu) == (True, True, "cpu", 0)
+    assert (args.should_log, args.should_save, args.device.type, args.n_gpu) == (True, True, "cpu", 0)
     for name, value in {"RANK": "4", "LOCAL_RANK": "0", "WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
     assert (args.world_size, args.process_index, args.local_process_index) == (8, 4, 0)

@@ -1,12 +1,12 @@
 """Built-in callbacks. They use only what any callback receives, so you can copy one and adapt it."""
 
-from onstep.callbacks.console import InfoCallback, ProgressCallback
+from onstep.callbacks.console import InfoCallback, PrinterCallback, ProgressCallback
 from onstep.callbacks.divergence_detector import (
     DivergenceDetector,
     DualTimeScaleDivergenceDetector,
     DualWindowDivergenceDetector,
 )
-from onstep.callbacks.early_stopping import EarlyStopping
+from onstep.callbacks.early_stopping import EarlyStopping, EarlyStoppingCallback
 from onstep.callbacks.grad_norm_logger import GradNormLogger
 from onstep.callbacks.json_logger import JsonLogger
 from onstep.callbacks.learning_rate_monitor import LearningRateMonitor
@@ -31,6 +31,7 @@ __all__ = [
     "DualWindowDivergenceDetector",
     "EMA",
     "EarlyStopping",
+    "EarlyStoppingCallback",
     "GradNormLogger",
     "InfoCallback",
     "JsonLogger",
@@ -39,6 +40,7 @@ __all__ = [
     "MetricSpec",
     "ParameterNormLogger",
     "PeakMemory",
+    "PrinterCallback",
     "ProfilerCallback",
     "ProgressCallback",
     "ResumableSummaryWriter",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
-from onstep.events import TrainerCallback, TrainerState
+from onstep.events import RunState, TrainerCallback
 from onstep.json_values import encode
 from onstep.log_gaps import MISSING
 from onstep.metrics.json_log_writer import JsonLogWriter, logging_dir_of
@@ -91,7 +91,7 @@ class JsonLogger(TrainerCallback):
             self._known.info = next(map(_digest, infos), None)
             history = _history(records)
             self._known.num_reported = len(history)
-        if state.global_step > 0 and isinstance(state, TrainerState) and self._known.num_reported > len(state.history):
+        if state.global_step > 0 and isinstance(state, RunState) and self._known.num_reported > len(state.history):
             read = (lambda: _read_history(position)) if records is None else lambda: history
             state.history.begin_with(self._known.num_reported, read)
         # once per metrics log, and again if a resumed run has other arguments

@@ -10,7 +10,7 @@ from onstep.events.callback_timer import CallbackTimer
 from onstep.events.control import Control
 from onstep.events.events import BY_NAME
 from onstep.events.readable import ReadableField
-from onstep.events.trainer_state import TrainerState
+from onstep.events.run_state import RunState
 from onstep.events.views import OptimizerView, RunView, SchedulerView
 
 if TYPE_CHECKING:
@@ -97,9 +97,9 @@ class CallbackContext:
         return getattr(self.state, "args", None)
 
     @property
-    def trainer_state(self) -> TrainerState:
+    def trainer_state(self) -> RunState:
         """The progress as Hugging Face's `TrainerState`."""
-        view: TrainerState = getattr(self.state, "trainer_state", None)  # type: ignore[assignment]
+        view: RunState = getattr(self.state, "trainer_state", None)  # type: ignore[assignment]
         return view
 
     @property
@@ -116,6 +116,7 @@ class CallbackContext:
             "control": self.control,
             "model": self.unwrapped_model,
             "processing_class": self.processing_class,
+            "tokenizer": self.processing_class,
             "optimizer": self.optimizer,
             "lr_scheduler": self.scheduler,
             "train_dataloader": self.train_dataloader,

@@ -131,6 +131,17 @@ class CallbackManager:
         self._rebuild()
         return owner
 
+    def replace(self, callbacks: list[Any]) -> None:
+        """Register exactly these, in this order: owners that are registered already, and new callbacks or classes."""
+        known = list(self._registrations)
+        kept: list[Registration] = []
+        for callback in callbacks:
+            index = next((i for i, one in enumerate(known) if one.owner is callback), None)
+            new = (registration_of(instance) for instance in _instances(callback))
+            kept += [known.pop(index)] if index is not None else new
+        self._registrations[:] = kept
+        self._rebuild()
+
     def list_callbacks(self, event_name: str) -> list[Callable[..., Any]]:
         """The callables registered for an event, as they were given, in calling order.
 

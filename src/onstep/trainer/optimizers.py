@@ -83,6 +83,12 @@ def expose_optimizers(trainer: BaseTrainer, optimizer: Any, scheduler: Any) -> N
         trainer.lr_scheduler = scheduler
 
 
+def known_optimizers(trainer: BaseTrainer) -> tuple[Any, Any]:
+    """The optimizer and the scheduler that the user passed or the last training created; None for one not made yet."""
+    optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
+    return optimizer if _is_object(optimizer) else None, scheduler if _is_object(scheduler) else None
+
+
 def withdraw_optimizers(trainer: BaseTrainer) -> None:
     """Undo `expose_optimizers`, unless the user has set other objects meanwhile: the next training makes its own."""
     optimizer, scheduler = trainer.built_optimizers

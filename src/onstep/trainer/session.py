@@ -35,6 +35,7 @@ from onstep.trainer.model_step import ModelStep
 from onstep.trainer.optimizers import (
     check_optimizers,
     expose_optimizers,
+    known_optimizers,
     make_optimizer,
     make_scheduler,
     withdraw_optimizers,
@@ -156,12 +157,13 @@ def evaluation_session(trainer: TrainerMethods) -> Iterator[Session]:
     state = GlobalState(cfg=config, run_dir=directory, entry_point=entry_point)
     with state.features.open(SETUP, state, state.world), _world(config) as world:
         state.world, state.control = world, Control(rank=world.rank)
-        notify = Dispatcher(trainer.callback_manager, state, [])
+        notify = Dispatcher(trainer.callback_manager, state, [], *known_optimizers(trainer))
         entry_point.fire = notify.fire
         if before is None:
             count_steps(state, None)
             state.bridge_trackers.join(trainer.callback_manager)
         else:  # an evaluation shows the progress of the preceding training, and adds to its trackers
+            entry_point.train_dataloader = before.entry_point.train_dataloader
             state.train_state, state.info, state.bridge_trackers = (
                 before.train_state,
                 before.info,
@@ -191,13 +193,14 @@ def _world(config: ConfigContainer) -> Iterator[World]:
 
 @contextmanager
 def _session(trainer: TrainerMethods, state: GlobalState, notify: Dispatcher, seeds: bool) -> Iterator[Session]:
-    trainer.global_state = state
+    trainer.global_state, trainer.given_state = state, None
     if seeds:
         seed_everything(state.cfg.rng.seed)
     with state.timers(MODEL_TIMER).measure():
         if trainer.model is None:
             trainer.model = _build_model(trainer.model_init)
-        module = trainer.model.to(state.world.device)
+        stays = trainer.args.place_model_on_device is False
+        module = trainer.model if stays else trainer.model.to(state.world.device)
     notify.model = [module]
     state.sums.flops_per_token = 6.0 * _active_parameters(module)
     labels = Labels(trainer.args.label_names, shifted=shifts_labels(module))

@@ -44,31 +44,6 @@ class Trainer(TrainerMethods):
             is never called here.
     """
 
-    @property
-    def state(self) -> Any:
-        """Hugging Face's view of the progress; None before the first run."""
-        return None if self.global_state is None else self.global_state.trainer_state
-
-    @property
-    def control(self) -> Any:
-        """Accepts requests to the running loop; None before the first run."""
-        return None if self.global_state is None else self.global_state.control
-
-    def add_callback(self, callback: Any) -> None:
-        """Register a callback, or a callback class."""
-        self.callback_manager.add(callback)
-
-    def pop_callback(self, callback: Any) -> Any:
-        """Remove the first callback that is this instance, or exactly of this class; returns it, or None."""
-        try:
-            return self.callback_manager.remove(callback)
-        except ValueError:
-            return None
-
-    def remove_callback(self, callback: Any) -> None:
-        """Remove the first callback that is this instance, or exactly of this class; does nothing without a match."""
-        self.pop_callback(callback)
-
     def train(
         self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: list[str] | None = None
     ) -> TrainOutput:
@@ -182,7 +157,7 @@ def _evaluate_dataset(
         collected = collector.gather(state.world)
         return _computed_metrics(trainer, collected, f"{prefix}_")
 
-    before = state.entry_point.eval_dataloader, step.collector
+    before = step.collector
     loader = eval_loader(dataset, session.collate, state.cfg, state.world, is_test=is_test)
     state.entry_point.eval_dataloader, step.collector = loader, collector
     try:
@@ -199,7 +174,7 @@ def _evaluate_dataset(
             extra_metrics=computed_metrics,
         )
     finally:
-        state.entry_point.eval_dataloader, step.collector = before
+        step.collector = before  # the loader stays what callbacks get as eval_dataloader, as in Hugging Face's Trainer
     if means and state.bridge_trackers.recipients:
         # the name of the set in trackers with Megatron Bridge's tags: `validation`, or `validation <name>` of several
         kind, own = ("test", "test") if is_test else ("validation", "eval")

@@ -19,7 +19,8 @@ from onstep.config import ConfigContainer, config_to_args
 from onstep.config.lengths import batch_sizes
 from onstep.data import StepSource
 from onstep.distributed import World
-from onstep.events import Control, Request, RunInfo, TrainerState
+from onstep.events import CallbackManager, Control, Request, RunInfo, RunState
+from onstep.events.exportable_state import exported_states
 from onstep.models.heads import ModelHook
 from onstep.optim import LossScaler, TrainingOptimizer, build_loss_scaler
 from onstep.train_state import TrainState
@@ -243,9 +244,14 @@ class Run:
         return self.entry_point.eval_dataloader
 
     @cached_property
-    def trainer_state(self) -> TrainerState:
+    def trainer_state(self) -> RunState:
         """Hugging Face's view of the progress."""
-        return TrainerState(self.train_state, self.info)
+        return RunState(self.train_state, self.info, lambda: self.control, self._exported_states)
+
+    def _exported_states(self) -> dict[str, Any]:
+        manager: CallbackManager | None = getattr(self.trainer, "callback_manager", None)
+        own = {"TrainerControl": self.control.state()}
+        return own if manager is None else exported_states(manager.callbacks) | own
 
     @cached_property
     def args(self) -> Any:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, fields
 from enum import Enum
 from typing import Any, TypeVar
 
-from onstep.bounded_reading import integer_from_environment, parse_json
+from onstep.bounded_reading import parse_json
 from onstep.config.field_types import coerce, field_types
 from onstep.config.hf.argument import (
     RENAMED,
@@ -27,7 +26,9 @@ from onstep.config.hf.fields.length import LengthArguments
 from onstep.config.hf.fields.logging import LoggingArguments
 from onstep.config.hf.fields.optimization import OptimizationArguments
 from onstep.config.hf.fields.saving import SavingArguments
+from onstep.config.hf.process import ProcessArguments
 from onstep.config.hf.reserved import ReservedArguments, check_reserved, reserved_fields
+from onstep.config.hf.setters import SettingMethods
 from onstep.config.lengths import share_of
 from onstep.config.suggestions import nearest, shown
 from onstep.config.trackers import tracker_list
@@ -66,6 +67,14 @@ def _names_unknown_keywords(cls: Arguments) -> Arguments:
     return cls
 
 
+@dataclass
+class _Directory:
+    """The one argument that may be passed by position, also where a subclass declares others again."""
+
+    output_dir: str | None = None
+    """Directory of the run: `<run.output_dir>/<run.name>`."""
+
+
 @_names_unknown_keywords
 @declares_arguments
 @dataclass
@@ -78,6 +87,9 @@ class TrainingArguments(
     EvaluationArguments,
     SavingArguments,
     ReservedArguments,
+    ProcessArguments,
+    SettingMethods,
+    _Directory,
 ):
     """A run in the words of Hugging Face's `TrainingArguments`.
 
@@ -90,8 +102,6 @@ class TrainingArguments(
         ConfigError: an unknown name, a value of another type or out of range, or one that is not supported.
     """
 
-    output_dir: str | None = None
-    """Directory of the run: `<run.output_dir>/<run.name>`."""
     _: KW_ONLY
     config_overrides: Values | None = None
     """Values of the `ConfigContainer` that have no name above, by section or dotted key; they win."""
@@ -143,57 +153,6 @@ class TrainingArguments(
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             self.greater_is_better = is_greater_better(self.metric_for_best_model)
 
-    @property
-    def train_batch_size(self) -> int:
-        """Samples of one forward pass on this rank."""
-        return self.per_device_train_batch_size
-
-    @property
-    def eval_batch_size(self) -> int:
-        """Samples of one evaluation batch on this rank."""
-        return self.per_device_eval_batch_size
-
-    @property
-    def world_size(self) -> int:
-        """Processes of the run (`WORLD_SIZE`)."""
-        return integer_from_environment("WORLD_SIZE", 1)
-
-    @property
-    def process_index(self) -> int:
-        """Rank of this process (`RANK`)."""
-        return integer_from_environment("RANK", 0)
-
-    @property
-    def local_process_index(self) -> int:
-        """Rank of this process on its machine (`LOCAL_RANK`)."""
-        return integer_from_environment("LOCAL_RANK", 0)
-
-    @property
-    def device(self) -> str:
-        """Where this rank trains, as text: 'cpu' or 'cuda:<local rank>'.
-
-        Asks torch only if it is imported already, so that reading arguments does not import it; before that, 'cpu'.
-        """
-        torch = sys.modules.get("torch")
-        if self.use_cpu or torch is None or not torch.cuda.is_available():
-            return "cpu"
-        return f"cuda:{self.local_process_index}"
-
-    @property
-    def n_gpu(self) -> int:
-        """GPUs of this process: 0 or 1."""
-        return 0 if self.device == "cpu" else 1
-
-    @property
-    def should_log(self) -> bool:
-        """Whether this process reports: the first of each machine, or of all with `log_on_each_node=False`."""
-        return (self.local_process_index if self.log_on_each_node else self.process_index) == 0
-
-    @property
-    def should_save(self) -> bool:
-        """Whether this process writes the weights."""
-        return self.process_index == 0
-
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Steps of the warm-up in a run of `num_training_steps`."""
         if self.warmup_steps >= 1:
@@ -208,6 +167,11 @@ class TrainingArguments(
     def to_json_string(self) -> str:
         """`to_dict()` as JSON."""
         return json.dumps(self.to_dict(), indent=2)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """`to_dict()` with the batch sizes, and text in place of what is not a number, switch or text: for trackers."""
+        values = {**self.to_dict(), "train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
+        return {name: one if type(one) in (bool, int, float, str) else str(one) for name, one in values.items()}
 
 
 def _dictionary(text: str, name: str) -> Any:

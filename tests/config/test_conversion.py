@@ -174,6 +174,8 @@ OTHER_VALUES: dict[str, Any] = {
     "lr_scheduler_kwargs": None,
     "warmup_steps": 0.07,
     "optim": "adamw_torch",
+    "optim_args": "",  # each optimizer reads others: see tests/trainer/test_named_optimizers.py
+    "optim_target_modules": [],
     "weight_decay": 0.2,
     "adam_beta1": 0.8,
     "adam_beta2": 0.9,
@@ -571,17 +573,11 @@ def test_a_schedule_follows_hugging_faces_curve(name: str, kwargs: dict[str, Any
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"lr_scheduler_type": "inverse_sqrt"}, "requires warmup_steps > 0"),
-        (
-            {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 5, "lr_scheduler_kwargs": {"timescale": 9}},
-            "timescale=9 must equal warmup_steps=5",
-        ),
-        ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 2}}, "num_cycles=2 must be 0.5"),
         ({"lr_scheduler_type": "cosine_with_min_lr"}, "requires lr_scheduler_kwargs with one of min_lr, min_lr_rate"),
         ({"lr_scheduler_type": "warmup_stable_decay"}, "num_decay_steps"),
         ({"lr_scheduler_kwargs": {"power": 2}}, "lr_scheduler_kwargs of 'linear' has 'power'"),
     ],
 )
-def test_a_schedule_that_ours_cannot_follow_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_keywords_that_a_schedule_lacks_or_does_not_read_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         args_to_config(TrainingArguments(**arguments))

@@ -74,13 +74,13 @@ class WithSampler:
 
 def test_a_method_that_would_never_be_called_is_refused_by_name_with_a_remedy(tmp_path: Path) -> None:
     class Groups(WithSampler, Trainer):
-        def create_optimizer(self) -> Any:
+        def _inner_training_loop(self) -> Any:
             return None
 
     with pytest.raises(
         ValueError,
-        match=r"Groups overrides create_optimizer, _get_train_sampler, which Onstep's Trainer never calls.*"
-        r"for create_optimizer: pass a factory",
+        match=r"Groups overrides _get_train_sampler, _inner_training_loop, which Onstep's Trainer never calls.*"
+        r"for _inner_training_loop: override compute_loss",
     ):
         Groups(Regression(), arguments(tmp_path), train_dataset=regression_rows(4))
 
@@ -98,12 +98,13 @@ def test_every_method_of_transformers_is_called_or_refused(tmp_path: Path) -> No
         except ValueError as error:
             refusals[name] = str(error)
     called = {"train", "compute_loss", "evaluate", "predict", "save_model"}
+    called |= {"create_optimizer", "create_scheduler", "create_optimizer_and_scheduler", "get_decay_parameter_names"}
     assert all(f"Mine overrides {name}, which" in text for name, text in refusals.items())
     assert set(silent) == called | CALLED_BY_SCRIPTS
 
 
 def test_methods_assigned_to_a_trainer_that_are_never_called_are_refused(tmp_path: Path) -> None:
     trainer = Trainer(Regression(), arguments(tmp_path), train_dataset=regression_rows(4), default_callbacks=False)
-    trainer.create_optimizer = lambda: None  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"Trainer overrides create_optimizer, which .* never calls.*optimizers="):
+    trainer._inner_training_loop = lambda: None  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"Trainer overrides _inner_training_loop, which .* never calls"):
         trainer.train()

@@ -66,8 +66,10 @@ class BaseTrainer:
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = optimizers
-        self.built_optimizers: tuple[Any, Any] = (None, None)
-        """What the last training created where `optimizers` had None; see `optimizer` and `lr_scheduler`."""
+        self.previous: tuple[Any, Any] = (None, None)
+        """Optimizer and scheduler of the last training."""
+        self.put_back: dict[str, Any] = {}
+        """What the next training puts back in the place of those that the last one made."""
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         configured = ConfigContainer()
         merge(configured, self.args.config_overrides or {})

@@ -6,18 +6,12 @@ from collections.abc import Iterable
 
 from onstep.errors import ConfigError
 
-_OPTIMIZER = "pass a factory or an optimizer as optimizers=(optimizer, scheduler)"
 _LOADER = "pass the dataset in the form and order that it should be read; a torch IterableDataset is read as it is"
 _STEP = "override compute_loss, or use a callback (on_forward_backward_end, on_pre_optimizer_step, on_step_end)"
 _EVALUATION = "override evaluate, or pass compute_metrics and preprocess_logits_for_metrics"
 _SAVE = "use a callback's on_save, or a module with its own save_pretrained"
 
 _INSTEAD = {
-    "create_optimizer": _OPTIMIZER,
-    "create_scheduler": _OPTIMIZER,
-    "create_optimizer_and_scheduler": _OPTIMIZER,
-    "get_decay_parameter_names": _OPTIMIZER,
-    "get_optimizer_cls_and_kwargs": _OPTIMIZER,
     "get_train_dataloader": _LOADER,
     "get_eval_dataloader": _LOADER,
     "get_test_dataloader": _LOADER,

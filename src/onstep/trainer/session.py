@@ -33,11 +33,10 @@ from onstep.trainer.loss_convention import Convention, Labels, shifts_labels
 from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.model_step import ModelStep
 from onstep.trainer.optimizers import (
+    Length,
     check_optimizers,
-    expose_optimizers,
     known_optimizers,
-    make_optimizer,
-    make_scheduler,
+    make_optimizers,
     withdraw_optimizers,
 )
 from onstep.trainer.own_arguments import config_of, shown_arguments
@@ -260,12 +259,9 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
         session.collate.check(trainer.train_dataset)
     with state.timers(MODEL_TIMER).measure(barrier=True):
         session.model = notify.model = data_parallel([session.module], state.world, config.ddp)
-        session.optimizer = notify.optimizer = make_optimizer(trainer, session.module, config)
         iters = train_iters(config, num_samples, world_size=state.world.size)
-        session.scheduler = notify.scheduler = make_scheduler(
-            trainer, session.optimizer, config, iters, state.world.size, num_samples
-        )
-    expose_optimizers(trainer, session.optimizer, session.scheduler)
+        made = make_optimizers(trainer, session.module, config, Length(iters, state.world.size, num_samples))
+        session.optimizer, session.scheduler = notify.optimizer, notify.scheduler = made
     load_checkpoint(state, notify)
     notify.on_data_init_start()
     with state.timers(DATA_TIMER).measure(barrier=True):

@@ -11,6 +11,7 @@ from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.dataloaders import eval_loader
 from onstep.trainer.loss_convention import inner_module
 from onstep.trainer.methods import TrainerMethods
+from onstep.trainer.optimizers import step_on_metric
 from onstep.trainer.overrides import check_overrides
 from onstep.trainer.predictions import Collected, EvalPrediction, PredictionCollector, PredictionOutput, TrainOutput
 from onstep.trainer.session import Session, check_training, evaluation_session, training_session
@@ -64,6 +65,8 @@ class Trainer(TrainerMethods):
             def evaluation() -> None:
                 if self.eval_dataset is not None and session.state.cfg.validation.eval_iters != 0:
                     metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+                    if session.state.train_state.step > 0:  # not of eval_on_start
+                        step_on_metric(self, session.scheduler, metrics)
                     note_best_metric(session.state, metrics)
 
             train(

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from onstep.bounded_reading import parse_json
 from onstep.config.field_types import coerce, field_types
 from onstep.config.hf.argument import (
+    FOLLOW_METRIC,
     RENAMED,
     Values,
     declares_arguments,
@@ -146,7 +147,9 @@ class TrainingArguments(
         # one metric chooses the best checkpoints, under whichever of its two names it was given
         if self.metric_for_best_model is None and self.preserve_best_model:
             self.metric_for_best_model = self.best_model_metric
-        if self.metric_for_best_model is None and self.load_best_model_at_end:
+        if self.metric_for_best_model is None and (
+            self.load_best_model_at_end or self.lr_scheduler_type in FOLLOW_METRIC
+        ):
             self.metric_for_best_model = "loss"
         if self.greater_is_better is None and self.preserve_best_model:
             self.greater_is_better = self.best_model_greater_is_better

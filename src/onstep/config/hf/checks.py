@@ -6,7 +6,8 @@ import math
 from fractions import Fraction
 from typing import Any
 
-from onstep.config.hf.argument import rules_of
+from onstep.config.hf.argument import FOLLOW_METRIC, rules_of
+from onstep.config.hf.optimizers import WITHOUT_BETAS, check_optimizer
 from onstep.config.suggestions import nearest
 from onstep.errors import ConfigError
 
@@ -21,6 +22,12 @@ def check_arguments(args: Any) -> None:
             raise ConfigError(f"TrainingArguments.{name}={value!r} is not supported; use one of {spelled}.{hint}")
         if rule.bound and value is not None and not (rule.bound.holds(value) and value < math.inf):
             raise ConfigError(f"TrainingArguments.{name}={value} must be {rule.bound.text} and finite.")
+    check_optimizer(args)
+    if args.lr_scheduler_type in FOLLOW_METRIC and not evaluates(args):
+        raise ConfigError(
+            f"TrainingArguments.lr_scheduler_type={args.lr_scheduler_type!r} follows the metric of the evaluations; "
+            f"set eval_strategy."
+        )
     if args.max_steps <= 0 and not 0 < args.num_train_epochs < math.inf:
         raise ConfigError(
             f"TrainingArguments.num_train_epochs={args.num_train_epochs} must be > 0; for a length in steps set "
@@ -104,7 +111,16 @@ def idle_arguments(args: Any) -> list[tuple[str, list[str]]]:
     rows = (
         (args.eval_strategy != "no", "an eval_strategy", {"eval_steps": None, "eval_delay": 0}),
         (args.max_steps < 1, "max_steps=-1, which else is the length", {"num_train_epochs": 3.0}),
-        (args.lr_scheduler_type != "constant", "lr_scheduler_type='constant_with_warmup'", {"warmup_steps": 0}),
+        (
+            args.lr_scheduler_type not in ("constant", *FOLLOW_METRIC),
+            "lr_scheduler_type='constant_with_warmup'",
+            {"warmup_steps": 0},
+        ),
+        (
+            args.optim not in WITHOUT_BETAS,
+            "an optim with betas",
+            {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8},
+        ),
         (args.preserve_best_model, "preserve_best_model=True", {"preserve_n_best": 1, "best_model_metric": "loss"}),
         (args.dataloader_num_workers > 0, "dataloader_num_workers > 0", {"dataloader_persistent_workers": False}),
     )

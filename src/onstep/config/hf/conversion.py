@@ -8,8 +8,9 @@ from typing import Any
 
 from onstep.config.container import ConfigContainer
 from onstep.config.field_types import accepts_none, field_types
-from onstep.config.hf.argument import KEY_OF, LOG_LEVELS, OPTIMIZERS
+from onstep.config.hf.argument import KEY_OF, LOG_LEVELS
 from onstep.config.hf.arguments import TrainingArguments, build_silently, is_greater_better
+from onstep.config.hf.optimizers import NATIVE
 from onstep.config.hf.schedules import named_schedule, set_schedule
 from onstep.config.keys import diff
 from onstep.config.lengths import share_of, steps_of_epochs
@@ -143,7 +144,7 @@ def _set_evaluation(args: TrainingArguments, config: ConfigContainer) -> None:
 
 def _set_optimizer(args: TrainingArguments, config: ConfigContainer) -> None:
     optimizer = config.optimizer
-    optimizer.optimizer = OPTIMIZERS[args.optim]
+    optimizer.optimizer = NATIVE.get(args.optim, "adam")
     if optimizer.optimizer == "sgd":
         optimizer.sgd_momentum = 0.0
     optimizer.clip_grad = args.max_grad_norm or None

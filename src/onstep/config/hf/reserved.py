@@ -37,10 +37,6 @@ def reserved(default: T, reason: str = "", *, same: tuple[Any, ...] = ()) -> T:
 class ReservedArguments:
     """Hugging Face's and Forgather's names that have no effect here; Hugging Face's first, in its order."""
 
-    optim_args: Any = reserved(
-        None, "set options of the optimizer in config_overrides, such as {'optimizer.sgd_momentum': 0.9}"
-    )
-    optim_target_modules: Any = None
     average_tokens_across_devices: bool = reserved(True, "the loss is the mean over the tokens of all ranks")
     label_smoothing_factor: float = 0.0
     bf16_full_eval: bool = False

@@ -11,9 +11,10 @@ import torch
 
 from onstep.errors import warn_once
 from onstep.events import Dispatcher
+from onstep.optim import RecallsRates
 from onstep.train_state import TrainState
 from onstep.training.compute.losses import Scalar
-from onstep.training.compute.step import Step
+from onstep.training.compute.step import LastStep, Step
 from onstep.training.protocols import Metrics, UserOptimizer
 from onstep.training.reporting.loss_accumulator import IntervalReport, LossAccumulator
 from onstep.training.run import Run
@@ -39,6 +40,8 @@ def log_step(state: Run, accumulator: LossAccumulator, optimizer: UserOptimizer,
     state.features.after_read()
     advance_tokens(state, report)
     logs = build_logs(state, report, optimizer, extras=tuple(unread))
+    if state.entry_point.trainer is not None:
+        logs["learning_rate"] = used_learning_rate(state, optimizer, notify.scheduler)
     warn_if_all_skipped(state, report)
     warn_if_unlabelled(state, report)
     notify.on_log_step(logs=logs)
@@ -131,6 +134,16 @@ def learning_rate(optimizer: UserOptimizer) -> float | None:
     """
     rate = _rate_of_last(optimizer, is_decoupled=False)
     return _rate_of_last(optimizer, is_decoupled=True) if rate is None else rate
+
+
+def used_learning_rate(state: Run, optimizer: UserOptimizer, scheduler: object) -> float:
+    """The rate of the last step's update, of the first parameter group, as in Hugging Face's records."""
+    step = state.features.room(LastStep).step
+    if isinstance(scheduler, RecallsRates) and step is not None and step.applied:
+        rates = scheduler.rates_before_last_step()
+    else:
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+    return rates[0]
 
 
 def decoupled_learning_rate(optimizer: UserOptimizer) -> float | None:

@@ -65,21 +65,36 @@ CALLED_BY_SCRIPTS = {
 """Methods that only a script calls: there, an override is what runs."""
 
 
-class WithSampler:
+LOADING = {
+    "_get_collator_with_removed_columns",
+    "_get_dataloader",
+    "_get_eval_sampler",
+    "_get_train_sampler",
+    "_remove_unused_columns",
+    "_set_signature_columns_if_needed",
+    "get_eval_dataloader",
+    "get_test_dataloader",
+    "get_total_train_batch_size",
+    "get_train_dataloader",
+    "num_examples",
+}
+
+
+class WithGroups:
     """A mixin, as libraries have them."""
 
-    def _get_train_sampler(self, dataset: Any = None) -> Any:
-        return None
+    def get_decay_parameter_names(self, model: Any) -> Any:
+        return []
 
 
 def test_a_method_that_would_never_be_called_is_refused_by_name_with_a_remedy(tmp_path: Path) -> None:
-    class Groups(WithSampler, Trainer):
+    class Groups(WithGroups, Trainer):
         def create_optimizer(self) -> Any:
             return None
 
     with pytest.raises(
         ValueError,
-        match=r"Groups overrides create_optimizer, _get_train_sampler, which Onstep's Trainer never calls.*"
+        match=r"Groups overrides create_optimizer, get_decay_parameter_names, which Onstep's Trainer never calls.*"
         r"for create_optimizer: pass a factory",
     ):
         Groups(Regression(), arguments(tmp_path), train_dataset=regression_rows(4))
@@ -97,7 +112,7 @@ def test_every_method_of_transformers_is_called_or_refused(tmp_path: Path) -> No
             silent.append(name)
         except ValueError as error:
             refusals[name] = str(error)
-    called = {"train", "compute_loss", "evaluate", "predict", "save_model"}
+    called = {"train", "compute_loss", "evaluate", "predict", "save_model", *LOADING}
     assert all(f"Mine overrides {name}, which" in text for name, text in refusals.items())
     assert set(silent) == called | CALLED_BY_SCRIPTS
 

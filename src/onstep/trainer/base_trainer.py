@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 from torch import nn
 
 from onstep.callbacks import DefaultMetrics, InfoCallback, ProgressCallback
 from onstep.config import ConfigContainer, merge
+from onstep.data import default_data_collator
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager, normalize_callbacks
 from onstep.trainer.loss_convention import NUM_ITEMS, accepts_num_items, of_model
@@ -54,7 +55,8 @@ class BaseTrainer:
         self.args = own_arguments(args)
         self.model = model
         self.model_init = model_init
-        self.data_collator = data_collator
+        self.has_own_collator = data_collator is not None
+        self.data_collator: Collate = data_collator or default_collator(processing_class)
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
         self.processing_class = processing_class
@@ -109,6 +111,16 @@ class BaseTrainer:
         if known is None or known[0]() is not model:
             known = self._known_model = ref(model), of_model(model) == "share"
         return known[1]
+
+
+def default_collator(processing_class: Any) -> Collate:
+    """The collator that suits a processing class: one that pads, for a tokenizer."""
+    if hasattr(processing_class, "pad") and hasattr(processing_class, "padding_side"):
+        from transformers import DataCollatorWithPadding
+
+        padding: Any = DataCollatorWithPadding(processing_class)
+        return cast(Collate, padding)
+    return default_data_collator
 
 
 def _check_model(model: Any, model_init: Any) -> None:

@@ -6,23 +6,12 @@ from collections.abc import Iterable
 
 from onstep.errors import ConfigError
 
-_LOADER = "pass the dataset in the form and order that it should be read; a torch IterableDataset is read as it is"
 _STEP = "override compute_loss, or use a callback (on_forward_backward_end, on_pre_optimizer_step, on_step_end)"
 _EVALUATION = "override evaluate, or pass compute_metrics and preprocess_logits_for_metrics"
 _SAVE = "use a callback's on_save, or a module with its own save_pretrained"
 
 _INSTEAD = {
-    "get_train_dataloader": _LOADER,
-    "get_eval_dataloader": _LOADER,
-    "get_test_dataloader": _LOADER,
-    "_get_dataloader": _LOADER,
-    "_get_train_sampler": _LOADER,
-    "_get_eval_sampler": _LOADER,
-    "_get_collator_with_removed_columns": "pass a data_collator",
-    "_remove_unused_columns": "pass a data_collator",
-    "_set_signature_columns_if_needed": "pass a data_collator",
-    "get_batch_samples": "pass a data_collator",
-    "num_examples": "give the dataset a length",
+    "get_batch_samples": "override get_train_dataloader with a loader of those batches, or pass a data_collator",
     "floating_point_ops": "use a callback's on_log",
     "store_flos": "use a callback's on_log",
     "training_step": _STEP,
@@ -81,7 +70,6 @@ _INTERNAL = (
     "_tune_save_checkpoint",
     "_update_auto_batch_size",
     "_validate_args",
-    "get_total_train_batch_size",
     "set_initial_training_values",
 )
 _INSTEAD |= dict.fromkeys(_INTERNAL, "use a callback; it is a step of another loop")

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from onstep.config import ConfigContainer
+from onstep.config import ConfigContainer, TrainingArguments
 from onstep.config.checks import idle_in_trainer, idle_line
 from onstep.config.hf.checks import idle_arguments
 from onstep.config.lengths import train_iters
@@ -29,6 +29,7 @@ from onstep.trainer import loss_convention
 from onstep.trainer.base_trainer import BaseTrainer, Collate
 from onstep.trainer.dataloaders import ColumnFilter, collator, num_samples_of, train_loader
 from onstep.trainer.directories import acquire_dir
+from onstep.trainer.loaders.users_data import UsersData, count_examples, decides_data, users_data, whole_epochs
 from onstep.trainer.loss_convention import Convention, Labels, shifts_labels
 from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.model_step import ModelStep
@@ -39,6 +40,7 @@ from onstep.trainer.optimizers import (
     make_optimizers,
     withdraw_optimizers,
 )
+from onstep.trainer.overrides import overrides
 from onstep.trainer.own_arguments import config_of, shown_arguments
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.features import SETUP
@@ -89,18 +91,15 @@ def check_training(trainer: TrainerMethods, resume_from_checkpoint: Any = None) 
     args, dataset = trainer.args, trainer.train_dataset
     if trainer.session is not None:
         raise ConfigError("This Trainer is already training or evaluating; a callback may evaluate, but not train.")
-    if dataset is None:
+    if dataset is None and not overrides(trainer, "get_train_dataloader"):
         raise ConfigError("Trainer.train requires a train_dataset; pass one to the constructor.")
     if not isinstance(resume_from_checkpoint, (bool, str, os.PathLike, NoneType)):
         raise ConfigError(
             f"resume_from_checkpoint={resume_from_checkpoint!r} must be the path of a checkpoint, True or None (the "
             f"run's newest, if any), or False (do not continue)."
         )
-    num_samples = num_samples_of(dataset)
-    if num_samples is None and args.max_steps <= 0:
-        raise ConfigError("The train_dataset has no length, so num_train_epochs cannot end the run; set max_steps.")
-    if num_samples == 0:
-        raise DataError("The train_dataset is empty: it has 0 samples.")
+    if not decides_data(trainer):
+        check_length(num_samples_of(dataset), args)
     if isinstance(dataset, DataLoader) and dataset.batch_size not in (None, args.per_device_train_batch_size):
         raise ConfigError(
             f"The train_dataset is a DataLoader with batch_size={dataset.batch_size}, and per_device_train_batch_size="
@@ -115,12 +114,22 @@ def check_training(trainer: TrainerMethods, resume_from_checkpoint: Any = None) 
     check_optimizers(trainer)
 
 
+def check_length(num_samples: int | None, args: TrainingArguments) -> None:
+    """Reject (ConfigError, DataError) training data without a length in a run by epochs, and empty data."""
+    if num_samples is None and args.max_steps <= 0:
+        raise ConfigError("The train_dataset has no length, so num_train_epochs cannot end the run; set max_steps.")
+    if num_samples == 0:
+        raise DataError("The train_dataset is empty: it has 0 samples.")
+
+
 @contextmanager
 def training_session(trainer: TrainerMethods, resume_from_checkpoint: Any = None) -> Iterator[Session]:
     """Set up the ranks, the run's directory, the model, optimizer, scheduler and data. Collective."""
-    num_samples = num_samples_of(trainer.train_dataset)
     size = world_size_from_environment()
-    config = config_of(trainer.args, num_samples=num_samples, world_size=size, for_training=True)
+    data = _users_data(trainer, size)
+    num_samples = num_samples_of(trainer.train_dataset) if data is None else data.num_samples
+    args = trainer.args if data is None else whole_epochs(trainer.args)
+    config = config_of(args, num_samples=num_samples, world_size=size, for_training=True)
     if resume_from_checkpoint is False:
         config.checkpoint.resume = False
     elif isinstance(resume_from_checkpoint, (str, os.PathLike)):
@@ -135,7 +144,7 @@ def training_session(trainer: TrainerMethods, resume_from_checkpoint: Any = None
     with open_run(config, trainer.callback_manager, _world, claim_run, entry_point, accepts_finished=True) as opened:
         run = opened.run
         with _session(trainer, run, opened.notify, seeds=True) as session:
-            _build_training(trainer, session, num_samples)
+            _build_training(trainer, session, num_samples, data)
             end_set_up(run, session.notify)
             yield session
 
@@ -204,7 +213,7 @@ def _session(trainer: TrainerMethods, state: GlobalState, notify: Dispatcher, se
     state.sums.flops_per_token = 6.0 * _active_parameters(module)
     labels = Labels(trainer.args.label_names, shifted=shifts_labels(module))
     forward_step = _forward_step(trainer, module, labels, state)
-    session = Session(state, module, [module], forward_step, labels, collator(trainer, module), notify)
+    session = Session(state, module, [module], forward_step, labels, collator(trainer), notify)
     trainer.session = session
     try:
         yield session
@@ -251,11 +260,24 @@ def _convention(trainer: TrainerMethods, module: nn.Module) -> tuple[Convention,
     return loss_convention.of_model(module), type(module).__name__
 
 
-def _build_training(trainer: TrainerMethods, session: Session, num_samples: int | None) -> None:
+def _users_data(trainer: TrainerMethods, size: int) -> UsersData | None:
+    """What the user's methods decide that is read; they run with the model in place and the ranks connected."""
+    if not decides_data(trainer):
+        return None
+    if trainer.model is None:
+        seed_everything(trainer.args.seed)
+        trainer.model = _build_model(trainer.model_init)
+    with _world(config_of(trainer.args, num_samples=None, world_size=size, for_training=False)):
+        data = users_data(trainer)
+    check_length(data.num_samples, trainer.args)
+    return data
+
+
+def _build_training(trainer: TrainerMethods, session: Session, num_samples: int | None, data: UsersData | None) -> None:
     state, config, notify = session.state, session.state.cfg, session.notify
     if state.world.is_main:
         _name_idle_arguments(trainer, session)
-    if isinstance(session.collate, ColumnFilter):
+    if isinstance(session.collate, ColumnFilter) and trainer.train_dataset is not None:
         session.collate.check(trainer.train_dataset)
     with state.timers(MODEL_TIMER).measure(barrier=True):
         session.model = notify.model = data_parallel([session.module], state.world, config.ddp)
@@ -265,14 +287,18 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
     load_checkpoint(state, notify)
     notify.on_data_init_start()
     with state.timers(DATA_TIMER).measure(barrier=True):
-        session.train_data = train_loader(trainer.train_dataset, session.collate, config, state.world)
-    state.entry_point.train_dataloader = session.train_data
+        if data is None:
+            session.train_data = train_loader(trainer.train_dataset, session.collate, config, state.world)
+        else:
+            session.train_data = data.open(config, state.world)
+    state.entry_point.train_dataloader = session.train_data if data is None else data.loader
     state.train_state.do_train = True
     state.train_state.do_valid = trainer.eval_dataset is not None and config.validation.eval_iters != 0
     state.entry_point.evaluates_last_step = (
         config.validation.eval_after_training and not config.validation.eval_each_epoch
     )
     count_steps(state, session.train_data)
+    count_examples(trainer, state, data)
     seed_everything(config.rng.seed + state.world.rank)
 
 
@@ -280,7 +306,7 @@ def _name_idle_arguments(trainer: TrainerMethods, session: Session) -> None:
     """Say in one line which arguments have no effect in this training."""
     transformer = inner_transformer(session.module)
     found = idle_in_trainer(session.state.cfg, None if transformer is None else transformer.config)
-    if isinstance(trainer.train_dataset, DataLoader) and trainer.data_collator is not None:
+    if isinstance(trainer.train_dataset, DataLoader) and trainer.has_own_collator:
         found.append(("a train_dataset that is not a DataLoader, which has its own", ["data_collator"]))
     if trainer.args.prediction_loss_only and trainer.compute_metrics is not None:
         found.append(("prediction_loss_only=False", ["compute_metrics"]))

@@ -8,7 +8,7 @@ from typing import Any
 
 from onstep.errors import ConfigError
 from onstep.trainer.base_trainer import BaseTrainer
-from onstep.trainer.dataloaders import eval_loader
+from onstep.trainer.dataloaders import evaluation_loader
 from onstep.trainer.loss_convention import inner_module
 from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.optimizers import step_on_metric
@@ -161,7 +161,7 @@ def _evaluate_dataset(
         return _computed_metrics(trainer, collected, f"{prefix}_")
 
     before = step.collector
-    loader = eval_loader(dataset, session.collate, state.cfg, state.world, is_test=is_test)
+    loader = evaluation_loader(trainer, dataset, session.collate, state.cfg, state.world, is_test=is_test)
     state.entry_point.eval_dataloader, step.collector = loader, collector
     try:
         means, _, _ = evaluate(

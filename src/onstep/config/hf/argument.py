@@ -53,7 +53,6 @@ RENAMED = {
     "warmup_ratio": "warmup_steps: below 1 it is a share of the run",
     "evaluation_strategy": "eval_strategy",
     "no_cuda": "use_cpu",
-    "group_by_length": "train_sampling_strategy ('group_by_length' is not supported yet)",
     "per_gpu_train_batch_size": "per_device_train_batch_size",
     "per_gpu_eval_batch_size": "per_device_eval_batch_size",
     "tpu_num_cores": "torchrun to start more than one process",

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from onstep.bounded_reading import parse_json
 from onstep.config.field_types import coerce, field_types
+from onstep.config.hf.accelerator import settle_accelerator
 from onstep.config.hf.argument import (
     FOLLOW_METRIC,
     RENAMED,
@@ -140,6 +141,8 @@ class TrainingArguments(
         resume = self.resume_from_checkpoint
         if isinstance(resume, str) and resume.lower() in _SWITCHES and not os.path.exists(resume):
             self.resume_from_checkpoint = _SWITCHES[resume.lower()]
+        settle_accelerator(self)
+        self._settle_strategy()
         if self.eval_strategy == "steps" and not self.eval_steps:
             self.eval_steps = self.logging_steps
         if self.eval_strategy != "no":
@@ -155,6 +158,17 @@ class TrainingArguments(
             self.greater_is_better = self.best_model_greater_is_better
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             self.greater_is_better = is_greater_better(self.metric_for_best_model)
+
+    def _settle_strategy(self) -> None:
+        """`group_by_length` is another name for a value of `train_sampling_strategy`."""
+        if self.group_by_length and self.train_sampling_strategy not in ("random", "group_by_length"):
+            raise ConfigError(
+                f"TrainingArguments.group_by_length=True contradicts train_sampling_strategy="
+                f"{self.train_sampling_strategy!r}; drop one of them."
+            )
+        if self.group_by_length:
+            self.train_sampling_strategy = "group_by_length"
+        self.group_by_length = self.train_sampling_strategy == "group_by_length"
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Steps of the warm-up in a run of `num_training_steps`."""

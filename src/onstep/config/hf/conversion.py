@@ -110,7 +110,7 @@ def _set_run(args: TrainingArguments, config: ConfigContainer, world_size: int) 
         config.train.num_epochs = args.num_train_epochs
     config.train.global_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size
     config.validation.eval_global_batch_size = args.per_device_eval_batch_size * world_size
-    config.dataset.shuffle = args.train_sampling_strategy == "random"
+    config.dataset.shuffle = args.train_sampling_strategy != "sequential"
 
 
 def _set_intervals(args: TrainingArguments, config: ConfigContainer, total_steps: int | None) -> None:

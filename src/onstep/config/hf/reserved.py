@@ -14,15 +14,6 @@ _SHARDING = "sharded training comes with a later version"
 _HUB = "nothing is uploaded; push the directory of the final weights yourself"
 _COMPILE = "pass a compiled model instead"
 
-_DEFAULT_ACCELERATOR: dict[str, Any] = {
-    "split_batches": False,
-    "dispatch_batches": None,
-    "even_batches": True,
-    "use_seedable_sampler": True,
-    "non_blocking": False,
-    "gradient_accumulation_kwargs": None,
-}
-
 
 def reserved(default: T, reason: str = "", *, same: tuple[Any, ...] = ()) -> T:
     """A field that has no effect: only its default is accepted, and the `same` in Hugging Face's `to_dict()`.
@@ -72,12 +63,10 @@ class ReservedArguments:
     hub_revision: str | None = None
     ignore_data_skip: bool = reserved(False, "a resumed run continues at the very sample where it stopped")
     full_determinism: bool = False
-    accelerator_config: Any = reserved(None, same=(_DEFAULT_ACCELERATOR, {}))
     parallelism_config: Any = reserved(None, _SHARDING)
-    dataloader_prefetch_factor: int | None = None
-    dataloader_multiprocessing_context: str | None = None
-    dataloader_in_order: bool = True
-    length_column_name: str = "length"
+    dataloader_in_order: bool = reserved(
+        True, "batches are always trained on in their order, which a resumed run has again"
+    )
     ddp_static_graph: bool | None = reserved(None, same=(False,))
     fsdp: Any = reserved(None, _SHARDING, same=("", False, []))
     fsdp_config: Any = reserved(None, _SHARDING, same=({},))

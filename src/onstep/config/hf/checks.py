@@ -106,6 +106,8 @@ def idle_arguments(args: Any) -> list[tuple[str, list[str]]]:
         (args.max_steps < 1, "max_steps=-1, which else is the length", {"num_train_epochs": 3.0}),
         (args.lr_scheduler_type != "constant", "lr_scheduler_type='constant_with_warmup'", {"warmup_steps": 0}),
         (args.preserve_best_model, "preserve_best_model=True", {"preserve_n_best": 1, "best_model_metric": "loss"}),
+        (args.activation_checkpointing, "activation_checkpointing=True", {"activation_checkpointing_kwargs": None}),
+        (args.use_liger_kernel, "use_liger_kernel=True", {"liger_kernel_config": None}),
         (args.dataloader_num_workers > 0, "dataloader_num_workers > 0", {"dataloader_persistent_workers": False}),
     )
     found = [

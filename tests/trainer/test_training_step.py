@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from onstep import CallbackManager, Trainer
 from onstep.errors import ConfigError
+from tests.support.forked_processes import Processes
+from tests.support.jobs.step_jobs import SHARED, adversarial, by_hand, losses_of_transformers, trained, unchanged
 from tests.support.small_models import (
     CountingTokenModel,
     Regression,
@@ -29,75 +31,13 @@ from tests.support.small_models import (
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 
-SHARED: dict[str, Any] = {
-    "per_device_train_batch_size": 2,
-    "num_train_epochs": 1,
-    "learning_rate": 0.01,
-    "optim": "adamw_torch",
-    "logging_steps": 1,
-    "train_sampling_strategy": "sequential",
-    "use_cpu": True,
-}
-
 
 def both(
     tmp_path: Path, subclass_of: Callable[[Any], Any], model: Callable[[], nn.Module], rows: Any, **options: Any
 ) -> tuple[list[float], list[float]]:
     """The logged losses of transformers' Trainer and of ours, each with the same methods overridden."""
-    values = {**SHARED, **options}
-    args = transformers.TrainingArguments(
-        str(tmp_path / "theirs"), report_to="none", save_strategy="no", disable_tqdm=True, **values
-    )
-    theirs = subclass_of(transformers.Trainer)(model(), args, train_dataset=rows)
-    theirs.remove_callback(transformers.PrinterCallback)
-    theirs.train()
-    ours = subclass_of(Trainer)(model(), arguments(tmp_path, **values), train_dataset=rows, default_callbacks=False)
-    ours.train()
-    return losses_of(theirs), losses_of(ours)
-
-
-def adversarial(base: Any) -> Any:
-    """Two backward passes: of the batch, and of the batch with embeddings moved along their gradient."""
-
-    class Adversarial(base):  # type: ignore[misc]
-        def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-            weight = model.get_input_embeddings().weight
-            moved = 0.1 * weight.grad / weight.grad.norm()
-            weight.data.add_(moved)
-            inputs = self._prepare_inputs(inputs)
-            with self.compute_loss_context_manager():
-                again = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-            self.accelerator.backward(again)
-            weight.data.sub_(moved)
-            return loss
-
-    return Adversarial
-
-
-def by_hand(base: Any) -> Any:
-    """A step as written for transformers 4: everything by hand."""
-
-    class ByHand(base):  # type: ignore[misc]
-        def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-            model.train()
-            inputs = self._prepare_inputs(inputs)
-            with self.compute_loss_context_manager():
-                loss = self.compute_loss(model, inputs)
-            loss = loss / self.args.gradient_accumulation_steps
-            loss.backward()
-            return loss.detach()
-
-    return ByHand
-
-
-def unchanged(base: Any) -> Any:
-    class Unchanged(base):  # type: ignore[misc]
-        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-            loss: Tensor = super().training_step(*args, **kwargs)
-            return loss
-
-    return Unchanged
+    theirs = losses_of_transformers(subclass_of, model(), rows, tmp_path, **options)
+    return theirs, losses_of(trained(subclass_of, model(), rows, tmp_path, **options))
 
 
 @pytest.mark.parametrize("subclass", [adversarial, by_hand])
@@ -341,3 +281,21 @@ def test_the_attributes_that_subclasses_read_are_there(tmp_path: Path) -> None:
     assert trainer.model_wrapped is trainer.model
     theirs._set_signature_columns_if_needed()
     assert set(theirs._signature_columns) == set(trainer._signature_columns or ())
+
+
+JOBS = "tests.support.jobs.step_jobs"
+
+
+def test_an_own_step_on_two_ranks_trains_as_under_transformers(processes: Processes, tmp_path: Path) -> None:
+    for found in processes.results(JOBS, "compared", tmp_path):
+        for ours, theirs in found.values():
+            assert len(ours) == 4
+            assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_a_rank_without_a_sample_adds_nothing_in_an_own_step(processes: Processes, tmp_path: Path) -> None:
+    for found in processes.results(JOBS, "with_fillers", tmp_path):
+        for native, stepped in found.values():
+            assert len(native[0]) == 3
+            assert stepped[0] == pytest.approx(native[0], rel=1e-5)
+            assert stepped[1] == pytest.approx(native[1], rel=1e-4, abs=1e-4)

@@ -226,6 +226,24 @@ OTHER_VALUES: dict[str, Any] = {
     "ddp_broadcast_buffers": True,
     "ddp_backend": "gloo",
     "ddp_timeout": 100,
+    "ddp_static_graph": True,
+    "tf32": False,
+    "full_determinism": True,
+    "torch_compile": True,
+    "torch_compile_backend": "eager",
+    "torch_compile_mode": "max-autotune",
+    "activation_checkpointing": True,
+    "activation_checkpointing_kwargs": {"use_reentrant": True},
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    "use_cache": True,
+    "use_liger_kernel": True,
+    "liger_kernel_config": {"rope": False},
+    "label_smoothing_factor": 0.1,
+    "neftune_noise_alpha": 5.0,
+    "torch_empty_cache_steps": 2,
+    "auto_find_batch_size": True,
+    "debug": ["underflow_overflow"],
     "do_train": True,
     "do_eval": True,
     "do_predict": True,
@@ -305,10 +323,10 @@ def test_an_argument_has_its_default_and_an_effect_or_a_refusal(name: str) -> No
 
 def test_a_reserved_argument_that_a_key_names_has_an_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     """`hf=` at the key is the only edit that gives one of Hugging Face's arguments its effect."""
-    monkeypatch.setitem(KEY_OF, "torch_compile", KEYS["train.manual_gc"])
-    config = args_to_config(TrainingArguments(torch_compile=True))
+    monkeypatch.setitem(KEY_OF, "fuse_optim_with_backward", KEYS["train.manual_gc"])
+    config = args_to_config(TrainingArguments(fuse_optim_with_backward=True))
     assert config.train.manual_gc is True
-    assert config_to_args(config).torch_compile is True
+    assert config_to_args(config).fuse_optim_with_backward is True
 
 
 def test_args_to_config_to_args_keeps_all_fields_at_once() -> None:

@@ -75,7 +75,9 @@ class ConfigContainer(ConfigSection):
     trainer: dict[str, Any] = option(
         {},
         SAFE,
-        entries={"label_names": TRAJECTORY, "remove_unused_columns": TRAJECTORY},
+        entries=dict.fromkeys(
+            ("label_names", "label_smoothing_factor", "neftune_noise_alpha", "remove_unused_columns"), TRAJECTORY
+        ),
         help="Fields of `TrainingArguments` that have no key above (`label_names`, `disable_tqdm`, ...), where "
         "they differ from their default. Only `Trainer` reads them.",
     )

@@ -14,7 +14,9 @@ from onstep.config import ConfigContainer, merge
 from onstep.data import default_data_collator
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager, normalize_callbacks
-from onstep.trainer.loss_convention import NUM_ITEMS, accepts_num_items, of_model
+from onstep.trainer.computing.attributes import set_attributes
+from onstep.trainer.computing.label_smoothing import smoothed_loss
+from onstep.trainer.loss_convention import MAPPING, NUM_ITEMS, accepts_num_items, of_model
 from onstep.trainer.model_step import function_loss, model_loss
 from onstep.trainer.overrides import check_overrides
 from onstep.trainer.own_arguments import own_arguments
@@ -83,6 +85,13 @@ class BaseTrainer:
         """The session of the current run; None outside of one."""
         self.owned_dirs: dict[Path, RunDir] = {}
         """Run directories that this Trainer claimed, by requested path; it may train into them again."""
+        self.num_averaged_ranks = 1
+        """Ranks that a share of the step's loss is averaged over, in an overridden `training_step`."""
+        self.stated_loss_kwargs: bool | None = None
+        """The value that a subclass assigned to `model_accepts_loss_kwargs`."""
+        self.label_smoother: Any = None
+        """The loss with `label_smoothing_factor`; None without it."""
+        set_attributes(self)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -96,9 +105,13 @@ class BaseTrainer:
         function, further = self.compute_loss_func, {NUM_ITEMS: num_items_in_batch}
         if function is not None:
             loss, outputs = function_loss(function, model, inputs, further if self._accepts_items(function) else {})
+        elif self.label_smoother is not None and isinstance(inputs, MAPPING) and "labels" in inputs:
+            loss, outputs = smoothed_loss(self.label_smoother, model, inputs, further)
         else:
             is_wanted = num_items_in_batch is not None and self._gives_share(model)
             loss, outputs = model_loss(model, inputs, further if is_wanted else {})
+        if self.num_averaged_ranks > 1 and num_items_in_batch is not None:
+            loss = loss * self.num_averaged_ranks
         return (loss, outputs) if return_outputs else loss
 
     def _accepts_items(self, function: Callable[..., Any]) -> bool:
@@ -107,6 +120,8 @@ class BaseTrainer:
         return self._known_function[1]
 
     def _gives_share(self, model: nn.Module) -> bool:
+        if self.stated_loss_kwargs is not None:
+            return self.stated_loss_kwargs
         known = self._known_model
         if known is None or known[0]() is not model:
             known = self._known_model = ref(model), of_model(model) == "share"

@@ -39,6 +39,8 @@ class ModelStep:
         self._world = world
         self.collector: PredictionCollector | None = None
         """Receives the outputs of an evaluation, if needed."""
+        self.is_filler = False
+        """Whether the current micro-batch counts as zero, as far as noted: in evaluations, and by a `CustomStep`."""
 
     def __call__(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
         """Run one micro-batch; returns `(loss, loss function)`. The loss is None for a test without labels."""
@@ -62,6 +64,7 @@ class ModelStep:
         collector = self.collector
         if collector is None:
             return self._compute_loss(model, given, **keywords)
+        self.is_filler = isinstance(data_iterator, MicroBatches) and data_iterator.is_filler()
         if collector.is_test and self._labels.of(inputs) is None:
             outputs = call_model(model, given)
             loss = find_loss(outputs)
@@ -73,8 +76,7 @@ class ModelStep:
                     f"the outputs are needed for compute_metrics and predict."
                 )
             loss, outputs = result
-        is_filler = isinstance(data_iterator, MicroBatches) and data_iterator.is_filler()
-        collector.add(inputs, outputs, loss, is_filler)
+        collector.add(inputs, outputs, loss, self.is_filler)
         return loss
 
     def _num_items(self, data_iterator: Iterator[Any], model: nn.Module, num_labels: Tensor) -> Tensor:
@@ -89,16 +91,24 @@ class ModelStep:
 
     def _count_step(self, micro_batches: MicroBatches) -> Tensor:
         """Count the labels of the whole step over all ranks. Collective: called with a step's first micro-batch."""
-        step = micro_batches.batches
-        counted = [
-            self._labels.count(batch)
-            for batch, is_filler in zip(step.micro_batches, step.is_filler, strict=True)
-            if not is_filler
-        ]
-        counts = [count for count in counted if count is not None]
+        counted = self.count_items(counted_micro_batches(micro_batches), over_ranks=True)
+        assert counted is not None  # only shares are counted
+        return counted
+
+    def count_items(self, batches: list[Any], *, over_ranks: bool) -> Tensor | None:
+        """The labels in micro-batches, at least 1; None for a loss that is a mean. Collective with `over_ranks`."""
+        if not self._gives_shares:
+            return None
+        counts = [count for count in map(self._labels.count, batches) if count is not None]
         total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
         moved: Tensor = to_device(total, self._world.device)
-        return self._world.sum(moved.clone()).clamp(min=1)
+        return (self._world.sum(moved.clone()) if over_ranks else moved).clamp(min=1)
+
+
+def counted_micro_batches(micro_batches: MicroBatches) -> list[Any]:
+    """The micro-batches of a step on this rank, on the host, without fillers."""
+    step = micro_batches.batches
+    return [batch for batch, is_filler in zip(step.micro_batches, step.is_filler, strict=True) if not is_filler]
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:

@@ -144,13 +144,13 @@ def make_optimizers(
 def known_optimizers(trainer: BaseTrainer) -> tuple[Any, Any]:
     """The optimizer and the scheduler that the user passed or the last training created; None for one not made yet."""
     optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
-    return optimizer if _is_object(optimizer) else None, scheduler if _is_object(scheduler) else None
+    return optimizer if is_object(optimizer) else None, scheduler if is_object(scheduler) else None
 
 
 def withdraw_optimizers(trainer: BaseTrainer) -> None:
-    """Put back what the last training replaced by an optimizer and a scheduler of its own, unless the user changed them.
+    """Put back what the last training replaced by its own optimizer and scheduler, unless the user changed them.
 
-    Each training creates these again, but for an optimizer of the user's methods or class: it stays, as in Hugging Face.
+    Each training creates these again, but an optimizer of the user's methods or class stays, as in Hugging Face.
     """
     made = dict(zip(("optimizer", "lr_scheduler"), trainer.previous, strict=True))
     for name, before in trainer.put_back.items():

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import inspect
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
 
@@ -27,6 +26,8 @@ from onstep.models.generation.generate import inner_transformer
 from onstep.trackers.report_to import attach_trackers
 from onstep.trainer import loss_convention
 from onstep.trainer.base_trainer import BaseTrainer, Collate
+from onstep.trainer.computing.custom_step import METHODS, CustomStep
+from onstep.trainer.computing.model_options import check_options, compiled, model_options, torch_options
 from onstep.trainer.dataloaders import ColumnFilter, collator, num_samples_of, train_loader
 from onstep.trainer.directories import acquire_dir
 from onstep.trainer.loaders.users_data import UsersData, count_examples, decides_data, users_data, whole_epochs
@@ -78,6 +79,9 @@ class Session:
     optimizer: Any = None
     scheduler: Any = None
     train_data: Any = None
+    trains: bool = False
+    compiled: ExitStack = field(default_factory=ExitStack)
+    """Holds the compiled code of the model."""
 
     def release(self) -> None:
         """End worker processes and release the data-parallel wrapper."""
@@ -110,6 +114,7 @@ def check_training(trainer: TrainerMethods, resume_from_checkpoint: Any = None) 
     if trainer.eval_dataset is None and any(asked.values()):
         name = next(name for name, value in asked.items() if value)
         raise ConfigError(f"{name} requires an eval_dataset; pass one to the constructor.")
+    check_options(args)
     withdraw_optimizers(trainer)
     check_optimizers(trainer)
 
@@ -143,7 +148,7 @@ def training_session(trainer: TrainerMethods, resume_from_checkpoint: Any = None
 
     with open_run(config, trainer.callback_manager, _world, claim_run, entry_point, accepts_finished=True) as opened:
         run = opened.run
-        with _session(trainer, run, opened.notify, seeds=True) as session:
+        with _session(trainer, run, opened.notify, trains=True) as session:
             _build_training(trainer, session, num_samples, data)
             end_set_up(run, session.notify)
             yield session
@@ -180,7 +185,7 @@ def evaluation_session(trainer: TrainerMethods) -> Iterator[Session]:
         rows = (Watching, Endings)
         with (
             state.features.open(rows, state, world),
-            _session(trainer, state, notify, trainer.model is None) as session,
+            _session(trainer, state, notify) as session,
         ):
             session.notify.on_init_end()
             yield session
@@ -200,38 +205,32 @@ def _world(config: ConfigContainer) -> Iterator[World]:
 
 
 @contextmanager
-def _session(trainer: TrainerMethods, state: GlobalState, notify: Dispatcher, seeds: bool) -> Iterator[Session]:
+def _session(
+    trainer: TrainerMethods, state: GlobalState, notify: Dispatcher, *, trains: bool = False
+) -> Iterator[Session]:
     trainer.global_state, trainer.given_state = state, None
-    if seeds:
+    if trains or trainer.model is None:
         seed_everything(state.cfg.rng.seed)
     with state.timers(MODEL_TIMER).measure():
         if trainer.model is None:
-            trainer.model = _build_model(trainer.model_init)
-        stays = trainer.args.place_model_on_device is False
-        module = trainer.model if stays else trainer.model.to(state.world.device)
+            trainer.model = trainer.call_model_init()
+        module = trainer.model
+        if trainer.place_model_on_device and trainer.args.place_model_on_device is not False:
+            trainer._move_model_to_device(module, state.world.device)
     notify.model = [module]
     state.sums.flops_per_token = 6.0 * _active_parameters(module)
     labels = Labels(trainer.args.label_names, shifted=shifts_labels(module))
     forward_step = _forward_step(trainer, module, labels, state)
-    session = Session(state, module, [module], forward_step, labels, collator(trainer), notify)
+    session = Session(state, module, [module], forward_step, labels, collator(trainer), notify, trains=trains)
     trainer.session = session
     try:
-        yield session
+        with torch_options(trainer.args), model_options(trainer, module, trains=trains), session.compiled:
+            if not trains:
+                session.compiled.enter_context(compiled(trainer.args, module))
+            yield session
     finally:
         trainer.session = None
         session.release()
-
-
-def _build_model(model_init: Any) -> nn.Module:
-    """The result of `model_init`; if it has a parameter, None is passed, since no hyperparameter search is running."""
-    parameters = inspect.signature(model_init).parameters.values()
-    accepts_trial = any(
-        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters
-    )
-    model: nn.Module = model_init(None) if accepts_trial else model_init()
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model_init must return a torch.nn.Module, got {type(model).__name__}.")
-    return model
 
 
 def _forward_step(trainer: TrainerMethods, module: nn.Module, labels: Labels, state: GlobalState) -> ModelStep:
@@ -243,7 +242,10 @@ def _forward_step(trainer: TrainerMethods, module: nn.Module, labels: Labels, st
         unit = "labels if they have any, else by their samples" if weighting == "auto" else weighting
         means = f"means of micro-batches, weighted by their {unit} (train.loss_weighting)"
         logger.info("loss: %s returns %s", source, "a share of the step's loss" if convention == "share" else means)
-    return ModelStep(trainer.compute_loss, labels, convention=convention, weighting=weighting, world=state.world)
+    options: dict[str, Any] = {"convention": convention, "weighting": weighting, "world": state.world}
+    if any(overrides(trainer, name) for name in METHODS):
+        return CustomStep(trainer, labels, scales_shares=not _has_own_loss(trainer), **options)
+    return ModelStep(trainer.compute_loss, labels, **options)
 
 
 def _convention(trainer: TrainerMethods, module: nn.Module) -> tuple[Convention, str]:
@@ -251,13 +253,22 @@ def _convention(trainer: TrainerMethods, module: nn.Module) -> tuple[Convention,
     stated = trainer.loss_is_scaled_for_ga
     if stated is not None:
         return "share" if stated else "mean", "loss_is_scaled_for_ga"
-    compute_loss = trainer.compute_loss
-    is_overridden = getattr(compute_loss, "__func__", compute_loss) is not BaseTrainer.compute_loss
-    if is_overridden and not loss_convention.hands_on(compute_loss):
-        return loss_convention.of_function(compute_loss), "compute_loss"
+    if trainer.stated_loss_kwargs is not None and trainer.compute_loss_func is None:
+        return "share" if trainer.stated_loss_kwargs else "mean", "model_accepts_loss_kwargs"
+    if _has_own_loss(trainer):
+        return loss_convention.of_function(trainer.compute_loss), "compute_loss"
     if trainer.compute_loss_func is not None:
         return loss_convention.of_function(trainer.compute_loss_func), "compute_loss_func"
+    if trainer.label_smoother is not None:
+        return "share", "label_smoothing_factor"
     return loss_convention.of_model(module), type(module).__name__
+
+
+def _has_own_loss(trainer: TrainerMethods) -> bool:
+    """Whether an overridden `compute_loss` computes the loss without `super().compute_loss`."""
+    compute_loss = trainer.compute_loss
+    is_overridden = getattr(compute_loss, "__func__", compute_loss) is not BaseTrainer.compute_loss
+    return is_overridden and not loss_convention.hands_on(compute_loss)
 
 
 def _users_data(trainer: TrainerMethods, size: int) -> UsersData | None:
@@ -266,7 +277,7 @@ def _users_data(trainer: TrainerMethods, size: int) -> UsersData | None:
         return None
     if trainer.model is None:
         seed_everything(trainer.args.seed)
-        trainer.model = _build_model(trainer.model_init)
+        trainer.model = trainer.call_model_init()
     with _world(config_of(trainer.args, num_samples=None, world_size=size, for_training=False)):
         data = users_data(trainer)
     check_length(data.num_samples, trainer.args)
@@ -280,7 +291,8 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
     if isinstance(session.collate, ColumnFilter) and trainer.train_dataset is not None:
         session.collate.check(trainer.train_dataset)
     with state.timers(MODEL_TIMER).measure(barrier=True):
-        session.model = notify.model = data_parallel([session.module], state.world, config.ddp)
+        session.model = notify.model = [_wrapped(trainer, session)]
+        session.compiled.enter_context(compiled(trainer.args, session.model[0]))
         iters = train_iters(config, num_samples, world_size=state.world.size)
         made = make_optimizers(trainer, session.module, config, Length(iters, state.world.size, num_samples))
         session.optimizer, session.scheduler = notify.optimizer, notify.scheduler = made
@@ -302,6 +314,14 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
     seed_everything(config.rng.seed + state.world.rank)
 
 
+def _wrapped(trainer: TrainerMethods, session: Session) -> nn.Module:
+    """The module as the loop trains it: as the user's `_wrap_model` wraps it, else for data parallelism. Collective."""
+    wrapped = trainer._wrap_model(session.module)
+    if wrapped is not session.module:
+        return wrapped
+    return data_parallel([session.module], session.state.world, session.state.cfg.ddp)[0]
+
+
 def _name_idle_arguments(trainer: TrainerMethods, session: Session) -> None:
     """Say in one line which arguments have no effect in this training."""
     transformer = inner_transformer(session.module)
@@ -310,6 +330,8 @@ def _name_idle_arguments(trainer: TrainerMethods, session: Session) -> None:
         found.append(("a train_dataset that is not a DataLoader, which has its own", ["data_collator"]))
     if trainer.args.prediction_loss_only and trainer.compute_metrics is not None:
         found.append(("prediction_loss_only=False", ["compute_metrics"]))
+    if trainer.label_smoother is not None and trainer.compute_loss_func is not None:
+        found.append(("no compute_loss_func", ["label_smoothing_factor"]))
     line = idle_line([*idle_arguments(trainer.args), *found])
     if line is not None:
         logger.warning("%s", line)

@@ -8,6 +8,7 @@ from typing import Any
 
 from onstep.errors import ConfigError
 from onstep.trainer.base_trainer import BaseTrainer
+from onstep.trainer.computing.batch_size_search import with_largest_batch
 from onstep.trainer.dataloaders import evaluation_loader
 from onstep.trainer.loss_convention import inner_module
 from onstep.trainer.methods import TrainerMethods
@@ -57,6 +58,14 @@ class Trainer(TrainerMethods):
             NonFiniteError: if a loss or gradient norm is NaN or infinite.
         """
         check_overrides(type(self), vars(self))
+        if not self.args.auto_find_batch_size:
+            return self._train_once(resume_from_checkpoint, ignore_keys_for_eval)
+        resume = resume_from_checkpoint
+        return with_largest_batch(
+            self, lambda is_first: self._train_once(resume if is_first or resume else False, ignore_keys_for_eval)
+        )
+
+    def _train_once(self, resume_from_checkpoint: Any, ignore_keys_for_eval: list[str] | None) -> TrainOutput:
         check_training(self, resume_from_checkpoint)
         if self.model_init is not None:
             self.model = None

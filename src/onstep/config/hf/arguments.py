@@ -21,6 +21,7 @@ from onstep.config.hf.argument import (
     declares_arguments,
 )
 from onstep.config.hf.checks import check_arguments
+from onstep.config.hf.compute_rules import check_compute, settle_compute
 from onstep.config.hf.fields.compute import ComputeArguments
 from onstep.config.hf.fields.data import DataArguments
 from onstep.config.hf.fields.evaluation import EvaluationArguments
@@ -39,6 +40,14 @@ from onstep.errors import ConfigError
 Arguments = TypeVar("Arguments", bound=type)
 
 
+_DICTIONARIES = (
+    "lr_scheduler_kwargs",
+    "activation_checkpointing_kwargs",
+    "gradient_checkpointing_kwargs",
+    "liger_kernel_config",
+    "config_overrides",
+)
+"""Fields that also accept a dictionary as JSON."""
 _SWITCHES = {"true": True, "false": False}
 """Texts of `HfArgumentParser`, which passes on what is typed, that are meant as switches."""
 
@@ -124,6 +133,7 @@ class TrainingArguments(
         self.report_to = tracker_list(self.report_to, "TrainingArguments.report_to")
         check_reserved(self)
         check_arguments(self)
+        check_compute(self)
 
     def _settle(self) -> None:
         """Turn enum members into their values and fill in what Hugging Face fills in."""
@@ -134,10 +144,11 @@ class TrainingArguments(
             elif isinstance(value, list):
                 setattr(self, each.name, [v.value if isinstance(v, Enum) else v for v in value])
         self.output_dir = os.path.expanduser("trainer_output" if self.output_dir is None else self.output_dir)
-        for name in ("lr_scheduler_kwargs", "config_overrides"):
+        for name in _DICTIONARIES:
             value = getattr(self, name)
             if isinstance(value, str):
                 setattr(self, name, _dictionary(value, f"TrainingArguments.{name}"))
+        settle_compute(self)
         resume = self.resume_from_checkpoint
         if isinstance(resume, str) and resume.lower() in _SWITCHES and not os.path.exists(resume):
             self.resume_from_checkpoint = _SWITCHES[resume.lower()]

@@ -122,6 +122,8 @@ def idle_arguments(args: Any) -> list[tuple[str, list[str]]]:
             {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8},
         ),
         (args.preserve_best_model, "preserve_best_model=True", {"preserve_n_best": 1, "best_model_metric": "loss"}),
+        (args.activation_checkpointing, "activation_checkpointing=True", {"activation_checkpointing_kwargs": None}),
+        (args.use_liger_kernel, "use_liger_kernel=True", {"liger_kernel_config": None}),
         (args.dataloader_num_workers > 0, "dataloader_num_workers > 0", {"dataloader_persistent_workers": False}),
     )
     found = [

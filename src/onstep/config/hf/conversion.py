@@ -25,6 +25,7 @@ DDP_FIELDS = {
     "ddp_find_unused_parameters": "find_unused_parameters",
     "ddp_broadcast_buffers": "broadcast_buffers",
     "ddp_bucket_cap_mb": "bucket_cap_mb",
+    "ddp_static_graph": "static_graph",
 }
 """Arguments whose None is the default of a field of `config.ddp`."""
 

@@ -11,8 +11,11 @@ from onstep.errors import ConfigError
 T = TypeVar("T")
 
 _SHARDING = "sharded training comes with a later version"
+_WHOLE = (
+    f"{_SHARDING}; every rank holds the whole model: to save memory use bf16=True, activation_checkpointing=True, a "
+    f"smaller per_device_train_batch_size with gradient_accumulation_steps, or LoRA"
+)
 _HUB = "nothing is uploaded; push the directory of the final weights yourself"
-_COMPILE = "pass a compiled model instead"
 
 
 def reserved(default: T, reason: str = "", *, same: tuple[Any, ...] = ()) -> T:
@@ -29,23 +32,8 @@ class ReservedArguments:
     """Hugging Face's and Forgather's names that have no effect here; Hugging Face's first, in its order."""
 
     average_tokens_across_devices: bool = reserved(True, "the loss is the mean over the tokens of all ranks")
-    label_smoothing_factor: float = 0.0
     bf16_full_eval: bool = False
     fp16_full_eval: bool = False
-    tf32: bool | None = None
-    activation_checkpointing: bool | None = reserved(None, same=(False,))
-    activation_checkpointing_kwargs: Any = None
-    gradient_checkpointing: bool | None = reserved(None, same=(False,))
-    gradient_checkpointing_kwargs: Any = None
-    torch_compile: bool = reserved(False, _COMPILE)
-    torch_compile_backend: str | None = reserved(None, _COMPILE)
-    torch_compile_mode: str | None = reserved(None, _COMPILE)
-    use_liger_kernel: bool = False
-    liger_kernel_config: Any = None
-    use_cache: bool = False
-    neftune_noise_alpha: float | None = None
-    torch_empty_cache_steps: int | None = None
-    auto_find_batch_size: bool = False
     logging_nan_inf_filter: bool = reserved(True, same=(False,))
     include_num_input_tokens_seen: Choice = reserved("no", same=(False, "False", "false"))
     log_level_replica: str = "warning"
@@ -62,16 +50,13 @@ class ReservedArguments:
     hub_always_push: bool = False
     hub_revision: str | None = None
     ignore_data_skip: bool = reserved(False, "a resumed run continues at the very sample where it stopped")
-    full_determinism: bool = False
-    parallelism_config: Any = reserved(None, _SHARDING)
+    parallelism_config: Any = reserved(None, f"{_SHARDING}; start data parallelism with torchrun, without it")
     dataloader_in_order: bool = reserved(
         True, "batches are always trained on in their order, which a resumed run has again"
     )
-    ddp_static_graph: bool | None = reserved(None, same=(False,))
-    fsdp: Any = reserved(None, _SHARDING, same=("", False, []))
-    fsdp_config: Any = reserved(None, _SHARDING, same=({},))
-    deepspeed: Any = reserved(None, _SHARDING)
-    debug: str = reserved("", same=(None, []))
+    fsdp: Any = reserved(None, _WHOLE, same=("", False, []))
+    fsdp_config: Any = reserved(None, _WHOLE, same=({},))
+    deepspeed: Any = reserved(None, _WHOLE)
     skip_memory_metrics: bool = True
 
     overwrite_output_dir: bool = reserved(

@@ -31,7 +31,7 @@ from onstep.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from onstep.callbacks import DefaultMetrics, InfoCallback, JsonLogger, ProgressCallback
-    from onstep.config import ConfigContainer, TrainingArguments
+    from onstep.config import ConfigContainer, Seq2SeqTrainingArguments, TrainingArguments
     from onstep.errors import OnstepError
     from onstep.events import (
         VALID_EVENTS,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         normalize_callbacks,
         should_fire,
     )
-    from onstep.trainer import Trainer
+    from onstep.trainer import Seq2SeqTrainer, Trainer
     from onstep.training import finetune, pretrain
 
 _HOMES = {
@@ -57,6 +57,8 @@ _HOMES = {
     "JsonLogger": "onstep.callbacks",
     "OnstepError": "onstep.errors",
     "ProgressCallback": "onstep.callbacks",
+    "Seq2SeqTrainer": "onstep.trainer",
+    "Seq2SeqTrainingArguments": "onstep.config",
     "Trainer": "onstep.trainer",
     "TrainerCallback": "onstep.events",
     "TrainerControl": "onstep.events",
@@ -79,6 +81,8 @@ __all__ = [
     "JsonLogger",
     "OnstepError",
     "ProgressCallback",
+    "Seq2SeqTrainer",
+    "Seq2SeqTrainingArguments",
     "Trainer",
     "TrainerCallback",
     "TrainerControl",

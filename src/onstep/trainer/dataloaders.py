@@ -17,6 +17,7 @@ from onstep.distributed import World
 from onstep.errors import DataError
 from onstep.trainer.base_trainer import BaseTrainer, Collate
 from onstep.trainer.loss_convention import inner_module
+from onstep.trainer.overrides import overrides
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,13 @@ def train_loader(dataset: Any, collate: Collate, config: ConfigContainer, world:
 
 
 def eval_loader(
-    dataset: Any, collate: Collate, config: ConfigContainer, world: World, *, is_test: bool = False
+    dataset: Any,
+    collate: Collate | None,
+    config: ConfigContainer,
+    world: World,
+    *,
+    is_test: bool = False,
+    already_batched: bool = False,
 ) -> EvalLoader:
     """The loader of an evaluation set: every sample once, in order; a test set is always read completely."""
     micro, batch = config.validation.eval_micro_batch_size, config.validation.eval_global_batch_size
@@ -81,9 +88,32 @@ def eval_loader(
         dataset,
         micro_batch_size=micro,
         num_microbatches=batch // (micro * world.size),
-        already_batched=isinstance(dataset, DataLoader),
+        already_batched=already_batched or isinstance(dataset, DataLoader),
         **_reading(collate, config, world),
     )
+
+
+def evaluation_loader(
+    trainer: BaseTrainer,
+    dataset: Any,
+    collate: Collate,
+    config: ConfigContainer,
+    world: World,
+    *,
+    is_test: bool = False,
+) -> EvalLoader:
+    """The loader of an evaluation set: `eval_loader`, or what the user's method creates. Every rank must call it."""
+    method = "get_test_dataloader" if is_test else "get_eval_dataloader"
+    if overrides(trainer, method):
+        return as_eval_loader(getattr(trainer, method)(dataset), config, world, is_test=is_test)
+    return eval_loader(dataset, collate, config, world, is_test=is_test)
+
+
+def as_eval_loader(batches: Any, config: ConfigContainer, world: World, *, is_test: bool = False) -> EvalLoader:
+    """The loader itself if it is Onstep's, else one of the ready-made batches of an iterable."""
+    if isinstance(batches, EvalLoader):
+        return batches
+    return eval_loader(batches, None, config, world, is_test=is_test, already_batched=True)
 
 
 def collator(trainer: BaseTrainer, module: nn.Module) -> Collate:
@@ -94,7 +124,7 @@ def collator(trainer: BaseTrainer, module: nn.Module) -> Collate:
     return ColumnFilter(collate, module, trainer.args.label_names or ())
 
 
-def _reading(collate: Collate, config: ConfigContainer, world: World) -> dict[str, Any]:
+def _reading(collate: Collate | None, config: ConfigContainer, world: World) -> dict[str, Any]:
     return {
         "rank": world.rank,
         "world_size": world.size,

@@ -9,7 +9,7 @@ from onstep.errors import ConfigError
 _OPTIMIZER = "pass a factory or an optimizer as optimizers=(optimizer, scheduler)"
 _LOADER = "pass the dataset in the form and order that it should be read; a torch IterableDataset is read as it is"
 _STEP = "override compute_loss, or use a callback (on_forward_backward_end, on_pre_optimizer_step, on_step_end)"
-_EVALUATION = "override evaluate, or pass compute_metrics and preprocess_logits_for_metrics"
+_AFTER_A_STEP = "override log, _evaluate or _determine_best_metric, or set what is due in a callback's on_step_end"
 _SAVE = "use a callback's on_save, or a module with its own save_pretrained"
 
 _INSTEAD = {
@@ -19,8 +19,6 @@ _INSTEAD = {
     "get_decay_parameter_names": _OPTIMIZER,
     "get_optimizer_cls_and_kwargs": _OPTIMIZER,
     "get_train_dataloader": _LOADER,
-    "get_eval_dataloader": _LOADER,
-    "get_test_dataloader": _LOADER,
     "_get_dataloader": _LOADER,
     "_get_train_sampler": _LOADER,
     "_get_eval_sampler": _LOADER,
@@ -41,12 +39,7 @@ _INSTEAD = {
     "_get_grad_norm": _STEP,
     "compute_loss_context_manager": _STEP,
     "autocast_smart_context_manager": _STEP,
-    "prediction_step": _EVALUATION,
-    "prediction_loop": _EVALUATION,
-    "evaluation_loop": _EVALUATION,
-    "_evaluate": _EVALUATION,
-    "_determine_best_metric": _EVALUATION,
-    "_maybe_log_save_evaluate": "use a callback's on_log, on_save and on_evaluate",
+    "_maybe_log_save_evaluate": _AFTER_A_STEP,
     "log": "use a callback's on_log",
     "_get_learning_rate": "use a callback's on_log",
     "_save": _SAVE,

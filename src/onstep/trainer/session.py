@@ -6,9 +6,10 @@ import atexit
 import inspect
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
 
@@ -29,7 +30,7 @@ from onstep.trainer import loss_convention
 from onstep.trainer.base_trainer import BaseTrainer, Collate
 from onstep.trainer.dataloaders import ColumnFilter, collator, num_samples_of, train_loader
 from onstep.trainer.directories import acquire_dir
-from onstep.trainer.loss_convention import Convention, Labels, shifts_labels
+from onstep.trainer.loss_convention import Convention, Labels, label_parameters, shifts_labels
 from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.model_step import ModelStep
 from onstep.trainer.optimizers import (
@@ -76,6 +77,12 @@ class Session:
     optimizer: Any = None
     scheduler: Any = None
     train_data: Any = None
+    is_test: bool = False
+    """Whether the evaluation in progress is a prediction, whose data may have no labels."""
+    means: dict[str, Any] = field(default_factory=dict)
+    """The mean losses of the most recent evaluation."""
+    preparation_seconds: float = 0.0
+    """How long it took to place the model."""
 
     def release(self) -> None:
         """End worker processes and release the data-parallel wrapper."""
@@ -194,15 +201,18 @@ def _session(trainer: TrainerMethods, state: GlobalState, notify: Dispatcher, se
     trainer.global_state = state
     if seeds:
         seed_everything(state.cfg.rng.seed)
+    started = time.perf_counter()
     with state.timers(MODEL_TIMER).measure():
         if trainer.model is None:
             trainer.model = _build_model(trainer.model_init)
         module = trainer.model.to(state.world.device)
     notify.model = [module]
     state.sums.flops_per_token = 6.0 * _active_parameters(module)
-    labels = Labels(trainer.args.label_names, shifted=shifts_labels(module))
+    preparation_seconds = time.perf_counter() - started
+    labels = Labels(trainer.args.label_names, found=label_parameters(module), shifted=shifts_labels(module))
     forward_step = _forward_step(trainer, module, labels, state)
     session = Session(state, module, [module], forward_step, labels, collator(trainer, module), notify)
+    session.preparation_seconds = preparation_seconds
     trainer.session = session
     try:
         yield session

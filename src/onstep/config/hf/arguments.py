@@ -49,7 +49,7 @@ def is_greater_better(metric: str) -> bool:
     return not metric.endswith(("loss", "perplexity"))
 
 
-def _names_unknown_keywords(cls: Arguments) -> Arguments:
+def names_unknown_keywords(cls: Arguments) -> Arguments:
     """Make the constructor of a dataclass name the nearest field for an unknown keyword."""
     generated: Callable[..., None] = vars(cls)["__init__"]
     known = [f.name for f in fields(cls) if f.init]
@@ -66,7 +66,7 @@ def _names_unknown_keywords(cls: Arguments) -> Arguments:
     return cls
 
 
-@_names_unknown_keywords
+@names_unknown_keywords
 @declares_arguments
 @dataclass
 class TrainingArguments(

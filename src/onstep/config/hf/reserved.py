@@ -43,8 +43,6 @@ class ReservedArguments:
     optim_target_modules: Any = None
     average_tokens_across_devices: bool = reserved(True, "the loss is the mean over the tokens of all ranks")
     label_smoothing_factor: float = 0.0
-    bf16_full_eval: bool = False
-    fp16_full_eval: bool = False
     tf32: bool | None = None
     activation_checkpointing: bool | None = reserved(None, same=(False,))
     activation_checkpointing_kwargs: Any = None
@@ -63,9 +61,6 @@ class ReservedArguments:
     include_num_input_tokens_seen: Choice = reserved("no", same=(False, "False", "false"))
     log_level_replica: str = "warning"
     trackio_static_space_id: Any = None
-    eval_do_concat_batches: bool = True
-    eval_use_gather_object: bool = False
-    batch_eval_metrics: bool = False
     save_on_each_node: bool = reserved(False, "checkpoints are on storage that all nodes see")
     push_to_hub: bool = reserved(False, _HUB)
     hub_token: str | None = reserved(None, _HUB, same=("<HUB_TOKEN>",))

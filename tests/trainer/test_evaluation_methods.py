@@ -242,9 +242,13 @@ def test_a_prediction_loop_is_called_on_request_and_refused_without(tmp_path: Pa
         def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
             return [{key: torch.stack([row[key] for row in eval_dataset]) for key in ("x", "labels")}]
 
-    assert make(WithDataloader, arguments(tmp_path, use_legacy_prediction_loop=True)).evaluate()["eval_old"] == 1
+    args = arguments(tmp_path)
+    args.use_legacy_prediction_loop = True
+    assert make(WithDataloader, args).evaluate()["eval_old"] == 1
     for act in (Trainer.train, Trainer.evaluate):
-        with pytest.raises(ConfigError, match=r"Old overrides prediction_loop, .* use_legacy_prediction_loop=True"):
+        with pytest.raises(
+            ConfigError, match=r"Old overrides prediction_loop, .* set args.use_legacy_prediction_loop = True"
+        ):
             act(make(Old, arguments(tmp_path)))
 
 

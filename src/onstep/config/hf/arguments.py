@@ -96,6 +96,9 @@ class TrainingArguments(
     config_overrides: Values | None = None
     """Values of the `ConfigContainer` that have no name above, by section or dotted key; they win."""
 
+    use_legacy_prediction_loop = False
+    """For code of transformers 4 that reads it; True calls `prediction_loop` in place of `evaluation_loop`."""
+
     def __post_init__(self) -> None:
         self._settle()
         self.check()

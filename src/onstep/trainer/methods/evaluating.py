@@ -210,8 +210,8 @@ class EvaluatingMethods(BaseTrainer):
         is_idle = not self.args.use_legacy_prediction_loop and not any(overrides(self, name) for name in others)
         if is_idle and overrides(self, "prediction_loop"):
             raise ConfigError(
-                f"{type(self).__name__} overrides prediction_loop, which transformers 4 calls only with "
-                f"use_legacy_prediction_loop=True, and 5 never; set it, or override evaluation_loop instead."
+                f"{type(self).__name__} overrides prediction_loop, which transformers 5 never calls, and 4 only on "
+                f"request; override evaluation_loop instead, or set args.use_legacy_prediction_loop = True."
             )
 
     def evaluate_in_run(self, ignore_keys: list[str] | None) -> None:

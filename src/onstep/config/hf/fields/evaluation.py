@@ -40,8 +40,6 @@ class EvaluationArguments:
     """The same for float16."""
     include_for_metrics: list[str] = field(default_factory=list)
     """What `compute_metrics` receives besides predictions and labels: inputs | loss."""
-    use_legacy_prediction_loop: bool = False
-    """Call `prediction_loop` in place of `evaluation_loop`, as in transformers 4."""
     metric_for_best_model: str | None = None
     """The metric that `best_metric`, early stopping and the choice of the best checkpoints follow; None becomes 'loss'
     with `load_best_model_at_end`."""

@@ -37,7 +37,8 @@ def theirs(model: Any, tmp_path: Path, compute_metrics: Any = None, **options: A
         per_device_eval_batch_size=4,
         **options,
     )
-    trainer = transformers.Trainer(model, args, train_dataset=regression_rows(8), compute_metrics=compute_metrics)
+    rows = regression_rows(8)
+    trainer = transformers.Trainer(model, args, train_dataset=rows, eval_dataset=rows, compute_metrics=compute_metrics)
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 
@@ -127,6 +128,34 @@ def test_metrics_by_batch_are_those_of_transformers(tmp_path: Path) -> None:
     assert calls == their_calls == [(4, False, 4), (4, False, 4), (2, True, 4)]
     assert found["eval_accuracy"] == pytest.approx(expected["eval_accuracy"])
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+
+
+def test_logits_are_preprocessed_before_metrics_by_batch(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def compute(prediction: Any, compute_result: bool) -> dict[str, float]:
+        seen.append(prediction.predictions.tolist())
+        return {}
+
+    args = arguments(tmp_path, batch_eval_metrics=True)
+    quiet(
+        Regression(), args, compute_metrics=compute, preprocess_logits_for_metrics=lambda logits, labels: 0 * logits
+    ).evaluate(regression_rows(6))
+    assert seen == [[0.0] * 4, [0.0] * 2]
+
+
+def test_the_evaluation_on_start_is_no_result_of_the_training(tmp_path: Path) -> None:
+    """As in transformers, it is reported and not compared: the best metric is that of a trained step."""
+    options: dict[str, Any] = {"eval_on_start": True, "eval_strategy": "epoch", "num_train_epochs": 2}
+    options |= {"metric_for_best_model": "loss", "learning_rate": 5.0, "save_strategy": "no"}
+    rows = regression_rows(8)
+    mine = quiet(Regression(), arguments(tmp_path, **options), rows, eval_dataset=rows)
+    their = theirs(Regression(), tmp_path, lr_scheduler_type="constant", **options)
+    for trainer in (mine, their):
+        trainer.train()
+        values = [record["eval_loss"] for record in trainer.state.log_history if "eval_loss" in record]
+        assert len(values) == 3
+        assert trainer.state.best_metric == min(values[1:]) > values[0]
 
 
 def test_metrics_by_batch_require_the_parameter_that_asks_for_the_result(tmp_path: Path) -> None:

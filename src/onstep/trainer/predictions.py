@@ -81,8 +81,6 @@ class Collected(NamedTuple):
 class PredictionCollector:
     """Moves each micro-batch's outputs off the device and restores the dataset order of all ranks' rows."""
 
-    preprocess_logits: Callable[[Any, Any], Any] | None = None
-    """Called with logits and labels on the device, before anything is kept."""
     input_name: str | None = None
     """The input to keep; None keeps none."""
     joins_batches: bool = True
@@ -96,8 +94,6 @@ class PredictionCollector:
         if is_filler:
             self._rows.append(None)
             return
-        if self.preprocess_logits is not None and logits is not None:
-            logits = self.preprocess_logits(logits, labels)
         kept = inputs.get(self.input_name) if self.input_name and isinstance(inputs, Mapping) else None
         losses = None if loss is None else np.full(count_samples(inputs) or 1, loss.item())
         self._rows.append(Collected(_to_numpy(logits), _to_numpy(labels), _to_numpy(kept), losses))

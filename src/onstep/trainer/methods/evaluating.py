@@ -119,6 +119,8 @@ class EvaluatingMethods(BaseTrainer):
             def predict(model: nn.Module, inputs: Any) -> Any:
                 loss, logits, labels = self.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
                 loss = _mean(loss)
+                if self.preprocess_logits_for_metrics is not None and logits is not None:
+                    logits = self.preprocess_logits_for_metrics(logits, labels)
                 for keeper in (collector, batches):
                     if keeper is not None:
                         keeper.add(inputs, logits, labels, loss, step.is_filler)
@@ -219,9 +221,12 @@ class EvaluatingMethods(BaseTrainer):
         state = self.session.state
         if self.eval_dataset is None or state.cfg.validation.eval_iters == 0:
             return
-        metrics = self._evaluate(None, ignore_keys)
+        is_first = state.train_state.step == 0  # of eval_on_start, whose weights are not a result of the training
+        metrics = (
+            self._evaluate(None, ignore_keys, skip_scheduler=True) if is_first else self._evaluate(None, ignore_keys)
+        )
         record_evaluation(state, metrics)
-        if self._determine_best_metric(metrics=metrics, trial=None):
+        if not is_first and self._determine_best_metric(metrics=metrics, trial=None):
             save_best(state)
 
     def _evaluation(self) -> AbstractContextManager[Any]:
@@ -278,7 +283,6 @@ class EvaluatingMethods(BaseTrainer):
             return None
         keeps_inputs = "inputs" in args.include_for_metrics
         return PredictionCollector(
-            self.preprocess_logits_for_metrics,
             getattr(session.module, "main_input_name", "input_ids") if keeps_inputs else None,
             joins_batches=args.eval_do_concat_batches,
             joins_lists=args.eval_use_gather_object,
@@ -356,4 +360,7 @@ def _plain(value: Any) -> Any:
 
 def _mean(loss: Any) -> Any:
     """A loss of `prediction_step`, 0-d and detached; None if there is none."""
-    return None if loss is None else torch.as_tensor(loss).detach().float().mean()
+    if loss is None:
+        return None
+    values = torch.as_tensor(loss).detach()
+    return values.to(torch.promote_types(values.dtype, torch.float32)).mean()

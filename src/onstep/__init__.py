@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         PrinterCallback,
         ProgressCallback,
     )
-    from onstep.config import ConfigContainer, TrainingArguments
+    from onstep.config import ConfigContainer, Seq2SeqTrainingArguments, TrainingArguments
     from onstep.errors import OnstepError
     from onstep.events import (
         VALID_EVENTS,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
         normalize_callbacks,
         should_fire,
     )
-    from onstep.trainer import Trainer
+    from onstep.trainer import Seq2SeqTrainer, Trainer
     from onstep.trainer.callback_handler import CallbackHandler
     from onstep.training import finetune, pretrain
 
@@ -72,6 +72,8 @@ _HOMES = {
     "OnstepError": "onstep.errors",
     "PrinterCallback": "onstep.callbacks",
     "ProgressCallback": "onstep.callbacks",
+    "Seq2SeqTrainer": "onstep.trainer",
+    "Seq2SeqTrainingArguments": "onstep.config",
     "Trainer": "onstep.trainer",
     "TrainerCallback": "onstep.events",
     "TrainerControl": "onstep.events",
@@ -99,6 +101,8 @@ __all__ = [
     "OnstepError",
     "PrinterCallback",
     "ProgressCallback",
+    "Seq2SeqTrainer",
+    "Seq2SeqTrainingArguments",
     "Trainer",
     "TrainerCallback",
     "TrainerControl",

@@ -199,6 +199,11 @@ OTHER_VALUES: dict[str, Any] = {
     "eval_on_start": True,
     "eval_accumulation_steps": 2,
     "include_for_metrics": ["loss"],
+    "eval_do_concat_batches": False,
+    "eval_use_gather_object": True,
+    "batch_eval_metrics": True,
+    "bf16_full_eval": True,
+    "fp16_full_eval": True,
     "save_only_model": True,
     "save_strategy": "epoch",
     "save_steps": 17,
@@ -330,14 +335,15 @@ def test_a_reserved_argument_that_a_key_names_has_an_effect(monkeypatch: pytest.
 
 
 def test_args_to_config_to_args_keeps_all_fields_at_once() -> None:
-    args = made(**{**OTHER_VALUES, "mixed_precision": None, "fp16": False})
+    args = made(**{**OTHER_VALUES, "mixed_precision": None, "fp16": False, "fp16_full_eval": False})
     assert config_to_args(args_to_config(args)) == args
 
 
 def test_random_arguments_survive_the_round_trip() -> None:
     for seed in range(60):
         rng = random.Random(seed)
-        names = [name for name in OTHER_VALUES if rng.random() < 0.4 and name not in ("mixed_precision", "fp16")]
+        excluded = ("mixed_precision", "fp16", "fp16_full_eval")
+        names = [name for name in OTHER_VALUES if rng.random() < 0.4 and name not in excluded]
         args = made(**{name: OTHER_VALUES[name] for name in names})
         assert config_to_args(args_to_config(args, world_size=2), world_size=2) == args, seed
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from onstep.config import ConfigContainer
+from onstep.config import ConfigContainer, TrainingArguments
 from onstep.config.lengths import sizes_of
 from onstep.data import EvalLoader, IterableLoader, TrainLoader, is_map_style
 from onstep.distributed import World
@@ -79,7 +79,13 @@ def train_loader(dataset: Any, collate: Collate, config: ConfigContainer, world:
 
 
 def eval_loader(
-    dataset: Any, collate: Collate, config: ConfigContainer, world: World, *, is_test: bool = False, **options: Any
+    dataset: Any,
+    collate: Collate | None,
+    config: ConfigContainer,
+    world: World,
+    *,
+    is_test: bool = False,
+    **options: Any,
 ) -> EvalLoader:
     """The loader of an evaluation set: every sample once, in order; a test set is always read completely.
 
@@ -114,6 +120,17 @@ def evaluation_loader(
     return eval_loader(collate=collate, config=config, world=world, is_test=is_test, **options)
 
 
+def as_eval_loader(
+    batches: Any, args: TrainingArguments, config: ConfigContainer, world: World, *, is_test: bool = False
+) -> EvalLoader:
+    """The loader itself if it is Onstep's, else one of a user's loader, or of any iterable of this rank's batches."""
+    if isinstance(batches, EvalLoader):
+        return batches
+    return eval_loader(
+        collate=None, config=config, world=world, is_test=is_test, **users_eval_data(batches, args, world)
+    )
+
+
 def collator(trainer: BaseTrainer) -> Collate:
     """The Trainer's collator; unused columns are removed before it."""
     user: Any = trainer
@@ -135,7 +152,7 @@ def column_filter(trainer: BaseTrainer, collate: Collate) -> Collate:
     return ColumnFilter(collate, trainer.model, trainer.args.label_names or (), user._signature_columns)
 
 
-def _reading(collate: Collate, config: ConfigContainer, world: World) -> dict[str, Any]:
+def _reading(collate: Collate | None, config: ConfigContainer, world: World) -> dict[str, Any]:
     return {
         "rank": world.rank,
         "world_size": world.size,

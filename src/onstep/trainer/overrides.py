@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from onstep.errors import ConfigError
 
 _STEP = "override compute_loss, or use a callback (on_forward_backward_end, on_pre_optimizer_step, on_step_end)"
-_EVALUATION = "override evaluate, or pass compute_metrics and preprocess_logits_for_metrics"
+_AFTER_A_STEP = "override log, _evaluate or _determine_best_metric, or set what is due in a callback's on_step_end"
 _SAVE = "use a callback's on_save, or a module with its own save_pretrained"
 
 _INSTEAD = {
@@ -18,12 +18,7 @@ _INSTEAD = {
     "_run_epoch": _STEP,
     "_clip_grad_norm": _STEP,
     "_get_grad_norm": _STEP,
-    "prediction_step": _EVALUATION,
-    "prediction_loop": _EVALUATION,
-    "evaluation_loop": _EVALUATION,
-    "_evaluate": _EVALUATION,
-    "_determine_best_metric": _EVALUATION,
-    "_maybe_log_save_evaluate": "use a callback's on_log, on_save and on_evaluate",
+    "_maybe_log_save_evaluate": _AFTER_A_STEP,
     "log": "use a callback's on_log",
     "_get_learning_rate": "use a callback's on_log",
     "_save": _SAVE,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from onstep.trainer.computing.model_options import check_options, compiled, mode
 from onstep.trainer.dataloaders import ColumnFilter, collator, num_samples_of, train_loader
 from onstep.trainer.directories import acquire_dir
 from onstep.trainer.loaders.users_data import UsersData, count_examples, decides_data, users_data, whole_epochs
-from onstep.trainer.loss_convention import Convention, Labels, shifts_labels
+from onstep.trainer.loss_convention import Convention, Labels, label_parameters, shifts_labels
 from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.model_step import ModelStep
 from onstep.trainer.optimizers import (
@@ -82,6 +83,12 @@ class Session:
     trains: bool = False
     compiled: ExitStack = field(default_factory=ExitStack)
     """Holds the compiled code of the model."""
+    is_test: bool = False
+    """Whether the evaluation in progress is a prediction, whose data may have no labels."""
+    means: dict[str, Any] = field(default_factory=dict)
+    """The mean losses of the most recent evaluation."""
+    preparation_seconds: float = 0.0
+    """How long it took to place the model."""
 
     def release(self) -> None:
         """End worker processes and release the data-parallel wrapper."""
@@ -211,6 +218,7 @@ def _session(
     trainer.global_state, trainer.given_state = state, None
     if trains or trainer.model is None:
         seed_everything(state.cfg.rng.seed)
+    started = time.perf_counter()
     with state.timers(MODEL_TIMER).measure():
         if trainer.model is None:
             trainer.model = trainer.call_model_init()
@@ -219,9 +227,11 @@ def _session(
             trainer._move_model_to_device(module, state.world.device)
     notify.model = [module]
     state.sums.flops_per_token = 6.0 * _active_parameters(module)
-    labels = Labels(trainer.args.label_names, shifted=shifts_labels(module))
+    preparation_seconds = time.perf_counter() - started
+    labels = Labels(trainer.args.label_names, found=label_parameters(module), shifted=shifts_labels(module))
     forward_step = _forward_step(trainer, module, labels, state)
     session = Session(state, module, [module], forward_step, labels, collator(trainer), notify, trains=trains)
+    session.preparation_seconds = preparation_seconds
     trainer.session = session
     try:
         with torch_options(trainer.args), model_options(trainer, module, trains=trains), session.compiled:

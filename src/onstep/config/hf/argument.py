@@ -57,6 +57,8 @@ RENAMED = {
     "per_gpu_eval_batch_size": "per_device_eval_batch_size",
     "tpu_num_cores": "torchrun to start more than one process",
     "half_precision_backend": "bf16 or fp16",
+    "use_legacy_prediction_loop": "evaluation_loop: override it in place of prediction_loop",
+    "include_inputs_for_metrics": "include_for_metrics=['inputs']",
 }
 """Names of earlier versions of transformers, and their replacements."""
 

@@ -61,7 +61,7 @@ def is_greater_better(metric: str) -> bool:
     return not metric.endswith(("loss", "perplexity"))
 
 
-def _names_unknown_keywords(cls: Arguments) -> Arguments:
+def names_unknown_keywords(cls: Arguments) -> Arguments:
     """Make the constructor of a dataclass name the nearest field for an unknown keyword."""
     generated: Callable[..., None] = vars(cls)["__init__"]
     known = [f.name for f in fields(cls) if f.init]
@@ -86,7 +86,7 @@ class _Directory:
     """Directory of the run: `<run.output_dir>/<run.name>`."""
 
 
-@_names_unknown_keywords
+@names_unknown_keywords
 @declares_arguments
 @dataclass
 class TrainingArguments(
@@ -116,6 +116,9 @@ class TrainingArguments(
     _: KW_ONLY
     config_overrides: Values | None = None
     """Values of the `ConfigContainer` that have no name above, by section or dotted key; they win."""
+
+    use_legacy_prediction_loop = False
+    """For code of transformers 4 that reads it; True calls `prediction_loop` in place of `evaluation_loop`."""
 
     def __post_init__(self) -> None:
         self._settle()

@@ -51,6 +51,8 @@ def check_arguments(args: Any) -> None:
     if len(set(given.values())) > 1:  # several arguments may say the precision, and must say the same
         first, second, *_ = given
         raise ConfigError(f"TrainingArguments: {first} contradicts {second}; drop one of them.")
+    if args.bf16_full_eval and args.fp16_full_eval:
+        raise ConfigError("TrainingArguments: bf16_full_eval=True contradicts fp16_full_eval=True; drop one of them.")
     if args.save_total_limit is not None and args.save_total_limit < 1:
         raise ConfigError(
             f"TrainingArguments.save_total_limit={args.save_total_limit} would keep no checkpoint; use None for all, "

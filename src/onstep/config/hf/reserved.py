@@ -32,15 +32,10 @@ class ReservedArguments:
     """Hugging Face's and Forgather's names that have no effect here; Hugging Face's first, in its order."""
 
     average_tokens_across_devices: bool = reserved(True, "the loss is the mean over the tokens of all ranks")
-    bf16_full_eval: bool = False
-    fp16_full_eval: bool = False
     logging_nan_inf_filter: bool = reserved(True, same=(False,))
     include_num_input_tokens_seen: Choice = reserved("no", same=(False, "False", "false"))
     log_level_replica: str = "warning"
     trackio_static_space_id: Any = None
-    eval_do_concat_batches: bool = True
-    eval_use_gather_object: bool = False
-    batch_eval_metrics: bool = False
     save_on_each_node: bool = reserved(False, "checkpoints are on storage that all nodes see")
     push_to_hub: bool = reserved(False, _HUB)
     hub_token: str | None = reserved(None, _HUB, same=("<HUB_TOKEN>",))

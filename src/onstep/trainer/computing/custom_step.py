@@ -63,7 +63,8 @@ class CustomStep(ModelStep):
         num_items = self._items_in(step, inputs)
         if step is not None and self.runs_backward:
             return self._trained(step, model, inputs, num_items)
-        inputs = self._trainer._prepare_inputs(inputs)
+        if self.predict is None:  # prediction_step prepares its inputs itself
+            inputs = self._trainer._prepare_inputs(inputs)
         num_labels, are_tokens = self._labels.measure(inputs)
         with self._trainer.compute_loss_context_manager():
             loss = self._loss(data_iterator, model, inputs, num_items)

@@ -34,7 +34,7 @@ from onstep.training.checkpointing.starts import compare_identity, is_own
 from onstep.training.protocols import Trained, UserOptimizer, UserScheduler
 from onstep.training.run import Run
 from onstep.training.stages.agreement import write_decision
-from onstep.training.stages.evaluation import note_best_checkpoint
+from onstep.training.stages.best_metric import note_best_checkpoint
 from onstep.training.stages.progress_log import log_async_checkpoint_saved
 
 logger = logging.getLogger(__name__)

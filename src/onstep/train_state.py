@@ -55,6 +55,8 @@ class TrainState:
     """Steps whose update was skipped because of an anomaly."""
     num_rollbacks: int = 0
     """Number of rollbacks to a checkpoint."""
+    num_input_tokens_seen: int | None = None
+    """Input tokens over all ranks, with Hugging Face's `include_num_input_tokens_seen`; None: not counted."""
 
     def state_dict(self) -> dict[str, Any]:
         """All fields; the fields of Megatron Bridge's TrainState are 0-d tensors, as there."""

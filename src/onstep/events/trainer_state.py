@@ -121,8 +121,9 @@ class TrainerState:
 
     @property
     def num_input_tokens_seen(self) -> int:
-        """Labels trained on, over all ranks; updated at logged steps."""
-        return self._progress.consumed_tokens
+        """Input tokens if they are counted, else labels trained on, over all ranks; updated at logged steps."""
+        counted = self._progress.num_input_tokens_seen
+        return self._progress.consumed_tokens if counted is None else counted
 
     @property
     def total_flos(self) -> float:

@@ -40,6 +40,8 @@ from onstep.trainer.optimizers import (
     withdraw_optimizers,
 )
 from onstep.trainer.own_arguments import config_of, shown_arguments
+from onstep.trainer.reporting.special_tokens import align_special_tokens
+from onstep.trainer.user_methods import user_methods
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.features import SETUP
 from onstep.training.lifecycle.endings import Endings
@@ -134,7 +136,7 @@ def training_session(trainer: TrainerMethods, resume_from_checkpoint: Any = None
 
     with open_run(config, trainer.callback_manager, _world, claim_run, entry_point, accepts_finished=True) as opened:
         run = opened.run
-        with _session(trainer, run, opened.notify, seeds=True) as session:
+        with _session(trainer, run, opened.notify, seeds=True, trains=True) as session:
             _build_training(trainer, session, num_samples)
             end_set_up(run, session.notify)
             yield session
@@ -190,7 +192,9 @@ def _world(config: ConfigContainer) -> Iterator[World]:
 
 
 @contextmanager
-def _session(trainer: TrainerMethods, state: GlobalState, notify: Dispatcher, seeds: bool) -> Iterator[Session]:
+def _session(
+    trainer: TrainerMethods, state: GlobalState, notify: Dispatcher, seeds: bool, trains: bool = False
+) -> Iterator[Session]:
     trainer.global_state = state
     if seeds:
         seed_everything(state.cfg.rng.seed)
@@ -198,6 +202,8 @@ def _session(trainer: TrainerMethods, state: GlobalState, notify: Dispatcher, se
         if trainer.model is None:
             trainer.model = _build_model(trainer.model_init)
         module = trainer.model.to(state.world.device)
+    if trains:
+        align_special_tokens(module, trainer.processing_class, logs=state.world.is_main)
     notify.model = [module]
     state.sums.flops_per_token = 6.0 * _active_parameters(module)
     labels = Labels(trainer.args.label_names, shifted=shifts_labels(module))
@@ -205,7 +211,8 @@ def _session(trainer: TrainerMethods, state: GlobalState, notify: Dispatcher, se
     session = Session(state, module, [module], forward_step, labels, collator(trainer, module), notify)
     trainer.session = session
     try:
-        yield session
+        with user_methods(trainer, state, notify, trains=trains):
+            yield session
     finally:
         trainer.session = None
         session.release()

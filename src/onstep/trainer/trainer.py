@@ -118,8 +118,9 @@ class Trainer(TrainerMethods):
             raise ConfigError("Trainer.evaluate requires an eval_dataset; pass one here or to the constructor.")
         if isinstance(eval_dataset, str):
             metric_key_prefix = f"{metric_key_prefix}_{eval_dataset}"
-        with evaluation_session(self) as session:
-            return self._evaluate_all(session, dataset, ignore_keys, metric_key_prefix)
+        with self.memory.measured("eval") as memory, evaluation_session(self) as session:
+            metrics = self._evaluate_all(session, dataset, ignore_keys, metric_key_prefix)
+        return {**metrics, **memory}
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
@@ -129,8 +130,9 @@ class Trainer(TrainerMethods):
         A set without labels has no loss, and `compute_metrics` is not called. `prediction_loss_only` returns only the
         loss.
         """
-        with evaluation_session(self) as session:
-            return _evaluate_dataset(self, session, test_dataset, metric_key_prefix, ignore_keys, is_test=True)
+        with self.memory.measured("test") as memory, evaluation_session(self) as session:
+            output = _evaluate_dataset(self, session, test_dataset, metric_key_prefix, ignore_keys, is_test=True)
+        return output._replace(metrics={**output.metrics, **memory})
 
     def _evaluate_all(
         self, session: Session, dataset: Any, ignore_keys: list[str] | None, prefix: str
@@ -153,8 +155,7 @@ class Trainer(TrainerMethods):
 
 
 def _train_output(state: GlobalState) -> TrainOutput:
-    loss = state.mean_loss()
-    return TrainOutput(state.train_state.step, loss, {**(state.info.history.final_metrics or {}), "train_loss": loss})
+    return TrainOutput(state.train_state.step, state.mean_loss(), dict(state.info.history.final_metrics or {}))
 
 
 def _evaluate_dataset(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from filelock import lock_descriptor
 
-from onstep.checkpoint.storage.manifest import MANIFEST, Manifest, check_file, verify
+from onstep.checkpoint.storage.manifest import MANIFEST, Manifest, check_file, read_manifest, verify
 from onstep.checkpoint.storage.store import TEMPORARY, TRASH, FileStore
 from onstep.errors import CheckpointError
 from onstep.forking import release_in_forked_children
@@ -124,18 +124,24 @@ class SaveTransaction:
         """The directory's final path as a checkpoint."""
         return self._root / f"checkpoint-{self.step}"
 
-    def prepare(self) -> None:
+    def prepare(self, *, adopts: bool = False) -> None:
         """Create and lock the directory.
+
+        Args:
+            adopts: move the files of other code that are in a directory with the target's name into it.
 
         Raises:
             CheckpointError: if something that is not a checkpoint has the target's name, or on an I/O error.
         """
-        self._check_not_foreign()
+        if not (adopts and self.target.is_dir()):
+            self._check_not_foreign()
         self._store.make_root(self._root)
         while (lock := SaveLock.take(self._store, self._root / f"{TEMPORARY}{self._unique}.lock")) is None:
             self._pick_name()
         self._lock = lock
         self._store.make_dir(self.directory)
+        if adopts:
+            self._adopt()
 
     def commit(self, manifest: Manifest, *, replace: bool = False) -> Path:
         """Turn the directory into a checkpoint and return its path; the checkpoint is durable on return.
@@ -206,6 +212,20 @@ class SaveTransaction:
                 f"{target} exists and is not a checkpoint (it does not contain a {MANIFEST}); move it away, or save to "
                 f"another directory."
             )
+
+    def _adopt(self) -> None:
+        """Move what is in the target's directory into this one, except the files of a checkpoint that is there."""
+        target = self.target
+        if target.is_symlink() or not target.is_dir():
+            return
+        own = set()
+        if os.path.lexists(target / MANIFEST):
+            own = {MANIFEST, *(Path(name).parts[0] for name in read_manifest(target).files)}
+        for path in sorted(target.iterdir()):
+            if path.name not in own:
+                self._store.rename(path, self.directory / path.name)
+        if not own:
+            self._store.remove_tree(target)
 
     def _check_not_in_the_way(self) -> None:
         if not os.path.lexists(self.target):

@@ -129,6 +129,10 @@ class TrainingArguments(
         resume = self.resume_from_checkpoint
         if isinstance(resume, str) and resume.lower() in _SWITCHES and not os.path.exists(resume):
             self.resume_from_checkpoint = _SWITCHES[resume.lower()]
+        counted = self.include_num_input_tokens_seen
+        counted = _SWITCHES.get(counted.lower(), counted) if isinstance(counted, str) else counted
+        if isinstance(counted, bool):
+            self.include_num_input_tokens_seen = "all" if counted else "no"
         if self.eval_strategy == "steps" and not self.eval_steps:
             self.eval_steps = self.logging_steps
         if self.eval_strategy != "no":

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
 
-from onstep.config.hf.argument import DECLARED, KEY_OF, Choice, declares_arguments
+from onstep.config.hf.argument import DECLARED, KEY_OF, declares_arguments
 from onstep.errors import ConfigError
 
 T = TypeVar("T")
 
 _SHARDING = "sharded training comes with a later version"
-_HUB = "nothing is uploaded; push the directory of the final weights yourself"
+_HUB = "training uploads nothing; afterwards: hf upload REPO OUTPUT_DIR, or huggingface_hub.upload_folder"
 _COMPILE = "pass a compiled model instead"
 
 _DEFAULT_ACCELERATOR: dict[str, Any] = {
@@ -59,21 +59,21 @@ class ReservedArguments:
     neftune_noise_alpha: float | None = None
     torch_empty_cache_steps: int | None = None
     auto_find_batch_size: bool = False
-    logging_nan_inf_filter: bool = reserved(True, same=(False,))
-    include_num_input_tokens_seen: Choice = reserved("no", same=(False, "False", "false"))
-    log_level_replica: str = "warning"
-    trackio_static_space_id: Any = None
+    trackio_static_space_id: Any = reserved(
+        None,
+        "a run is logged to the Space of trackio_space_id as it goes; to freeze that afterwards: trackio freeze",
+        same=(False,),
+    )
     eval_do_concat_batches: bool = True
     eval_use_gather_object: bool = False
     batch_eval_metrics: bool = False
-    save_on_each_node: bool = reserved(False, "checkpoints are on storage that all nodes see")
     push_to_hub: bool = reserved(False, _HUB)
     hub_token: str | None = reserved(None, _HUB, same=("<HUB_TOKEN>",))
-    hub_private_repo: bool | None = None
-    hub_model_id: str | None = None
-    hub_strategy: str = "every_save"
-    hub_always_push: bool = False
-    hub_revision: str | None = None
+    hub_private_repo: bool | None = reserved(None, _HUB)
+    hub_model_id: str | None = reserved(None, _HUB)
+    hub_strategy: str = reserved("every_save", _HUB)
+    hub_always_push: bool = reserved(False, _HUB)
+    hub_revision: str | None = reserved(None, _HUB)
     ignore_data_skip: bool = reserved(False, "a resumed run continues at the very sample where it stopped")
     full_determinism: bool = False
     accelerator_config: Any = reserved(None, same=(_DEFAULT_ACCELERATOR, {}))
@@ -86,15 +86,20 @@ class ReservedArguments:
     fsdp: Any = reserved(None, _SHARDING, same=("", False, []))
     fsdp_config: Any = reserved(None, _SHARDING, same=({},))
     deepspeed: Any = reserved(None, _SHARDING)
-    debug: str = reserved("", same=(None, []))
-    skip_memory_metrics: bool = True
+    debug: str = reserved(
+        "",
+        "a non-finite loss or gradient ends the run and is named; config_overrides={'train.on_nonfinite': ...} decides",
+        same=(None, []),
+    )
 
     overwrite_output_dir: bool = reserved(
         False, "config_overrides={'run.fresh': True} starts a new run beside the old one"
     )
     epoch_train_steps: int = reserved(100000, "give the length of a run over data without a length as max_steps")
     gc_threshold: float = 0.5
-    save_safetensors: bool = reserved(True, "checkpoints hold safetensors and JSON, never a pickle")
+    save_safetensors: bool = reserved(
+        True, "weights are safetensors, never a pickle; to convert: torch.save(safetensors.torch.load_file(...), ...)"
+    )
     fuse_optim_with_backward: bool = reserved(False, "the update follows the whole backward pass")
     speed_metrics_start_step: int = reserved(1, "the speed of a run is measured from the end of its first step")
     set_dataset_epoch: bool = reserved(True, "set_epoch of a dataset is called for every epoch")

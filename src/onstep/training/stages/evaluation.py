@@ -28,6 +28,7 @@ from onstep.training.run import Run
 from onstep.training.stages.agreement import agree
 from onstep.training.stages.exits import EvaluationInterrupted, exit_if_decided
 from onstep.training.stages.forward_step import only_chunk, prepare_forward_step_func
+from onstep.training.stages.record import publish_evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,10 @@ def evaluate(
             metrics["epoch"] = state.trainer_state.epoch
             state.evaluated.last_metrics = metrics
             state.evaluated.is_restartable = False
-            state.info.history.append({**metrics, "step": state.train_state.step})
+            if is_test or state.entry_point.trainer is None:
+                state.info.history.append({**metrics, "step": state.train_state.step})
+            else:
+                publish_evaluation(state, metrics, notify)
             notify.fire(f"on_{kind}_end", total_loss_dict=means, metrics=metrics)
         except EvaluationInterrupted:
             if not _is_over_in_time(state):

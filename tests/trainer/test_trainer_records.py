@@ -304,23 +304,6 @@ def test_a_search_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
         trainer.hyperparameter_search(n_trials=2)
 
 
-def test_replicas_have_a_log_level_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import logging
-
-    from onstep.trainer.user_methods import replica_level
-
-    log = logging.getLogger("onstep")
-    before = log.level
-    args = TrainingArguments(str(tmp_path), log_level_replica="error")
-    with replica_level(args):
-        assert log.level == before, "this is the rank that reports"
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("RANK", "1")
-    with replica_level(args):
-        assert log.level == logging.ERROR
-    assert log.level == before
-
-
 def test_save_on_each_node_is_for_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

@@ -109,6 +109,7 @@ class SaveTransaction:
         self._store = store
         self._root = root
         self._lock: SaveLock | None = None
+        self._adopted: list[str] = []
         self._pick_name()
 
     def _pick_name(self) -> None:
@@ -133,7 +134,7 @@ class SaveTransaction:
         Raises:
             CheckpointError: if something that is not a checkpoint has the target's name, or on an I/O error.
         """
-        if not (adopts and self.target.is_dir()):
+        if not adopts or self.target.is_symlink() or not self.target.is_dir():
             self._check_not_foreign()
         self._store.make_root(self._root)
         while (lock := SaveLock.take(self._store, self._root / f"{TEMPORARY}{self._unique}.lock")) is None:
@@ -183,6 +184,7 @@ class SaveTransaction:
             if os.path.lexists(self._superseded) and not os.path.lexists(self.target):
                 self._store.rename(self._superseded, self.target)
             self._store.remove_tree(self._superseded)
+            self._give_back()
             self._store.remove_tree(self.directory)
             self._store.unlink(self._pointer)
         except CheckpointError as error:
@@ -220,12 +222,23 @@ class SaveTransaction:
             return
         own = set()
         if os.path.lexists(target / MANIFEST):
-            own = {MANIFEST, *(Path(name).parts[0] for name in read_manifest(target).files)}
-        for path in sorted(target.iterdir()):
-            if path.name not in own:
-                self._store.rename(path, self.directory / path.name)
+            try:
+                own = {MANIFEST, *(Path(name).parts[0] for name in read_manifest(target).files)}
+            except CheckpointError:  # damaged: it is replaced as a whole
+                return
+        for name in sorted({path.name for path in target.iterdir()} - own):
+            self._store.rename(target / name, self.directory / name)
+            self._adopted.append(name)
         if not own:
             self._store.remove_tree(target)
+
+    def _give_back(self) -> None:
+        """Move what was adopted back to where it was."""
+        if self._adopted and not self.target.exists():
+            self._store.make_dir(self.target)
+        while self._adopted:
+            name = self._adopted.pop()
+            self._store.rename(self.directory / name, self.target / name)
 
     def _check_not_in_the_way(self) -> None:
         if not os.path.lexists(self.target):

@@ -190,7 +190,6 @@ def test_a_chat_model_taught_a_new_end_token_stops_after_reload(tmp_path: Path, 
     row = {"input_ids": [start, 5, turn, 6, 6, 6], "labels": [start, 5, turn, 6, 6, 6]}
     model = qwen(eos_token_id=1, bos_token_id=None, pad_token_id=None)
     args = arguments(tmp_path, num_train_epochs=30, optim="adamw_torch", lr_scheduler_type="constant")
-    caplog.set_level("INFO", logger="onstep")
     trainer = quiet(model, args, [row] * 8, processing_class=own)
     trainer.train()
     (line,) = [one.message for one in caplog.records if "special tokens" in one.message]

@@ -58,7 +58,9 @@ def model_card(
     name = name or Path(str(args.output_dir)).absolute().name
     base = given.get("base_model") or _base_of(model)
     tags = list(dict.fromkeys([*_listed(given.get("tags")), "generated_from_trainer", "onstep"]))
-    library = {"library_name": "transformers"} if hasattr(model, "save_pretrained") else {}
+    library = {}
+    if hasattr(model, "save_pretrained"):
+        library = {"library_name": "peft" if hasattr(model, "peft_config") else "transformers"}
     metadata = {**library, **given, "base_model": base, "tags": tags, "model_name": name}
     shown = yaml.safe_dump({key: value for key, value in metadata.items() if value}, sort_keys=False)
     history = [] if run is None else run.info.log_history

@@ -35,7 +35,7 @@ def align_special_tokens(model: Any, processing_class: Any, *, logs: bool = True
             setattr(generation, name, _with(token, known[1]) if is_end else token)
     if changed and logs:
         shown = ", ".join(f"{name}={token}" for name, token in changed.items())
-        logger.info("the model's special tokens are now those of the tokenizer: %s", shown)
+        logger.warning("the model's special tokens are now those of the tokenizer: %s", shown)
     return changed
 
 

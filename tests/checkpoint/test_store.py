@@ -123,7 +123,9 @@ def test_a_verified_checkpoint_makes_way_only_when_it_is_asked_to(tmp_path: Path
 
 
 @pytest.mark.parametrize("is_saved_before", [True, False])
-def test_files_of_other_code_become_part_of_a_checkpoint_that_adopts_them(tmp_path: Path, is_saved_before: bool) -> None:
+def test_files_of_other_code_become_part_of_a_checkpoint_that_adopts_them(
+    tmp_path: Path, is_saved_before: bool
+) -> None:
     target = tmp_path / "checkpoint-10"
     if is_saved_before:
         write_checkpoint(tmp_path, 10, {"file": b"old"})

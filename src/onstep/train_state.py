@@ -58,6 +58,8 @@ class TrainState:
     """Steps whose update was skipped because of an anomaly."""
     num_rollbacks: int = 0
     """Number of rollbacks to a checkpoint."""
+    num_input_tokens_seen: int | None = None
+    """Input tokens over all ranks, with Hugging Face's `include_num_input_tokens_seen`; None: not counted."""
     user_attributes: dict[str, Any] = field(default_factory=dict)
     """Attributes that callbacks set on Hugging Face's view. Plain values are saved, those of rank 0."""
 

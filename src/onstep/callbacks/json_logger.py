@@ -100,12 +100,15 @@ class JsonLogger(TrainerCallback):
             self._writer.write_record(state.global_step, state.epoch, {_INFO_KEY: self.experiment_info})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any) -> None:
-        """Record a logged step, or the final metrics."""
+        """Record a logged step, the final metrics or a Trainer's evaluation."""
         self._record(args, state, {**logs, **_tags(state)})
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **kwargs: Any) -> None:
-        """Record an evaluation."""
-        self._record(args, state, metrics)
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], trainer: Any = None, **kwargs: Any
+    ) -> None:
+        """Record an evaluation; a `Trainer` has passed it to `on_log`."""
+        if trainer is None:
+            self._record(args, state, metrics)
 
     def on_predict(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **kwargs: Any) -> None:
         """Record a test."""

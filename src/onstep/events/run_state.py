@@ -217,8 +217,9 @@ class RunState(TrainerState):
 
     @property
     def num_input_tokens_seen(self) -> int:  # type: ignore[override]
-        """Labels trained on, over all ranks; updated at logged steps."""
-        return self._progress.consumed_tokens
+        """Input tokens if they are counted, else labels trained on, over all ranks; updated at logged steps."""
+        counted = self._progress.num_input_tokens_seen
+        return self._progress.consumed_tokens if counted is None else counted
 
     @property
     def is_world_process_zero(self) -> bool:  # type: ignore[override]

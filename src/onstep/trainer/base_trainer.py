@@ -21,6 +21,7 @@ from onstep.trainer.model_step import function_loss, model_loss
 from onstep.trainer.overrides import check_overrides
 from onstep.trainer.own_arguments import own_arguments
 from onstep.trainer.predictions import EvalPrediction
+from onstep.trainer.reporting.memory_metrics import MemoryMetrics
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.runs.run_dir import RunDir
 
@@ -75,10 +76,13 @@ class BaseTrainer:
         self.put_back: dict[str, Any] = {}
         """What the next training puts back in the place of those that the last one made."""
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
-        configured = ConfigContainer()
-        merge(configured, self.args.config_overrides or {})
-        has_defaults = default_callbacks and configured.run.default_callbacks
-        self.callback_manager = _with_defaults(callbacks, has_defaults, disable_tqdm=bool(self.args.disable_tqdm))
+        self.memory = MemoryMetrics(enabled=not self.args.skip_memory_metrics)
+        """Measures the memory of its calls, with `skip_memory_metrics=False`."""
+        with self.memory.measured("init"):
+            configured = ConfigContainer()
+            merge(configured, self.args.config_overrides or {})
+            has_defaults = default_callbacks and configured.run.default_callbacks
+            self.callback_manager = _with_defaults(callbacks, has_defaults, disable_tqdm=bool(self.args.disable_tqdm))
         self.global_state: GlobalState | None = None
         """State of the current or most recent run."""
         self.session: Any = None

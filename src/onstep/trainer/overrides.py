@@ -7,52 +7,51 @@ from collections.abc import Iterable
 from onstep.errors import ConfigError
 
 _STEP = "override compute_loss, or use a callback (on_forward_backward_end, on_pre_optimizer_step, on_step_end)"
+_SAVE = "set save_only_model=True to save none of it, or override _save_checkpoint, to write files beside it"
 _AFTER_A_STEP = "override log, _evaluate or _determine_best_metric, or set what is due in a callback's on_step_end"
-_SAVE = "use a callback's on_save, or a module with its own save_pretrained"
+_LOAD = "load other weights before passing the model, or in a callback's on_checkpoint_load"
+_HUB = "upload the directory after training: hf upload REPO OUTPUT_DIR"
+_SEARCH = "run each trial with a Trainer of its own"
 
 _INSTEAD = {
     "get_batch_samples": "override get_train_dataloader with a loader of those batches, or pass a data_collator",
-    "floating_point_ops": "use a callback's on_log",
-    "store_flos": "use a callback's on_log",
     "_inner_training_loop": _STEP,
     "_run_epoch": _STEP,
     "_clip_grad_norm": _STEP,
     "_get_grad_norm": _STEP,
     "_maybe_log_save_evaluate": _AFTER_A_STEP,
-    "log": "use a callback's on_log",
     "_get_learning_rate": "use a callback's on_log",
-    "_save": _SAVE,
-    "_save_checkpoint": _SAVE,
     "_save_optimizer_and_scheduler": _SAVE,
     "_save_rng_state": _SAVE,
-    "_load_from_checkpoint": _SAVE,
-    "_load_best_model": _SAVE,
-    "_load_optimizer_and_scheduler": _SAVE,
-    "_load_rng_state": _SAVE,
-    "_rotate_checkpoints": "set save_total_limit",
+    "_load_from_checkpoint": _LOAD,
+    "_load_best_model": _LOAD,
+    "_load_optimizer_and_scheduler": _LOAD,
+    "_load_rng_state": _LOAD,
+    "_rotate_checkpoints": "set save_total_limit, or delete directories in a callback's on_save",
     "_get_output_dir": "set output_dir",
-    "_hp_search_setup": "run each trial with a Trainer of its own",
+    "_hp_search_setup": _SEARCH,
+    "_save_scaler": _SAVE,
+    "_load_scaler": _LOAD,
+    "_load_callback_state": _LOAD,
+    "_issue_warnings_after_load": _LOAD,
+    "_sorted_checkpoints": "set save_total_limit, or delete directories in a callback's on_save",
+    "_push_from_checkpoint": _HUB,
+    "_finish_current_push": _HUB,
+    "_report_to_hp_search": _SEARCH,
+    "_tune_save_checkpoint": _SEARCH,
+    "_track_num_input_tokens": "set include_num_input_tokens_seen, or count in a callback's on_train_step_start",
 }
 """Methods of `transformers.Trainer` (5.x, and names of 4.x) that Onstep never calls, and what to do instead."""
 _INTERNAL = (
     "_build_accelerator_args",
     "_defer_fsdp_gradient_reduction",
     "_finalize_training",
-    "_finish_current_push",
     "_has_mixed_mesh_grads",
     "_init_training_state",
-    "_issue_warnings_after_load",
-    "_load_callback_state",
-    "_load_scaler",
     "_mixed_mesh_grad_norm",
     "_prepare_context_parallel_inputs",
     "_prepare_for_training",
-    "_push_from_checkpoint",
-    "_report_to_hp_search",
-    "_save_scaler",
     "_sync_replicated_trainable_parameters",
-    "_track_num_input_tokens",
-    "_tune_save_checkpoint",
     "_update_auto_batch_size",
     "_validate_args",
     "set_initial_training_values",

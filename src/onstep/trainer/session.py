@@ -44,6 +44,8 @@ from onstep.trainer.optimizers import (
 )
 from onstep.trainer.overrides import overrides
 from onstep.trainer.own_arguments import config_of, shown_arguments
+from onstep.trainer.reporting.special_tokens import align_special_tokens
+from onstep.trainer.user_methods import user_methods
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.features import SETUP
 from onstep.training.lifecycle.endings import Endings
@@ -225,6 +227,8 @@ def _session(
         module = trainer.model
         if trainer.place_model_on_device and trainer.args.place_model_on_device is not False:
             trainer._move_model_to_device(module, state.world.device)
+    if trains:
+        align_special_tokens(module, trainer.processing_class, logs=state.world.is_main)
     notify.model = [module]
     state.sums.flops_per_token = 6.0 * _active_parameters(module)
     preparation_seconds = time.perf_counter() - started
@@ -234,7 +238,12 @@ def _session(
     session.preparation_seconds = preparation_seconds
     trainer.session = session
     try:
-        with torch_options(trainer.args), model_options(trainer, module, trains=trains), session.compiled:
+        with (
+            torch_options(trainer.args),
+            model_options(trainer, module, trains=trains),
+            session.compiled,
+            user_methods(trainer, state, notify, trains=trains),
+        ):
             if not trains:
                 session.compiled.enter_context(compiled(trainer.args, module))
             yield session

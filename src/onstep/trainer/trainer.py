@@ -82,5 +82,4 @@ class Trainer(TrainerMethods):
 
 
 def _train_output(state: GlobalState) -> TrainOutput:
-    loss = state.mean_loss()
-    return TrainOutput(state.train_state.step, loss, {**(state.info.history.final_metrics or {}), "train_loss": loss})
+    return TrainOutput(state.train_state.step, state.mean_loss(), dict(state.info.history.final_metrics or {}))

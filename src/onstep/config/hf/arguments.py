@@ -157,6 +157,10 @@ class TrainingArguments(
             self.resume_from_checkpoint = _SWITCHES[resume.lower()]
         settle_accelerator(self)
         self._settle_strategy()
+        counted = self.include_num_input_tokens_seen
+        counted = _SWITCHES.get(counted.lower(), counted) if isinstance(counted, str) else counted
+        if isinstance(counted, bool):
+            self.include_num_input_tokens_seen = "all" if counted else "no"
         if self.eval_strategy == "steps" and not self.eval_steps:
             self.eval_steps = self.logging_steps
         if self.eval_strategy != "no":

@@ -6,6 +6,7 @@ import math
 from fractions import Fraction
 from typing import Any
 
+from onstep.bounded_reading import integer_from_environment
 from onstep.config.hf.argument import FOLLOW_METRIC, rules_of
 from onstep.config.hf.optimizers import WITHOUT_BETAS, check_optimizer
 from onstep.config.suggestions import nearest
@@ -45,6 +46,11 @@ def check_arguments(args: Any) -> None:
     for what in ("logging", "eval", "save"):
         if getattr(args, f"{what}_strategy") == "steps":
             _check_interval(f"{what}_steps", getattr(args, f"{what}_steps"))
+    if args.save_on_each_node and args.world_size > integer_from_environment("LOCAL_WORLD_SIZE", 1):
+        raise ConfigError(
+            "TrainingArguments.save_on_each_node=True is not supported with ranks on several machines: rank 0 "
+            "completes a checkpoint whose files it sees; use an output_dir on storage that all machines share."
+        )
     given = {"bf16=True": "bf16"} if args.bf16 else {}
     given |= {"fp16=True": "fp16"} if args.fp16 else {}
     given |= {f"mixed_precision={args.mixed_precision!r}": args.mixed_precision} if args.mixed_precision else {}

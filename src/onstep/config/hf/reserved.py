@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
 
-from onstep.config.hf.argument import DECLARED, KEY_OF, Choice, declares_arguments
+from onstep.config.hf.argument import DECLARED, KEY_OF, declares_arguments
 from onstep.errors import ConfigError
 
 T = TypeVar("T")
@@ -15,7 +15,7 @@ _WHOLE = (
     f"{_SHARDING}; every rank holds the whole model: to save memory use bf16=True, activation_checkpointing=True, a "
     f"smaller per_device_train_batch_size with gradient_accumulation_steps, or LoRA"
 )
-_HUB = "nothing is uploaded; push the directory of the final weights yourself"
+_HUB = "training uploads nothing; afterwards: hf upload REPO OUTPUT_DIR, or huggingface_hub.upload_folder"
 
 
 def reserved(default: T, reason: str = "", *, same: tuple[Any, ...] = ()) -> T:
@@ -32,18 +32,18 @@ class ReservedArguments:
     """Hugging Face's and Forgather's names that have no effect here; Hugging Face's first, in its order."""
 
     average_tokens_across_devices: bool = reserved(True, "the loss is the mean over the tokens of all ranks")
-    logging_nan_inf_filter: bool = reserved(True, same=(False,))
-    include_num_input_tokens_seen: Choice = reserved("no", same=(False, "False", "false"))
-    log_level_replica: str = "warning"
-    trackio_static_space_id: Any = None
-    save_on_each_node: bool = reserved(False, "checkpoints are on storage that all nodes see")
+    trackio_static_space_id: Any = reserved(
+        None,
+        "a run is logged to the Space of trackio_space_id as it goes; to freeze that afterwards: trackio freeze",
+        same=(False,),
+    )
     push_to_hub: bool = reserved(False, _HUB)
     hub_token: str | None = reserved(None, _HUB, same=("<HUB_TOKEN>",))
-    hub_private_repo: bool | None = None
-    hub_model_id: str | None = None
-    hub_strategy: str = "every_save"
-    hub_always_push: bool = False
-    hub_revision: str | None = None
+    hub_private_repo: bool | None = reserved(None, _HUB)
+    hub_model_id: str | None = reserved(None, _HUB)
+    hub_strategy: str = reserved("every_save", _HUB)
+    hub_always_push: bool = reserved(False, _HUB)
+    hub_revision: str | None = reserved(None, _HUB)
     ignore_data_skip: bool = reserved(False, "a resumed run continues at the very sample where it stopped")
     parallelism_config: Any = reserved(None, f"{_SHARDING}; start data parallelism with torchrun, without it")
     dataloader_in_order: bool = reserved(
@@ -52,14 +52,15 @@ class ReservedArguments:
     fsdp: Any = reserved(None, _WHOLE, same=("", False, []))
     fsdp_config: Any = reserved(None, _WHOLE, same=({},))
     deepspeed: Any = reserved(None, _WHOLE)
-    skip_memory_metrics: bool = True
 
     overwrite_output_dir: bool = reserved(
         False, "config_overrides={'run.fresh': True} starts a new run beside the old one"
     )
     epoch_train_steps: int = reserved(100000, "give the length of a run over data without a length as max_steps")
     gc_threshold: float = 0.5
-    save_safetensors: bool = reserved(True, "checkpoints hold safetensors and JSON, never a pickle")
+    save_safetensors: bool = reserved(
+        True, "weights are safetensors, never a pickle; to convert: torch.save(safetensors.torch.load_file(...), ...)"
+    )
     fuse_optim_with_backward: bool = reserved(False, "the update follows the whole backward pass")
     speed_metrics_start_step: int = reserved(1, "the speed of a run is measured from the end of its first step")
     set_dataset_epoch: bool = reserved(True, "set_epoch of a dataset is called for every epoch")

@@ -39,6 +39,7 @@ from onstep.training.stages.evaluation import (
     until_interrupted,
     write_evaluation,
 )
+from onstep.training.stages.record import publish_evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +76,10 @@ class EvaluatingMethods(BaseTrainer):
             metric_key_prefix = f"{metric_key_prefix}_{eval_dataset}"
         with self._evaluation() as session:
             if not isinstance(dataset, Mapping):
-                return self._evaluate_one(session, dataset, ignore_keys, metric_key_prefix).metrics
-            metrics: dict[str, Any] = {}
+                with self.memory.measured("eval") as memory:
+                    metrics = self._evaluate_one(session, dataset, ignore_keys, metric_key_prefix).metrics
+                return {**metrics, **memory}
+            metrics = {}
             for name, one in dataset.items():
                 prefix = f"{metric_key_prefix}_{name}"
                 metrics |= self.evaluate(eval_dataset=one, ignore_keys=ignore_keys, metric_key_prefix=prefix)
@@ -90,9 +93,9 @@ class EvaluatingMethods(BaseTrainer):
         A set without labels has no loss, and `compute_metrics` is not called. `prediction_loss_only` returns only the
         loss.
         """
-        with self._evaluation() as session:
+        with self.memory.measured("test") as memory, self._evaluation() as session:
             output = self._evaluate_one(session, test_dataset, ignore_keys, metric_key_prefix, is_test=True)
-        return PredictionOutput(output.predictions, output.label_ids, output.metrics)
+        return PredictionOutput(output.predictions, output.label_ids, {**output.metrics, **memory})
 
     def evaluation_loop(
         self,
@@ -257,10 +260,10 @@ class EvaluatingMethods(BaseTrainer):
             )
             self._complete(output, prefix, time.perf_counter() - started, state.trainer_state.epoch)
             record_evaluation(state, output.metrics)
-            if not is_test and overrides(self, "log"):
-                self.log(output.metrics)  # type: ignore[attr-defined]
-            else:
+            if is_test:
                 state.info.history.append({**output.metrics, "step": state.train_state.step})
+            else:
+                publish_evaluation(state, output.metrics, session.notify)
             kind = "test" if is_test else "eval"
             session.notify.fire(f"on_{kind}_end", total_loss_dict=session.means, metrics=output.metrics)
         return output

@@ -142,9 +142,9 @@ def make_optimizers(
 
 
 def withdraw_optimizers(trainer: BaseTrainer) -> None:
-    """Put back what the last training replaced by an optimizer and a scheduler of its own, unless the user changed them.
+    """Put back what the last training replaced by its own optimizer and scheduler, unless the user changed them.
 
-    Each training creates these again, but for an optimizer of the user's methods or class: it stays, as in Hugging Face.
+    Each training creates these again, except an optimizer of the user's methods or class: it stays, as in Hugging Face.
     """
     made = dict(zip(("optimizer", "lr_scheduler"), trainer.previous, strict=True))
     for name, before in trainer.put_back.items():
@@ -169,6 +169,20 @@ def step_on_metric(trainer: BaseTrainer, scheduler: Any, metrics: dict[str, Any]
             f"has no {key}; it has {', '.join(sorted(metrics))}."
         )
     scheduler.observe(metrics[key])
+
+
+class OptimizerModes(TrainerCallback):
+    """Switches an optimizer that has other weights for evaluations, such as a schedule-free one, back for each step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Switch to the weights that are trained."""
+        getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"]).train()
+
+
+def use_evaluation_weights(optimizer: Any) -> None:
+    """Switch an optimizer that has other weights for evaluations to these; as in Hugging Face, until the next step."""
+    if is_object(optimizer) and callable(getattr(optimizer, "eval", None)):
+        optimizer.eval()
 
 
 def is_object(given: Any) -> bool:
@@ -240,6 +254,9 @@ def _call_create_scheduler(trainer: BaseTrainer, iters: int | None) -> None:
 
 def _as_loop_scheduler(trainer: BaseTrainer) -> Any:
     scheduler, known = trainer.lr_scheduler, trainer.callback_manager.callbacks
+    has_modes = callable(getattr(trainer.optimizer, "train", None))
+    if has_modes and not any(isinstance(callback, OptimizerModes) for callback in known):
+        trainer.callback_manager.add(OptimizerModes())
     if isinstance(scheduler, TrainerCallback) and all(callback is not scheduler for callback in known):
         trainer.callback_manager.add(scheduler)
     if isinstance(scheduler, OptimizerParamScheduler):

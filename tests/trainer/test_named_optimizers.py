@@ -15,7 +15,7 @@ from transformers.training_args import OptimizerNames
 from onstep import Trainer, TrainerCallback, TrainingArguments
 from onstep.config.hf.argument import SCHEDULES
 from onstep.config.hf.optimizers import OPTIMIZERS
-from onstep.errors import ConfigError
+from onstep.errors import ConfigError, OnstepError
 from tests.support.small_models import Regression, arguments, quiet, regression_rows
 
 pytestmark = [
@@ -338,6 +338,47 @@ def test_settings_of_onsteps_schedule_contradict_one_of_transformers(tmp_path: P
         ours(tmp_path, lr_scheduler_type="polynomial", config_overrides=overrides)
 
 
+def test_settings_of_another_optimizer_are_refused(tmp_path: Path) -> None:
+    overrides = {"run.save_weights": False, "optimizer": {"sgd_momentum": 0.5}}
+    with pytest.raises(
+        ConfigError, match=r"optimizer.sgd_momentum, which optim='sgd' with optim_args='nesterov=False'"
+    ):
+        ours(tmp_path, optim="sgd", optim_args="nesterov=False", config_overrides=overrides)
+
+
 def test_keywords_that_transformers_rejects_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"lr_scheduler_type='polynomial' with .*lr_end \(1.0\) must be smaller"):
         ours(tmp_path, lr_scheduler_type="polynomial", lr_scheduler_kwargs={"lr_end": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "message"),
+    [
+        ({"optim": "rmsprop"}, {"optim": "adagrad"}, "trainer.optim is 'rmsprop' there and 'adagrad' here"),
+        ({"optim": "sgd"}, {"optim": "sgd", "optim_args": "momentum=0.9"}, "trainer.optim_args is .* there"),
+        (
+            {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2.0}},
+            {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 3.0}},
+            "trainer.lr_scheduler_kwargs is ",
+        ),
+        ({"optim": "adamw_torch"}, {"optim": "adamw_torch_fused"}, None),
+    ],
+    ids=str,
+)
+def test_a_run_does_not_continue_with_another_optimizer_or_schedule(
+    tmp_path: Path, first: dict[str, Any], then: dict[str, Any], message: str | None
+) -> None:
+    def trainer(options: dict[str, Any]) -> Trainer:
+        args = arguments(tmp_path, **shared(**{"save_strategy": "steps", "save_steps": 2, **options}))
+        return quiet(Regression(), args, regression_rows(12))
+
+    cut = trainer(first)
+    cut.add_callback(StopsAt(3))
+    with pytest.raises(KeyboardInterrupt):
+        cut.train()
+    resumed = trainer(then)
+    if message is None:
+        resumed.train(resume_from_checkpoint=True)
+        return
+    with pytest.raises(OnstepError, match=message):
+        resumed.train(resume_from_checkpoint=True)

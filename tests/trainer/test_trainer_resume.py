@@ -45,6 +45,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "epochs": {"arguments": {"save_strategy": "epoch", "eval_strategy": "epoch", "logging_strategy": "epoch"}},
     "best": {"arguments": {"save_strategy": "best", "metric_for_best_model": "loss", "eval_steps": 2}},
     "eval-on-save": {"overrides": {"validation.eval_on_save": True}},
+    "own-methods": {"own_methods": True},
+    "plateau": {"arguments": {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0}}},
     "clipping": {"arguments": {"max_grad_norm": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2}},
 }
 
@@ -58,6 +60,21 @@ def test_a_killed_run_ends_as_the_one_that_nobody_touched(runs: Ranks, kind: str
     found = runs.finish(kind, "train", ranks=1, **settings)
     check_same(found, expected)
     assert len(expected["certificates"][0]) == 14, "7 steps an epoch, the last one a tail"
+
+
+def test_two_ranks_with_methods_of_their_own_end_as_ones_that_nobody_touched(runs: Ranks) -> None:
+    overrides = {"train.check_weight_hash_across_dp_replicas_interval": 1}
+    settings: dict[str, Any] = {"own_methods": True, "overrides": overrides, "arguments": {"eval_steps": 1}}
+    expected = runs.finish("whole-own-ranks", "train", **settings)
+    strikes = [{**KILLED, "event": "on_step_end", "number": 5, "rank": 0}]
+    assert -9 in runs.start("own-ranks", "train", strikes=strikes, **settings)
+    check_same(runs.finish("own-ranks", "train", **settings), expected)
+    rates = [record["learning_rate"] for record in json.loads(log_of(runs, "own-ranks")) if "loss" in record]
+    assert rates[-1] < rates[0], "the metric must have changed the rate"
+
+
+def log_of(runs: Ranks, name: str) -> str:
+    return (runs.directory / name / "runs" / "run" / "trainer_logs.json").read_text()
 
 
 def test_save_strategy_best_saves_at_the_evaluations_that_are_the_best_so_far(runs: Ranks) -> None:

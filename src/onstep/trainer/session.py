@@ -40,6 +40,7 @@ from onstep.trainer.optimizers import (
     check_optimizers,
     known_optimizers,
     make_optimizers,
+    use_evaluation_weights,
     withdraw_optimizers,
 )
 from onstep.trainer.overrides import overrides
@@ -166,6 +167,7 @@ def training_session(trainer: TrainerMethods, resume_from_checkpoint: Any = None
 @contextmanager
 def evaluation_session(trainer: TrainerMethods) -> Iterator[Session]:
     """Set up an evaluation; inside a run, for a callback that evaluates, reuse that run's objects. Collective."""
+    use_evaluation_weights(trainer.optimizer)
     if trainer.session is not None:
         yield trainer.session
         return

@@ -35,6 +35,22 @@ def optimizers_of(kind: str, model: torch.nn.Module) -> Any:
     return None, None
 
 
+class OwnMethods(Trainer):
+    """Two groups of different rates, and a schedule that follows the evaluations."""
+
+    def create_optimizer(self) -> Any:
+        if self.optimizer is None:
+            vectors = [p for p in self.model.parameters() if p.ndim == 1]
+            groups = [{"params": [p for p in self.model.parameters() if p.ndim > 1]}, {"params": vectors, "lr": 1e-3}]
+            cls, keywords = self.get_optimizer_cls_and_kwargs(self.args)
+            self.optimizer = cls(groups, **keywords)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any) -> Any:  # required, as in scripts for 4.x
+        self.lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", factor=0.5, patience=0)
+        return self.lr_scheduler
+
+
 def job_train(settings: dict[str, Any]) -> None:
     manager, counting = observed(settings)
     is_causal = settings.get("model", "qwen") == "qwen"
@@ -59,7 +75,7 @@ def job_train(settings: dict[str, Any]) -> None:
         **settings.get("arguments", {}),
     }
     values["config_overrides"] = {"checkpoint.certify": True, **settings.get("overrides", {})}
-    trainer = Trainer(
+    trainer = (OwnMethods if settings.get("own_methods") else Trainer)(
         model,
         TrainingArguments(**values),
         train_dataset=rows,

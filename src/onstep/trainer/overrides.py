@@ -8,7 +8,8 @@ from onstep.errors import ConfigError
 
 _OPTIMIZER = "pass a factory or an optimizer as optimizers=(optimizer, scheduler)"
 _LOADER = "pass the dataset in the form and order that it should be read; a torch IterableDataset is read as it is"
-_STEP = "override compute_loss, or use a callback (on_forward_backward_end, on_pre_optimizer_step, on_step_end)"
+_STEP = "override training_step, or use a callback (on_forward_backward_end, on_pre_optimizer_step, on_step_end)"
+_SHARDED = "remove it: models and sequences are not sharded"
 _EVALUATION = "override evaluate, or pass compute_metrics and preprocess_logits_for_metrics"
 _SAVE = "use a callback's on_save, or a module with its own save_pretrained"
 
@@ -53,12 +54,16 @@ _INSTEAD = {
     "_load_rng_state": _SAVE,
     "_rotate_checkpoints": "set save_total_limit",
     "_get_output_dir": "set output_dir",
+    "_build_accelerator_args": "configure with TrainingArguments",
+    "_defer_fsdp_gradient_reduction": _SHARDED,
+    "_prepare_context_parallel_inputs": _SHARDED,
+    "_sync_replicated_trainable_parameters": _SHARDED,
+    "_update_auto_batch_size": "set per_device_train_batch_size, or auto_find_batch_size",
+    "get_total_train_batch_size": "set per_device_train_batch_size and gradient_accumulation_steps",
     "_hp_search_setup": "run each trial with a Trainer of its own",
 }
 """Methods of `transformers.Trainer` (5.x, and names of 4.x) that Onstep never calls, and what to do instead."""
 _INTERNAL = (
-    "_build_accelerator_args",
-    "_defer_fsdp_gradient_reduction",
     "_finalize_training",
     "_finish_current_push",
     "_has_mixed_mesh_grads",
@@ -67,17 +72,13 @@ _INTERNAL = (
     "_load_callback_state",
     "_load_scaler",
     "_mixed_mesh_grad_norm",
-    "_prepare_context_parallel_inputs",
     "_prepare_for_training",
     "_push_from_checkpoint",
     "_report_to_hp_search",
     "_save_scaler",
-    "_sync_replicated_trainable_parameters",
     "_track_num_input_tokens",
     "_tune_save_checkpoint",
-    "_update_auto_batch_size",
     "_validate_args",
-    "get_total_train_batch_size",
     "set_initial_training_values",
 )
 _INSTEAD |= dict.fromkeys(_INTERNAL, "use a callback; it is a step of another loop")

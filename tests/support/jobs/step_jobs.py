@@ -10,7 +10,16 @@ import transformers
 from torch import Tensor, nn
 
 from onstep import Trainer
-from tests.support.small_models import TokenModel, arguments, causal_rows, losses_of, qwen, ragged_rows
+from tests.support.small_models import (
+    TokenModel,
+    arguments,
+    causal_rows,
+    losses_of,
+    quiet,
+    qwen,
+    ragged_rows,
+    recorder,
+)
 
 SHARED: dict[str, Any] = {
     "per_device_train_batch_size": 2,
@@ -107,4 +116,26 @@ def job_with_fillers(settings: dict[str, Any]) -> dict[str, Any]:
             trainer = trained(kind, model(), rows, Path(f"{name}-{len(runs)}"))
             runs.append((losses_of(trainer), [float(one.sum()) for one in trainer.model.parameters()]))
         found[name] = runs
+    return found
+
+
+def job_with_options(settings: dict[str, Any]) -> dict[str, Any]:
+    """The losses of two ranks with the arguments that wrap a model, and whether the wrapper has them."""
+    wrappers: list[Any] = []
+    found: dict[str, Any] = {}
+    for name, options in {
+        "plain": {},
+        "static": {"ddp_static_graph": True},
+        "compiled": {"torch_compile_backend": "eager", "config_overrides": {}},
+    }.items():
+        callbacks = recorder("on_step_begin", lambda context: wrappers.append(context.model[0]))
+        values: dict[str, Any] = {**SHARED, "gradient_accumulation_steps": 2, **options}
+        trainer = quiet(qwen(), arguments(Path(name), **values), causal_rows(16), callbacks=callbacks)
+        trainer.train()
+        wrapper = wrappers[-1]
+        found[name] = [
+            losses_of(trainer),
+            wrapper.static_graph,
+            sorted(trainer.model.state_dict()) == sorted(qwen().state_dict()),
+        ]
     return found

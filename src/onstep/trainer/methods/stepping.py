@@ -165,6 +165,10 @@ class SteppingMethods(BaseTrainer):
         step = None if self.session is None else self.session.state.features.room(LastStep).step
         return self.args.gradient_accumulation_steps if step is None else len(step.batches.micro_batches)
 
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Samples of one optimizer step over all ranks."""
+        return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
     def get_sp_size(self) -> int:
         """1: sequences are not split over ranks."""
         return 1

@@ -40,11 +40,13 @@ class ModelStep:
         self.collector: PredictionCollector | None = None
         """Receives the outputs of an evaluation, if needed."""
         self.is_filler = False
-        """Whether the current micro-batch counts as zero, as far as noted: in evaluations, and by a `CustomStep`."""
+        """Whether the current micro-batch of an evaluation counts as zero."""
 
     def __call__(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
         """Run one micro-batch; returns `(loss, loss function)`. The loss is None for a test without labels."""
         inputs = next(data_iterator)
+        if not model.training:
+            self.is_filler = isinstance(data_iterator, MicroBatches) and data_iterator.is_filler()
         num_labels, are_tokens = self._labels.measure(inputs)
         shared_labels = num_labels if self._gives_shares else None
         num_items = None if shared_labels is None else self._num_items(data_iterator, model, shared_labels)
@@ -64,7 +66,6 @@ class ModelStep:
         collector = self.collector
         if collector is None:
             return self._compute_loss(model, given, **keywords)
-        self.is_filler = isinstance(data_iterator, MicroBatches) and data_iterator.is_filler()
         if collector.is_test and self._labels.of(inputs) is None:
             outputs = call_model(model, given)
             loss = find_loss(outputs)

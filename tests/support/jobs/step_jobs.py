@@ -139,3 +139,22 @@ def job_with_options(settings: dict[str, Any]) -> dict[str, Any]:
             sorted(trainer.model.state_dict()) == sorted(qwen().state_dict()),
         ]
     return found
+
+
+def job_gathered(settings: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of rows that a `compute_loss` gathers in training and in evaluation."""
+    counts: dict[str, list[int]] = {"train": [], "eval": []}
+
+    class Gathers(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            rows = self.accelerator.gather_for_metrics(inputs["input_ids"])
+            counts["train" if model.training else "eval"].append(len(rows))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    args = arguments(Path("gathered"), **{**SHARED, "per_device_eval_batch_size": 2})
+    trainer = Gathers(
+        TokenModel(), args, train_dataset=ragged_rows(9), eval_dataset=ragged_rows(5), default_callbacks=False
+    )
+    trainer.train()
+    trainer.evaluate()
+    return counts

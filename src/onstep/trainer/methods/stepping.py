@@ -99,8 +99,9 @@ class SteppingMethods(BaseTrainer):
         return model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Move the model to the device of a run; one that is spread over several devices stays where it is."""
-        if getattr(model, "hf_device_map", None) is None and not getattr(model, "is_quantized", False):
+        """Move the model to the device of a run; one that is on several devices, or of bitsandbytes, stays there."""
+        is_placed = getattr(model, "quantization_method", None) == "bitsandbytes"
+        if getattr(model, "hf_device_map", None) is None and not is_placed:
             model.to(device)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
@@ -164,6 +165,10 @@ class SteppingMethods(BaseTrainer):
         """Micro-batches of the current step."""
         step = None if self.session is None else self.session.state.features.room(LastStep).step
         return self.args.gradient_accumulation_steps if step is None else len(step.batches.micro_batches)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Samples of one optimizer step over all ranks."""
+        return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
     def get_sp_size(self) -> int:
         """1: sequences are not split over ranks."""

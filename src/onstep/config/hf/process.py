@@ -1,4 +1,4 @@
-"""Gives `TrainingArguments` the properties of its process: rank, device, log level, and whose turn it is to go first."""
+"""Gives `TrainingArguments` the properties of its process: rank, device, log level, and who goes first."""
 
 from __future__ import annotations
 

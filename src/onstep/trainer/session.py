@@ -31,6 +31,7 @@ from onstep.trainer.dataloaders import ColumnFilter, collator, num_samples_of, t
 from onstep.trainer.directories import acquire_dir
 from onstep.trainer.loss_convention import Convention, Labels, shifts_labels
 from onstep.trainer.methods import TrainerMethods
+from onstep.trainer.methods.callbacks import shown_steps
 from onstep.trainer.model_step import ModelStep
 from onstep.trainer.optimizers import (
     check_optimizers,
@@ -277,6 +278,7 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
         config.validation.eval_after_training and not config.validation.eval_each_epoch
     )
     count_steps(state, session.train_data)
+    state.info.shown_steps = shown_steps(trainer.args, state.info.max_steps)
     seed_everything(config.rng.seed + state.world.rank)
 
 

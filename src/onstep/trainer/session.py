@@ -34,6 +34,7 @@ from onstep.trainer.directories import acquire_dir
 from onstep.trainer.loaders.users_data import UsersData, count_examples, decides_data, users_data, whole_epochs
 from onstep.trainer.loss_convention import Convention, Labels, label_parameters, shifts_labels
 from onstep.trainer.methods import TrainerMethods
+from onstep.trainer.methods.callbacks import shown_steps
 from onstep.trainer.model_step import ModelStep
 from onstep.trainer.optimizers import (
     Length,
@@ -332,6 +333,7 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
     )
     count_steps(state, session.train_data)
     count_examples(trainer, state, data)
+    state.info.shown_steps = shown_steps(trainer.args, state.info.max_steps)
     seed_everything(config.rng.seed + state.world.rank)
 
 

@@ -197,6 +197,7 @@ OTHER_VALUES: dict[str, Any] = {
     "eval_on_start": True,
     "eval_accumulation_steps": 2,
     "include_for_metrics": ["loss"],
+    "overwrite_output_dir": True,
     "save_only_model": True,
     "save_strategy": "epoch",
     "save_steps": 17,

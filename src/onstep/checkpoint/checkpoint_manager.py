@@ -60,6 +60,7 @@ class CheckpointManager:
         store: FileStore | None = None,
         groups: Mapping[str, Any] | None = None,
         validate_free_space: bool = True,
+        is_shared: bool = False,
     ) -> None:
         """
         Args:
@@ -73,6 +74,7 @@ class CheckpointManager:
             store: performs the file operations.
             groups: process groups by name, for PER_GROUP; a group of None means all ranks.
             validate_free_space: check for free space before writing anything, and refuse a save that does not fit.
+            is_shared: the directory holds other files too; nothing but checkpoints is written there.
         """
         self.root = root
         self.world = world
@@ -84,6 +86,7 @@ class CheckpointManager:
         self._store = store or FileStore()
         self._groups = groups or {}
         self._validate_free_space = validate_free_space
+        self._is_shared = is_shared
         self._pending: PendingSave | None = None
         self._buffers = WarmBuffers()
         self._writer: ThreadPoolExecutor | None = None
@@ -238,7 +241,7 @@ class CheckpointManager:
         self._sweep_once()
         if self._validate_free_space:
             check_free_space(self.root, total_bytes)
-        transaction = SaveTransaction(self._store, self.root, step)
+        transaction = SaveTransaction(self._store, self.root, step, names_latest=not self._is_shared)
         try:
             transaction.prepare()
         except CheckpointError:

@@ -19,6 +19,7 @@ from onstep.trainer.overrides import check_overrides
 from onstep.trainer.own_arguments import own_arguments
 from onstep.trainer.predictions import EvalPrediction
 from onstep.training.bridge.global_state import GlobalState
+from onstep.training.runs.identity import Identity
 from onstep.training.runs.run_dir import RunDir
 
 Collate = Callable[[Sequence[Any]], Any]
@@ -49,6 +50,7 @@ class BaseTrainer:
         *,
         default_callbacks: bool = True,
     ) -> None:
+        before = set(vars(self))
         check_overrides(type(self))
         _check_model(model, model_init)
         self.args = own_arguments(args)
@@ -77,8 +79,10 @@ class BaseTrainer:
         """State of the current or most recent run."""
         self.session: Any = None
         """The session of the current run; None outside of one."""
-        self.owned_dirs: dict[Path, RunDir] = {}
-        """Run directories that this Trainer claimed, by requested path; it may train into them again."""
+        self.owned_dirs: dict[Path, tuple[RunDir, Identity]] = {}
+        """Run directories that this Trainer claimed, by requested path, and what it learned from there."""
+        self.library_attributes = frozenset(vars(self)) - before
+        """Names of the attributes that are not a user's own."""
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

@@ -29,6 +29,7 @@ from onstep.trainer import loss_convention
 from onstep.trainer.base_trainer import BaseTrainer, Collate
 from onstep.trainer.dataloaders import ColumnFilter, collator, num_samples_of, train_loader
 from onstep.trainer.directories import acquire_dir
+from onstep.trainer.identity import trainer_identity
 from onstep.trainer.loss_convention import Convention, Labels, shifts_labels
 from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.model_step import ModelStep
@@ -45,7 +46,8 @@ from onstep.training.features import SETUP
 from onstep.training.lifecycle.endings import Endings
 from onstep.training.opening import open_run
 from onstep.training.run import EntryPoint
-from onstep.training.runs.run_dir import Claim, RunLock
+from onstep.training.runs.claims import Claim
+from onstep.training.runs.run_dir import RunLock
 from onstep.training.setup.model_and_data import idle_parameters
 from onstep.training.setup.setup import (
     DATA_TIMER,
@@ -121,14 +123,21 @@ def training_session(trainer: TrainerMethods, resume_from_checkpoint: Any = None
     num_samples = num_samples_of(trainer.train_dataset)
     size = world_size_from_environment()
     config = config_of(trainer.args, num_samples=num_samples, world_size=size, for_training=True)
-    if resume_from_checkpoint is False:
-        config.checkpoint.resume = False
-    elif isinstance(resume_from_checkpoint, (str, os.PathLike)):
-        config.checkpoint.load, config.checkpoint.exit_on_missing_checkpoint = os.fspath(resume_from_checkpoint), True
+    resume = resume_from_checkpoint
+    if resume is None:
+        resume = trainer.args.resume_from_checkpoint
+    elif isinstance(resume, bool):
+        config.checkpoint.resume, config.checkpoint.load = resume, None
+    else:
+        config.checkpoint.load, config.checkpoint.exit_on_missing_checkpoint = os.fspath(resume), True
     entry_point = EntryPoint(trainer=trainer, processing_class=trainer.processing_class)
 
     def claim_run(config: ConfigContainer, world: World) -> tuple[Claim | None, RunLock | None]:
-        claim, lock = acquire_dir(trainer, config, world)
+        if trainer.model is None:
+            seed_everything(config.rng.seed)
+            trainer.model = _build_model(trainer.model_init)
+        claim, lock = acquire_dir(trainer, config, world, resume)
+        entry_point.identify = lambda _: trainer_identity(trainer)
         entry_point.given_args = shown_arguments(trainer.args, None if claim is None else str(claim.directory.path))
         return claim, lock
 

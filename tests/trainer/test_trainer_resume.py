@@ -109,7 +109,7 @@ def test_the_limit_keeps_the_newest_and_the_best_is_loaded_at_the_end(runs: Rank
     assert runs.steps("whole-limit") == sorted({best, newest})
     assert best < newest
     directory = runs.directory / "whole-limit" / "runs" / "run"
-    of_best = load_file(directory / f"checkpoint-{best}" / "model" / "model.safetensors")
+    of_best = load_file(directory / f"checkpoint-{best}" / "model.safetensors")
     final = load_file(next(directory.glob("*.safetensors")))
     assert all((of_best[name] == value).all() for name, value in final.items())
     kill(runs, "limit", "on_step_end", 7, **settings)

@@ -26,6 +26,7 @@ from onstep.checkpoint.saving import (
     check_replicas,
     check_visible,
     collect_states,
+    files_beside,
     write_states,
 )
 from onstep.checkpoint.storage.memory_copies import Snapshot, WarmBuffers
@@ -289,7 +290,11 @@ class CheckpointManager:
     def _commit(self, pending: PendingSave, everyone: list[list[WrittenFile]]) -> Path:
         """Commit the written files as a checkpoint and delete surplus checkpoints; on rank 0."""
         assert pending.transaction is not None
-        check_visible(pending.transaction.directory, everyone)
+        directory = pending.transaction.directory
+        check_visible(directory, everyone)
+        if pending.request.write_beside is not None:
+            pending.request.write_beside(directory)
+            everyone = [*everyone, files_beside(self._store, directory, everyone)]
         manifest = build_manifest(pending.request, self._run_id, self.world.size, everyone)
         path = pending.transaction.commit(manifest, replace=True)
         if self._writer is None:

@@ -85,8 +85,8 @@ def _model(directory: Path) -> Transformer:
         return load_hf(run.model)
     if not run.has_checkpoints:
         raise OnstepError(
-            f"{directory} has no weights: there is neither {run.path / 'model'} nor a checkpoint; train until the end or the "
-            f"first checkpoint, or name another run."
+            f"{directory} has no weights: there is neither {run.path / 'model'} nor a checkpoint; train until the end "
+            f"or the first checkpoint, or name another run."
         )
     return model_of_checkpoint(directory)
 

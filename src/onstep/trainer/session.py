@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import NoneType
 from typing import Any
 
@@ -29,6 +30,7 @@ from onstep.trainer import loss_convention
 from onstep.trainer.base_trainer import BaseTrainer, Collate
 from onstep.trainer.dataloaders import ColumnFilter, collator, num_samples_of, train_loader
 from onstep.trainer.directories import acquire_dir
+from onstep.trainer.hugging_face_files import files_of_checkpoint
 from onstep.trainer.identity import trainer_identity
 from onstep.trainer.loss_convention import Convention, Labels, shifts_labels
 from onstep.trainer.methods import TrainerMethods
@@ -138,6 +140,7 @@ def training_session(trainer: TrainerMethods, resume_from_checkpoint: Any = None
             trainer.model = _build_model(trainer.model_init)
         claim, lock = acquire_dir(trainer, config, world, resume)
         entry_point.identify = lambda _: trainer_identity(trainer)
+        entry_point.prepare_files = partial(files_of_checkpoint, trainer)
         entry_point.given_args = shown_arguments(trainer.args, None if claim is None else str(claim.directory.path))
         return claim, lock
 

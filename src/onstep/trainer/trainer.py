@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from onstep.errors import ConfigError
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.dataloaders import eval_loader
+from onstep.trainer.hugging_face_files import write_final_files
 from onstep.trainer.loss_convention import inner_module
 from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.overrides import check_overrides
@@ -103,7 +105,7 @@ class Trainer(TrainerMethods):
                 evaluation=evaluation,
             )
             load_best_model(session.state, session.model)
-            write_final_weights(session.state, lambda directory: self.save_model(str(directory.model)))
+            write_final_weights(session.state, partial(write_final_files, self))
             return _train_output(session.state)
 
     def evaluate(

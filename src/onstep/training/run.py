@@ -151,6 +151,8 @@ class EntryPoint:
     """The forward step as the user passed it; its state is saved if it has one."""
     identify: Identify | None = None
     """Determines what a configuration trains on; None for data that is not configured."""
+    prepare_files: Callable[[], Callable[[Path], None] | None] = lambda: None
+    """Gives what writes the files that Hugging Face's tools look for into a checkpoint, as of now."""
     process_groups: dict[str, object] = field(default_factory=dict)
     """Process groups by the name given in a `StateComponent` with the pattern PER_GROUP."""
 

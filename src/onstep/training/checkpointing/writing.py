@@ -177,6 +177,8 @@ class RunCheckpoints:
                 persistent=persistent,
                 extra={"identity": dict(state.saving.identity)} if state.saving.identity else {},
             )
+            if state.run_dir is not None and state.run_dir.layout == "hugging_face":
+                request.write_beside = state.entry_point.prepare_files()
             self.manager.save(request)
 
     def finalize_if_written(self) -> None:

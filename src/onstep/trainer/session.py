@@ -29,9 +29,6 @@ from onstep.trackers.report_to import attach_trackers
 from onstep.trainer import loss_convention
 from onstep.trainer.base_trainer import BaseTrainer, Collate
 from onstep.trainer.dataloaders import ColumnFilter, collator, num_samples_of, train_loader
-from onstep.trainer.directories import acquire_dir
-from onstep.trainer.hugging_face_files import files_of_checkpoint
-from onstep.trainer.identity import trainer_identity
 from onstep.trainer.loss_convention import Convention, Labels, shifts_labels
 from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.model_step import ModelStep
@@ -42,6 +39,9 @@ from onstep.trainer.optimizers import (
     make_scheduler,
     withdraw_optimizers,
 )
+from onstep.trainer.output_dir.claim import acquire_dir
+from onstep.trainer.output_dir.files import files_of_checkpoint
+from onstep.trainer.output_dir.identity import trainer_identity
 from onstep.trainer.own_arguments import config_of, shown_arguments
 from onstep.training.bridge.global_state import GlobalState
 from onstep.training.features import SETUP

@@ -10,9 +10,9 @@ from typing import Any
 from onstep.errors import ConfigError
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.dataloaders import eval_loader
-from onstep.trainer.hugging_face_files import write_final_files
 from onstep.trainer.loss_convention import inner_module
 from onstep.trainer.methods import TrainerMethods
+from onstep.trainer.output_dir.files import write_final_files
 from onstep.trainer.overrides import check_overrides
 from onstep.trainer.predictions import Collected, EvalPrediction, PredictionCollector, PredictionOutput, TrainOutput
 from onstep.trainer.session import Session, check_training, evaluation_session, training_session

@@ -113,6 +113,7 @@ def _acquired(directory: RunDir, config: ConfigContainer, identify: Identify | N
 def _start_or_continue(directory: RunDir, config: ConfigContainer, identify: Identify | None) -> Claim:
     """Start a run, or continue the existing one; no other process can by now."""
     if not directory.run_json.exists() or may_be_replaced(directory):
+        directory = RunDir(directory.path, "onstep")
         return start(directory, config, Identity() if identify is None else identify(config))
     claim, identity = _inspect(directory, config, identify)
     go_on(claim, identity)

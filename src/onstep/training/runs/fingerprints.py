@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AnySet
 from enum import Enum
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -22,6 +21,8 @@ import numpy as np
 import torch
 from blake3 import blake3
 from torch import Tensor, nn
+
+from onstep.training.runs.user_code import full_name, is_users, names_in, reachable, short_name
 
 _MAX_VALUES = 20_000
 """Values of one entry that are looked at, besides lists of numbers."""
@@ -34,50 +35,24 @@ _BLOCK_BYTES = 16 * 1024
 _MAX_LEVELS = 12
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _WITHOUT_CONTENT = (types.ModuleType, types.BuiltinFunctionType, Iterator, torch.Generator, np.random.Generator)
+_NO_SETTINGS = ("training", "name_or_path")
+"""Attributes of a module that say how it is used, or where it came from."""
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 
 
 def digest_of(value: Any, budget: int = _MAX_VALUES) -> str:
     """32 hexadecimal digits of a value: its numbers, text, arrays and attributes, and the code of functions in it."""
     feed = _Feed()
-    feed.value(value, budget, 0)
+    try:
+        feed.value(value, budget, 0)
+    except Exception as error:  # noqa: BLE001 - an attribute of the user's object may raise anything
+        feed.text(type(error).__name__)
     return feed.hexdigest()
 
 
 def is_scalar(value: object) -> bool:
     """Whether a value is a single number or text, or None."""
     return isinstance(value, (*_SCALARS, Enum, np.generic, PurePath))
-
-
-def is_users(module: str | None) -> bool:
-    """Whether code of this module is the user's own: not of Python, Onstep or an installed package."""
-    return module is not None and not _is_installed(module)
-
-
-def reachable(cls: type, roots: Iterable[str]) -> dict[str, types.FunctionType]:
-    """The user's methods of a class among `roots`, and those that they refer to by name; by `Class.method`."""
-    found: dict[str, types.FunctionType] = {}
-    waiting, seen = list(roots), set[str]()
-    while waiting:
-        name = waiting.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        for owner in cls.__mro__:
-            function = _function_of(vars(owner).get(name))
-            if function is not None and is_users(function.__module__):
-                found[_short(function)] = function
-                waiting += sorted(names_in(function.__code__))
-    return dict(sorted(found.items()))
-
-
-def names_in(code: types.CodeType) -> set[str]:
-    """The names of globals and attributes that code refers to, including nested functions."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= names_in(constant)
-    return names
 
 
 def sampled(length: int, limit: int) -> Sequence[int]:
@@ -101,29 +76,6 @@ def arrow_digest(column: Any) -> str:
         for chunk in array.chunks if isinstance(array, pa.ChunkedArray) else [array]:
             hasher.update(pa.RecordBatch.from_arrays([chunk], ["column"]).serialize())
     return hasher.hexdigest(16)
-
-
-@lru_cache(maxsize=4096)
-def _is_installed(module: str) -> bool:
-    root = module.partition(".")[0]
-    if root in ("onstep", "builtins") or (root in sys.stdlib_module_names and root != "__main__"):
-        return True
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return any(
-        f"{separator}{name}{separator}" in file for name in ("site-packages", "dist-packages") for separator in "/\\"
-    )
-
-
-def _function_of(member: object) -> types.FunctionType | None:
-    if isinstance(member, (staticmethod, classmethod, types.MethodType)):
-        member = member.__func__
-    if isinstance(member, property):
-        member = member.fget
-    return member if isinstance(member, types.FunctionType) else None
-
-
-def _short(function: types.FunctionType) -> str:
-    return function.__qualname__.rpartition("<locals>.")[2]
 
 
 class _Feed:
@@ -151,7 +103,7 @@ class _Feed:
         if is_scalar(value):
             self._scalar(value)
             return
-        self.text(_name_of(type(value)))
+        self.text(full_name(type(value)))
         if level > _MAX_LEVELS or self._is_known(value):
             return
         feed = self._feed_of(value)
@@ -221,13 +173,18 @@ class _Feed:
         self._hasher.update(tensor_bytes(tensor, _WHOLE_BYTES))
 
     def _module(self, module: nn.Module, budget: int, level: int) -> None:
-        self.text(_without_addresses(repr(module)))
+        for line in structure(module):
+            self.text(line)
+        for function in {type(one): reachable(type(one), ("forward",)) for one in module.modules()}.values():
+            for name, forward in function.items():
+                self.text(name)
+                self.value(forward, 1000, level)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             self.text(name)
             self._hasher.update(tensor_bytes(tensor, _BLOCK_BYTES))
 
     def _function(self, function: types.FunctionType, budget: int, level: int) -> None:
-        self.text(_short(function))
+        self.text(short_name(function))
         if not is_users(function.__module__):
             return
         self._code(function.__code__, function.__doc__)
@@ -265,14 +222,14 @@ class _Feed:
         elif isinstance(value, type):
             self._class(value, names, level)
         elif not (is_scalar(value) or callable(value) or self._feed_of(value) or is_arrow_dataset(value)):
-            self.text(_name_of(type(value)))
+            self.text(full_name(type(value)))
             if not self._is_known(value) and (is_users(type(value).__module__) or isinstance(value, _NAMESPACES)):
                 self._mapping({name: one for name, one in attributes(value).items() if name in names}, budget, level)
         else:
             self.value(value, budget, level)
 
     def _class(self, cls: type, names: set[str], level: int) -> None:
-        self.text(_name_of(cls))
+        self.text(full_name(cls))
         if level <= _MAX_LEVELS and not self._is_known(cls):
             self._methods(cls, names, level)
 
@@ -283,7 +240,7 @@ class _Feed:
             self.value(function, 1000, level + 1)
 
     def _any_class(self, cls: type, budget: int, level: int) -> None:
-        self.text(_name_of(cls))
+        self.text(full_name(cls))
         self._methods(cls, (), level)
 
     def _partial(self, value: partial[Any], budget: int, level: int) -> None:
@@ -306,6 +263,8 @@ class _Feed:
         """The method that hashes values of this kind; None for a single number or any other object."""
         if isinstance(value, _WITHOUT_CONTENT) and not is_users(type(value).__module__):
             return _Feed._nothing
+        if isinstance(value, (Mapping, AnySet)) and is_users(type(value).__module__) and not isinstance(value, dict):
+            return None  # its items may be read from anywhere
         return next((feed for kinds, feed in self._BY_KIND if isinstance(value, kinds)), None)
 
     def _object(self, value: Any, budget: int, level: int) -> None:
@@ -330,15 +289,40 @@ class _Feed:
     )
 
 
+def structure(module: nn.Module) -> list[str]:
+    """A line for each part of a module: its name, class and settings."""
+    lines = []
+    for name, one in module.named_modules():
+        own = {key: value for key, value in vars(one).items() if is_scalar(value) and key not in _NO_SETTINGS}
+        settings = {key: value for key, value in own.items() if not key.startswith("_")}
+        lines.append(f"{name} {full_name(type(one))} {_without_addresses(one.extra_repr())} {sorted(settings.items())}")
+    return lines
+
+
 def tensor_bytes(tensor: Tensor, limit: int) -> bytes:
     """The bytes of a tensor, or of evenly spread elements of one with more than `limit` bytes; b'' if it has none."""
     tensor = tensor.detach()
+    if hasattr(tensor, "to_local"):  # of a sharded tensor, this rank's part
+        tensor = tensor.to_local()
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized or not tensor.numel():
         return b""
     flat = tensor.reshape(-1)
     if tensor.nbytes > limit:
-        flat = flat[:: -(-tensor.nbytes // limit)]
+        blocks = _BLOCKS if limit >= _WHOLE_BYTES else 8
+        each = max(1, limit // blocks // tensor.element_size())
+        flat = torch.cat([flat[start : start + each] for start in sampled(max(1, len(flat) - each), blocks)])
     return flat.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+
+
+def tensor_digest(tensor: Tensor, limit: int) -> str:
+    """32 hexadecimal digits of a tensor's type, shape and content, sampled if it has more than `limit` bytes."""
+    hasher = blake3()
+    try:
+        hasher.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        hasher.update(tensor_bytes(tensor, limit))
+    except (RuntimeError, TypeError, NotImplementedError) as error:  # not initialized yet, or of a special kind
+        hasher.update(type(error).__name__.encode())
+    return hasher.hexdigest(16)
 
 
 def attributes(value: Any) -> dict[str, Any]:
@@ -378,10 +362,6 @@ def _numbers(values: Sequence[Any]) -> np.ndarray[Any, Any] | None:
         return np.asarray(values)
     except OverflowError:  # an integer beyond 64 bits
         return None
-
-
-def _name_of(cls: type) -> str:
-    return f"{cls.__module__ if not is_users(cls.__module__) else ''}.{cls.__qualname__.rpartition('<locals>.')[2]}"
 
 
 def _without_addresses(text: str) -> str:

@@ -22,9 +22,6 @@ from onstep.errors import DataError
 IDENTITY_FILE = "identity.json"
 """In a run's directory; for a run without one, beside its checkpoints."""
 
-SETTINGS = "settings"
-"""The entry of a dataset's plain values, in which ranks may differ."""
-
 _NAMED_FILES = 5
 """Changed files of one part that a message names."""
 
@@ -54,11 +51,14 @@ class Identity:
 
     @property
     def read_by_all(self) -> dict[str, str]:
-        """The digests that must be the same on all ranks: those of the data and the tokenizer."""
+        """The digests that must be the same on all ranks: those of the data and the tokenizer.
+
+        Ranks may differ in an attribute of a dataset that is a number or a name, whose entry begins with a dot.
+        """
         digests = {name: part.digest for name, part in self.parts.items() if name in ("data", "tokenizer")}
         for name in ("train_data", "eval_data"):
             files = self.parts[name].files if name in self.parts else {}
-            digests |= {f"{name}: {file}": digest for file, digest in files.items() if file != SETTINGS}
+            digests |= {f"{name}: {file}": digest for file, digest in files.items() if file[0] != "."}
         return digests
 
     def write(self, directory: Path) -> None:

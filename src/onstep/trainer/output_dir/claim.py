@@ -21,7 +21,7 @@ from onstep.config.suggestions import listed, shown
 from onstep.distributed import World
 from onstep.errors import CheckpointError, ConfigError
 from onstep.trainer.base_trainer import BaseTrainer
-from onstep.trainer.identity import trainer_identity
+from onstep.trainer.output_dir.identity import trainer_identity
 from onstep.training.opening import claim_for_all
 from onstep.training.protocols import StateDict
 from onstep.training.runs.claims import Claim, go_on, make_writable, named_dir, not_writable, start
@@ -154,7 +154,12 @@ class _Arrival:
         """Continue because the user says so, whatever has changed."""
         if self.wish.resume is True and not self.directory.has_checkpoints:
             raise _nothing_there(self.directory)
-        found = changes(stored["config"], self.config)
+        try:
+            found = changes(stored["config"], self.config)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{self.directory.path} cannot be continued, its arguments cannot be read: {error}"
+            ) from None
         moved = [one for one in found if one.kind is not ChangeClass.SAFE]
         try:
             config = _decided(found, self.config)
@@ -226,7 +231,8 @@ class _Arrival:
         except ConfigError:
             other = in_words([one for one in found if one.kind is not ChangeClass.SAFE])
         inputs = compare(stored.get("identity"), self.wish.owned or self.identity, self.directory.path)
-        changed = "" if policy == "apply" else inputs.changed
+        has_paused = self.wish.owned is not None and stored.get("status") in ("paused", "preempted")
+        changed = "" if policy == "apply" or has_paused else inputs.changed
         return "; ".join(text for text in (other, changed) if text)
 
 

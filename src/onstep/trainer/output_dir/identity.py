@@ -20,13 +20,12 @@ from onstep.training.runs.fingerprints import (
     digest_of,
     is_arrow_dataset,
     is_scalar,
-    is_users,
-    names_in,
-    reachable,
     sampled,
-    tensor_bytes,
+    structure,
+    tensor_digest,
 )
-from onstep.training.runs.identity import SETTINGS, Identity
+from onstep.training.runs.identity import Identity
+from onstep.training.runs.user_code import is_users, names_in, reachable
 
 _LEARNING = (
     "compute_loss",
@@ -46,6 +45,7 @@ _LEARNING = (
 """Methods whose overrides determine what is learned. Those that evaluate, report or save do not."""
 _ROWS = 4096
 """Rows of a list that are looked at."""
+_NUMBERS = 1_000_000
 _COLUMNS = 64
 _OF_THE_SOURCE = ("_name_or_path", "transformers_version", "_commit_hash")
 """Entries of a model's `config` that say where it came from."""
@@ -90,7 +90,8 @@ def _data_entries(dataset: Any) -> dict[str, str]:
     entries = {name: digest_of(value) for name, value in own.items() if name not in plain}
     roots = ("__getitem__", "__getitems__", "__iter__", "__len__")
     entries |= {name: digest_of(function) for name, function in reachable(type(dataset), roots).items()}
-    return {**entries, SETTINGS: digest_of((type(dataset).__qualname__.rpartition("<locals>.")[2], plain))}
+    entries |= {f".{name}": digest_of(value) for name, value in plain.items()}
+    return {**entries, "its class": digest_of(type(dataset).__qualname__.rpartition("<locals>.")[2])}
 
 
 def _is_open(dataset: Any) -> bool:
@@ -104,7 +105,12 @@ def _row_entries(rows: Sequence[Any]) -> dict[str, str]:
     columns = list(chosen[0]) if chosen and all(isinstance(row, Mapping) for row in chosen) else []
     if not 0 < len(columns) <= _COLUMNS or not all(isinstance(name, str) for name in columns):
         return {**entries, "the rows": digest_of(chosen)}
-    return entries | {name: digest_of([row.get(name) for row in chosen]) for name in columns}
+    for name in columns:  # of numbers, such as labels, all are looked at
+        is_number = isinstance(chosen[0].get(name), (int, float)) and len(rows) <= _NUMBERS
+        entries[name] = digest_of(
+            [row.get(name) for row in (rows if is_number else chosen) if isinstance(row, Mapping)]
+        )
+    return entries
 
 
 def _code_entries(trainer: BaseTrainer) -> Iterator[tuple[str, str]]:
@@ -153,14 +159,8 @@ def _weight_entries(model: nn.Module) -> dict[str, str]:
     """A digest of each parameter and buffer, and of how the model is built."""
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     limit = max(64, _TENSOR_VALUES // max(1, len(tensors)))
-    entries = {
-        name: hashlib.blake2b(
-            f"{value.dtype} {tuple(value.shape)}".encode() + tensor_bytes(value, limit), digest_size=16
-        ).hexdigest()
-        for name, value in tensors.items()
-    }
-    modules = [f"{name} {type(one).__name__} {one.extra_repr()}" for name, one in model.named_modules()]
-    entries["the architecture"] = digest_of(modules)
+    entries = {name: tensor_digest(value, limit) for name, value in tensors.items()}
+    entries["the architecture"] = digest_of(structure(model))
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     if callable(to_dict):
         entries["the configuration"] = digest_of({k: v for k, v in to_dict().items() if k not in _OF_THE_SOURCE})

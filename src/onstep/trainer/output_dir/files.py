@@ -67,7 +67,8 @@ def _write_records(trainer: TrainerMethods, state: str, directory: Path) -> None
 
 
 def _state_text(trainer: TrainerMethods) -> str:
-    state = trainer.state
+    assert trainer.global_state is not None
+    state = trainer.global_state.trainer_state
     content = {name: getattr(state, name) for name in _STATE}
     return json.dumps({**content, "stateful_callbacks": {}}, indent=2, sort_keys=True, default=str) + "\n"
 

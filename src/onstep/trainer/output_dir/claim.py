@@ -84,12 +84,12 @@ def _acquire(config: ConfigContainer, identify: Identify | None, *, wish: Wish) 
             make_writable(directory, shares=True)
         lock = RunLock(directory.lock)
     except OSError as error:
-        raise not_writable(directory, error) from None
+        raise not_writable(directory, error, "another output_dir") from None
     try:
         return _Arrival(directory, typed_copy(config), identify(config), wish).claim(), lock
     except OSError as error:
         lock.release()
-        raise not_writable(directory, error) from None
+        raise not_writable(directory, error, "another output_dir") from None
     except BaseException:
         lock.release()
         raise

@@ -303,9 +303,13 @@ class RunCheckpoints:
         lacking = [one.key for one in components if one.key not in known]
         required = [one.key for one in components if one.key not in known and one.required]
         if required:
+            without = f"checkpoint.load={info.path} with checkpoint.load_optim=false"
+            if self.state.trainer is not None:
+                option = "config_overrides={'checkpoint.load_optim': False}"
+                without = f"resume_from_checkpoint={str(info.path)!r} with {option}"
             raise CheckpointError(
-                f"{info.path} has no {', '.join(required)}; continue from another checkpoint (checkpoint.ckpt_step), "
-                f"or continue without them: checkpoint.load={info.path} with checkpoint.load_optim=false."
+                f"{info.path} has no {', '.join(required)}; continue from another checkpoint, or continue without: "
+                f"{without}."
             )
         if lacking and self.state.world.is_main:
             logger.warning("%s has no %s; keeping their current state", info.path, ", ".join(lacking))

@@ -238,12 +238,12 @@ def make_writable(directory: RunDir, *, shares: bool = False) -> None:
         raise not_writable(directory, error) from None
 
 
-def not_writable(directory: RunDir, error: OSError) -> ConfigError:
+def not_writable(directory: RunDir, error: OSError, elsewhere: str = "another run.output_dir") -> ConfigError:
     """The error for a directory that cannot be written, with its cause and remedy."""
     file = "" if error.filename in (None, str(directory.path)) else f"{error.filename}: "
     reason = f"{file}{error.strerror or error}"
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    remedy = "free space on its disk" if is_full else "choose another run.output_dir, or make it writable"
+    remedy = "free space on its disk" if is_full else f"choose {elsewhere}, or make it writable"
     return ConfigError(f"The run's directory {directory.path} cannot be written ({reason}); {remedy}.")
 
 

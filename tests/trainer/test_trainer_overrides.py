@@ -70,7 +70,7 @@ def test_every_method_of_transformers_exists_or_is_refused(tmp_path: Path) -> No
             subclass(Regression(), arguments(tmp_path), train_dataset=regression_rows(4))
         except ValueError as error:
             refusals[name] = str(error)
-    assert all(f"Mine overrides {name}, which" in text for name, text in refusals.items())
+    assert all(name in text for name, text in refusals.items())
     assert [name for name in names if name not in refusals and not hasattr(Trainer, name)] == []
 
 

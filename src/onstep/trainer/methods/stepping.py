@@ -140,35 +140,10 @@ class SteppingMethods(BaseTrainer):
         return any(name == "return_loss" and one.default is True for name, one in self._forward_parameters().items())
 
     @property
-    def label_names(self) -> list[str]:
-        """`args.label_names`, else the parameters of the model that are labels."""
-        if self.args.label_names is not None:
-            return self.args.label_names
-        names = list(self._forward_parameters())
-        answers = ("QuestionAnswering" in type(inner_module(self.model)).__name__) if self.model is not None else False
-        return [name for name in names if "label" in name or (answers and name in ("start_positions", "end_positions"))]
-
-    @property
-    def _signature_columns(self) -> list[str] | None:
-        """The names of the columns that the model accepts; None before there is a model."""
-        if self.model is None:
-            return None
-        return list(dict.fromkeys([*self._forward_parameters(), "label", "label_ids", *self.label_names]))
-
-    @property
-    def is_in_train(self) -> bool:
-        """Whether `train()` is running."""
-        return self.session is not None and self.session.trains
-
-    @property
     def current_gradient_accumulation_steps(self) -> int:
         """Micro-batches of the current step."""
         step = None if self.session is None else self.session.state.features.room(LastStep).step
         return self.args.gradient_accumulation_steps if step is None else len(step.batches.micro_batches)
-
-    def get_total_train_batch_size(self, args: Any) -> int:
-        """Samples of one optimizer step over all ranks."""
-        return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
     def get_sp_size(self) -> int:
         """1: sequences are not split over ranks."""

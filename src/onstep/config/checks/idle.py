@@ -94,6 +94,11 @@ IDLE = (
         _DIRECTORY,
         has_dir,
     ),
+    Idle(
+        _keys("train", "torch_compile_backend torch_compile_mode"),
+        "train.torch_compile=true",
+        lambda config: config.train.torch_compile,
+    ),
     Idle(("run.output_dir", "run.fresh"), "run.name", lambda config: config.run.name is not None),
     Idle(("checkpoint.load_optim", "checkpoint.load_rng"), _LOADS, _is_chosen_start),
     Idle(("checkpoint.exit_on_missing_checkpoint",), "checkpoint.load", lambda config: bool(config.checkpoint.load)),

@@ -74,7 +74,13 @@ class ConfigContainer(ConfigSection):
     trainer: dict[str, Any] = option(
         {},
         SAFE,
-        entries={"label_names": TRAJECTORY, "remove_unused_columns": TRAJECTORY},
+        entries={
+            "label_names": TRAJECTORY,
+            "remove_unused_columns": TRAJECTORY,
+            "train_sampling_strategy": TRAJECTORY,
+            "length_column_name": TRAJECTORY,
+            "accelerator_config": TRAJECTORY,
+        },
         help="Fields of `TrainingArguments` that have no key above (`label_names`, `disable_tqdm`, ...), where "
         "they differ from their default. Only `Trainer` reads them.",
     )

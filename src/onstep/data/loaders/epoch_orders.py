@@ -131,6 +131,11 @@ class EpochOrders:
         self._current: EpochBatches | None = None
 
     @property
+    def sampler_name(self) -> str:
+        """The class of the sampler that gives the order, for messages."""
+        return type(self._parts[-1]).__name__
+
+    @property
     def num_batches(self) -> int | None:
         """Number of micro-batches of an epoch, of all ranks that the sampler covers; None if it has no length."""
         return length_of(self.batch_sampler)
@@ -158,7 +163,7 @@ class EpochOrders:
                 part.set_epoch(epoch)
         with self._randomness.applied(), self._reseeded(epoch):
             torch.empty((), dtype=torch.int64).random_(generator=self._generator)  # as DataLoader.__iter__ does
-            batches = [_integers(batch, self._parts[-1]) for batch in islice(self.batch_sampler, self._max_batches)]
+            batches = [_integers(batch, self.sampler_name) for batch in islice(self.batch_sampler, self._max_batches)]
         ends = np.cumsum(np.fromiter(map(len, batches), dtype=np.int64, count=len(batches)))
         return EpochBatches(np.fromiter(chain.from_iterable(batches), dtype=np.int64), ends)
 
@@ -183,12 +188,12 @@ def _nested_samplers(sampler: Any) -> Iterator[Any]:
         sampler = getattr(sampler, "sampler", None) if inner is None else inner
 
 
-def _integers(batch: Iterable[Any], sampler: Any) -> list[int]:
+def _integers(batch: Iterable[Any], sampler_name: str) -> list[int]:
     try:
         return [int(one) for one in batch]
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"the sampler {type(sampler).__name__} must yield integers, the indices of samples, got {batch!r}; a "
+            f"the sampler {sampler_name} must yield integers, the indices of samples, got {batch!r}; a "
             "dataset with other keys can be read by an IterableDataset"
         ) from error
 

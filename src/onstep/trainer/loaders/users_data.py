@@ -79,7 +79,7 @@ def users_data(trainer: BaseTrainer) -> UsersData:
     num_batches = orders.num_batches
     if num_batches is None and args.max_steps <= 0:
         raise ConfigError(
-            f"The sampler {type(loader.sampler).__name__} has no length, so num_train_epochs cannot end the run; give "
+            f"The sampler {orders.sampler_name} has no length, so num_train_epochs cannot end the run; give "
             "it __len__, or set max_steps."
         )
     num_rows = None if num_batches is None else num_batches if is_share else -(-num_batches // args.world_size)
@@ -98,10 +98,12 @@ def whole_epochs(args: TrainingArguments) -> TrainingArguments:
 def count_examples(trainer: BaseTrainer, run: Run, data: UsersData | None) -> None:
     """Show the samples of an epoch and of the run as the user's methods count them, in Hugging Face's view."""
     user: Any = trainer
-    if data is not None or overrides(trainer, "num_examples"):
-        loader = run.train_dataloader if data is None else data.loader
-        has_length = length_of(loader) is not None or length_of(getattr(loader, "dataset", None)) is not None
-        run.info.num_examples = user.num_examples(loader) if has_length else None
+    if overrides(trainer, "num_examples"):
+        run.info.num_examples = user.num_examples(run.train_dataloader)
+    elif data is not None:
+        dataset = getattr(data.loader, "dataset", None)
+        has_length = length_of(data.loader) is not None or length_of(dataset) is not None
+        run.info.num_examples = user.num_examples(data.loader) if has_length else None
     if overrides(trainer, "get_total_train_batch_size"):
         run.info.num_train_samples = run.info.max_steps * user.get_total_train_batch_size(trainer.args)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -21,6 +22,7 @@ from onstep.config.differences import classify
 from onstep.config.section import ChangeClass
 from onstep.errors import ConfigError, DataError
 from tests.support.small_models import Regression, regression_rows
+from tests.support.started_rows import Started
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 
@@ -525,3 +527,86 @@ def test_workers_of_a_users_loader_are_used_as_it_configures_them(tmp_path: Path
 
     kind = type("Own", (), {"get_train_dataloader": lambda self: DataLoader(Rows(), batch_size=2, num_workers=2)})
     assert steps_of(kind, tmp_path, max_steps=1) == [[2.0] * 4]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_a_dropped_tail_of_a_sampler_is_that_of_transformers(tmp_path: Path, accumulation: int) -> None:
+    """13 samples are 6 micro-batches of 2: with 4 of them in a step, the last step of an epoch has 2."""
+    options = {"dataloader_drop_last": True, "gradient_accumulation_steps": accumulation}
+    expected = theirs(NoSampler, tmp_path, **options)
+    found = losses_of(made(NoSampler, tmp_path, **options))
+    assert len(found) == len(expected) == 2 * -(-6 // accumulation)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"split_batches": False, "dispatch_batches": None, "even_batches": True, "use_seedable_sampler": True},
+        {"dispatch_batches": False, "even_batches": False, "non_blocking": True, "use_configured_state": False},
+        {"gradient_accumulation_kwargs": {"sync_each_batch": False}},
+        transformers.TrainingArguments(use_cpu=True, output_dir="x").accelerator_config,
+    ],
+)
+def test_keys_of_accelerator_config_that_change_nothing_are_accepted(config: Any) -> None:
+    assert TrainingArguments(accelerator_config=config) == TrainingArguments()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"split_batches": True}, r"\['split_batches'\]=True is not supported: a micro-batch has per_device"),
+        ({"dispatch_batches": True}, "every rank reads its own micro-batches"),
+        ({"use_configured_state": True}, "the ranks are those of torchrun"),
+        ({"even_batches": 1.5}, "use True or False"),
+        ({"split_batch": True}, "has no key 'split_batch'. Did you mean 'split_batches'"),
+        ({"gradient_accumulation_kwargs": {"sync_each_batch": True}}, "gradients are reduced once a step"),
+        ({"gradient_accumulation_kwargs": {"steps": 2}}, "has no key 'steps'"),
+        ("missing.json", "must be a dictionary or the path of a JSON file"),
+        (7, "must be a dictionary or the path of a JSON file with one, got 7"),
+    ],
+)
+def test_other_keys_of_accelerator_config_are_refused_with_what_to_do(config: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainingArguments(accelerator_config=config)
+
+
+def test_accelerator_config_may_set_the_accumulation_and_may_be_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "accelerator.json"
+    path.write_text('{"gradient_accumulation_kwargs": {"num_steps": 4}, "use_seedable_sampler": false}')
+    args = TrainingArguments(accelerator_config=str(path))
+    assert (args.gradient_accumulation_steps, args.accelerator_config) == (4, {"use_seedable_sampler": False})
+    with pytest.raises(ConfigError, match="contradicts gradient_accumulation_steps=2"):
+        TrainingArguments(accelerator_config=str(path), gradient_accumulation_steps=2)
+
+
+@pytest.mark.parametrize("kind", [Plain, NoSampler])
+@pytest.mark.parametrize("factor", [1, 4])
+def test_workers_read_as_far_ahead_as_the_factor_says(tmp_path: Path, kind: type, factor: int) -> None:
+    reads = torch.multiprocessing.get_context("fork").Value("i", 0)
+    options = {"dataloader_num_workers": 1, "dataloader_prefetch_factor": factor, "gradient_accumulation_steps": 1}
+    ahead: list[int] = []
+
+    class Looks(Callback):
+        def on_train_step_start(self, context: Any) -> None:
+            if not ahead:
+                until = time.monotonic() + 20  # for the worker to read what it may
+                while reads.value < 2 * (1 + factor) and time.monotonic() < until:
+                    time.sleep(0.01)
+                ahead.append(reads.value // 2 - 1)
+
+    made(kind, tmp_path, rows=Started(reads), callbacks=[Looks()], max_steps=2, **options).train()
+    assert ahead == [factor]
+
+
+def test_workers_are_started_as_the_context_says(tmp_path: Path) -> None:
+    options = {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "spawn", "max_steps": 1}
+    reads = torch.multiprocessing.get_context("spawn").Value("i", 0)
+    assert steps_of(Plain, tmp_path, rows=Started(reads), **options)[0][0] == 1.0
+
+
+def test_reading_out_of_order_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"dataloader_in_order=False is not supported yet .batches are always trained"
+    ):
+        TrainingArguments(dataloader_in_order=False)

@@ -99,6 +99,14 @@ def evaluates(args: Any) -> bool:
     return own or bool(getattr(args, "eval_on_save", False)) or getattr(args, "eval_strategy", "steps") != "no"
 
 
+_OF_WORKERS = {
+    "dataloader_persistent_workers": False,
+    "dataloader_prefetch_factor": None,
+    "dataloader_multiprocessing_context": None,
+}
+_GROUPS = ("group_by_length", "batch_rebalance")
+
+
 def idle_arguments(args: Any) -> list[tuple[str, list[str]]]:
     """The arguments that have no effect in combination with the others, each with what it requires."""
     rows = (
@@ -106,7 +114,12 @@ def idle_arguments(args: Any) -> list[tuple[str, list[str]]]:
         (args.max_steps < 1, "max_steps=-1, which else is the length", {"num_train_epochs": 3.0}),
         (args.lr_scheduler_type != "constant", "lr_scheduler_type='constant_with_warmup'", {"warmup_steps": 0}),
         (args.preserve_best_model, "preserve_best_model=True", {"preserve_n_best": 1, "best_model_metric": "loss"}),
-        (args.dataloader_num_workers > 0, "dataloader_num_workers > 0", {"dataloader_persistent_workers": False}),
+        (args.dataloader_num_workers > 0, "dataloader_num_workers > 0", _OF_WORKERS),
+        (
+            args.train_sampling_strategy in _GROUPS,
+            "a train_sampling_strategy that groups",
+            {"length_column_name": "length"},
+        ),
     )
     found = [
         (need, [f"{name}={getattr(args, name)!r}" for name, default in names.items() if getattr(args, name) != default])

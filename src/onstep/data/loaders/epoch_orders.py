@@ -107,7 +107,7 @@ class EpochOrders:
         batch_sampler: yields lists of dataset indices.
         reseeds_shuffling: a plain `RandomSampler` is seeded with `shuffle_seed` + epoch, as accelerate does.
         generator: the DataLoader's, from which it draws a seed for its workers before each epoch.
-        max_batches: where to end an epoch of a sampler that does not end.
+        max_batches: where to end an epoch of a sampler that has no length and may not end.
     """
 
     def __init__(
@@ -161,9 +161,10 @@ class EpochOrders:
         for part in self._parts:
             if callable(getattr(part, "set_epoch", None)):
                 part.set_epoch(epoch)
+        limit = self._max_batches if self.num_batches is None else None
         with self._randomness.applied(), self._reseeded(epoch):
             torch.empty((), dtype=torch.int64).random_(generator=self._generator)  # as DataLoader.__iter__ does
-            batches = [_integers(batch, self.sampler_name) for batch in islice(self.batch_sampler, self._max_batches)]
+            batches = [_integers(batch, self.sampler_name) for batch in islice(self.batch_sampler, limit)]
         ends = np.cumsum(np.fromiter(map(len, batches), dtype=np.int64, count=len(batches)))
         return EpochBatches(np.fromiter(chain.from_iterable(batches), dtype=np.int64), ends)
 

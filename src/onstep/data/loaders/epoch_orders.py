@@ -107,7 +107,7 @@ class EpochOrders:
         batch_sampler: yields lists of dataset indices.
         reseeds_shuffling: a plain `RandomSampler` is seeded with `shuffle_seed` + epoch, as accelerate does.
         generator: the DataLoader's, from which it draws a seed for its workers before each epoch.
-        max_batches: where to end an epoch of a sampler that has no length and may not end.
+        max_batches: where to end an epoch of a sampler without a length, which might never end.
     """
 
     def __init__(

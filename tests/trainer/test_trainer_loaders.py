@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -610,3 +611,51 @@ def test_reading_out_of_order_is_refused() -> None:
         ConfigError, match=r"dataloader_in_order=False is not supported yet .batches are always trained"
     ):
         TrainingArguments(dataloader_in_order=False)
+
+
+def test_a_loader_with_its_own_collator_may_have_columns_that_the_model_does_not(tmp_path: Path) -> None:
+    """As one that tokenizes in its collator."""
+
+    def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
+        return {
+            "x": torch.tensor([[float(len(one["text"]))] * 3 for one in samples]),
+            "labels": torch.ones(len(samples)),
+        }
+
+    class Texts:
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(self.train_dataset, batch_size=2, collate_fn=collate)  # type: ignore[attr-defined]
+
+    rows = datasets.Dataset.from_dict({"text": ["a", "bb", "ccc", "dddd"]})
+    assert steps_of(Texts, tmp_path, rows=rows, max_steps=1) == [[1.0, 2.0, 3.0, 4.0]]
+
+
+def test_a_loader_that_is_kept_serves_several_trainings(tmp_path: Path) -> None:
+    class Keeps:
+        kept: Any = None
+
+        def get_train_dataloader(self) -> Any:
+            self.kept = self.kept or super().get_train_dataloader()  # type: ignore[misc]
+            return self.kept
+
+    seen = Seen()
+    trainer = made(Keeps, tmp_path, callbacks=[seen])
+    trainer.train()
+    trainer.train()
+    assert seen.steps[: len(seen.steps) // 2] == seen.steps[len(seen.steps) // 2 :]
+
+
+def test_a_prepared_loader_shuffles_as_accelerate_does(tmp_path: Path) -> None:
+    class Theirs:
+        def get_train_dataloader(self) -> Any:
+            return self.accelerator.prepare(DataLoader(ROWS, batch_size=2, shuffle=True))  # type: ignore[attr-defined]
+
+    class Ours:
+        accelerator = SimpleNamespace(is_prepared=lambda loader: isinstance(loader, DataLoader))
+
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(ROWS, batch_size=2, shuffle=True)
+
+    for seed in (None, 5):
+        expected = theirs(Theirs, tmp_path, data_seed=seed)
+        assert losses_of(made(Ours, tmp_path / str(seed), data_seed=seed)) == pytest.approx(expected, rel=1e-5)

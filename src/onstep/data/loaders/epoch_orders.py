@@ -31,6 +31,10 @@ class OrderRandomness:
         self._seed = seed
         self._states: tuple[Any, Any, Any] | None = None
 
+    def again(self) -> OrderRandomness:
+        """States that start from the same seed."""
+        return OrderRandomness(self._seed)
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Use these states within the context, and restore the process's own afterwards."""
@@ -129,6 +133,17 @@ class EpochOrders:
         self._parts = list(_nested_samplers(batch_sampler))
         self._num_read = 0
         self._current: EpochBatches | None = None
+
+    def again(self) -> EpochOrders:
+        """The same from the first epoch on, for another reader."""
+        return EpochOrders(
+            self.batch_sampler,
+            self._randomness.again(),
+            shuffle_seed=self._shuffle_seed,
+            reseeds_shuffling=self._reseeds_shuffling,
+            generator=self._generator,
+            max_batches=self._max_batches,
+        )
 
     @property
     def sampler_name(self) -> str:

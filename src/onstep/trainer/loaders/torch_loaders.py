@@ -20,6 +20,7 @@ def training_loader(
     """
     rank, world_size = args.process_index, args.world_size
     if isinstance(dataset, DataLoader):
+        check_strategy(args, dataset)
         return prepared_loader(args, dataset)
     if not is_map_style(dataset):
         check_strategy(args, dataset)

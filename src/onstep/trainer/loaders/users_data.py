@@ -24,7 +24,7 @@ from onstep.distributed import World
 from onstep.errors import ConfigError, DataError
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.loaders.samplers import GROUPING, reseeds_shuffling
-from onstep.trainer.loaders.torch_loaders import batches_of_run, lists_batches
+from onstep.trainer.loaders.torch_loaders import batches_of_run, lists_batches, prepared_loader
 from onstep.trainer.overrides import overrides
 from onstep.training.run import Run
 
@@ -70,6 +70,9 @@ def users_data(trainer: BaseTrainer) -> UsersData:
         loader = user.get_train_dataloader()
     if not hasattr(loader, "__iter__"):
         raise DataError(f"get_train_dataloader must return a DataLoader, got {type(loader).__name__}.")
+    is_prepared = getattr(getattr(trainer, "accelerator", None), "is_prepared", None)
+    if is_prepared is not None and is_prepared(loader):
+        loader = prepared_loader(args, loader)
     row_size = args.per_device_train_batch_size * args.world_size
     if not lists_batches(loader):
         num_batches = length_of(loader)
@@ -115,7 +118,7 @@ def _orders_of(loader: Any, randomness: OrderRandomness, args: TrainingArguments
     sampler = loader.batch_sampler
     dealt = loader.sampler.batches if isinstance(loader.sampler, OrderedSamples) else sampler
     if isinstance(dealt, OrderedBatches):
-        return dealt.orders, False
+        return dealt.orders.again(), False
     return EpochOrders(sampler, randomness, generator=loader.generator, max_batches=batches_of_run(args)), True
 
 

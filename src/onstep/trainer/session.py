@@ -322,7 +322,8 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
     state, config, notify = session.state, session.state.cfg, session.notify
     if state.world.is_main:
         _name_idle_arguments(trainer, session)
-    if isinstance(session.collate, ColumnFilter) and trainer.train_dataset is not None:
+    collates_itself = overrides(trainer, "get_train_dataloader") or overrides(trainer, "_get_dataloader")
+    if isinstance(session.collate, ColumnFilter) and not collates_itself:
         session.collate.check(trainer.train_dataset)
     with state.timers(MODEL_TIMER).measure(barrier=True):
         session.model = notify.model = [_wrapped(trainer, session)]

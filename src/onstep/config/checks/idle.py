@@ -275,6 +275,7 @@ _OF_TRAINER = (
 _READ_BY_TRAINER = {
     *_keys("model", "seq_length ffn_hidden_size num_query_groups kv_channels"),
     *_keys("dataset", "seq_length shuffle num_workers pin_memory persistent_workers"),
+    *_keys("dataset", "prefetch_factor multiprocessing_context"),
 }
 """Lengths, with which tokens are counted; sizes that are filled in; and how any dataset is read."""
 

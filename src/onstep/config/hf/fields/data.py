@@ -23,7 +23,8 @@ class DataArguments:
     remove_unused_columns: bool = True
     label_names: list[str] | None = None
     dataloader_drop_last: bool = False
-    """Drop the tail of an epoch that is shorter than one global batch."""
+    """Drop the tail of an epoch that is shorter than one global batch; in the order of a user's sampler or loader, and
+    of grouped samples, one that is shorter than a micro-batch on every rank."""
     dataloader_num_workers: int = 0
     dataloader_pin_memory: bool = True
     dataloader_persistent_workers: bool = False

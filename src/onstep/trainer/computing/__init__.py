@@ -1,1 +1,1 @@
-"""How a Trainer computes: its accelerator, the options of model and torch, label smoothing, and a user's own steps."""
+"""The accelerator of a Trainer, the options of model and torch, label smoothing, and steps that a user overrides."""

@@ -32,7 +32,7 @@ from onstep.trainer.computing.custom_step import METHODS, CustomStep
 from onstep.trainer.computing.model_options import check_options, compiled, model_options, torch_options
 from onstep.trainer.dataloaders import ColumnFilter, collator, num_samples_of, train_loader
 from onstep.trainer.loaders.users_data import UsersData, count_examples, decides_data, users_data, whole_epochs
-from onstep.trainer.loss_convention import Convention, Labels, label_parameters, shifts_labels
+from onstep.trainer.loss_convention import Convention, Labels, label_parameters, multiplies_by_ranks, shifts_labels
 from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.methods.callbacks import shown_steps
 from onstep.trainer.model_step import ModelStep
@@ -277,6 +277,8 @@ def _forward_step(trainer: TrainerMethods, module: nn.Module, labels: Labels, st
         means = f"means of micro-batches, weighted by their {unit} (train.loss_weighting)"
         logger.info("loss: %s returns %s", source, "a share of the step's loss" if convention == "share" else means)
     options: dict[str, Any] = {"convention": convention, "weighting": weighting, "world": state.world}
+    if convention == "share" and _has_own_loss(trainer) and multiplies_by_ranks(trainer.compute_loss):
+        options["num_averaged_ranks"] = state.world.size
     if any(overrides(trainer, name) for name in METHODS):
         return CustomStep(trainer, labels, scales_shares=not _has_own_loss(trainer), **options)
     return ModelStep(trainer.compute_loss, labels, **options)

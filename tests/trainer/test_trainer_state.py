@@ -293,6 +293,14 @@ def test_callbacks_that_derive_from_those_of_transformers_run(tmp_path: Path, na
     assert trainer.state.ended
 
 
+def test_the_tensorboard_callback_of_transformers_writes_its_file(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+
+    trained(tmp_path, transformers.integrations.TensorBoardCallback, logging_steps=1)
+
+    assert list((tmp_path / "events").rglob("events.out.tfevents.*"))
+
+
 SCRIPT = """
 import sys
 from pathlib import Path

@@ -31,7 +31,7 @@ from onstep.trainer.dataloaders import ColumnFilter, collator, num_samples_of, t
 from onstep.trainer.directories import acquire_dir
 from onstep.trainer.loss_convention import Convention, Labels, shifts_labels
 from onstep.trainer.methods import TrainerMethods
-from onstep.trainer.methods.callbacks import shown_steps
+from onstep.trainer.methods.callbacks import adopt_state, shown_steps
 from onstep.trainer.model_step import ModelStep
 from onstep.trainer.optimizers import (
     check_optimizers,
@@ -170,6 +170,7 @@ def evaluation_session(trainer: TrainerMethods) -> Iterator[Session]:
                 before.info,
                 before.bridge_trackers,
             )
+        adopt_state(trainer.given_state, state)
         rows = (Watching, Endings)
         with (
             state.features.open(rows, state, world),

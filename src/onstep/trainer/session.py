@@ -34,7 +34,7 @@ from onstep.trainer.dataloaders import ColumnFilter, collator, num_samples_of, t
 from onstep.trainer.loaders.users_data import UsersData, count_examples, decides_data, users_data, whole_epochs
 from onstep.trainer.loss_convention import Convention, Labels, label_parameters, multiplies_by_ranks, shifts_labels
 from onstep.trainer.methods import TrainerMethods
-from onstep.trainer.methods.callbacks import shown_steps
+from onstep.trainer.methods.callbacks import adopt_state, shown_steps
 from onstep.trainer.model_step import ModelStep
 from onstep.trainer.optimizers import (
     Length,
@@ -206,6 +206,7 @@ def evaluation_session(trainer: TrainerMethods) -> Iterator[Session]:
                 before.info,
                 before.bridge_trackers,
             )
+        adopt_state(trainer.given_state, state)
         rows = (Watching, Endings)
         with (
             state.features.open(rows, state, world),

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 class EvaluatingMethods(BaseTrainer):
     """Hugging Face's methods of an evaluation."""
 
+    _gather_function: Any = None
     model_preparation_time: float | None = None
     """Seconds in which the model was placed for the first evaluation; None if a training placed it."""
 
@@ -54,6 +55,18 @@ class EvaluatingMethods(BaseTrainer):
         if self.args.label_names is not None:
             return list(self.args.label_names)
         return [] if self.model is None else label_parameters(self.model)
+
+    @property
+    def gather_function(self) -> Any:
+        """For an overridden `evaluation_loop`: gathers the tensors of all ranks, without those of fillers. Collective.
+
+        It may be assigned; Onstep's own loop gathers at its end, and does not call it.
+        """
+        return self._gather_function or self.accelerator.gather_for_metrics  # type: ignore[attr-defined]
+
+    @gather_function.setter
+    def gather_function(self, function: Any) -> None:
+        self._gather_function = function
 
     @property
     def is_in_train(self) -> bool:
@@ -186,6 +199,10 @@ class EvaluatingMethods(BaseTrainer):
             labels,
         )
 
+    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Any) -> tuple[Any, Any]:
+        """For a `prediction_step` copied from Hugging Face's: a context that does nothing, and the inputs."""
+        return nullcontext, inputs
+
     def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False) -> Any:
         """The evaluation of a run, when one is due."""
         return self.evaluate(ignore_keys=ignore_keys_for_eval)
@@ -225,6 +242,7 @@ class EvaluatingMethods(BaseTrainer):
         metrics = (
             self._evaluate(None, ignore_keys, skip_scheduler=True) if is_first else self._evaluate(None, ignore_keys)
         )
+        metrics = state.world.share(metrics)  # a script may add some on the first rank only
         record_evaluation(state, metrics)
         if not is_first and self._determine_best_metric(metrics=metrics, trial=None):
             save_best(state)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onstep.errors import ConfigError, warn_once
+from onstep.errors import ConfigError
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.dataloaders import as_eval_loader, evaluation_loader
 from onstep.trainer.full_eval import cast_weights
@@ -28,6 +28,8 @@ from onstep.trainer.predictions import (
     PredictionCollector,
     PredictionOutput,
     logits_of,
+    mean_of,
+    prefixed,
 )
 from onstep.training.compute.step import to_device
 from onstep.training.stages.best_metric import note_best_metric, save_best
@@ -131,7 +133,7 @@ class EvaluatingMethods(BaseTrainer):
 
             def predict(model: nn.Module, inputs: Any) -> Any:
                 loss, logits, labels = self.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
-                loss = _mean(loss)
+                loss = mean_of(loss)
                 if self.preprocess_logits_for_metrics is not None and logits is not None:
                     logits = self.preprocess_logits_for_metrics(logits, labels)
                 for keeper in (collector, batches):
@@ -158,7 +160,7 @@ class EvaluatingMethods(BaseTrainer):
                 state.entry_point.eval_dataloader, step.predict, session.is_test = before
             collected = Collected() if collector is None else collector.gather(state.world)
             computed = self._computed_metrics(collected) if batches is None else batches.result()
-            metrics |= _prefixed(computed, metric_key_prefix, measured=metrics)
+            metrics |= prefixed(computed, metric_key_prefix, measured=metrics)
             if self._preparation_time(session) is not None:
                 metrics[f"{metric_key_prefix}_model_preparation_time"] = self.model_preparation_time
             session.means = means
@@ -359,26 +361,3 @@ class EvaluatingMethods(BaseTrainer):
             names = ", ".join(known) or "the constructor was not passed a dict of them"
             raise ConfigError(f"eval_dataset={eval_dataset!r} is not the name of an evaluation set; known: {names}.")
         return known[eval_dataset]
-
-
-def _prefixed(computed: dict[str, Any], prefix: str, measured: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's metrics under the prefix, as Python numbers; one that replaces a measured one is named."""
-    start = f"{prefix}_"
-    metrics = {key if key.startswith(start) else start + key: _plain(value) for key, value in computed.items()}
-    replaced = sorted(measured.keys() & metrics.keys())
-    if replaced:
-        warn_once(logger, f"compute_metrics returns {', '.join(replaced)}, which replaces what was measured")
-    return metrics
-
-
-def _plain(value: Any) -> Any:
-    """A NumPy or torch scalar as a Python number."""
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
-
-
-def _mean(loss: Any) -> Any:
-    """A loss of `prediction_step`, 0-d and detached; None if there is none."""
-    if loss is None:
-        return None
-    values = torch.as_tensor(loss).detach()
-    return values.to(torch.promote_types(values.dtype, torch.float32)).mean()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -73,7 +73,8 @@ class ModelStep:
         if self.predict is not None:
             return self.predict(model, inputs)
         keywords = {NUM_ITEMS: num_items} if self._accepts_num_items else {}
-        return self._compute_loss(model, _copied(inputs), **keywords)
+        given = inputs.copy() if type(inputs) is dict else _copied(inputs)
+        return self._compute_loss(model, given, **keywords)
 
     def loss_and_outputs(self, model: nn.Module, inputs: Any) -> tuple[Any, Any]:
         """The loss of a micro-batch of an evaluation, and the model's outputs.
@@ -126,7 +127,7 @@ def counted_micro_batches(micro_batches: MicroBatches) -> list[Any]:
 
 def _copied(inputs: Any) -> Any:
     """A copy, since a `compute_loss` may pop the labels."""
-    return inputs.copy() if type(inputs) is dict else copy.copy(inputs) if isinstance(inputs, Mapping) else inputs
+    return copy.copy(inputs) if isinstance(inputs, MAPPING) else inputs
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:

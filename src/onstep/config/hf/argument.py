@@ -126,7 +126,7 @@ def declares_arguments(cls: AnyClass) -> AnyClass:
     for one in fields(cls):
         if one.metadata and one.metadata is not PARSED.get(one.name):
             DECLARED[one.name] = one.metadata
-        one.metadata = MappingProxyType(PARSED.get(one.name, {}))  # type: ignore[arg-type]
+        one.metadata = MappingProxyType(PARSED.get(one.name, {}))
     return cls
 
 

@@ -128,7 +128,7 @@ class EvalLoader:
             return self._reader.open()
         if self._listed is not None:
             rows = self._listed.rows(0, self._layout.rank, self._layout.world_size)
-            return self._reader.open(rows, epoch=0)
+            return self._reader.read_aside(rows) if aside else self._reader.open(rows, epoch=0)
         order = SampleOrder(len(self._dataset), seed=0, epoch=0, shuffle=False)
         rows = micro_batches_of_epoch(order, self._layout, start=0)
         return self._reader.read_aside(rows) if aside else self._reader.open(rows, epoch=0)

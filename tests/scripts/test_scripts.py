@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,14 @@ def inputs(server: Processes, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def outcomes(server: Processes, case: Case, inputs: Path, directory: Path) -> dict[str, dict[str, Any]]:
-    """What the script leaves behind under each library; both run at the same time."""
+def outcomes(
+    server: Processes, case: Case, inputs: Path, directory: Path, lost: tuple[str, ...] = ()
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the script leaves behind under `transformers` and under Onstep, which run at the same time.
+
+    Args:
+        lost: directories in the script's `output_dir` that are removed before it starts.
+    """
     children = {}
     for library in ("transformers", "onstep"):
         settings = {
@@ -41,11 +48,13 @@ def outcomes(server: Processes, case: Case, inputs: Path, directory: Path) -> di
             "arguments": case.command_line(inputs),
             "model_class": case.model_class,
             "base": case.base.format(inputs=inputs),
+            "lost": lost,
         }
         children[library] = server.start(JOBS, "script", directory / library, settings)[0]
     for library, child in children.items():
         assert child.wait() == 0, output_of(directory / library)
-    return {library: json.loads((directory / library / "result-0.json").read_text()) for library in children}
+    theirs, ours = (json.loads((directory / library / "result-0.json").read_text()) for library in children)
+    return theirs, ours
 
 
 def losses(outcome: dict[str, Any]) -> list[float]:
@@ -57,12 +66,22 @@ def test_a_script_gives_the_same_with_one_import_line_changed(
     name: str, server: Processes, inputs: Path, tmp_path: Path
 ) -> None:
     """The same losses, metrics, files and weights, wherever tools look for them."""
-    found = outcomes(server, CASES[name], inputs, tmp_path)
-    theirs, ours = found["transformers"], found["onstep"]
+    theirs, ours = outcomes(server, CASES[name], inputs, tmp_path)
     print(f"{name}: {losses(theirs)[-1]:.7f} {losses(ours)[-1]:.7f} {theirs['seconds']:.2f} {ours['seconds']:.2f}")
     assert not differences(theirs, ours)
     assert losses(theirs)[-1] < losses(theirs)[0] - 0.02, "the run must learn, or equality says little"
     assert abs(losses(theirs)[-1] - losses(ours)[-1]) < 1e-4
+
+
+def test_a_script_continues_from_the_checkpoint_that_it_finds(server: Processes, inputs: Path, tmp_path: Path) -> None:
+    """As after a crash: the second start has the losses of a run that was never interrupted."""
+    case = replace(CASES["clm"], arguments=f"{CASES['clm'].arguments} --save_steps 4")
+    whole = outcomes(server, case, inputs, tmp_path)
+    again = outcomes(server, case, inputs, tmp_path, lost=("checkpoint-8",))
+    for before, after in zip(whole, again, strict=True):
+        assert losses(after) == pytest.approx(losses(before), abs=1e-6)
+        assert after["last_checkpoint"] == before["last_checkpoint"] == "checkpoint-8"
+    assert not differences(*again)
 
 
 def test_each_script_is_run() -> None:

@@ -39,19 +39,19 @@ STATE_VALUES = (
 
 def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     """What differs, one line each; an empty list where a user finds the same."""
-    return [
-        *_files(theirs, ours),
-        *_results(theirs, ours),
-        *_state(theirs, ours),
-        *_log(theirs, ours),
-        *_weights(theirs, ours),
-    ]
+    found = (compare(theirs, ours) for compare in (_files, _configs, _results, _state, _log, _weights))
+    return [line for lines in found for line in lines]
 
 
 def _files(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[str]:
     for name in sorted(set(theirs["files"]) - set(ours["files"])):
         if not any(fnmatch(name, pattern) for pattern in FILES_WITHOUT_COUNTERPART):
             yield f"{name} is missing"
+
+
+def _configs(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[str]:
+    for name, expected in theirs["configs"].items():
+        yield from _values(name, expected, ours["configs"].get(name, {}))
 
 
 def _results(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[str]:

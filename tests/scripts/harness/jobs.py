@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.scripts.harness.inputs import write_inputs
 
 OUTPUT = "out"
 """The `output_dir` of every script, relative to its working directory."""
+CONFIGS = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")
 _IMPORT = re.compile(r"^(# The import line that changes:\nfrom )transformers( import \w+, \w+)$", re.MULTILINE)
 
 
@@ -36,6 +38,8 @@ def job_script(settings: dict[str, Any]) -> dict[str, Any]:
     script = Path(path.name).absolute()
     script.write_text(imported_from(settings["library"], path.read_text()))
     sys.argv = [str(script), *settings["arguments"]]
+    for name in settings["lost"]:
+        shutil.rmtree(Path(OUTPUT, name))
     start = time.perf_counter()
     runpy.run_path(str(script), run_name="__main__")
     seconds = time.perf_counter() - start
@@ -53,6 +57,9 @@ def observed(directory: Path, model_class: str, base: str) -> dict[str, Any]:
     return {
         "files": sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()),
         "results": {path.name: json.loads(path.read_text()) for path in sorted(directory.glob("*_results.json"))},
+        "configs": {
+            name: json.loads((directory / name).read_text()) for name in CONFIGS if (directory / name).exists()
+        },
         "state": state,
         "last_checkpoint": last.name,
         "best_checkpoint": best.name,

@@ -1,0 +1,155 @@
+"""Trains for a few steps and notes everything that an argument or an override could change."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from onstep import Trainer, TrainingArguments
+from tests.support.small_models import Regression, causal_rows, qwen, regression_rows
+
+
+class NotedRegression(Regression):
+    """Notes what each forward pass received, and in which precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[bool, list[list[float]]] = {True: [], False: []}
+        self.dtypes: dict[bool, set[str]] = {True: set(), False: set()}
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        outputs = super().forward(x, labels)
+        self.seen[self.training].append([round(value, 4) for value in x[:, 0].tolist()])
+        self.dtypes[self.training].add(str(outputs["logits"].dtype))
+        return outputs
+
+
+def arguments(directory: Path, **options: Any) -> TrainingArguments:
+    """Six steps of two rows each, every step logged, no files of weights unless asked for."""
+    values: dict[str, Any] = {
+        "output_dir": str(directory / "out"),
+        "use_cpu": True,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 4,
+        "num_train_epochs": 1,
+        "learning_rate": 0.05,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "train_sampling_strategy": "sequential",
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(**{**values, **options})
+
+
+def observe(directory: Path, cls: type[Any] = Trainer, *, tokens: bool = False, **options: Any) -> dict[str, Any]:
+    """Train, evaluate and predict with `cls` and these arguments; what can be seen, by name.
+
+    Args:
+        tokens: train a small Qwen2 in place of the regression.
+    """
+    rows: list[Any] = causal_rows(12) if tokens else regression_rows(12)
+    model: nn.Module = qwen() if tokens else NotedRegression()
+    given: dict[str, Any] = {}
+
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        given.update(inputs=prediction.inputs is not None, losses=prediction.losses is not None)
+        given["calls"] = given.get("calls", 0) + 1
+        given["type"] = type(prediction.predictions).__name__
+        return {"count": float(len(prediction.predictions))}
+
+    printed, logged = io.StringIO(), _Records()
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), logged.attached():
+        args = arguments(directory, **options)
+        trainer = cls(
+            model, args, train_dataset=rows, eval_dataset=rows[:6], compute_metrics=None if tokens else compute_metrics
+        )
+        output = trainer.train()
+        state = trainer.state
+        history = [dict(record) for record in state.log_history]
+        evaluated = trainer.evaluate()
+        predicted = trainer.predict(rows[:5])
+        loader = trainer.get_train_dataloader() if hasattr(trainer, "get_train_dataloader") else None
+    training = [record for record in history if "loss" in record]
+    found = {
+        "losses": [record["loss"] for record in training],
+        "norms": [record.get("grad_norm") for record in training],
+        "rates": [record.get("learning_rate") for record in training],
+        "logged_steps": [record["step"] for record in training],
+        "names": sorted({name for record in history for name in record}),
+        "train_metrics": sorted(output.metrics),
+        "total_flos": output.metrics.get("total_flos"),
+        "evaluated_steps": [record["step"] for record in history if any(name.startswith("eval_") for name in record)],
+        "eval_metrics": {
+            name: value for name, value in evaluated.items() if "runtime" not in name and "per_" not in name
+        },
+        "eval_names": sorted(evaluated),
+        "predictions": np.asarray(predicted.predictions).tolist() if not tokens else None,
+        "given_to_metrics": given,
+        "steps": state.global_step,
+        "best": (state.best_metric, Path(state.best_model_checkpoint or "").name),
+        "files": sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()),
+        "checkpoints": sorted(path.name for path in directory.rglob("checkpoint-*") if path.is_dir()),
+        "weights": [value.tolist() for value in model.state_dict().values()],
+        "loader": _attributes(loader),
+        "printed": printed.getvalue(),
+        "log_lines": logged.lines,
+        "trainer": trainer,
+        "args": args,
+    }
+    if isinstance(model, NotedRegression):
+        found |= {
+            "order": model.seen[True],
+            "eval_order": model.seen[False],
+            "dtypes": sorted(model.dtypes[True]),
+            "eval_dtypes": sorted(model.dtypes[False]),
+        }
+    return found
+
+
+def described(optimizer: Any) -> tuple[str, list[tuple[int, dict[str, Any]]]]:
+    """The class of an optimizer, and of each group the number of its tensors and its options."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    groups = [
+        (len(group["params"]), {key: value for key, value in group.items() if key not in ("params", "lr")})
+        for group in inner.param_groups
+    ]
+    return type(inner).__name__, groups
+
+
+def _attributes(loader: Any) -> dict[str, Any]:
+    names = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "in_order", "drop_last")
+    inner = getattr(loader, "base_dataloader", loader)
+    context = getattr(inner, "multiprocessing_context", None)
+    return {
+        **{name: getattr(inner, name, None) for name in names},
+        "context": context if context is None or isinstance(context, str) else context.get_start_method(),
+    }
+
+
+class _Records(logging.Handler):
+    """The lines that Onstep logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.lines: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelname, record.getMessage()))
+
+    @contextlib.contextmanager
+    def attached(self) -> Any:
+        logger = logging.getLogger("onstep")
+        logger.addHandler(self)
+        try:
+            yield
+        finally:
+            logger.removeHandler(self)

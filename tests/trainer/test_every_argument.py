@@ -1,0 +1,276 @@
+"""Every field of the installed `transformers.TrainingArguments`: another value has an effect, or is refused by name.
+
+The table has one row for each. A field that is new in `transformers` fails here until it has one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from onstep import TrainingArguments
+from onstep.errors import ConfigError
+from tests.support.forked_processes import Processes
+from tests.support.observed_runs import arguments, described, observe
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
+
+
+@dataclass(frozen=True)
+class Changes:
+    """With `value` a run differs in `seen` (of `observe`); `also` are the arguments of both runs."""
+
+    value: Any
+    seen: str
+    also: dict[str, Any] = field(default_factory=dict)
+    tokens: bool = False
+
+
+@dataclass(frozen=True)
+class Holds:
+    """With `value`, `holds(run)` is true of the run, and without it is not."""
+
+    value: Any
+    holds: Callable[[dict[str, Any]], bool]
+    also: dict[str, Any] = field(default_factory=dict)
+    tokens: bool = False
+
+
+@dataclass(frozen=True)
+class OnArguments:
+    """The effect is on the arguments themselves, which scripts and the launcher read: `holds(args)`."""
+
+    value: Any
+    holds: Callable[[TrainingArguments], bool]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OnRanks:
+    """Concerns several ranks: on each of two, `seen` (of `job_arguments`) becomes `found`."""
+
+    value: Any
+    seen: str
+    found: Any
+
+
+@dataclass(frozen=True)
+class Refused:
+    """`value` is refused with the field's name and `reason`, a regular expression."""
+
+    value: Any
+    reason: str
+
+
+Row = Changes | Holds | OnArguments | OnRanks | Refused
+
+_SHARDING, _HUB = "sharded training", "nothing is uploaded"
+SAVES = {"save_strategy": "steps", "save_steps": 2}
+EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}
+RANDOM = {"train_sampling_strategy": "random"}
+EPOCHS = {"num_train_epochs": 2}
+WORKERS = {"dataloader_num_workers": 1}
+SECOND_OF_NODE = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0"}
+
+
+def _device_type(run: dict[str, Any]) -> bool:
+    return str(run["args"].device) == "cpu"
+
+
+FIELDS: dict[str, Row] = {
+    # length
+    "output_dir": Holds("elsewhere", lambda run: run["args"].output_dir == "elsewhere"),
+    "per_device_train_batch_size": Changes(4, "order"),
+    "num_train_epochs": Changes(2.0, "steps"),
+    "max_steps": Changes(3, "steps"),
+    "gradient_accumulation_steps": Changes(2, "steps"),
+    "seed": Changes(1, "order", RANDOM),
+    "data_seed": Changes(1, "order", RANDOM),
+    # optimizer and schedule
+    "learning_rate": Changes(0.01, "losses"),
+    "lr_scheduler_type": Changes("cosine", "rates"),
+    "lr_scheduler_kwargs": Changes({"num_cycles": 1.0}, "rates", {"lr_scheduler_type": "cosine"}),
+    "warmup_steps": Changes(2, "rates"),
+    "optim": Changes("sgd", "optimizer"),
+    "optim_args": Changes("momentum=0.5", "losses", {"optim": "sgd"}),
+    "optim_target_modules": Refused("all-linear", "galore"),
+    "weight_decay": Changes(0.5, "weights"),
+    "adam_beta1": Changes(0.5, "losses"),
+    "adam_beta2": Changes(0.5, "losses"),
+    "adam_epsilon": Changes(1.0, "losses"),
+    "max_grad_norm": Changes(0.01, "losses", {"optim": "sgd"}),
+    "average_tokens_across_devices": OnRanks(False),
+    "label_smoothing_factor": Changes(0.2, "losses", tokens=True),
+    "neftune_noise_alpha": Changes(5.0, "losses", tokens=True),
+    # precision and memory
+    "bf16": Changes(True, "dtypes"),
+    "fp16": Changes(True, "dtypes"),
+    "bf16_full_eval": Changes(True, "eval_dtypes"),
+    "fp16_full_eval": Changes(True, "eval_dtypes"),
+    "tf32": Refused(True, "GPU"),
+    "activation_checkpointing": Holds(True, lambda run: run["trainer"].model.is_gradient_checkpointing, tokens=True),
+    "activation_checkpointing_kwargs": Changes(
+        {"use_reentrant": True}, "log_lines", {"activation_checkpointing": True}
+    ),
+    "gradient_checkpointing": Holds(True, lambda run: run["trainer"].model.is_gradient_checkpointing, tokens=True),
+    "gradient_checkpointing_kwargs": Changes({"use_reentrant": True}, "log_lines", {"gradient_checkpointing": True}),
+    "torch_compile": Changes(True, "log_lines"),
+    "torch_compile_backend": Changes("eager", "log_lines"),
+    "torch_compile_mode": Changes("reduce-overhead", "log_lines"),
+    "use_liger_kernel": Refused(True, "liger"),
+    "liger_kernel_config": Refused({"rope": True}, "liger"),
+    "use_cache": Holds(True, lambda run: run["trainer"].model.config.use_cache, tokens=True),
+    "torch_empty_cache_steps": Changes(1, "log_lines"),
+    "auto_find_batch_size": Changes(True, "log_lines"),
+    "use_cpu": Holds(True, _device_type),
+    # logs
+    "logging_strategy": Changes("epoch", "logged_steps"),
+    "logging_steps": Changes(3, "logged_steps"),
+    "logging_first_step": Changes(True, "logged_steps", {"logging_steps": 3}),
+    "log_on_each_node": OnArguments(False, lambda args: not args.should_log, SECOND_OF_NODE),
+    "logging_nan_inf_filter": Refused(False, "ends the run"),
+    "include_num_input_tokens_seen": Changes("all", "names", tokens=True),
+    "log_level": OnArguments("debug", lambda args: args.get_process_log_level() == logging.DEBUG),
+    "log_level_replica": OnArguments(
+        "error", lambda args: args.get_process_log_level() == logging.ERROR, {**SECOND_OF_NODE, "LOCAL_RANK": "1"}
+    ),
+    "disable_tqdm": Changes(False, "printed"),
+    "report_to": Changes("csv", "files"),
+    "run_name": Changes("mine", "files", {"report_to": "csv"}),
+    "project": Refused("mine", "trackers"),
+    "trackio_space_id": Refused("me/space", "trackio"),
+    "trackio_bucket_id": Refused("me/bucket", "trackio"),
+    "trackio_static_space_id": Refused("me/space", "trackio"),
+    # evaluation
+    "eval_strategy": Changes("epoch", "evaluated_steps"),
+    "eval_steps": Changes(3, "evaluated_steps", {"eval_strategy": "steps"}),
+    "eval_delay": Changes(4, "evaluated_steps", EVALUATES),
+    "per_device_eval_batch_size": Changes(2, "eval_order"),
+    "prediction_loss_only": Changes(True, "eval_names"),
+    "eval_on_start": Changes(True, "evaluated_steps", EVALUATES),
+    "eval_do_concat_batches": Changes(False, "given_to_metrics"),
+    "eval_use_gather_object": OnRanks(True),
+    "eval_accumulation_steps": Changes(1, "log_lines"),
+    "include_for_metrics": Changes(["inputs", "loss"], "given_to_metrics"),
+    "batch_eval_metrics": Changes(True, "given_to_metrics"),
+    # checkpoints
+    "save_strategy": Changes("epoch", "checkpoints", EPOCHS),
+    "save_steps": Changes(3, "checkpoints", {"save_strategy": "steps"}),
+    "save_total_limit": Changes(1, "checkpoints", SAVES),
+    "save_only_model": Changes(True, "files", SAVES),
+    "save_on_each_node": OnArguments(True, lambda args: args.should_save, SECOND_OF_NODE),
+    "enable_jit_checkpoint": Changes(True, "log_lines"),
+    "load_best_model_at_end": Changes(True, "weights", {**SAVES, **EVALUATES}),
+    "metric_for_best_model": Changes("count", "best", {**SAVES, **EVALUATES, "load_best_model_at_end": True}),
+    "greater_is_better": Changes(
+        True, "best", {**SAVES, **EVALUATES, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    ),
+    "resume_from_checkpoint": Refused("nowhere", "nowhere"),
+    "ignore_data_skip": Refused(True, "continues at the very sample"),
+    "restore_callback_states_from_checkpoint": Changes(True, "log_lines"),
+    "full_determinism": Changes(True, "log_lines"),
+    "push_to_hub": Refused(True, _HUB),
+    "hub_token": Refused("secret", _HUB),
+    "hub_private_repo": Refused(True, _HUB),
+    "hub_model_id": Refused("me/model", _HUB),
+    "hub_strategy": Refused("end", _HUB),
+    "hub_always_push": Refused(True, _HUB),
+    "hub_revision": Refused("main", _HUB),
+    # data
+    "dataloader_drop_last": Changes(True, "steps", {"per_device_train_batch_size": 5}),
+    "dataloader_num_workers": Changes(1, "loader"),
+    "dataloader_pin_memory": Changes(False, "loader"),
+    "dataloader_persistent_workers": Changes(True, "loader", WORKERS),
+    "dataloader_prefetch_factor": Changes(4, "loader", WORKERS),
+    "dataloader_multiprocessing_context": Changes("spawn", "loader", WORKERS),
+    "dataloader_in_order": Changes(False, "loader", WORKERS),
+    "remove_unused_columns": Changes(False, "log_lines"),
+    "label_names": Changes(["labels", "x"], "given_to_metrics"),
+    "train_sampling_strategy": Changes("random", "order"),
+    "length_column_name": Changes("size", "order", {"train_sampling_strategy": "group_by_length"}),
+    # ranks
+    "accelerator_config": Refused({"split_batches": True}, "split_batches"),
+    "parallelism_config": Refused(object(), _SHARDING),
+    "ddp_find_unused_parameters": OnRanks(True, "find_unused_parameters", True),
+    "ddp_bucket_cap_mb": OnRanks(3, "bucket_cap_mb", 3),
+    "ddp_broadcast_buffers": OnRanks(True, "broadcast_buffers", True),
+    "ddp_static_graph": OnRanks(True, "static_graph", True),
+    "ddp_backend": OnRanks("gloo", "backend", "gloo"),
+    "ddp_timeout": OnRanks(77, "ddp_timeout", 77.0),
+    "fsdp": Refused("full_shard", _SHARDING),
+    "fsdp_config": Refused({"min_num_params": 1}, _SHARDING),
+    "deepspeed": Refused({"zero_optimization": {}}, _SHARDING),
+    "debug": Refused("underflow_overflow", "debug"),
+    "skip_memory_metrics": Changes(False, "train_metrics"),
+    # what scripts ask for
+    "do_train": OnArguments(True, lambda args: args.do_train),
+    "do_eval": OnArguments(True, lambda args: args.do_eval),
+    "do_predict": OnArguments(True, lambda args: args.do_predict),
+    "local_rank": Refused(3, "LOCAL_RANK"),
+}
+
+
+def seen(run: dict[str, Any], name: str) -> Any:
+    return described(run["trainer"].optimizer) if name == "optimizer" else run[name]
+
+
+@pytest.mark.parametrize("name", [name for name, row in FIELDS.items() if not isinstance(row, OnRanks)])
+def test_an_argument_has_its_effect_or_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    match FIELDS[name]:
+        case Refused(value, reason):
+            with pytest.raises(ConfigError, match=rf"(?s)\b{name}\b.*{reason}"):
+                arguments(tmp_path, **{name: value})
+        case OnArguments(value, holds, environment):
+            for key, text in environment.items():
+                monkeypatch.setenv(key, text)
+            assert holds(arguments(tmp_path, **{name: value}))
+            assert not holds(arguments(tmp_path))
+        case Holds(value, holds, also, tokens):
+            assert holds(observe(tmp_path / "mine", tokens=tokens, **{**also, name: value}))
+            assert not holds(observe(tmp_path / "plain", tokens=tokens, **also))
+        case Changes(value, what, also, tokens):
+            plain = observe(tmp_path / "plain", tokens=tokens, **also)
+            mine = observe(tmp_path / "mine", tokens=tokens, **{**also, name: value})
+            assert seen(plain, what) != seen(mine, what)
+
+
+@pytest.mark.distributed
+def test_arguments_for_ranks_reach_torch(processes: Processes, tmp_path: Path) -> None:
+    rows = {name: row for name, row in FIELDS.items() if isinstance(row, OnRanks)}
+    settings = {name: row.value for name, row in rows.items()}
+    for rank in processes.results("tests.support.jobs.argument_jobs", "arguments", tmp_path / "set", settings):
+        assert {name: rank[row.seen] for name, row in rows.items()} == {name: row.found for name, row in rows.items()}
+    plain = processes.results("tests.support.jobs.argument_jobs", "arguments", tmp_path / "plain")[0]
+    same = {name for name, row in rows.items() if plain[row.seen] == row.found}
+    assert same <= {"ddp_backend"}, "gloo is the only backend of the CPU"
+
+
+def test_every_field_has_a_row() -> None:
+    assert set(FIELDS) == {each.name for each in dataclasses.fields(transformers.TrainingArguments)}
+
+
+def test_the_parser_accepts_what_that_of_transformers_accepts() -> None:
+    """The same options, with and without a value: `--gradient_checkpointing`, `--no_remove_unused_columns`."""
+    parsers = [transformers.HfArgumentParser(cls) for cls in (transformers.TrainingArguments, TrainingArguments)]
+    theirs, ours = (
+        {text: action for action in parser._actions for text in action.option_strings} for parser in parsers
+    )
+    assert set(theirs) <= set(ours)
+    differing = {
+        text for text, action in theirs.items() if (action.nargs, action.const) != (ours[text].nargs, ours[text].const)
+    }
+    assert not differing
+
+
+def test_the_counts() -> None:
+    counts = Counter(type(row).__name__ for row in FIELDS.values())
+    print(f"{len(FIELDS)} arguments: {len(FIELDS) - counts['Refused']} honoured, {counts['Refused']} refused; {counts}")

@@ -107,7 +107,7 @@ FIELDS: dict[str, Row] = {
     "adam_beta2": Changes(0.5, "losses"),
     "adam_epsilon": Changes(1.0, "losses"),
     "max_grad_norm": Changes(0.01, "losses", {"optim": "sgd"}),
-    "average_tokens_across_devices": OnRanks(False),
+    "average_tokens_across_devices": Refused(False, "tokens of all ranks"),
     "label_smoothing_factor": Changes(0.2, "losses", tokens=True),
     "neftune_noise_alpha": Changes(5.0, "losses", tokens=True),
     # precision and memory
@@ -157,7 +157,7 @@ FIELDS: dict[str, Row] = {
     "prediction_loss_only": Changes(True, "eval_names"),
     "eval_on_start": Changes(True, "evaluated_steps", EVALUATES),
     "eval_do_concat_batches": Changes(False, "given_to_metrics"),
-    "eval_use_gather_object": OnRanks(True),
+    "eval_use_gather_object": Refused(True, "gather"),
     "eval_accumulation_steps": Changes(1, "log_lines"),
     "include_for_metrics": Changes(["inputs", "loss"], "given_to_metrics"),
     "batch_eval_metrics": Changes(True, "given_to_metrics"),
@@ -241,6 +241,17 @@ def test_an_argument_has_its_effect_or_is_refused(name: str, tmp_path: Path, mon
             plain = observe(tmp_path / "plain", tokens=tokens, **also)
             mine = observe(tmp_path / "mine", tokens=tokens, **{**also, name: value})
             assert seen(plain, what) != seen(mine, what)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, row in FIELDS.items() if isinstance(row, Refused) and isinstance(row.value, str)]
+)
+def test_what_is_refused_is_refused_on_a_command_line_for_the_same_reason(name: str, tmp_path: Path) -> None:
+    row = FIELDS[name]
+    assert isinstance(row, Refused)
+    parser = transformers.HfArgumentParser(TrainingArguments)
+    with pytest.raises(ConfigError, match=rf"(?s)\b{name}\b.*{row.reason}"):
+        parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), f"--{name}", row.value])
 
 
 @pytest.mark.distributed

@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,10 @@ def arguments(directory: Path, **options: Any) -> TrainingArguments:
     return TrainingArguments(**{**values, **options})
 
 
-def observe(directory: Path, cls: type[Any] = Trainer, *, tokens: bool = False, **options: Any) -> dict[str, Any]:
-    """Train, evaluate and predict with `cls` and these arguments; what can be seen, by name.
+def observe(
+    directory: Path, make: Callable[..., Any] = Trainer, *, tokens: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Train, evaluate and predict with a Trainer of `make` and these arguments; what can be seen, by name.
 
     Args:
         tokens: train a small Qwen2 in place of the regression.
@@ -69,7 +72,7 @@ def observe(directory: Path, cls: type[Any] = Trainer, *, tokens: bool = False, 
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), logged.attached():
         args = arguments(directory, **options)
-        trainer = cls(
+        trainer = make(
             model, args, train_dataset=rows, eval_dataset=rows[:6], compute_metrics=None if tokens else compute_metrics
         )
         output = trainer.train()

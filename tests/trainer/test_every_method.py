@@ -182,21 +182,50 @@ def unchanged(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
-def constructed(cls: type[Trainer], directory: Path) -> Trainer:
-    return cls(NotedRegression(), arguments(directory), train_dataset=regression_rows(4))
+def assigned(name: str, override: Override, calls: list[str]) -> Callable[..., Trainer]:
+    """Makes a Trainer one method of which is replaced on the object, as libraries do that patch a Trainer."""
+
+    def make(*args: Any, **kwargs: Any) -> Trainer:
+        trainer = Trainer(*args, **kwargs)
+        original = getattr(trainer, name)
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return override(original, trainer, *args, **kwargs)
+
+        setattr(trainer, name, method)
+        return trainer
+
+    return make
 
 
 def seen(run: dict[str, Any], name: str) -> Any:
     return described(run["trainer"].optimizer) if name == "optimizer" else run[name]
 
 
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any], str], Any]:
+    """What is seen of a run without overrides, by its options."""
+    runs: dict[str, dict[str, Any]] = {}
+
+    def plain(options: dict[str, Any], name: str) -> Any:
+        if repr(options) not in runs:
+            runs[repr(options)] = observe(tmp_path_factory.mktemp("plain"), **options)
+        return seen(runs[repr(options)], name)
+
+    return plain
+
+
 @pytest.mark.parametrize("name", METHODS)
-def test_an_override_has_its_effect_or_is_refused(name: str, tmp_path: Path) -> None:
-    row, calls = METHODS[name], list[str]()
-    match row:
+def test_an_override_has_its_effect_or_is_refused(
+    name: str, plain_run: Callable[[dict[str, Any], str], Any], tmp_path: Path
+) -> None:
+    calls: list[str] = []
+    match METHODS[name]:
         case Refused(remedy):
+            cls = subclass(name, unchanged, calls)
             with pytest.raises(ConfigError, match=rf"(?s)\b{name}\b.*{remedy}"):
-                constructed(subclass(name, unchanged, calls), tmp_path)
+                cls(NotedRegression(), arguments(tmp_path), train_dataset=regression_rows(4))
         case ForScripts(holds):
             trainer = observe(tmp_path, subclass(name, unchanged, calls))["trainer"]
             calls.clear()
@@ -206,10 +235,20 @@ def test_an_override_has_its_effect_or_is_refused(name: str, tmp_path: Path) -> 
             observe(tmp_path, subclass(name, unchanged, calls), **options)
             assert calls
         case Changes(what, override, options):
-            plain = observe(tmp_path / "plain", **options)
-            mine = observe(tmp_path / "mine", subclass(name, override, calls), **options)
+            mine = observe(tmp_path, subclass(name, override, calls), **options)
             assert calls
-            assert seen(plain, what) != seen(mine, what)
+            assert seen(mine, what) != plain_run(options, what)
+
+
+@pytest.mark.parametrize("name", [name for name, row in METHODS.items() if isinstance(row, Changes)])
+def test_a_method_assigned_to_the_object_has_its_effect_too(
+    name: str, plain_run: Callable[[dict[str, Any], str], Any], tmp_path: Path
+) -> None:
+    row, calls = METHODS[name], list[str]()
+    assert isinstance(row, Changes)
+    mine = observe(tmp_path, assigned(name, row.override, calls), **row.options)
+    assert calls
+    assert seen(mine, row.seen) != plain_run(row.options, row.seen)
 
 
 def test_every_method_has_a_row() -> None:

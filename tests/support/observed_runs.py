@@ -6,9 +6,10 @@ import contextlib
 import io
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -19,18 +20,15 @@ from tests.support.small_models import Regression, causal_rows, qwen, regression
 
 
 class NotedRegression(Regression):
-    """Notes what each forward pass received, and in which precision."""
+    """Notes what each forward pass received."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: dict[bool, list[list[float]]] = {True: [], False: []}
-        self.dtypes: dict[bool, set[str]] = {True: set(), False: set()}
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        outputs = super().forward(x, labels)
         self.seen[self.training].append([round(value, 4) for value in x[:, 0].tolist()])
-        self.dtypes[self.training].add(str(outputs["logits"].dtype))
-        return outputs
+        return super().forward(x, labels)
 
 
 def arguments(directory: Path, **options: Any) -> TrainingArguments:
@@ -51,71 +49,112 @@ def arguments(directory: Path, **options: Any) -> TrainingArguments:
 
 
 def observe(
-    directory: Path, make: Callable[..., Any] = Trainer, *, tokens: bool = False, **options: Any
+    directory: Path,
+    make: Callable[..., Any] = Trainer,
+    *,
+    tokens: bool = False,
+    model: nn.Module | None = None,
+    rows: Any = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Train, evaluate and predict with a Trainer of `make` and these arguments; what can be seen, by name.
 
     Args:
-        tokens: train a small Qwen2 in place of the regression.
+        tokens: train a small Qwen2 in place of the regression, without `compute_metrics`.
     """
-    rows: list[Any] = causal_rows(12) if tokens else regression_rows(12)
-    model: nn.Module = qwen() if tokens else NotedRegression()
-    given: dict[str, Any] = {}
-
-    def compute_metrics(prediction: Any) -> dict[str, float]:
-        given.update(inputs=prediction.inputs is not None, losses=prediction.losses is not None)
-        given["calls"] = given.get("calls", 0) + 1
-        given["type"] = type(prediction.predictions).__name__
-        return {"count": float(len(prediction.predictions))}
-
+    if rows is None:
+        rows = causal_rows(12) if tokens else regression_rows(12)
+    if model is None:
+        model = qwen() if tokens else NotedRegression()
+    notes, metrics = _Notes(model), _Metrics()
     printed, logged = io.StringIO(), _Records()
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), logged.attached():
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), logged.attached(), notes.attached():
         args = arguments(directory, **options)
+        held_out = [rows[number] for number in range(6)]
         trainer = make(
-            model, args, train_dataset=rows, eval_dataset=rows[:6], compute_metrics=None if tokens else compute_metrics
+            model, args, train_dataset=rows, eval_dataset=held_out, compute_metrics=None if tokens else metrics
         )
         output = trainer.train()
         state = trainer.state
         history = [dict(record) for record in state.log_history]
         evaluated = trainer.evaluate()
-        predicted = trainer.predict(rows[:5])
-        loader = trainer.get_train_dataloader() if hasattr(trainer, "get_train_dataloader") else None
+        predicted = trainer.predict(held_out[:5])
+        loader = trainer.get_train_dataloader()
     training = [record for record in history if "loss" in record]
+    evaluations = [record for record in history if any(name.startswith("eval_") for name in record)]
     found = {
         "losses": [record["loss"] for record in training],
-        "norms": [record.get("grad_norm") for record in training],
         "rates": [record.get("learning_rate") for record in training],
         "logged_steps": [record["step"] for record in training],
         "names": sorted({name for record in history for name in record}),
         "train_metrics": sorted(output.metrics),
         "total_flos": output.metrics.get("total_flos"),
-        "evaluated_steps": [record["step"] for record in history if any(name.startswith("eval_") for name in record)],
-        "eval_metrics": {
-            name: value for name, value in evaluated.items() if "runtime" not in name and "per_" not in name
-        },
+        "evaluated_steps": [record["step"] for record in evaluations],
         "eval_names": sorted(evaluated),
-        "predictions": np.asarray(predicted.predictions).tolist() if not tokens else None,
-        "given_to_metrics": given,
+        "eval_loss": evaluated.get("eval_loss"),
+        "predictions": None if tokens else np.asarray(predicted.predictions).tolist(),
+        "given_to_metrics": metrics.given,
         "steps": state.global_step,
         "best": (state.best_metric, Path(state.best_model_checkpoint or "").name),
-        "files": sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()),
+        "files": sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()),
         "checkpoints": sorted(path.name for path in directory.rglob("checkpoint-*") if path.is_dir()),
         "weights": [value.tolist() for value in model.state_dict().values()],
         "loader": _attributes(loader),
         "printed": printed.getvalue(),
         "log_lines": logged.lines,
+        "dtypes": sorted(notes.dtypes[True]),
+        "eval_dtypes": sorted(notes.dtypes[False]),
+        "deterministic": notes.is_deterministic,
+        "compiled": notes.compiled,
+        "hooks": sum(len(module._forward_hooks) for module in model.modules()),
         "trainer": trainer,
         "args": args,
     }
     if isinstance(model, NotedRegression):
-        found |= {
-            "order": model.seen[True],
-            "eval_order": model.seen[False],
-            "dtypes": sorted(model.dtypes[True]),
-            "eval_dtypes": sorted(model.dtypes[False]),
-        }
+        found |= {"order": model.seen[True], "eval_order": model.seen[False]}
     return found
+
+
+class _Notes:
+    """Notes how a model computes: its precision, whether deterministically, and whether compiled."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.dtypes: dict[bool, set[str]] = {True: set(), False: set()}
+        self.is_deterministic = False
+        self.compiled: list[dict[str, Any]] = []
+        self._model = model
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Compiling is noted, and not done: it would need a C++ compiler and seconds."""
+        hook = self._model.register_forward_hook(self._note)
+        with mock.patch.object(nn.Module, "compile", lambda _, **options: self.compiled.append(options)):
+            yield
+        hook.remove()
+
+    def _note(self, model: nn.Module, _: Any, output: Any) -> None:
+        self.dtypes[model.training].add(str(output["logits"].dtype))
+        self.is_deterministic |= torch.are_deterministic_algorithms_enabled()
+
+
+class _Metrics:
+    """A `compute_metrics` that notes what it is given."""
+
+    def __init__(self) -> None:
+        self.given: dict[str, Any] = {"calls": 0}
+
+    def __call__(self, prediction: Any, compute_result: bool = True) -> dict[str, float]:
+        predictions = prediction.predictions
+        self.given["calls"] += 1
+        self.given |= {
+            "inputs": prediction.inputs is not None,
+            "losses": prediction.losses is not None,
+            "predictions": type(predictions).__name__,
+            "labels": type(prediction.label_ids).__name__,
+            "on_cpu": not isinstance(predictions, Tensor) or predictions.device.type == "cpu",
+        }
+        return {"count": float(len(predictions))}
 
 
 def described(optimizer: Any) -> tuple[str, list[tuple[int, dict[str, Any]]]]:
